@@ -1,0 +1,208 @@
+"""The engine protocol: what a thing must do to train a model, or to sample from one.
+
+Engines never talk to the network, the driver or the disk layout of a run; workers do (`workers/`).
+Batches come in as numpy columns (`specs/batch.py`) and go out the same way. One contract test file
+(`tests/backends/test_contract.py`) runs against every engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specs.as_built import ModelBuilt
+from specs.batch import Batch
+from specs.role_config import RolloutConfig, Sampling, TrainConfig
+from specs.schema import DType, Grpo
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight as it travels: Hugging Face name, dtype on the wire ("fp32", "bf16", or a numpy name), shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Weight(ABC):
+    """One weight of the stream. Lives only until the stream moves on."""
+
+    spec: WeightSpec
+
+    @abstractmethod
+    def checksum(self) -> str:
+        """xxh3-64 (hex) of the bytes in wire dtype, computed from the engine's own tensor, not from the copy."""
+
+    @abstractmethod
+    def copy_to(self, buffer: NDArray[np.uint8]) -> None:
+        """Write the bytes in wire dtype into `buffer`, which is exactly `spec.nbytes` long."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where this process stands in its group."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Global counts of the optimizer step's mini-batch over *all* ranks; losses are divided by these, never by local ones."""
+
+    num_loss_tokens: int
+    num_sequences: int  # sequences with at least one loss token
+    max_response_tokens: int  # the constant of "token-sum-constant"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `skipped` when the gradient norm was not finite (nothing was changed but the skip count)."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class TrainEngine(ABC):
+    """Holds a model that computes log-probs and, with an optimizer, learns."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: TrainConfig, rank: Rank) -> TrainEngine: ...
+
+    @abstractmethod
+    def built(self) -> ModelBuilt:
+        """What the model is, read back from the model."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        """`logprob_T` of this rank's sequences, fp32: log p(token | before) / temperature where `loss_mask_T`
+        is 1, else 0. No gradients. Splits into micro-batches by itself; no collective, so ranks may differ in work.
+        An empty batch gives an empty array."""
+
+    @abstractmethod
+    def forward_backward(self, batch: Batch, algorithm: Grpo, scale: LossScale) -> Mapping[str, float]:
+        """Accumulate gradients of this rank's share of the loss. Needs `tokens_T`, `loss_mask_T`, `advantage_T`,
+        `rollout_logprob_T`; `old_logprob_T` when not on-policy (absent: the current ones, detached); `ref_logprob_T`
+        when `algorithm.kl_coef` > 0. Returns *sums* over this rank's tokens under the names of `METRIC_SUMS`;
+        the caller adds ranks and divides. An empty batch is legal."""
+
+    @abstractmethod
+    def optim_step(self) -> StepResult:
+        """Sum gradients over ranks (the only collective), clip, step optimizer and schedule, zero gradients.
+        A non-finite norm is skipped on all ranks alike."""
+
+    @abstractmethod
+    def export_weights(self, dtype: DType) -> Iterator[Weight]:
+        """Every weight once (a tied one under its first name), floating ones cast to `dtype`, one at a time.
+        All ranks must exhaust the stream; only rank 0's weights are read."""
+
+    @abstractmethod
+    def weight_specs(self, dtype: DType) -> Sequence[WeightSpec]:
+        """What `export_weights` will give, in order, without touching data."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Move weights, optimizer state and gradients off the device. Neutral to the bit. A second call does nothing."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Undo `offload`. A second call does nothing."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule, skip count and RNG into the existing empty `folder`. All ranks call it.
+        Weights: `model.safetensors` (HF names, fp32 master where there is one); the rest safetensors and JSON."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, bit for bit. Raises CheckpointError when it is of another model."""
+
+    @abstractmethod
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:
+        """Greedy continuation of each prompt by the training forward pass: the proof that an export must repeat."""
+
+    def close(self) -> None:
+        """Let go of devices and process groups."""
+
+
+@dataclass(frozen=True)
+class GreedyAnswer:
+    """Tokens of a greedy continuation, and how far each was ahead of the runner-up (logits, nats)."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+# Sums that `forward_backward` returns, over response tokens unless a name says otherwise.
+METRIC_SUMS = (
+    "loss",  # the rank's share of the global loss: already normalised, shares add up
+    "tokens",  # loss tokens seen
+    "sequences",  # sequences with a loss token
+    "entropy",  # Σ entropy of the model's distribution (nats)
+    "kl",  # Σ KL estimate to ref (0 without ref)
+    "clipped",  # tokens where the clip was active
+    "logprob_gap",  # Σ |log-prob of the sampler - log-prob of the trainer before the update (old, or current if on-policy)|
+    "approx_kl",  # Σ k3 estimate of KL(old ‖ current)
+    "ratio",  # Σ probability ratio
+    "micro_batches",  # forward passes made
+)
+# Maxima that it returns; the caller takes the maximum over ranks.
+METRIC_MAXIMA = ("logprob_gap_max", "micro_batch_tokens_max")
+
+Emit = Callable[[Batch], None]
+
+
+class RolloutEngine(ABC):
+    """Holds a copy of the actor's weights and samples from it."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: RolloutConfig, rank: Rank) -> RolloutEngine: ...
+
+    @abstractmethod
+    def built(self) -> ModelBuilt: ...
+
+    @abstractmethod
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        """Weights that this engine must be given, with its own dtype and shape, in any order."""
+
+    @abstractmethod
+    def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
+        """Load one weight from wire bytes; returns the xxh3-64 (hex) of the bytes *read back from the engine's own
+        tensor*. Raises SyncError naming the weight when name, dtype or shape is not what the engine holds."""
+
+    @abstractmethod
+    def finish_import(self) -> None:
+        """All weights are in: tie, pack, and drop every cached key and value. Until the first call, `generate` refuses."""
+
+    @abstractmethod
+    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
+        """Answer every prompt once. `prompts` has `tokens_T`, `group_B`, `id_B`, `row_B`; sequences of one group share
+        their prompt. `emit` is called with finished batches (SAMPLE_COLUMNS: prompt and answer tokens, mask 1 on
+        answers, exact log-probs of the distribution sampled from, `finished_B` 1 where the answer ended by itself) as
+        soon as whole groups are done, each sample exactly once. Returns counters (`generated_tokens`, `decode_steps`)."""
+
+    @abstractmethod
+    def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
+        """`logprob_T` of given sequences (every token but each first has one; first is 0): the behaviour probe."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """1: free the KV cache, weights to host memory. 2: free both; weights must be imported again."""
+
+    @abstractmethod
+    def wake(self, tags: Sequence[str]) -> None:
+        """Bring back "weights" and/or "kv_cache". After level 2 weights come back empty until `finish_import`."""
+
+    def close(self) -> None: ...

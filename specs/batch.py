@@ -1,0 +1,120 @@
+"""A batch of sequences: flat columns, no padding.
+
+Suffixes name the dims: `_T` is one value per token (all sequences after another), `_B` one per sequence.
+
+    two sequences, 3 and 2 tokens       tokens_T    [5, 1, 7 | 5, 9]
+    answers start after the prompt      loss_mask_T [0, 1, 1 | 0, 1]
+    a token's own log-prob              logprob_T   [0, lp(1|5), lp(7|5,1) | 0, lp(9|5)]
+    lengths                             length_B    [3, 2]
+
+A batch only gains columns. Verbs declare the columns that they need and give (`specs/messages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specs.errors import BatchError
+
+Column = NDArray[np.generic]
+
+INT_COLUMNS = frozenset({"tokens_T", "length_B", "group_B", "id_B", "prompt_length_B", "row_B", "weight_version_B"})
+
+
+class Batch:
+    """Columns that agree in length. `length_B` is always there; it is made from `tokens_T` by whoever builds the batch."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        if "length_B" not in columns:
+            raise BatchError("a batch needs the column length_B")
+        self.columns = dict(columns)
+        sequences, tokens = len(columns["length_B"]), int(columns["length_B"].sum())
+        for name, column in columns.items():
+            want = tokens if name.endswith("_T") else sequences if name.endswith("_B") else None
+            if want is None:
+                raise BatchError(f"column {name} must end in _T (per token) or _B (per sequence)")
+            if column.shape[:1] != (want,):
+                raise BatchError(f"column {name} has shape {column.shape}; expected ({want},)")
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise BatchError(f"the batch has no column {name}; it has {', '.join(sorted(self.columns))}") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __len__(self) -> int:
+        return len(self.columns["length_B"])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.columns["length_B"].sum())
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each sequence starts; one more entry than sequences."""
+        return np.concatenate([[0], np.cumsum(self.columns["length_B"])]).astype(np.int64)
+
+    def with_columns(self, **columns: Column) -> Batch:
+        """A new batch with more columns. Replacing one is an error: a batch only gains."""
+        taken = sorted(set(columns) & set(self.columns))
+        if taken:
+            raise BatchError(f"the batch already has {', '.join(taken)}")
+        return Batch({**self.columns, **columns})
+
+    def only(self, names: Iterable[str]) -> Batch:
+        """A view with just these columns (and `length_B`)."""
+        return Batch({name: self[name] for name in dict.fromkeys((*names, "length_B"))})
+
+    def require(self, names: Iterable[str], verb: str) -> None:
+        missing = sorted(set(names) - set(self.columns))
+        if missing:
+            raise BatchError(f"{verb} needs the columns {', '.join(missing)}, which the batch does not have")
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> Batch:
+        """The sequences at `indices`, in that order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        offsets = self.offsets
+        spans = [np.arange(offsets[i], offsets[i + 1]) for i in chosen]
+        token_index = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+        return Batch(
+            {name: column[token_index if name.endswith("_T") else chosen] for name, column in self.columns.items()}
+        )
+
+    def sequences(self, name: str) -> list[Column]:
+        """A `_T` column cut into one view per sequence."""
+        return np.split(self[name], self.offsets[1:-1]) if len(self) else []
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Sequences of all batches, one after another; the batches must have the same columns."""
+        if not batches:
+            raise BatchError("nothing to concatenate")
+        names = set(batches[0].columns)
+        for batch in batches[1:]:
+            if set(batch.columns) != names:
+                raise BatchError(f"batches differ in columns: {sorted(names ^ set(batch.columns))}")
+        return Batch({name: np.concatenate([batch.columns[name] for batch in batches]) for name in batches[0].columns})
+
+
+def balanced_shards(length_B: NDArray[np.int64], shards: int) -> list[NDArray[np.int64]]:
+    """Split sequences over `shards` so that token counts are even (longest first onto the lightest shard).
+
+    Returns the sorted indices of each shard. Every shard gets a sequence as long as there are enough.
+    """
+    loads = np.zeros(shards, dtype=np.int64)
+    counts = np.zeros(shards, dtype=np.int64)
+    chosen: list[list[int]] = [[] for _ in range(shards)]
+    for index in np.argsort(-length_B, kind="stable"):
+        lightest = int(np.lexsort((counts, loads))[0])
+        chosen[lightest].append(int(index))
+        loads[lightest] += length_B[index]
+        counts[lightest] += 1
+    return [np.array(sorted(part), dtype=np.int64) for part in chosen]

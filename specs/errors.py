@@ -1,0 +1,159 @@
+"""Every error a person can meet, in one tree.
+
+Each class says when it is raised. `RlctlError.exit_code` is what the command line exits with:
+1 when a run failed, 2 when the input was bad, 130 when a person interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class RlctlError(Exception):
+    """Root of the tree. `message` names the thing; `hint` is the next action."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n\nhint: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(cls: type[RlctlError], message: str, hint: str) -> RlctlError:
+    error = cls.__new__(cls)
+    RlctlError.__init__(error, message, hint=hint)
+    return error
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a spec, named by its dotted key."""
+
+    key: str
+    message: str
+    hint: str = ""
+    value: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.key} = {self.value}" if self.value else self.key
+        text = f"{head}: {self.message}" if head else self.message
+        return f"{text}\n  hint: {self.hint}" if self.hint else text
+
+
+class SpecError(RlctlError):
+    """The run spec is broken: TOML, schema, arithmetic, or a file that it names."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem] | str, *, hint: str = "") -> None:
+        listed = [Problem("", problems, hint)] if isinstance(problems, str) else list(problems)
+        self.problems = listed
+        super().__init__("\n".join(str(problem) for problem in listed))
+
+
+class UsageError(RlctlError):
+    """The command line was used in a way that cannot work (a file in the way, a wrong folder)."""
+
+    exit_code = 2
+
+
+class DataError(RlctlError):
+    """A data file or a row of it cannot be used; the message names file and row."""
+
+    exit_code = 2
+
+
+class ModelError(RlctlError):
+    """A model folder or its tokenizer cannot be used."""
+
+    exit_code = 2
+
+
+class RewardError(RlctlError):
+    """A reward function cannot be imported or called."""
+
+    exit_code = 2
+
+
+class RunDirError(RlctlError):
+    """A run directory is in use, is not empty, or belongs to another spec."""
+
+    exit_code = 2
+
+
+class CheckpointError(RlctlError):
+    """A checkpoint is missing, torn, or belongs to another model."""
+
+    exit_code = 2
+
+
+class BatchError(RlctlError):
+    """A batch lacks a column that a verb needs, or its columns disagree in length."""
+
+
+class ChannelError(RlctlError):
+    """A peer broke the wire's rules: wrong secret, unknown verb, bad frame."""
+
+
+class SyncError(RlctlError):
+    """Weights arrived wrong, or the sampler does not behave like the trainer. Always fatal."""
+
+
+class AsBuiltError(RlctlError):
+    """A rank built something else than the spec asked for. Training is refused."""
+
+
+class ExportError(RlctlError):
+    """An exported model folder did not pass its proof; nothing is left behind."""
+
+
+class RoleFailure(RlctlError):
+    """A rank died, raised, hung or missed a deadline.
+
+    `role`, `rank`, `step`, `verb` and `cause` name it; `log_path` and `log_tail` show its last words.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        *,
+        verb: str,
+        step: int | None,
+        cause: str,
+        log_path: str = "",
+        log_tail: str = "",
+        remote_kind: str = "",
+        remote_hint: str = "",
+    ) -> None:
+        self.role, self.rank, self.verb, self.step = role, rank, verb, step
+        self.cause, self.log_path, self.log_tail = cause, log_path, log_tail
+        self.remote_kind = remote_kind
+        where = f"{role} rank {rank}, verb {verb}" + ("" if step is None else f", step {step}")
+        lines = [f"{where}: {cause}"]
+        if log_tail:
+            lines += ["", "last log lines:", *(f"  | {line}" for line in log_tail.splitlines())]
+        if log_path:
+            lines += ["", f"log: {log_path}"]
+        super().__init__("\n".join(lines), hint=remote_hint)
+        if remote_kind in BAD_INPUT_KINDS:
+            self.exit_code = 2
+
+
+class Interrupted(RlctlError):
+    """A person pressed Ctrl-C (or sent SIGTERM); the run was checkpointed where it could be."""
+
+    exit_code = 130
+
+
+BAD_INPUT_KINDS = frozenset(
+    cls.__name__ for cls in (SpecError, UsageError, DataError, ModelError, RewardError, CheckpointError)
+)

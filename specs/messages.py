@@ -1,0 +1,142 @@
+"""The wire: verbs, what each needs and gives, and how a message becomes frames.
+
+A message is two frames: a JSON header and, when there are tensors, one safetensors blob. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specs.batch import Batch
+from specs.errors import ChannelError
+
+PROTOCOL_VERSION = 1
+
+
+class Verb(StrEnum):
+    """Everything a driver can ask of a rank."""
+
+    BUILD = "build"  # hold the model; answer what was really built
+    PING = "ping"
+    CLOSE = "close"
+    # reward role: data and judging
+    OPEN_DATA = "open_data"
+    PROMPTS = "prompts"
+    SCORE = "score"
+    # rollout
+    GENERATE = "generate"
+    SLEEP = "sleep"
+    WAKE = "wake"
+    # actor, ref
+    LOGPROBS = "logprobs"
+    UPDATE = "update"
+    OFFLOAD = "offload"
+    ONLOAD = "onload"
+    SAVE = "save"
+    LOAD = "load"
+    # weights: actor exports, rollout imports, bucket by bucket; then both score the same tokens
+    EXPORT_BEGIN = "export_begin"
+    EXPORT_BUCKET = "export_bucket"
+    IMPORT_BEGIN = "import_begin"
+    IMPORT_BUCKET = "import_bucket"
+    IMPORT_END = "import_end"
+    PROBE = "probe"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of the batch that a verb reads, and those that it adds."""
+
+    needs: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+PROMPT_COLUMNS = ("tokens_T", "group_B", "id_B", "row_B")
+SAMPLE_COLUMNS = ("tokens_T", "loss_mask_T", "rollout_logprob_T", "group_B", "id_B", "row_B", "finished_B")
+
+COLUMNS: Mapping[Verb, Columns] = {
+    Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
+    Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=SAMPLE_COLUMNS),
+    Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("reward_B", "scored_B")),
+    Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
+    Verb.UPDATE: Columns(
+        needs=("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T"),
+        optional=("old_logprob_T", "ref_logprob_T"),
+    ),
+    Verb.PROBE: Columns(needs=("tokens_T",), gives=("logprob_T",)),
+}
+
+
+class Kind(StrEnum):
+    """What a message is."""
+
+    HELLO = "hello"  # rank → driver: role, rank, pid, nonce
+    CHALLENGE = "challenge"  # driver → rank: proof of the secret, and a nonce
+    PROOF = "proof"  # rank → driver: proof of the secret
+    WELCOME = "welcome"
+    CALL = "call"  # driver → rank: verb
+    PART = "part"  # rank → driver: a piece of an answer, more to come
+    ANSWER = "answer"  # rank → driver: the verb is done
+    ERROR = "error"  # rank → driver: the verb raised
+    BEAT = "beat"  # either way: alive
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. `body` is JSON; `tensors` travel as safetensors bytes.
+
+    `call` numbers the request, so that a late answer is never taken for another's.
+    """
+
+    kind: Kind
+    body: Mapping[str, Any] = field(default_factory=dict)
+    verb: Verb | None = None
+    call: int = 0
+    tensors: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+
+    def frames(self) -> list[bytes]:
+        header = {"v": PROTOCOL_VERSION, "kind": self.kind, "verb": self.verb, "call": self.call, "body": dict(self.body)}
+        frames = [json.dumps(header, separators=(",", ":")).encode()]
+        if self.tensors:
+            from safetensors.numpy import save
+
+            frames.append(save({name: np.ascontiguousarray(value) for name, value in self.tensors.items()}))
+        return frames
+
+    @property
+    def batch(self) -> Batch:
+        return Batch(self.tensors)
+
+
+def parse(frames: list[bytes]) -> Message:
+    """Frames to a message. Raises ChannelError on anything that is not one."""
+    if len(frames) not in (1, 2):
+        raise ChannelError(f"a message has one or two frames, not {len(frames)}")
+    try:
+        header = json.loads(frames[0])
+        if header["v"] != PROTOCOL_VERSION:
+            raise ChannelError(f"the peer speaks version {header['v']} of the wire, this side {PROTOCOL_VERSION}")
+        verb = Verb(header["verb"]) if header["verb"] else None
+        message_kind, call, body = Kind(header["kind"]), int(header["call"]), dict(header["body"])
+    except ChannelError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise ChannelError(f"not a message: {error}") from None
+    tensors: dict[str, NDArray[np.generic]] = {}
+    if len(frames) == 2:
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        try:
+            tensors = load(frames[1])
+        except SafetensorError as error:
+            raise ChannelError(f"not safetensors: {error}") from None
+    return Message(message_kind, body, verb, call, tensors)

@@ -1,0 +1,414 @@
+"""The run spec: one frozen pydantic model per section of the TOML.
+
+Every field carries the sentence that the reference (`docs/spec.md`) prints. Unknown keys are refused at
+every depth. Rules that span several keys live in `specs/rules.py`; reading files in `specs/load.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+SCHEMA_VERSION = 1
+
+RoleName = Literal["actor", "ref", "reward", "rollout"]
+DType = Literal["fp32", "bf16"]
+Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
+NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Table(BaseModel):
+    """A TOML table: frozen, and without room for a mistyped key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+
+
+# ── what is run ───────────────────────────────────────────────────────────────────────────────────
+
+
+class RunSection(Table):
+    """What the run is called, how long it lasts and how long anything may take."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="Name of the run; also the name of its directory under `dir`."
+    )
+    steps: int = Field(gt=0, description="Steps to train. A step is generate, score, learn, once.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random in the run.")
+    dir: NonEmpty = Field("runs", description="Folder that holds run directories; relative to where `rlctl` is called.")
+    colocate: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether trainers and rollouts take turns on their devices (offload and sleep between phases). "
+        "`auto`: when they name the same GPU. `always` also works on CPU, where it saves host memory.",
+    )
+    start_timeout_s: float = Field(300.0, gt=0, description="Seconds a role may take to start and build its model.")
+    verb_timeout_s: float = Field(1800.0, gt=0, description="Seconds any single request to a role may take.")
+    heartbeat_timeout_s: float = Field(
+        30.0, ge=1.0, description="Seconds without a sign of life after which a rank counts as hung and the run ends."
+    )
+
+
+class ModelSection(Table):
+    """The model that every role uses unless its own section says otherwise."""
+
+    path: NonEmpty = Field(
+        description="Folder, hub id, or `builtin:tiny-digits` / `builtin:tiny-bytes` (tiny random models shipped with rlctl)."
+    )
+    attn_implementation: Attention = Field(
+        "auto",
+        description="Attention of every role. `auto` takes flash_attention_2 on a GPU that has the package, else sdpa. "
+        "Anything else is used as asked or refused.",
+    )
+    from_scratch: bool = Field(
+        False, description="Start from random weights drawn from `run.seed`; only `config.json` and the tokenizer are read."
+    )
+    trust_remote_code: bool = Field(False, description="Allow Python code that lies in the model folder to run.")
+
+
+class DataSection(Table):
+    """Where prompts come from and how they become tokens."""
+
+    train: NonEmpty = Field(
+        description="`*.jsonl`, `*.parquet`, a hub dataset id, or `builtin:sort-digits`. Relative to the spec file."
+    )
+    split: NonEmpty = Field("train", description="Split to read; only for a hub dataset id.")
+    prompt_column: NonEmpty = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
+    answer_column: NonEmpty = Field("answer", description="Column that the built-in rewards compare with.")
+    template: str = Field(
+        "", description="Text of the prompt with `{column}` for the row's columns; empty takes `prompt_column` as it is."
+    )
+    chat: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether the model's chat template wraps the prompt. `auto`: where the tokenizer has a template.",
+    )
+    system: str = Field("", description="System message put first; only with a chat template.")
+    prompts_per_step: int = Field(gt=0, description="Prompts drawn for a step; each is answered `group_size` times.")
+    max_prompt_tokens: int = Field(gt=0, description="Longest prompt, in tokens.")
+    max_response_tokens: int = Field(gt=0, description="Longest answer, in tokens.")
+    overlong: Literal["drop", "refuse"] = Field(
+        "drop", description="A prompt over `max_prompt_tokens`: `drop` and count it, or `refuse` to start."
+    )
+    bad_rows: Literal["drop", "refuse"] = Field(
+        "refuse", description="A row that does not parse or lacks a column: `drop` and count it, or `refuse` to start."
+    )
+    shuffle: bool = Field(True, description="Draw rows in a new random order each epoch (from `run.seed`).")
+    max_rows: int | None = Field(None, gt=0, description="Read only that many rows.")
+
+
+# ── rewards ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class RewardTerm(Table):
+    """What all reward terms share."""
+
+    weight: float = Field(1.0, description="Factor of this term in the weighted sum.")
+
+
+class ExactMatch(RewardTerm):
+    """1 when the answer, stripped, equals the row's answer; else 0."""
+
+    kind: Literal["exact_match"]
+    partial: bool = Field(False, description="Give the share of character positions that are right instead of 0 or 1.")
+    ignore_case: bool = Field(False, description="Compare without regard to case.")
+
+
+class MathVerify(RewardTerm):
+    """1 when `math-verify` finds the answer mathematically equal to the row's answer."""
+
+    kind: Literal["math_verify"]
+
+
+class Regex(RewardTerm):
+    """1 when the pattern is found in the answer; else 0."""
+
+    kind: Literal["regex"]
+    pattern: NonEmpty = Field(description="Python regular expression, searched in the answer (dot matches newlines).")
+
+
+class Overlong(RewardTerm):
+    """0 up to `limit - buffer` tokens, then falls linearly to -1 at the limit (DAPO, Yu et al. 2025, eq. 13)."""
+
+    kind: Literal["overlong"]
+    buffer_tokens: int = Field(gt=0, description="Length of the slope before `max_response_tokens`.")
+
+
+class Function(RewardTerm):
+    """A Python function `score(prompt, completion, row) -> float`."""
+
+    kind: Literal["function"]
+    path: Annotated[str, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")] = Field(
+        description="`file.py:name`, relative to the spec file."
+    )
+
+
+RewardTermTable = Annotated[ExactMatch | MathVerify | Regex | Overlong | Function, Field(discriminator="kind")]
+
+
+# ── algorithm ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Grpo(Table):
+    """Group-relative policy optimisation (Shao et al. 2024), with the choices of DAPO and Dr.GRPO."""
+
+    kind: Literal["grpo"]
+    group_size: int = Field(ge=1, description="Answers to each prompt.")
+    scale: Literal["std", "none"] = Field(
+        "std", description="Divide advantages by the group's standard deviation, or not (Dr.GRPO, Liu et al. 2025)."
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Probability ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.2, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Bound on the loss where the advantage is negative (3.0 is usual); unset: none."
+    )
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"] = Field(
+        "token-mean", description="How token losses become one number, over the whole mini-batch of all ranks."
+    )
+    kl_coef: float = Field(0.0, ge=0, description="Weight of KL(actor ‖ ref) in the loss. 0: no reference is loaded.")
+    kl_estimator: Literal["k2", "k3", "k3-straight-through"] = Field(
+        "k3",
+        description="Estimator of the KL (Schulman 2020). k1 is absent: as a loss its gradient is zero in expectation. "
+        "`k3-straight-through` has the value of k3 and the gradient of k2.",
+    )
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    mini_batches_per_step: int = Field(1, ge=1, description="Optimizer steps that one pass over the step's samples makes.")
+    epochs_per_step: int = Field(1, ge=1, description="Passes over the step's samples.")
+
+    @property
+    def on_policy(self) -> bool:
+        """One update per step: the sampled tokens' old log-probs are the current ones."""
+        return self.mini_batches_per_step == 1 and self.epochs_per_step == 1
+
+
+AlgorithmTable = Grpo  # a discriminated union by `kind` as soon as there is a second one
+
+
+# ── engines ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class DdpEngine(Table):
+    """Every rank holds the whole model; gradients are summed once per optimizer step."""
+
+    kind: Literal["ddp"] = "ddp"
+    logits_chunk_tokens: int = Field(
+        4096, gt=0, description="Response tokens whose logits exist at the same time; lower it for large vocabularies."
+    )
+
+
+class FakeTrainEngine(Table):
+    """A numpy bigram language model with exact gradients: tests the whole frame in milliseconds, without torch."""
+
+    kind: Literal["fake"] = "fake"
+
+
+class TorchRolloutEngine(Table):
+    """The embedded sampler: continuous batching over a preallocated KV cache, on CPU or GPU."""
+
+    kind: Literal["torch"] = "torch"
+    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time (slots of the KV cache).")
+    prefill_tokens: int = Field(8192, gt=0, description="Most prompt tokens that go through the model at once.")
+
+
+class FakeRolloutEngine(Table):
+    """Samples from the fake trainer's bigram model."""
+
+    kind: Literal["fake"] = "fake"
+
+
+TrainEngineTable = Annotated[DdpEngine | FakeTrainEngine, Field(discriminator="kind")]
+RolloutEngineTable = Annotated[TorchRolloutEngine | FakeRolloutEngine, Field(discriminator="kind")]
+
+
+# ── roles ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RoleSection(Table):
+    """What every role's section holds: where it runs and with what."""
+
+    launcher: Literal["python", "torchrun"] = Field(
+        "python", description="How the role's processes are started. Several ranks of one model want `torchrun`."
+    )
+    processes: int = Field(1, ge=1, le=1024, description="Processes of this role.")
+    devices: tuple[int, ...] = Field((), description="GPU numbers, one per process; empty: CPU.")
+    python: str = Field("", description="Interpreter of this role, relative to the spec file; empty: the one that runs rlctl.")
+    env: dict[str, str] = Field({}, description="Extra environment variables of this role.")
+    threads: int | None = Field(None, gt=0, description="CPU threads per process; unset: shared out by the plan.")
+
+
+class ModelRole(RoleSection):
+    """A role that holds a language model."""
+
+    dtype: DType = Field("fp32", description="Precision of the forward pass. bf16 trains with fp32 master weights.")
+    attn_implementation: Attention | None = Field(None, description="This role's attention; unset: `model.attn_implementation`.")
+    micro_batch_tokens: int = Field(
+        8192, gt=0, description="Most tokens in one forward pass. A hard limit: no sequence may be longer."
+    )
+
+
+class Optimizer(Table):
+    """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
+
+    lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; on matrices only.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after the warm-up.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of `lr`.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
+
+
+class ActorSection(ModelRole):
+    """The model that learns."""
+
+    engine: TrainEngineTable = Field(DdpEngine(), description="How the actor is held.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
+
+
+class RefSection(ModelRole):
+    """The frozen model that the KL term compares with. Exists only when `algorithm.kl_coef` is above 0."""
+
+    model: str = Field("", description="Another model's path; empty: the actor's own starting weights.")
+    engine: TrainEngineTable = Field(DdpEngine(), description="How the reference is held.")
+
+
+class RolloutSection(RoleSection):
+    """The model that writes answers. It always holds the actor's weights."""
+
+    engine: RolloutEngineTable = Field(TorchRolloutEngine(), description="What samples.")
+    dtype: DType | None = Field(None, description="Precision; unset: the actor's.")
+    attn_implementation: Attention | None = Field(None, description="This role's attention; unset: `model.attn_implementation`.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides by the same.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set with this much probability.")
+    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0: all.")
+    stop: tuple[NonEmpty, ...] = Field((), description="Texts that each encode to one token and end an answer, besides the model's own end tokens.")
+    max_probe_gap: float | None = Field(
+        None, gt=0, description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16."
+    )
+
+
+class RewardSection(RoleSection):
+    """What judges the answers, in isolated processes. The role also holds the tokenizer and the data."""
+
+    terms: tuple[RewardTermTable, ...] = Field(min_length=1, description="Terms of the weighted sum.")
+    workers: int = Field(2, ge=1, le=256, description="Isolated processes that run the terms.")
+    timeout_s: float = Field(10.0, gt=0, description="Seconds one answer may take to judge.")
+    fallback: float = Field(0.0, description="Score of an answer whose judging raised, hung or crashed.")
+
+
+# ── around the run ────────────────────────────────────────────────────────────────────────────────
+
+
+class EvalSection(Table):
+    """Greedy evaluation on held-out prompts."""
+
+    every: int = Field(gt=0, description="Steps between evaluations; one runs before the first step and after the last.")
+    data: str = Field("", description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out.")
+    split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
+    prompts: int = Field(64, gt=0, description="Prompts to evaluate on.")
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")] = Field("heldout", description="Name in the metrics: `eval/<name>/reward_mean`.")
+
+
+class CheckpointSection(Table):
+    """When the run's state is saved, and how much is kept."""
+
+    every: int = Field(50, gt=0, description="Steps between checkpoints; the last step is always saved.")
+    keep: int = Field(2, gt=0, description="Newest checkpoints kept.")
+
+
+class SyncSection(Table):
+    """How weights travel from actor to rollout. Every sync is verified; that cannot be switched off."""
+
+    bucket_MiB: float = Field(64.0, gt=0, description="Size of a bucket in shared memory; two exist at a time.")
+
+
+class TrackingSection(Table):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    kind: Literal["tensorboard", "wandb"] = Field(description="`tensorboard` writes to the run directory; `wandb` logs to a project.")
+    project: str = Field("", description="Project name; only for wandb.")
+
+
+class Spec(Table):
+    """The whole run spec."""
+
+    schema_: Literal[1] = Field(alias="schema", description="Version of this format; always 1.")
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection
+    algorithm: AlgorithmTable
+    actor: ActorSection = ActorSection()
+    ref: RefSection | None = None
+    rollout: RolloutSection = RolloutSection()
+    eval: EvalSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    sync: SyncSection = SyncSection()
+    tracking: TrackingSection | None = None
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+
+    # Derived values: what the sections mean together. Nothing here rewrites the spec.
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.data.max_response_tokens
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.run.steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step
+
+    @property
+    def needs_ref(self) -> bool:
+        return self.algorithm.kl_coef > 0
+
+    @property
+    def ref_section(self) -> RefSection | None:
+        """The reference's section when one is needed: the spec's own, or one shaped like the actor."""
+        if not self.needs_ref:
+            return None
+        if self.ref is not None:
+            return self.ref
+        actor = self.actor
+        shared = {name: getattr(actor, name) for name in ModelRole.model_fields}
+        return RefSection(engine=actor.engine, **shared)
+
+    @property
+    def rollout_dtype(self) -> DType:
+        return self.rollout.dtype or self.actor.dtype
+
+    @property
+    def probe_gap(self) -> float:
+        if self.rollout.max_probe_gap is not None:
+            return self.rollout.max_probe_gap
+        return 2e-3 if self.rollout_dtype == self.actor.dtype == "fp32" else 0.15
+
+    def attention(self, role: RoleName) -> Attention:
+        """Attention asked for a role: its own key, else the model's."""
+        section = self.role(role)
+        own = getattr(section, "attn_implementation", None)
+        return own or self.model.attn_implementation
+
+    def model_path(self, role: RoleName) -> str:
+        """Path of the model that a role builds."""
+        ref = self.ref_section
+        return ref.model if role == "ref" and ref is not None and ref.model else self.model.path
+
+    def role(self, role: RoleName) -> RoleSection:
+        section = self.ref_section if role == "ref" else getattr(self, role)
+        assert isinstance(section, RoleSection), f"{role} is not part of this run"
+        return section
+
+    @property
+    def roles(self) -> tuple[RoleName, ...]:
+        """Roles of this run, in the order in which they are started."""
+        names: tuple[RoleName, ...] = ("reward", "rollout", "actor")
+        return (*names, "ref") if self.needs_ref else names
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key with its effective value, as written to `resolved.json`."""
+        return self.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,1 @@
+"""A role's process: entry point, serve loop, channel, one file per role."""
