@@ -1,0 +1,115 @@
+# Sourced by scripts/quickstart and scripts/test, from the repository root: makes or repairs .venv, quickly when
+# nothing has changed. Leaves $PY (the environment's interpreter) and puts .venv/bin first on PATH.
+#
+# A machine without an NVIDIA driver never gets a CUDA build of torch: scripts/_pick_torch.py decides before anything
+# is downloaded, and the build is looked at again when it is installed.
+
+VENV="$PWD/.venv"
+PY="$VENV/bin/python"
+STAMP="$VENV/.rlctl-stamp"     # written last: what the environment was made from
+UNFINISHED="$VENV/.rlctl-unfinished"   # there while packages are being installed
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $1"; [ -n "${2:-}" ] && say "" && say "hint: $2"; exit 1; }
+
+# First interpreter of version 3.11 or newer; RLCTL_PYTHON overrides.
+find_python() {
+    local candidate
+    for candidate in ${RLCTL_PYTHON:-python3.11 python3.12 python3.13 python3 python}; do
+        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+
+has_gpu() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
+
+# What the environment depends on; changes when it must be brought up to date.
+fingerprint() {
+    local gpu=cpu
+    has_gpu && gpu=cuda
+    printf '%s %s' "$gpu" "$(cat pyproject.toml scripts/constraints.txt scripts/_env.sh scripts/_pick_torch.py | cksum)"
+}
+
+# step TEXT COMMAND...: run quietly, show what pip is at and for how long; the log appears only on failure.
+step() {
+    local text="$1" log="$VENV/install.log" started=$SECONDS pid
+    shift
+    "$@" >"$log" 2>&1 &
+    pid=$!
+    trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
+    if [ -t 2 ]; then
+        while kill -0 "$pid" 2>/dev/null; do
+            printf '\r\033[K  %s  %ds  %.60s' "$text" $((SECONDS - started)) "$(tail -n 1 "$log" 2>/dev/null | tr -d '\r')" >&2
+            sleep 0.5
+        done
+        printf '\r\033[K' >&2
+    fi
+    if ! wait "$pid"; then
+        trap - INT TERM
+        tail -n 25 "$log" >&2
+        die "$text failed" "the whole log is $log; run the script again after fixing the cause"
+    fi
+    trap - INT TERM
+    say "  $text  done in $((SECONDS - started)) s"
+}
+
+make_env() {
+    local python torch_args want
+    if [ -e "$UNFINISHED" ]; then
+        say "The last set-up was interrupted: .venv is made anew."
+    fi
+    if [ -e "$UNFINISHED" ] || ! "$PY" -m pip --version >/dev/null 2>&1; then
+        python=$(find_python) || die "no Python 3.11 or newer found" \
+            "install it (python3.11 with its venv module), or name one: RLCTL_PYTHON=/path/to/python3.11 $0"
+        say "Making .venv with $("$python" --version) ($python)"
+        "$python" -m venv --clear "$VENV" >/dev/null 2>&1 || die "$python cannot make a virtual environment" \
+            "install its venv module (on Debian and Ubuntu: apt install python3.11-venv)"
+    fi
+    : >"$UNFINISHED"
+    # pip 24.1 answers a dry run from metadata alone; an older one would fetch a whole torch just to look at it.
+    step "pip" "$PY" -m pip install --upgrade "pip>=24.1"
+    want=$(grep '^torch==' scripts/constraints.txt)
+    if ! "$PY" -m pip freeze 2>/dev/null | grep -Eq "^${want}([+]|\$)|^torch @ "; then
+        torch_args=$("$PY" scripts/_pick_torch.py "$want" "$1") || exit 1
+        # shellcheck disable=SC2086
+        step "$want ($1 build, the longest step)" "$PY" -m pip install --no-deps $torch_args "$want"
+    fi
+    step "rlctl and its tools" "$PY" -m pip install --constraint scripts/constraints.txt --editable ".[dev]"
+    step "a look at the torch build" "$PY" scripts/_pick_torch.py --installed "$1"
+    rm -f "$UNFINISHED"
+}
+
+ensure_env() {
+    local now kind started=$SECONDS
+    # The stamp decides: no interpreter is started when it matches.
+    now=$(fingerprint)
+    kind=${now%% *}
+    if [ -x "$PY" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$now" ]; then
+        return 0
+    fi
+    mkdir -p "$VENV"
+    # Two scripts at once: the second waits for the first, then finds the stamp.
+    if command -v flock >/dev/null 2>&1; then
+        exec 9>"$PWD/.venv.lock"
+        flock -w 1800 9 || die "another script has been setting up .venv for half an hour" "remove .venv.lock if none is running"
+        if [ "$(cat "$STAMP" 2>/dev/null)" = "$now" ]; then
+            exec 9>&-
+            return 0
+        fi
+    fi
+    say "Setting up .venv ($kind; a few minutes the first time, mostly the download of torch)"
+    rm -f "$STAMP"
+    make_env "$kind"
+    printf '%s' "$now" >"$STAMP"
+    if command -v flock >/dev/null 2>&1; then exec 9>&-; fi
+    say "Environment ready in $((SECONDS - started)) s."
+}
+
+ensure_env
+export PATH="$VENV/bin:$PATH"
+# The environment's own settings win over an activated one.
+export VIRTUAL_ENV="$VENV"
+unset PYTHONHOME

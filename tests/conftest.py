@@ -1,0 +1,37 @@
+"""What every test shares: quiet threads, and one place that says where the optional real data lies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports numpy or torch: idle threads must not spin on a small machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, with the reason, where there is no NVIDIA driver."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return
+    skip = pytest.mark.skip(reason="no NVIDIA driver on this machine")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder named by RLCTL_TEST_DATA (real data sets); the test is skipped where it is not set."""
+    folder = os.environ.get("RLCTL_TEST_DATA")
+    if not folder:
+        pytest.skip("RLCTL_TEST_DATA is not set")
+    return Path(folder)
