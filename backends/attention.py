@@ -1,0 +1,200 @@
+"""Attention that knows where one sequence ends and the next begins.
+
+Models run on one packed row `[1, T]` without padding. Hugging Face models call attention through a registry;
+`install` puts `sdpa_by_layout` there under the name "sdpa". While a *layout* is current, it computes attention
+(`PackedLayout` in training, the KV cache in decoding); without one, the stock function runs.
+
+Suffixes and letters: T tokens of the row, H query heads, KV key/value heads, D head dim, P rows after padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from specs.errors import ModelError
+
+# Keyword arguments that change what attention computes and that a layout does not implement.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+class Layout(Protocol):
+    """Computes attention for a packed row. Keys and values come with KV heads, not repeated."""
+
+    mask: Tensor | None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """query [1, H, T, D], key and value [1, KV, T, D] → [1, T, H, D]."""
+        ...
+
+
+# A plain global, not a context variable: on CUDA, gradient checkpointing recomputes the forward pass
+# on the autograd engine's own threads, which do not inherit context.
+_current: Layout | None = None
+
+
+@contextmanager
+def use_layout(layout: Layout) -> Iterator[None]:
+    """Make `layout` the current one; it must stay so until the backward pass is done (recomputation)."""
+    global _current
+    previous, _current = _current, layout
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def sdpa_by_layout(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """What "sdpa" means in this process: the current layout's attention, or the stock one."""
+    if _current is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    refused = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if refused:
+        raise ModelError(
+            f"attention of {type(module).__name__} uses {', '.join(refused)}, which sdpa does not compute",
+            hint='set model.attn_implementation = "eager"',
+        )
+    assert not kwargs.get("dropout"), "dropout is switched off when a model is built"
+    assert kwargs.get("is_causal") is not False and getattr(module, "is_causal", True), (
+        "only causal attention is packed"
+    )
+    window = kwargs.get("sliding_window")
+    return _current.attend(module, query, key, value, scaling=kwargs.get("scaling"), sliding_window=window), None
+
+
+def install() -> None:
+    """Register `sdpa_by_layout` as "sdpa" in this process. Calling it again does nothing."""
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_by_layout
+
+
+def attention_function(implementation: str) -> str:
+    """Module and name of the function that a model with this implementation really calls."""
+    if implementation == "eager":
+        return "eager"  # every model file has its own
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, None)
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+class PackedLayout:
+    """Causal attention inside each of several sequences that lie one after another in a row.
+
+    Sequences of like length are gathered into a right-padded batch `[n, L]` and attended with the plain causal
+    kernel: a padded row lies to the right of every real one, so no real token ever sees it and no mask is needed.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = list(lengths)
+        self.mask: Tensor | None = torch.zeros(1, 1, 1, 1, device=device)  # 4-D: passed through, so no T×T mask is made
+        self.groups, index, inverse = _pad_plan(self.lengths)
+        self.identity = index == list(range(len(index)))
+        self.index_P = torch.tensor(index, device=device)
+        self.inverse_T = torch.tensor(inverse, device=device)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        q_groups, k_groups, v_groups = (self._padded(x) for x in (query, key, value))
+        outputs = []
+        for q, k, v in zip(q_groups, k_groups, v_groups, strict=True):
+            outputs.append(causal_attention(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+        out_P = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        out_T = out_P if self.identity else _Unpad.apply(out_P, self.index_P, self.inverse_T)
+        return out_T.unsqueeze(0)
+
+    def _padded(self, x: Tensor) -> list[Tensor]:
+        """[1, h, T, D] → per group [n, h, L, D]."""
+        x_T = x[0].transpose(0, 1)
+        x_P = x_T if self.identity else _Pad.apply(x_T, self.index_P, self.inverse_T)
+        parts = x_P.split([count * length for count, length in self.groups])
+        return [part.unflatten(0, group).transpose(1, 2) for part, group in zip(parts, self.groups, strict=True)]
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """[n, H, L, D] with keys and values [n, KV, L, D] → [n, H, L, D]. Position i sees i-window+1 … i."""
+    length = query.shape[2]
+    gqa = query.shape[1] != key.shape[1]
+    if sliding_window is None or length <= sliding_window:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    band = ones.tril().triu(1 - sliding_window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=gqa)
+
+
+def _pad_plan(lengths: Sequence[int], least_fill: float = 0.8) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Groups (count, length), row of the packed tokens for each padded row, and padded row of each packed token.
+
+    Longest first; a sequence opens a new group when it would fill less than `least_fill` of its padded row.
+    """
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    groups: list[tuple[int, int]] = []
+    index: list[int] = []
+    inverse = [0] * starts[-1]
+    for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length, start = lengths[sequence], starts[sequence]
+        if groups and length >= least_fill * groups[-1][1]:
+            groups[-1] = (groups[-1][0] + 1, groups[-1][1])
+        else:
+            groups.append((1, length))
+        inverse[start : start + length] = range(len(index), len(index) + length)
+        padded = groups[-1][1]
+        index += [*range(start, start + length), *[start] * (padded - length)]
+    return groups, index, inverse
+
+
+class _Pad(torch.autograd.Function):
+    """[T, …] → [P, …]. Padded rows repeat a real one (finite values); their gradient is zero, so it is not gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T: Tensor, index_P: Tensor, inverse_T: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_T)
+        return x_T.index_select(0, index_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_T,) = ctx.saved_tensors
+        return grad_P.index_select(0, inverse_T), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """[P, …] → [T, …]; in the backward pass padded rows get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x_P: Tensor, index_P: Tensor, inverse_T: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_T)
+        ctx.rows = x_P.shape[0]
+        return x_P.index_select(0, inverse_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_T,) = ctx.saved_tensors
+        grad_P = grad_T.new_zeros(ctx.rows, *grad_T.shape[1:])
+        return grad_P.index_copy_(0, inverse_T, grad_T), None, None

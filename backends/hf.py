@@ -1,0 +1,231 @@
+"""Building Hugging Face causal language models, and reading back what was built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from packaging.version import Version
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from backends import attention
+from backends.checksum import checksum_bytes, checksum_weights
+from specs.as_built import ModelBuilt
+from specs.errors import ModelError
+from specs.role_config import ModelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+# ── building ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
+    """The model on its device, in eval mode, without dropout.
+
+    `load_weights` False leaves the weights unset: for a model that gets them by sync. Raises ModelError.
+    """
+    hf_config = read_config(config)
+    implementation, _ = resolve_attention(config.attn_implementation, config.device, config.dtype)
+    attention.install()
+    dtype = DTYPES[config.dtype]
+    if load_weights and not config.from_scratch:
+        model = _from_pretrained(config, hf_config, dtype, implementation)
+    else:
+        model = _from_config(config, hf_config, dtype, implementation, draw=load_weights)
+    return model.to(config.device).eval()
+
+
+def read_config(config: ModelConfig) -> PretrainedConfig:
+    """`config.json` of the model, with dropout switched off. Raises ModelError when it is missing or unfit."""
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {config.path}: {_first_line(error)}", hint=_path_hint(config)) from None
+    text = hf_config.get_text_config()
+    _check_fits(config, text)
+    for name, value in list(vars(text).items()):
+        # Log-probs must not be random: sampler and trainer would never agree.
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(text, name, 0.0)
+    return hf_config
+
+
+def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and config.max_sequence_tokens > limit:
+        raise ModelError(
+            f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
+            hint="lower data.max_prompt_tokens or data.max_response_tokens",
+        )
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ModelError(
+            f"model {config.path} has layers of kind {', '.join(sorted(unknown))}, which are not supported"
+        )
+
+
+def _from_pretrained(
+    config: ModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, implementation: str
+) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=implementation,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"model {config.path}: {_first_line(error)}", hint=_path_hint(config)) from None
+    # transformers fills a missing weight with random numbers and only warns.
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model {config.path} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}",
+            hint="is it a causal language model, and are all its weight files there?",
+        )
+    return model
+
+
+def _from_config(
+    config: ModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, implementation: str, *, draw: bool
+) -> PreTrainedModel:
+    """Weights drawn from the seed on CPU in fp32 (the same in every process), or left unset."""
+    kwargs: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            if draw:
+                model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+            else:
+                with no_init_weights():
+                    model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+                model.tie_weights()
+    except (ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"model {config.path}: {_first_line(error)}", hint=_path_hint(config)) from None
+    cast_parameters(model, dtype)
+    return model
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast parameters but not buffers: rotary frequencies in bf16 would put far positions in the wrong place."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        module_config = getattr(module, "config", None)
+        if isinstance(module_config, PretrainedConfig):
+            module_config.dtype = dtype
+
+
+def _path_hint(config: ModelConfig) -> str:
+    if config.path.startswith((".", "/")) and not Path(config.path).is_dir():
+        return "model.path names a folder that does not exist"
+    return "model.path must be a folder with config.json, or the id of a model on the hub"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# ── attention ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve_attention(asked: str, device: str, dtype: str) -> tuple[str, str]:
+    """Implementation for what was asked, and why. Raises ModelError when it cannot be had: never another silently."""
+    obstacle = _flash_obstacle(device, dtype)
+    if asked == "auto":
+        return (
+            ("sdpa", obstacle) if obstacle else ("flash_attention_2", "a GPU, half precision and the package are there")
+        )
+    if asked == "flash_attention_2" and obstacle:
+        raise ModelError(
+            f"attn_implementation flash_attention_2 cannot be used: {obstacle}", hint='ask for "sdpa" or "auto"'
+        )
+    return asked, "as asked"
+
+
+def _flash_obstacle(device: str, dtype: str) -> str:
+    if not device.startswith("cuda"):
+        return f"the device is {device}"
+    if dtype != "bf16":
+        return f"it does not compute in {dtype}"
+    try:
+        installed = version("flash-attn") if find_spec("flash_attn") else None
+    except PackageNotFoundError:
+        installed = None
+    if installed is None:
+        return "the package flash-attn is not installed"
+    return "" if Version(installed) >= Version("2.3.3") else f"flash-attn {installed} is older than 2.3.3"
+
+
+# ── reading back ──────────────────────────────────────────────────────────────────────────────────
+
+
+def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights as they are saved: parameters and persistent buffers; a tied one once, under its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Bytes of a tensor on the host; a view where the tensor is a contiguous CPU tensor."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def wire_dtype(tensor: Tensor) -> str:
+    """Name of a tensor's dtype on the wire: "fp32", "bf16", or the numpy name of others."""
+    return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def attention_modules(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
+    """Modules that call attention, known by their layer number and head size."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__:
+            yield module
+
+
+def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> ModelBuilt:
+    """What the model is, read back from it. `checksum` reads every weight once."""
+    text = model.config.get_text_config()
+    implementations = {m.config._attn_implementation for m in attention_modules(model)} or {text._attn_implementation}
+    parameters = list(model.parameters())
+    dtypes = sorted({wire_dtype(p) for p in parameters})
+    digests = ((name, checksum_bytes(tensor_bytes(t))) for name, t in named_weights(model).items()) if checksum else ()
+    tied = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    return ModelBuilt(
+        model_class=type(model).__name__,
+        path=config.path,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        hidden_size=text.hidden_size,
+        layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        dtype=",".join(dtypes),
+        attn_implementation=",".join(sorted(str(name) for name in implementations)),
+        attn_function=",".join(sorted({attention.attention_function(str(name)) for name in implementations})),
+        tied_embeddings=tied,
+        weights_checksum=checksum_weights(digests) if checksum else "",
+    )
