@@ -73,9 +73,8 @@ def sdpa_by_layout(
             hint='set model.attn_implementation = "eager"',
         )
     assert not kwargs.get("dropout"), "dropout is switched off when a model is built"
-    assert kwargs.get("is_causal") is not False and getattr(module, "is_causal", True), (
-        "only causal attention is packed"
-    )
+    assert kwargs.get("is_causal") is not False, "only causal attention is packed"
+    assert getattr(module, "is_causal", True), "only causal attention is packed"
     window = kwargs.get("sliding_window")
     return _current.attend(module, query, key, value, scaling=kwargs.get("scaling"), sliding_window=window), None
 

@@ -217,7 +217,7 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
     )
     return ModelBuilt(
         model_class=type(model).__name__,
-        path=config.path,
+        path=str(getattr(model.config, "_name_or_path", "") or config.path),
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         hidden_size=text.hidden_size,
