@@ -1,0 +1,85 @@
+"""Numbers and series as short text: what the progress display, the report and the quickstart share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-~=*%#"
+PHASES = ("rollout", "reward", "logprobs", "update", "sync")  # the order of a step
+
+
+def sparkline(values: Sequence[float | None], width: int, *, blocks: str = BLOCKS) -> str:
+    """A line of at most `width` blocks, lowest value to highest. Longer series are averaged into `width` buckets."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known or width < 1:
+        return ""
+    points = _buckets(known, width)
+    low, high = min(points), max(points)
+    span = high - low
+    top = len(blocks) - 1
+    return "".join(blocks[round((point - low) / span * top) if span > 0 else 0] for point in points)
+
+
+def _buckets(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * i // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """`digits` significant digits, short: 0.731, -0.00124, 1.2e-06, 12. A missing value is a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == int(value) and abs(value) < 10**digits:
+        return str(int(value))
+    size = abs(value)
+    if size >= 1e6 or size < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:.{min(decimals, digits + 2)}f}"
+
+
+def count(value: float | None) -> str:
+    """A large count: 950, 12.4k, 3.1M."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """0:42, 12:07, 3:12:07, 2d 03:12."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    total = max(0, round(seconds))
+    days, rest = divmod(total, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, left = divmod(rest, 60)
+    if days:
+        return f"{days}d {hours:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def time_shares(records: Sequence[dict[str, float | None]]) -> dict[str, float]:
+    """Where the steps' time went: phase → share of `time/step_s`, in the order of the step, `other` last.
+
+    Phases are the keys `time/<phase>_s`; what no phase claims is `other`. Phases that overlap are scaled to 1.
+    """
+    totals: dict[str, float] = {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith("time/") and key.endswith("_s") and isinstance(value, int | float):
+                totals[key[5:-2]] = totals.get(key[5:-2], 0.0) + value
+    step = totals.pop("step", 0.0)
+    known = {name: totals.pop(name) for name in PHASES if name in totals} | totals
+    whole = max(step, sum(known.values()))
+    if whole <= 0:
+        return {}
+    shares = {name: value / whole for name, value in known.items()}
+    return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
