@@ -1,0 +1,141 @@
+"""As built = as specified: compare what every rank reports with what the spec asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specs.as_built import AsBuilt
+from specs.errors import AsBuiltError
+from specs.schema import RoleName, Spec
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Reports = Mapping[RoleName, Sequence[AsBuilt]]
+
+
+def differences(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str]) -> list[str]:
+    """Every way in which what was built is not what was asked, in words. Empty: all is well.
+
+    `model_paths` are the resolved paths that each role was told to build.
+    """
+    found: list[str] = []
+
+    def expect(where: str, what: str, asked: object, got: object) -> None:
+        if asked != got:
+            found.append(f"{where}: {what}: asked {asked}, built {got}")
+
+    for role, ranks in reports.items():
+        section = spec.role(role)
+        expect(role, "ranks", section.processes, len(ranks))
+        for report in ranks:
+            where = f"{role} rank {report.rank}"
+            expect(where, "device", "cuda" if section.devices else "cpu", report.device.split(":")[0])
+            model = report.model
+            if model is None:
+                continue
+            engine = getattr(section, "engine", None)
+            expect(where, "engine", engine.kind if engine else None, report.engine)
+            expect(where, "model path", model_paths[role], model.path)
+            dtype = spec.rollout_dtype if role == "rollout" else getattr(section, "dtype", None)
+            expect(where, "dtype", dtype, model.dtype)
+            asked = spec.attention(role)
+            if asked != "auto" and report.engine != "fake":
+                expect(where, "attn_implementation", asked, model.attn_implementation)
+            first = ranks[0].model
+            assert first is not None
+            expect(where, "parameters (rank 0 built the first number)", first.parameters, model.parameters)
+            expect(where, "weights (checksum of rank 0 first)", first.weights_checksum, model.weights_checksum)
+    found += _across_roles(spec, reports)
+    return found
+
+
+def _across_roles(spec: Spec, reports: Reports) -> list[str]:
+    """Actor and rollout must be the same model; ref must be the actor's start, unless it has a path of its own."""
+    found = []
+    actor, rollout = reports["actor"][0].model, reports["rollout"][0].model
+    assert actor is not None
+    assert rollout is not None
+    for what in ("parameters", "hidden_size", "layers", "vocab_size", "tied_embeddings"):
+        if getattr(actor, what) != getattr(rollout, what):
+            found.append(f"rollout: {what}: actor has {getattr(actor, what)}, rollout {getattr(rollout, what)}")
+    ref = reports["ref"][0].model if "ref" in reports else None
+    if ref is not None:
+        if ref.vocab_size != actor.vocab_size:
+            found.append(f"ref: vocab_size: actor has {actor.vocab_size}, ref {ref.vocab_size}")
+        same_start = spec.model_path("ref") == spec.model_path("actor") and ref.dtype == actor.dtype
+        if same_start and ref.weights_checksum != actor.weights_checksum:
+            found.append("ref: weights: it must start as the actor does, but their checksums differ")
+    return found
+
+
+def check(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str]) -> None:
+    """Raises AsBuiltError listing every difference."""
+    found = differences(spec, reports, model_paths)
+    if found:
+        raise AsBuiltError(
+            "what was built is not what the spec asked for:\n" + "\n".join(f"  - {line}" for line in found),
+            hint="nothing was trained; `rlctl check-config` shows what each role will build",
+        )
+
+
+def check_same_start(reports: Reports, earlier: Path) -> None:
+    """On resume the reference and the starting weights must be those of the first attempt."""
+    if not earlier.is_file():
+        return
+    before = json.loads(earlier.read_text())
+    for role in ("actor", "ref"):
+        if role not in before or role not in reports:
+            continue
+        model = reports[role][0].model  # type: ignore[index]
+        if model is not None and model.weights_checksum != before[role][0]["model"]["weights_checksum"]:
+            raise AsBuiltError(
+                f"{role}: the starting weights at {model.path} are not those that this run began with",
+                hint="the model folder (or the torch version that draws random weights) changed; start a new run",
+            )
+
+
+def write(reports: Reports, path: Path) -> None:
+    listed = {role: [report.model_dump() for report in ranks] for role, ranks in reports.items()}
+    path.write_text(json.dumps(listed, indent=2) + "\n")
+
+
+def table(spec: Spec, reports: Reports) -> Table:
+    """One row per role: what it is, as read back from its layers."""
+    from rich.table import Table
+
+    grid = Table(title="As built", title_justify="left")
+    numbers = ("ranks", "parameters", "hidden")
+    for column in (
+        "role",
+        *numbers[:1],
+        "engine",
+        "model",
+        *numbers[1:],
+        "dtype",
+        "attention (asked)",
+        "device",
+        "torch",
+    ):
+        grid.add_column(column, justify="right" if column in numbers else "left")
+    for role, ranks in reports.items():
+        report, model = ranks[0], ranks[0].model
+        if model is None:
+            grid.add_row(role, str(len(ranks)), report.engine, "", "", "", "", "", report.device, "")
+            continue
+        grid.add_row(
+            role,
+            str(len(ranks)),
+            report.engine,
+            f"{model.model_class} {Path(model.path).name}",
+            f"{model.parameters:,}",
+            str(model.hidden_size),
+            model.dtype,
+            f"{model.attn_implementation} ({spec.attention(role)})",
+            report.device,
+            report.versions.get("torch", ""),
+        )
+    return grid

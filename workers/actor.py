@@ -1,0 +1,90 @@
+"""The actor: the model that learns, and the source of the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from backends.protocol import LossScale, Rank
+from specs.messages import Message, Verb
+from specs.schema import Grpo
+from workers.serve import Emit, Handler, Reply
+from workers.trainer import Trainer
+from workers.weights import Exporter
+
+PROOF_FILE = "greedy_proof.json"
+
+
+class Actor(Trainer):
+    """A rank of the actor."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self._exporter: Exporter | None = None
+
+    @property
+    def exporter(self) -> Exporter:
+        if self._exporter is None:
+            self._exporter = Exporter(self.engine, self.rank.rank)
+        return self._exporter
+
+    def update(self, message: Message, emit: Emit) -> Reply:
+        """One optimizer step on this rank's share of the mini-batch."""
+        scale = LossScale(**message.body["scale"])
+        algorithm = Grpo.model_validate(message.body["algorithm"])
+        sums = self.engine.forward_backward(message.batch, algorithm, scale)
+        step = self.engine.optim_step()
+        return {"sums": dict(sums), "grad_norm": step.grad_norm, "lr": step.lr, "skipped": step.skipped}, {}
+
+    def probe(self, message: Message, emit: Emit) -> Reply:
+        batch = message.batch
+        mask_T = np.ones(batch.num_tokens, dtype=np.uint8)
+        mask_T[batch.offsets[:-1]] = 0  # nothing comes before a first token
+        return {}, {"logprob_T": self.engine.forward(batch.with_columns(loss_mask_T=mask_T))}
+
+    def export_begin(self, message: Message, emit: Emit) -> Reply:
+        body = message.body
+        return self.exporter.begin(body["dtype"], int(body["bucket_bytes"]), bool(body["renew"])), {}
+
+    def export_bucket(self, message: Message, emit: Emit) -> Reply:
+        return self.exporter.write(int(message.body["bucket"])), {}
+
+    def save(self, message: Message, emit: Emit) -> Reply:
+        """Save into `folder`, with the greedy answers that an export must repeat."""
+        folder = Path(message.body["folder"])
+        self.engine.save(folder)
+        answers = self.engine.greedy(message.body["proof_prompts"], int(message.body["proof_tokens"]))
+        if self.rank.rank == 0:
+            proof = {
+                "prompts": message.body["proof_prompts"],
+                "answers": [{"tokens": answer.tokens, "margins": answer.margins} for answer in answers],
+            }
+            (folder / PROOF_FILE).write_text(json.dumps(proof))
+        return {}, {}
+
+    def load(self, message: Message, emit: Emit) -> Reply:
+        self.engine.load(Path(message.body["folder"]))
+        return {}, {}
+
+    def close(self, message: Message, emit: Emit) -> Reply:
+        if self._exporter is not None:
+            self._exporter.close()
+        return super().close(message, emit)
+
+    def handlers(self) -> Mapping[Verb, Handler]:
+        return {
+            **super().handlers(),
+            Verb.UPDATE: self.update,
+            Verb.PROBE: self.probe,
+            Verb.EXPORT_BEGIN: self.export_begin,
+            Verb.EXPORT_BUCKET: self.export_bucket,
+            Verb.SAVE: self.save,
+            Verb.LOAD: self.load,
+        }
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return Actor(rank).handlers()

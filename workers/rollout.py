@@ -1,0 +1,97 @@
+"""A rollout replica: answers prompts with the actor's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backends.protocol import Rank, RolloutEngine
+from backends.registry import rollout_engine
+from specs.batch import Batch
+from specs.messages import Message, Verb
+from specs.role_config import RolloutConfig, Sampling
+from workers.report import as_built
+from workers.serve import Emit, Handler, Reply
+from workers.weights import Importer, from_json
+
+
+class Rollout:
+    """A rank of the rollout; each is a replica of its own."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._engine: RolloutEngine | None = None
+        self._importer: Importer | None = None
+
+    @property
+    def engine(self) -> RolloutEngine:
+        assert self._engine is not None, "build comes first"
+        return self._engine
+
+    @property
+    def importer(self) -> Importer:
+        if self._importer is None:
+            self._importer = Importer(self.engine)
+        return self._importer
+
+    def build(self, message: Message, emit: Emit) -> Reply:
+        config = RolloutConfig.model_validate(message.body)
+        self._engine = rollout_engine(config.engine.kind).build(config, self.rank)
+        report = as_built(
+            "rollout", self.rank, engine=config.engine.kind, device=config.model.device, model=self.engine.built()
+        )
+        return report.model_dump(), {}
+
+    def generate(self, message: Message, emit: Emit) -> Reply:
+        """Finished groups leave as parts; the answer itself carries counters only."""
+        sampling = Sampling.model_validate(message.body["sampling"])
+
+        def send(batch: Batch) -> None:
+            emit({}, batch.columns)
+
+        return dict(self.engine.generate(message.batch, sampling, send)), {}
+
+    def probe(self, message: Message, emit: Emit) -> Reply:
+        return {}, {"logprob_T": self.engine.score(message.batch, float(message.body["temperature"]))}
+
+    def import_begin(self, message: Message, emit: Emit) -> Reply:
+        specs = [from_json(spec) for spec in message.body["specs"]]
+        self.importer.begin(specs, message.body["segments"])
+        return {}, {}
+
+    def import_bucket(self, message: Message, emit: Emit) -> Reply:
+        return {"checksums": self.importer.read(int(message.body["bucket"]), message.body["entries"])}, {}
+
+    def import_end(self, message: Message, emit: Emit) -> Reply:
+        return {"weights": self.importer.end()}, {}
+
+    def sleep(self, message: Message, emit: Emit) -> Reply:
+        self.engine.sleep(int(message.body["level"]))
+        return {}, {}
+
+    def wake(self, message: Message, emit: Emit) -> Reply:
+        self.engine.wake(message.body["tags"])
+        return {}, {}
+
+    def close(self, message: Message, emit: Emit) -> Reply:
+        if self._importer is not None:
+            self._importer.close()
+        if self._engine is not None:
+            self._engine.close()
+        return {}, {}
+
+    def handlers(self) -> Mapping[Verb, Handler]:
+        return {
+            Verb.BUILD: self.build,
+            Verb.GENERATE: self.generate,
+            Verb.PROBE: self.probe,
+            Verb.IMPORT_BEGIN: self.import_begin,
+            Verb.IMPORT_BUCKET: self.import_bucket,
+            Verb.IMPORT_END: self.import_end,
+            Verb.SLEEP: self.sleep,
+            Verb.WAKE: self.wake,
+            Verb.CLOSE: self.close,
+        }
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return Rollout(rank).handlers()

@@ -1,0 +1,58 @@
+"""What actor and ref share: building a train engine, and log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backends.protocol import Rank, TrainEngine
+from backends.registry import train_engine
+from specs.messages import Message, Verb
+from specs.role_config import TrainConfig
+from workers.report import as_built
+from workers.serve import Emit, Handler, Reply
+
+
+class Trainer:
+    """A rank that holds a train engine."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._engine: TrainEngine | None = None
+
+    @property
+    def engine(self) -> TrainEngine:
+        assert self._engine is not None, "build comes first"
+        return self._engine
+
+    def build(self, message: Message, emit: Emit) -> Reply:
+        config = TrainConfig.model_validate(message.body)
+        self._engine = train_engine(config.engine.kind).build(config, self.rank)
+        report = as_built(
+            config.role, self.rank, engine=config.engine.kind, device=config.model.device, model=self.engine.built()
+        )
+        return report.model_dump(), {}
+
+    def logprobs(self, message: Message, emit: Emit) -> Reply:
+        return {}, {"logprob_T": self.engine.forward(message.batch)}
+
+    def offload(self, message: Message, emit: Emit) -> Reply:
+        self.engine.offload()
+        return {}, {}
+
+    def onload(self, message: Message, emit: Emit) -> Reply:
+        self.engine.onload()
+        return {}, {}
+
+    def close(self, message: Message, emit: Emit) -> Reply:
+        if self._engine is not None:
+            self._engine.close()
+        return {}, {}
+
+    def handlers(self) -> Mapping[Verb, Handler]:
+        return {
+            Verb.BUILD: self.build,
+            Verb.LOGPROBS: self.logprobs,
+            Verb.OFFLOAD: self.offload,
+            Verb.ONLOAD: self.onload,
+            Verb.CLOSE: self.close,
+        }
