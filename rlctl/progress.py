@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.text_format import ASCII_BLOCKS, BLOCKS, count, duration, number, sparkline, time_shares
+from rlctl.text_format import count, duration, number, sparkline, time_shares
 
 REDRAW_S = 0.15
 PLAIN_LINE_S = 1.0  # at most one plain line per second
@@ -36,6 +36,9 @@ class Progress:
         self, total_steps: int, start_step: int, name: str, console: Console | None = None, live: bool | None = None
     ) -> None:
         self.console = console or Console()
+        reconfigure = getattr(self.console.file, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")  # a console without Unicode must not end a run
         self.live = self.console.is_terminal if live is None else live
         self._total, self._step, self._name = total_steps, start_step, name
         self._started = self._phase_started = self._step_started = time.monotonic()
@@ -177,7 +180,7 @@ class Progress:
         rows.add_row("reward", self._reward_row(width))
         if self._evals:
             rows.add_row("eval", self._eval_row())
-        rows.add_row("speed", self._speed_row())
+        rows.add_row("speed", self._speed_row(width))
         rows.add_row("time", _time_row(list(self._recent), width))
         rows.add_row("now", self._now_row())
         return Group(self._head(), rows)
@@ -197,7 +200,7 @@ class Progress:
         row = Text(number(latest), style="bold green")
         known = [value for value in self._rewards if value is not None]
         if known:
-            row.append(f"  {sparkline(known, min(48, width - 30), blocks=self._blocks)}", style="green")
+            row.append(f"  {sparkline(known, min(48, width - 33))}", style="green")
             row.append(f"  from {number(known[0])}, best {number(max(known))}", style="default not bold")
         return row
 
@@ -209,13 +212,15 @@ class Progress:
             row.append(f" at step {step}, first {number(history[0][1])}   ", style="dim")
         return row
 
-    def _speed_row(self) -> Text:
+    def _speed_row(self, width: int) -> Text:
         latest = self._recent[-1] if self._recent else {}
         parts = [f"{count(latest.get('perf/tokens_per_s'))} tokens/s", f"{number(latest.get('time/step_s'))} s/step"]
         for label, key in (("length", "rollout/length_mean"), ("loss", "actor/loss"), ("KL", "actor/kl"),
                            ("entropy", "actor/entropy"), ("gap", "rollout/logprob_gap")):  # fmt: skip
             if latest.get(key) is not None:
                 parts.append(f"{label} {number(latest[key])}")
+        while len("  ".join(parts)) > width and len(parts) > 1:  # only whole numbers: a cut one misleads
+            parts.pop()
         return Text("  ".join(parts))
 
     def _now_row(self) -> Text:
@@ -227,10 +232,6 @@ class Progress:
         if self._warnings:
             row.append(f"   {self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow")
         return row or Text("done")
-
-    @property
-    def _blocks(self) -> str:
-        return BLOCKS if (self.console.encoding or "").lower().startswith("utf") else ASCII_BLOCKS
 
 
 def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:

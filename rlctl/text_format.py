@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-ASCII_BLOCKS = "_.-~=*%#"
 PHASES = ("rollout", "reward", "logprobs", "update", "sync")  # the order of a step
 
 
-def sparkline(values: Sequence[float | None], width: int, *, blocks: str = BLOCKS) -> str:
+def sparkline(values: Sequence[float | None], width: int) -> str:
     """A line of at most `width` blocks, lowest value to highest. Longer series are averaged into `width` buckets."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known or width < 1:
@@ -19,8 +18,8 @@ def sparkline(values: Sequence[float | None], width: int, *, blocks: str = BLOCK
     points = _buckets(known, width)
     low, high = min(points), max(points)
     span = high - low
-    top = len(blocks) - 1
-    return "".join(blocks[round((point - low) / span * top) if span > 0 else 0] for point in points)
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round((point - low) / span * top) if span > 0 else 0] for point in points)
 
 
 def _buckets(values: Sequence[float], width: int) -> list[float]:
