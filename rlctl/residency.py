@@ -31,13 +31,13 @@ SLEEP_LEVEL = 2  # weights are dropped: a sync always follows before the next to
 
 
 class Residency:
-    """Moves roles between phases. Starts with everything on its device."""
+    """Moves roles between phases. On shared devices it starts with the trainers awake and the rollout asleep."""
 
     def __init__(self, shared: bool, trainers: list[Group], rollout: Group) -> None:
         self.shared = shared
         self.trainers, self.rollout = trainers, rollout
         self.trainers_on = True
-        self.tags = frozenset({"weights", "kv_cache"})
+        self.tags: frozenset[str] = frozenset()
         self.phase: Phase | None = None
 
     def enter(self, phase: Phase, *, step: int | None = None) -> None:

@@ -13,38 +13,14 @@ from specs.errors import RunDirError
 from specs.schema import Spec
 
 # What may differ between the attempts of one run: how it is watched and where it runs, not what it computes.
-MAY_CHANGE = tuple(
-    [
-        "run.steps",
-        "run.dir",
-        "run.start_timeout_s",
-        "run.verb_timeout_s",
-        "run.heartbeat_timeout_s",
-        "run.colocate",
-        "checkpoint",
-        "eval",
-        "tracking",
-        "sync",
-        "ref",
-        "reward.workers",
-        "reward.timeout_s",
-        "reward.threads",
-        "reward.env",
-        "reward.python",
-        "actor.env",
-        "actor.python",
-        "actor.threads",
-        "actor.devices",
-        "actor.micro_batch_tokens",
-        "actor.gradient_checkpointing",
-        "rollout.env",
-        "rollout.python",
-        "rollout.threads",
-        "rollout.devices",
-        "rollout.processes",
-        "rollout.engine",
-        "rollout.max_probe_gap",
-    ]
+MAY_CHANGE = (
+    *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s", "run.colocate"),
+    *("checkpoint", "eval", "tracking", "sync", "ref"),
+    *("reward.workers", "reward.timeout_s", "reward.threads", "reward.env", "reward.python"),
+    *("actor.env", "actor.python", "actor.threads", "actor.devices"),
+    *("actor.micro_batch_tokens", "actor.gradient_checkpointing"),
+    *("rollout.env", "rollout.python", "rollout.threads", "rollout.devices"),
+    *("rollout.processes", "rollout.engine", "rollout.max_probe_gap"),
 )
 
 
