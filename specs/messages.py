@@ -128,7 +128,7 @@ def parse(frames: list[bytes]) -> Message:
         message_kind, call, body = Kind(header["kind"]), int(header["call"]), dict(header["body"])
     except ChannelError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ChannelError(f"not a message: {error}") from None
     tensors: dict[str, NDArray[np.generic]] = {}
     if len(frames) == 2:

@@ -1,0 +1,117 @@
+"""A verb on its way: what was sent to each rank of a role, and what has come back."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specs.batch import Batch
+from specs.errors import BatchError
+from specs.messages import COLUMNS, Kind, Message, Verb
+
+Body = Mapping[str, Any]
+Tensors = Mapping[str, NDArray[np.generic]] | Batch
+
+
+class Call:
+    """Handle of a posted verb. `result` and `parts` wait; while they do, every rank of every role is watched."""
+
+    def __init__(
+        self,
+        verb: Verb,
+        number: int,
+        frames: list[list[bytes]],
+        step: int | None,
+        timeout_s: float,
+        tick: Callable[[], None],
+    ) -> None:
+        self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
+        self.frames = frames  # by rank; let go of once sent
+        self.size = len(frames)
+        self.answers: dict[int, Message] = {}
+        self.failed = False
+        self._deadline: float | None = None
+        self._parts: deque[Message] = deque()
+        self._tick = tick
+
+    @property
+    def done(self) -> bool:
+        """Every rank has answered."""
+        return len(self.answers) == self.size
+
+    @property
+    def sent(self) -> bool:
+        return self._deadline is not None
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in range(self.size) if rank not in self.answers]
+
+    @property
+    def overdue(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def result(self) -> list[Message]:
+        """Answers by rank. Raises RoleFailure when any rank of any role fails meanwhile."""
+        while not self.done:
+            self._tick()
+        return [self.answers[rank] for rank in range(self.size)]
+
+    def parts(self) -> Iterator[Message]:
+        """Parts of all ranks in the order in which they arrive; ends when all ranks have answered."""
+        while True:
+            while self._parts:
+                yield self._parts.popleft()
+            if self.done:
+                return
+            self._tick()
+
+    def start(self) -> list[list[bytes]]:
+        """The clock starts. Returns the frames to send, by rank."""
+        self._deadline = time.monotonic() + self.timeout_s
+        frames, self.frames = self.frames, []
+        return frames
+
+    def take(self, rank: int, message: Message) -> None:
+        """File a PART or an ANSWER."""
+        if message.kind is Kind.PART:
+            self._parts.append(message)
+        else:
+            self.answers[rank] = message
+
+
+def frames_by_rank(
+    verb: Verb, number: int, size: int, body: Body | Sequence[Body] | None, tensors: Tensors | Sequence[Tensors] | None
+) -> list[list[bytes]]:
+    """A request's frames for each rank. What is the same for all ranks is written once."""
+    bodies, blobs = _per_rank("bodies", body, size), _per_rank("tensors", tensors, size)
+    made: dict[tuple[int, int], list[bytes]] = {}
+    for one, columns in zip(bodies, blobs, strict=True):
+        key = (id(one), id(columns))
+        if key not in made:
+            arrays = columns.columns if isinstance(columns, Batch) else columns
+            _require_columns(verb, arrays)
+            made[key] = Message(Kind.CALL, one, verb, number, arrays).frames()
+    return [made[id(one), id(columns)] for one, columns in zip(bodies, blobs, strict=True)]
+
+
+def _per_rank(what: str, value: Any, size: int) -> list[Any]:
+    if value is None:
+        value = {}
+    if isinstance(value, Mapping | Batch):
+        return [value] * size
+    assert len(value) == size, f"{len(value)} {what} for {size} ranks"
+    return list(value)
+
+
+def _require_columns(verb: Verb, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+    needs = COLUMNS[verb].needs if verb in COLUMNS else ()
+    missing = sorted(set(needs) - set(arrays))
+    if missing:
+        raise BatchError(f"{verb} needs the columns {', '.join(missing)}, which the batch does not have")

@@ -1,0 +1,258 @@
+"""Roles as groups of ranks: the driver calls a verb on a group, and hears of any rank's failure wherever it waits."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rlctl.admission import Member
+from rlctl.calls import Body, Call, Tensors, frames_by_rank
+from rlctl.channel import Event, Hub, Joined, Silent
+from rlctl.failures import Evidence, Verdicts, from_error
+from rlctl.launch import Launcher, Started, blamed_by_torchrun, describe_exit, tail
+from rlctl.plan import Plan
+from specs.errors import ChannelError, RoleFailure
+from specs.messages import Kind, Message, Verb, parse
+
+_TICK_S = 0.1
+_EXIT_GRACE_S = 0.5  # a rank that ends by itself has perhaps said why: let that message arrive
+_STACKS_S = 0.3  # time for a hung rank to write where it is into its log
+
+
+class Group:
+    """All ranks of one role. One verb is in flight at a time; further ones wait in line."""
+
+    def __init__(self, role: str, size: int, groups: Groups) -> None:
+        self.role, self.size = role, size
+        self.line: deque[Call] = deque()  # the first is in flight
+        self._groups = groups
+        self._number = 0
+
+    def call(
+        self,
+        verb: Verb,
+        body: Body | Sequence[Body] | None = None,
+        tensors: Tensors | Sequence[Tensors] | None = None,
+        *,
+        step: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Message]:
+        """Ask every rank and wait; answers by rank. A single body or tensors go to all ranks, a list one to each.
+
+        Raises RoleFailure, and BatchError when a column that the verb needs is not there.
+        """
+        return self.post(verb, body, tensors, step=step, timeout_s=timeout_s).result()
+
+    def post(
+        self,
+        verb: Verb,
+        body: Body | Sequence[Body] | None = None,
+        tensors: Tensors | Sequence[Tensors] | None = None,
+        *,
+        step: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Call:
+        """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line."""
+        groups = self._groups
+        self._number += 1
+        frames = frames_by_rank(verb, self._number, self.size, body, tensors)
+        call = Call(verb, self._number, frames, step, timeout_s or groups.verb_timeout_s, groups.tick)
+        self.line.append(call)
+        self.send_next()
+        return call
+
+    def send_next(self) -> None:
+        """Send the first in line unless it is on its way."""
+        if self.line and not self.line[0].sent:
+            for rank, frames in enumerate(self.line[0].start()):
+                self._groups.hub.send(self.role, rank, frames)
+
+    def take(self, rank: int, message: Message) -> None:
+        """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""
+        if self.line and self.line[0].number == message.call:
+            self.line[0].take(rank, message)
+            if self.line[0].done:
+                self.drop()
+
+    def drop(self) -> None:
+        """The verb in flight is over."""
+        self.line.popleft()
+        self.send_next()
+
+
+class Groups:
+    """The processes of a run, by role. As a context manager it ends them all.
+
+    `on_tick` is called at least every 100 ms while waiting, and may raise (a person's Ctrl-C). `modules` names
+    "module:function" for roles whose handlers are not `workers/<role>.py`. Use from the main thread.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        log_dir: Path,
+        *,
+        start_timeout_s: float = 300.0,
+        verb_timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 30.0,
+        on_tick: Callable[[], None] | None = None,
+        modules: Mapping[str, str] | None = None,
+        hub: Hub | None = None,
+    ) -> None:
+        self.plan = plan
+        self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s)
+        self.verb_timeout_s = verb_timeout_s
+        self.members: dict[tuple[str, int], Member] = {}
+        self.launcher = Launcher(log_dir, self.hub.environment())
+        self._start_timeout_s = start_timeout_s
+        self._on_tick = on_tick
+        self._modules = dict(modules or {})
+        self._groups: dict[str, Group] = {role.role: Group(role.role, role.processes, self) for role in plan.roles}
+        self._verdicts = Verdicts()
+        self._ended: set[int] = set()
+        self._ticked_at = 0.0
+        self._closed = False
+
+    def __getitem__(self, role: str) -> Group:
+        return self._groups[role]
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(polite=kind is None)
+
+    def start(self, names: Sequence[str] | None = None) -> None:
+        """Launch roles (unset: all) and wait until every rank has proven itself. Raises RoleFailure, verb "start"."""
+        chosen = [plan for plan in self.plan.roles if names is None or plan.role in names]
+        for plan in chosen:
+            self.hub.expect(plan.role, plan.processes)
+            self.launcher.start(plan, module=self._modules.get(plan.role, ""))
+        places = [(plan.role, rank) for plan in chosen for rank in range(plan.processes)]
+        deadline = time.monotonic() + self._start_timeout_s
+        while absent := [place for place in places if place not in self.members]:
+            if time.monotonic() > deadline:
+                cause = f"did not join within {self._start_timeout_s:g} s"
+                raise self._failure(Evidence(*absent[0], cause), hint="raise run.start_timeout_s if it is only slow")
+            self.tick()
+
+    def tick(self, timeout_s: float = _TICK_S) -> None:
+        """Wait up to `timeout_s` for something to happen and see to it. Raises RoleFailure."""
+        event = self.hub.next(min(timeout_s, _TICK_S))
+        while event is not None:
+            self._see(event)
+            event = self.hub.next(0)
+        self._look_for_ends()
+        self._look_for_overdue()
+        if root := self._verdicts.root():
+            raise self._failure(root)
+        if self._on_tick is not None and time.monotonic() - self._ticked_at >= _TICK_S / 2:
+            self._ticked_at = time.monotonic()
+            self._on_tick()
+
+    def close(self, *, polite: bool = True, grace_s: float = 10.0) -> None:
+        """End every process. `polite`: ask with the verb `close` first. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if polite and not self._ended:
+            for role, rank in self.members:
+                self.hub.send(role, rank, Message(Kind.CALL, verb=Verb.CLOSE).frames())
+            self.launcher.wait(grace_s)
+        self.launcher.stop()
+        self.hub.close()
+
+    # ── what happens while waiting ────────────────────────────────────────────────────────────────
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self.members[event.member.role, event.member.rank] = event.member
+            return
+        if isinstance(event, Silent):
+            cause = f"no sign of life for {event.seconds:.1f} s: it hangs, or was stopped"
+            self._verdicts.add(Evidence(event.role, event.rank, cause, permanent=True))
+            return
+        try:
+            message = parse(event.frames)
+        except ChannelError as error:
+            self._verdicts.add(Evidence(event.role, event.rank, error.message))
+            return
+        if message.kind is Kind.ERROR:
+            self._see_error(event.role, event.rank, message)
+        else:
+            self._groups[event.role].take(event.rank, message)
+
+    def _see_error(self, role: str, rank: int, message: Message) -> None:
+        group = self._groups[role]
+        of_now = bool(group.line) and group.line[0].number == message.call
+        if of_now or message.call == 0:  # 0: the role could not even be made; others: of a verb that has failed already
+            alone = self.plan.role(role).world_size_of_group == 1
+            self._verdicts.add(from_error(role, rank, message, alone=alone))
+
+    def _look_for_ends(self) -> None:
+        for started in self.launcher.started:
+            code = started.process.poll()
+            if code is not None and started.process.pid not in self._ended:
+                self._ended.add(started.process.pid)
+                self._verdicts.add(_evidence_of_end(started, code), _EXIT_GRACE_S)
+
+    def _look_for_overdue(self) -> None:
+        if self._verdicts.pending:
+            return
+        for group in self._groups.values():
+            if group.line and group.line[0].overdue:
+                call, rank = group.line[0], group.line[0].missing[0]
+                self._ask_for_stacks(group.role, rank)
+                self._verdicts.add(Evidence(group.role, rank, f"no answer within {call.timeout_s:g} s"))
+
+    def _ask_for_stacks(self, role: str, rank: int) -> None:
+        for started in self.launcher.started:
+            if started.role == role and not started.is_launcher and rank in started.ranks:
+                started.process.send_signal(signal.SIGUSR1)
+                time.sleep(_STACKS_S)
+
+    def _failure(self, evidence: Evidence, hint: str = "") -> RoleFailure:
+        role, rank = evidence.role, evidence.rank
+        group = self._groups[role]
+        call = group.line[0] if group.line else None
+        joined = (role, rank) in self.members
+        verb = str(call.verb) if call else "none in flight" if joined else "start"
+        steps = [other.line[0].step for other in self._groups.values() if other.line]
+        step = call.step if call else next((step for step in steps if step is not None), None)
+        if call is not None and not evidence.permanent:
+            group.drop()
+        log_path = self.launcher.log_path(role, rank)
+        if evidence.log_name:
+            log_path = log_path.with_name(evidence.log_name)
+        return RoleFailure(
+            role,
+            rank,
+            verb=verb,
+            step=step,
+            cause=evidence.cause,
+            log_path=str(log_path),
+            log_tail="" if evidence.known else tail(log_path),
+            remote_kind=evidence.kind,
+            remote_hint=evidence.hint or hint,
+        )
+
+
+def _evidence_of_end(started: Started, code: int) -> Evidence:
+    """A signal is a cause. An exit may echo another rank's end, or follow an error that is still on its way."""
+    role, rank = started.role, started.ranks[0]
+    if not started.is_launcher:
+        hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
+        return Evidence(role, rank, describe_exit(code), weight=0 if code < 0 else 1, permanent=True, hint=hint)
+    if blamed := blamed_by_torchrun(started.log_path):
+        return Evidence(role, blamed[0], describe_exit(blamed[1]), permanent=True)
+    cause = f"torchrun: {describe_exit(code)}"
+    return Evidence(role, rank, cause, weight=0 if code < 0 else 1, permanent=True, log_name=started.log_path.name)

@@ -1,0 +1,117 @@
+"""A role's process: `python -m workers.main --role actor`, started by the driver, by torchrun, or by anything else
+that sets the same environment.
+
+    RLCTL_ADDRESS, RLCTL_SECRET   where the driver listens, and the proof that this rank belongs to the run
+    RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun sets them
+    RLCTL_GROUP_SIZE              1 for independent replicas (rollout, reward): RANK and WORLD_SIZE are then hidden
+    RLCTL_PARENT_PID              the driver: the rank leaves when it is gone
+    RLCTL_LOG_DIR                 redirect stdout and stderr to rank<N>.log in it
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from backends.protocol import Rank
+from specs.errors import ChannelError
+from workers.channel import Dial, Link
+from workers.serve import Handlers, error_message, serve
+from workers.watchdog import die_with_parent, set_process_name, watch_process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m workers.main", description="One rank of a role.")
+    parser.add_argument("--role", required=True)
+    parser.add_argument(
+        "--module",
+        default="",
+        help="module:function that makes the role's handlers from its rank; default: workers.<role>:handlers",
+    )
+    args = parser.parse_args(argv)
+    index, rank = place_from_env()
+    _redirect_output(index)
+    _obey_the_driver(args.role, index)
+    _see_own_device(rank.local_rank)
+    link = Link(Dial.from_env(args.role, index))
+    try:
+        link.connect()
+    except ChannelError as error:
+        print(f"{args.role} rank {index}: {error}", file=sys.stderr, flush=True)
+        return 1
+    try:
+        return _work(link, args.module or f"workers.{args.role}:handlers", rank)
+    finally:
+        link.close()
+
+
+def place_from_env() -> tuple[int, Rank]:
+    """Index among the role's processes, and place in the group that computes together. For independent replicas the
+    variables of a launcher that counts them as one group are put right, so that no engine takes them for one."""
+    env = os.environ
+    index = int(env.get("RLCTL_RANK", env.get("RANK", "0")))
+    size = int(env.get("RLCTL_SIZE", env.get("WORLD_SIZE", "1")))
+    local = int(env.get("LOCAL_RANK", str(index)))
+    if int(env.get("RLCTL_GROUP_SIZE", str(size))) == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            env.pop(name, None)
+        return index, Rank(rank=index, world_size=1, local_rank=local)
+    return index, Rank(rank=index, world_size=size, local_rank=local)
+
+
+def _work(link: Link, target: str, rank: Rank) -> int:
+    try:
+        handlers = _load(target)(rank)
+    except Exception as error:  # the edge of the process: the driver must learn why there is no role
+        link.send(error_message(error))
+        return 1
+    try:
+        serve(link, handlers)
+    except ChannelError as error:
+        print(f"channel: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _load(target: str) -> Callable[[Rank], Handlers]:
+    module, _, name = target.partition(":")
+    factory: Callable[[Rank], Handlers] = getattr(import_module(module), name)
+    return factory
+
+
+def _redirect_output(index: int) -> None:
+    folder = os.environ.get("RLCTL_LOG_DIR")
+    if not folder:
+        return
+    log = os.open(Path(folder) / f"rank{index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _obey_the_driver(role: str, index: int) -> None:
+    """Ctrl-C is the driver's business; its death is ours."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the driver asks a rank that missed a deadline where it is
+    set_process_name(f"rlctl-{role}{index}")
+    if parent := os.environ.get("RLCTL_PARENT_PID"):
+        die_with_parent()
+        watch_process(int(parent))
+
+
+def _see_own_device(local_rank: int) -> None:
+    """Of the role's GPUs, leave this rank its own visible: to every engine it is device 0."""
+    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if len(visible) > 1 and local_rank < len(visible):
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Nothing outlives the driver: a rank dies with its parent, and with the driver when another process lies between."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+EXIT_ORPHANED = 75
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_POLL_S = 0.5
+
+
+def die_with_parent() -> None:
+    """Have the kernel SIGKILL this process when the thread that started it ends (Linux; elsewhere nothing happens).
+
+    A parent that died before this call goes unnoticed here: pair it with `watch_process`.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_process_name(name: str) -> None:
+    """Name shown by `ps` and `top`; the kernel keeps 15 bytes."""
+    if sys.platform == "linux":
+        buffer = ctypes.create_string_buffer(name.encode()[:15])
+        _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
+
+
+def watch_process(pid: int) -> threading.Thread:
+    """End this process (exit code 75) as soon as process `pid` is gone."""
+    thread = threading.Thread(target=_wait_then_exit, args=(pid,), name="watchdog", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait_then_exit(pid: int) -> None:
+    _wait_gone(pid)
+    print(f"process {pid}, which drives this run, is gone: leaving", file=sys.stderr, flush=True)
+    os._exit(EXIT_ORPHANED)
+
+
+def _wait_gone(pid: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except OSError:
+            pass  # an old kernel, or a sandbox that forbids the call: look from time to time
+        else:
+            select.select([handle], [], [])
+            return
+    while _exists(pid):
+        time.sleep(_POLL_S)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
