@@ -41,7 +41,7 @@ class Progress:
             reconfigure(errors="replace")  # a console without Unicode must not end a run
         self.live = self.console.is_terminal if live is None else live
         self._total, self._step, self._name = total_steps, start_step, name
-        self._started = self._phase_started = self._step_started = time.monotonic()
+        self._started = self._phase_started = time.monotonic()
         self._phase = "starting"
         self._rewards: list[float | None] = []
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
@@ -56,7 +56,7 @@ class Progress:
     # ── the driver's side ─────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> Progress:
-        self._started = self._phase_started = self._step_started = time.monotonic()
+        self._started = self._phase_started = time.monotonic()
         if self.live:
             self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
             self._display.start()
@@ -74,15 +74,14 @@ class Progress:
         self._phase, self._phase_started = name, time.monotonic()
         self.tick()
 
-    def begin_steps(self) -> None:
-        """The roles stand: steps are timed from here, so that the estimate leaves the start-up out."""
-        self._step_started = time.monotonic()
+    def start_at(self, step: int) -> None:
+        """A checkpoint was restored: that many steps are done already."""
+        self._step = step
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """A step has ended; `metrics` is its line of `metrics.jsonl`."""
         now = time.monotonic()
-        self._step_s.append(now - self._step_started)
-        self._step_started = now
+        self._step_s.append(metrics.get("time/wall_s") or metrics.get("time/step_s") or 0.0)
         self._step = int(metrics["step"])
         self._rewards.append(metrics.get("reward/mean"))
         self._recent.append(dict(metrics))

@@ -76,6 +76,7 @@ def time_shares(records: Sequence[dict[str, float | None]]) -> dict[str, float]:
             if key.startswith("time/") and key.endswith("_s") and isinstance(value, int | float):
                 totals[key[5:-2]] = totals.get(key[5:-2], 0.0) + value
     step = totals.pop("step", 0.0)
+    totals.pop("wall", None)  # the step with its evaluation and checkpoint
     known = {name: totals.pop(name) for name in PHASES if name in totals} | totals
     whole = max(step, sum(known.values()))
     if whole <= 0:

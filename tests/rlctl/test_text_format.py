@@ -40,7 +40,16 @@ def test_count_and_duration() -> None:
 
 
 def test_time_shares_keep_the_order_of_a_step_and_name_the_rest_other() -> None:
-    records = [{"time/step_s": 2.0, "time/update_s": 1.0, "time/rollout_s": 0.5, "time/x_s": 0.1, "reward/mean": 9.0}]
+    records = [
+        {
+            "time/step_s": 2.0,
+            "time/update_s": 1.0,
+            "time/rollout_s": 0.5,
+            "time/x_s": 0.1,
+            "time/wall_s": 9.0,
+            "reward/mean": 9.0,
+        }
+    ]
     shares = time_shares(records)
     assert list(shares) == ["rollout", "update", "x", "other"]
     assert shares == pytest.approx({"rollout": 0.25, "update": 0.5, "x": 0.05, "other": 0.2})
