@@ -21,7 +21,7 @@ NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 class Table(BaseModel):
     """A TOML table: frozen, and without room for a mistyped key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 # ── what is run ───────────────────────────────────────────────────────────────────────────────────
@@ -60,7 +60,8 @@ class ModelSection(Table):
         "Anything else is used as asked or refused.",
     )
     from_scratch: bool = Field(
-        False, description="Start from random weights drawn from `run.seed`; only `config.json` and the tokenizer are read."
+        False,
+        description="Start from random weights drawn from `run.seed`; only `config.json` and the tokenizer are read.",
     )
     trust_remote_code: bool = Field(False, description="Allow Python code that lies in the model folder to run.")
 
@@ -69,13 +70,15 @@ class DataSection(Table):
     """Where prompts come from and how they become tokens."""
 
     train: NonEmpty = Field(
-        description="`*.jsonl`, `*.parquet`, a hub dataset id, or `builtin:sort-digits`. Relative to the spec file."
+        description="`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it has "
+        "several (`openai/gsm8k:main`); or `builtin:sort-digits`."
     )
     split: NonEmpty = Field("train", description="Split to read; only for a hub dataset id.")
     prompt_column: NonEmpty = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
     answer_column: NonEmpty = Field("answer", description="Column that the built-in rewards compare with.")
     template: str = Field(
-        "", description="Text of the prompt with `{column}` for the row's columns; empty takes `prompt_column` as it is."
+        "",
+        description="Text of the prompt with `{column}` for the row's columns; empty takes `prompt_column` as it is.",
     )
     chat: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -170,7 +173,9 @@ class Grpo(Table):
         "`k3-straight-through` has the value of k3 and the gradient of k2.",
     )
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-    mini_batches_per_step: int = Field(1, ge=1, description="Optimizer steps that one pass over the step's samples makes.")
+    mini_batches_per_step: int = Field(
+        1, ge=1, description="Optimizer steps that one pass over the step's samples makes."
+    )
     epochs_per_step: int = Field(1, ge=1, description="Passes over the step's samples.")
 
     @property
@@ -229,7 +234,9 @@ class RoleSection(Table):
     )
     processes: int = Field(1, ge=1, le=1024, description="Processes of this role.")
     devices: tuple[int, ...] = Field((), description="GPU numbers, one per process; empty: CPU.")
-    python: str = Field("", description="Interpreter of this role, relative to the spec file; empty: the one that runs rlctl.")
+    python: str = Field(
+        "", description="Interpreter of this role, relative to the spec file; empty: the one that runs rlctl."
+    )
     env: dict[str, str] = Field({}, description="Extra environment variables of this role.")
     threads: int | None = Field(None, gt=0, description="CPU threads per process; unset: shared out by the plan.")
 
@@ -238,7 +245,9 @@ class ModelRole(RoleSection):
     """A role that holds a language model."""
 
     dtype: DType = Field("fp32", description="Precision of the forward pass. bf16 trains with fp32 master weights.")
-    attn_implementation: Attention | None = Field(None, description="This role's attention; unset: `model.attn_implementation`.")
+    attn_implementation: Attention | None = Field(
+        None, description="This role's attention; unset: `model.attn_implementation`."
+    )
     micro_batch_tokens: int = Field(
         8192, gt=0, description="Most tokens in one forward pass. A hard limit: no sequence may be longer."
     )
@@ -252,7 +261,9 @@ class Optimizer(Table):
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; on matrices only.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up."
+    )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of `lr`.")
     max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
 
@@ -261,7 +272,9 @@ class ActorSection(ModelRole):
     """The model that learns."""
 
     engine: TrainEngineTable = Field(DdpEngine(), description="How the actor is held.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
     optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
 
 
@@ -277,13 +290,19 @@ class RolloutSection(RoleSection):
 
     engine: RolloutEngineTable = Field(TorchRolloutEngine(), description="What samples.")
     dtype: DType | None = Field(None, description="Precision; unset: the actor's.")
-    attn_implementation: Attention | None = Field(None, description="This role's attention; unset: `model.attn_implementation`.")
+    attn_implementation: Attention | None = Field(
+        None, description="This role's attention; unset: `model.attn_implementation`."
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides by the same.")
     top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set with this much probability.")
     top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0: all.")
-    stop: tuple[NonEmpty, ...] = Field((), description="Texts that each encode to one token and end an answer, besides the model's own end tokens.")
+    stop: tuple[NonEmpty, ...] = Field(
+        (), description="Texts that each encode to one token and end an answer, besides the model's own end tokens."
+    )
     max_probe_gap: float | None = Field(
-        None, gt=0, description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16."
+        None,
+        gt=0,
+        description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16.",
     )
 
 
@@ -302,11 +321,17 @@ class RewardSection(RoleSection):
 class EvalSection(Table):
     """Greedy evaluation on held-out prompts."""
 
-    every: int = Field(gt=0, description="Steps between evaluations; one runs before the first step and after the last.")
-    data: str = Field("", description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out.")
+    every: int = Field(
+        gt=0, description="Steps between evaluations; one runs before the first step and after the last."
+    )
+    data: str = Field(
+        "", description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out."
+    )
     split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
     prompts: int = Field(64, gt=0, description="Prompts to evaluate on.")
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")] = Field("heldout", description="Name in the metrics: `eval/<name>/reward_mean`.")
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")] = Field(
+        "heldout", description="Name in the metrics: `eval/<name>/reward_mean`."
+    )
 
 
 class CheckpointSection(Table):
@@ -325,7 +350,9 @@ class SyncSection(Table):
 class TrackingSection(Table):
     """Where metrics go besides `metrics.jsonl`."""
 
-    kind: Literal["tensorboard", "wandb"] = Field(description="`tensorboard` writes to the run directory; `wandb` logs to a project.")
+    kind: Literal["tensorboard", "wandb"] = Field(
+        description="`tensorboard` writes to the run directory; `wandb` logs to a project."
+    )
     project: str = Field("", description="Project name; only for wandb.")
 
 

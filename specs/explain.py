@@ -1,0 +1,220 @@
+"""pydantic's findings in plain words: each a `Problem` with dotted key, value, what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from specs.errors import Problem
+from specs.keys import (
+    SYNONYMS,
+    Path,
+    chosen_tables,
+    closest,
+    dotted,
+    homes,
+    kind_of,
+    known_keys,
+    tables_at,
+    value_at,
+)
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "dataclass_type": "a table",
+}
+BOUNDS = {
+    "greater_than": ("gt", "must be greater than"),
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than": ("lt", "must be less than"),
+    "less_than_equal": ("le", "must be at most"),
+}
+NEVER_KEYS = {
+    "critic": ("grpo has no critic", "remove the [critic] section; groups are the baseline"),
+    "lora": ("this version trains full weights only", "remove the key"),
+    "nodes": ("this version runs on one machine", "remove the key"),
+}
+PATTERNS = {
+    "run.name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
+    "eval.name": "letters, digits, dashes and underscores",
+    "path": "the form file.py:name",
+}
+
+
+def explain(errors: list[ErrorDetails], raw: dict[str, Any]) -> list[Problem]:
+    """One problem per finding, in the order of the spec's sections."""
+    return [_explain_one(error, raw) for error in errors]
+
+
+def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
+    kind, context = error["type"], error.get("ctx", {})
+    path = _without_tags(error["loc"], raw)
+    key, value = dotted(path), show(error["input"])
+    if kind == "extra_forbidden":
+        return unknown_key(path, raw)
+    if kind == "missing":
+        return _missing(path)
+    if kind in TYPES:
+        return _wrong_type(key, error["input"], TYPES[kind])
+    if kind in BOUNDS:
+        name, words = BOUNDS[kind]
+        return Problem(key, f"{words} {context[name]:g}", value=value)
+    if kind in ("literal_error", "union_tag_invalid"):
+        return _not_one_of(path, error["input"], str(context.get("expected") or context.get("expected_tags")))
+    if kind == "union_tag_not_found":
+        kinds = [kind_of(table) for table in tables_at(path, raw)]
+        return Problem(f"{key}.kind", "missing", f"add kind = {' or '.join(show(name) for name in kinds)}")
+    if kind in ("string_too_short", "too_short", "too_long"):
+        return _wrong_length(key, kind, value, context)
+    if kind == "string_pattern_mismatch":
+        form = PATTERNS.get(key) or PATTERNS.get(str(path[-1])) or str(context["pattern"])
+        return Problem(key, f"must be {form}", value=value)
+    if kind == "finite_number":
+        return Problem(key, "must be a finite number", value=value)
+    return Problem(key, error["msg"], value=value)
+
+
+def _without_tags(loc: Path, raw: Any) -> Path:
+    """pydantic puts the chosen `kind` into the path of an error; the spec's own key has no such part."""
+    path: list[str | int] = []
+    node = raw
+    for part in loc:
+        if isinstance(node, dict) and part not in node and part == node.get("kind"):
+            continue
+        path.append(part)
+        node = value_at((part,), node)
+    return tuple(path)
+
+
+def _missing(path: Path) -> Problem:
+    key = dotted(path)
+    if len(path) == 1:
+        if path[0] == "schema":
+            return Problem(key, "missing", "add `schema = 1` as the first line")
+        return Problem(f"[{key}]", "this section is missing", _needed(key))
+    section, name = dotted(path[:-1]), path[-1]
+    return Problem(key, "missing", f"add `{name} = …` under [{section}]")
+
+
+def _needed(section: str) -> str:
+    (table,) = tables_at((section,), {})
+    needed = [name for name, field in table.model_fields.items() if field.is_required()]
+    return f"add [{section}] with {', '.join(needed)}"
+
+
+def _wrong_type(key: str, given: Any, wanted: str) -> Problem:
+    hint = ""
+    if isinstance(given, str) and wanted in ("a whole number", "a number", "true or false"):
+        hint = "write it without quotes" if _reads_as(given, wanted) else ""
+    elif wanted == "text" and isinstance(given, bool | int | float):
+        hint = f"write it in quotes: {show(str(given).lower() if isinstance(given, bool) else str(given))}"
+    elif wanted == "a list" and not isinstance(given, dict):
+        hint = f"write it in brackets: [{show(given)}]"
+    elif wanted == "a whole number" and isinstance(given, float) and given.is_integer():
+        hint = f"write {int(given)}"
+    return Problem(key, f"must be {wanted}, not {_type_name(given)}", hint, show(given))
+
+
+def _reads_as(text: str, wanted: str) -> bool:
+    if wanted == "true or false":
+        return text in ("true", "false")
+    return (
+        re.fullmatch(r"[+-]?\d+" if wanted == "a whole number" else r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", text)
+        is not None
+    )
+
+
+def _type_name(value: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number with a point", str: "text"}
+    names |= {list: "a list", dict: "a table"}
+    return names.get(type(value), "a date or time")
+
+
+def _not_one_of(path: Path, given: Any, expected: str) -> Problem:
+    known = re.findall(r"'([^']*)'", expected) or [expected]
+    by_kind = isinstance(given, dict)
+    key = dotted((*path, "kind")) if by_kind else dotted(path)
+    wrong = given.get("kind") if by_kind else given
+    near = closest(str(wrong), known)
+    what = "unknown kind" if key.endswith("kind") else "not a choice"
+    hint = f'did you mean "{near}"?' if near else ""
+    return Problem(key, f"{what}; known: {', '.join(known)}", hint, show(wrong))
+
+
+def _wrong_length(key: str, kind: str, value: str, context: dict[str, Any]) -> Problem:
+    if kind == "string_too_short":
+        return Problem(key, "must not be empty", value=value)
+    if kind == "too_short":
+        return Problem(key, f"needs at least {context['min_length']} {_entries(context['min_length'])}", value=value)
+    return Problem(key, f"takes at most {context['max_length']} {_entries(context['max_length'])}", value=value)
+
+
+def _entries(count: int) -> str:
+    return "entry" if count == 1 else "entries"
+
+
+def unknown_key(path: Path, raw: dict[str, Any]) -> Problem:
+    """Name the closest key of the same table, or where the key belongs."""
+    name, parent = str(path[-1]), path[:-1]
+    key, value = dotted(path), show(value_at(path, raw))
+    if name in NEVER_KEYS:
+        message, hint = NEVER_KEYS[name]
+        return Problem(key, message, hint, value)
+    siblings = tables_at(parent, raw)
+    here = [known for table in chosen_tables(siblings, value_at(parent, raw)) for known in known_keys(table)]
+    other_kinds = [kind_of(table) for table in siblings if name in known_keys(table)]
+    if other_kinds:
+        kind = value_at((*parent, "kind"), raw)
+        return Problem(
+            key, f'unknown key: kind "{kind}" does not have it', f"it belongs to kind {show(other_kinds[0])}", value
+        )
+    return Problem(key, "unknown key", _where(name, here, parent), value)
+
+
+def _where(name: str, here: list[str], parent: Path) -> str:
+    near = closest(name, here, cutoff=0.75)
+    if near:
+        return f"did you mean `{near}`?"
+    elsewhere = homes().get(name, ()) or ((SYNONYMS[name],) if name in SYNONYMS else ())
+    if elsewhere:
+        listed = " or ".join(f"`{key}`" for key in _nearest_first(elsewhere, parent)[:3])
+        return f"did you mean {listed}?"
+    near = closest(name, here, cutoff=0.5)
+    if near:
+        return f"did you mean `{near}`?"
+    far = closest(name, list(homes()), cutoff=0.8)
+    if far:
+        return f"did you mean `{_nearest_first(homes()[far], parent)[0]}`?"
+    where = f"[{dotted(parent)}]" if parent else "a spec"
+    return f"{where} knows: {', '.join(here)}"
+
+
+def _nearest_first(keys: tuple[str, ...], parent: Path) -> list[str]:
+    top = str(parent[0]) if parent else ""
+    return sorted(keys, key=lambda key: (not key.startswith(f"{top}."), key.count("."), key))
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """A value as TOML would write it, cut to `limit` characters; "" for tables."""
+    if isinstance(value, dict) or value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        text = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(show(item) or "{…}" for item in value) + "]"
+    else:
+        text = str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

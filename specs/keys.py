@@ -1,0 +1,137 @@
+"""The schema as a tree of keys: which keys a table knows, which are near, and where a key belongs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, get_args
+
+from specs.schema import Spec, Table
+
+Path = tuple[str | int, ...]
+
+# Names that other trainers use for the same thing.
+SYNONYMS = {
+    "learning_rate": "actor.optimizer.lr",
+    "lr_scheduler_type": "actor.optimizer.schedule",
+    "lr_scheduler": "actor.optimizer.schedule",
+    "warmup": "actor.optimizer.warmup_steps",
+    "grad_clip": "actor.optimizer.max_grad_norm",
+    "max_steps": "run.steps",
+    "num_steps": "run.steps",
+    "total_steps": "run.steps",
+    "output_dir": "run.dir",
+    "beta": "algorithm.kl_coef",
+    "kl_beta": "algorithm.kl_coef",
+    "clip_ratio": "algorithm.clip_low",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "loss_type": "algorithm.loss_aggregation",
+    "num_generations": "algorithm.group_size",
+    "n_samples": "algorithm.group_size",
+    "n_samples_per_prompt": "algorithm.group_size",
+    "num_iterations": "algorithm.epochs_per_step",
+    "batch_size": "data.prompts_per_step",
+    "train_batch_size": "data.prompts_per_step",
+    "rollout_batch_size": "data.prompts_per_step",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_completion_length": "data.max_response_tokens",
+    "max_response_length": "data.max_response_tokens",
+    "max_new_tokens": "data.max_response_tokens",
+    "max_tokens": "data.max_response_tokens",
+    "dataset": "data.train",
+    "system_prompt": "data.system",
+    "gpus": "actor.devices",
+    "num_gpus": "actor.processes",
+    "precision": "actor.dtype",
+    "torch_dtype": "actor.dtype",
+    "attention": "model.attn_implementation",
+    "attn": "model.attn_implementation",
+    "save_steps": "checkpoint.every",
+    "save_interval": "checkpoint.every",
+    "eval_steps": "eval.every",
+}
+
+
+@cache
+def known_keys(table: type[Table]) -> dict[str, Any]:
+    """TOML name → annotation of a table's keys."""
+    return {field.alias or name: field.annotation for name, field in table.model_fields.items()}
+
+
+def tables_of(annotation: Any) -> tuple[type[Table], ...]:
+    """Tables that may stand where `annotation` is, looked for in unions, lists and `Annotated`."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return (annotation,)
+    return tuple(table for part in get_args(annotation) for table in tables_of(part))
+
+
+def is_list(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is tuple
+
+
+def kind_of(table: type[Table]) -> str:
+    """The `kind` that chooses this table, or ""."""
+    field = table.model_fields.get("kind")
+    return str(get_args(field.annotation)[0]) if field else ""
+
+
+def tables_at(path: Sequence[str | int], raw: Any) -> tuple[type[Table], ...]:
+    """Tables that the schema allows at `path`; where several kinds do, all of them."""
+    tables: tuple[type[Table], ...] = (Spec,)
+    node = raw
+    for part in path:
+        if isinstance(part, str):
+            chosen = chosen_tables(tables, node)
+            tables = tuple(sub for table in chosen for sub in tables_of(known_keys(table).get(part)))
+        node = _child(node, part)
+    return tuple(dict.fromkeys(tables))
+
+
+def chosen_tables(tables: tuple[type[Table], ...], node: Any) -> tuple[type[Table], ...]:
+    """Those that the node's own `kind` chooses; all when it chooses none."""
+    kind = node.get("kind") if isinstance(node, dict) else None
+    return tuple(table for table in tables if kind_of(table) and kind_of(table) == kind) or tables
+
+
+def _child(node: Any, part: str | int) -> Any:
+    if isinstance(node, dict) and isinstance(part, str):
+        return node.get(part)
+    if isinstance(node, list) and isinstance(part, int) and part < len(node):
+        return node[part]
+    return None
+
+
+def value_at(path: Sequence[str | int], raw: Any) -> Any:
+    for part in path:
+        raw = _child(raw, part)
+    return raw
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def walk(table: type[Table] = Spec, prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
+    """Every (dotted key, table that owns it); list entries are written `terms.N`."""
+    for name, annotation in known_keys(table).items():
+        yield f"{prefix}{name}", table
+        for sub in tables_of(annotation):
+            yield from walk(sub, f"{prefix}{name}.N." if is_list(annotation) else f"{prefix}{name}.")
+
+
+@cache
+def homes() -> dict[str, tuple[str, ...]]:
+    """Last part of a key → every dotted key that ends so."""
+    found: dict[str, list[str]] = {}
+    for key, _ in walk():
+        found.setdefault(key.rpartition(".")[2], []).append(key)
+    return {name: tuple(dict.fromkeys(keys)) for name, keys in found.items()}
+
+
+def closest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
+    return near[0] if near else ""

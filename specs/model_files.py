@@ -1,0 +1,262 @@
+"""Where a model lies, and whether its folder can be used. Reads JSON and file headers only; the network is never asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from specs.errors import Problem
+from specs.explain import show
+from specs.keys import closest
+
+BUILTIN_FOLDER = Path(__file__).parent / "builtin"
+# First parts of a relative path that nobody means as an organisation on the hub.
+FOLDER_WORDS = {
+    "model",
+    "models",
+    "checkpoint",
+    "checkpoints",
+    "ckpt",
+    "ckpts",
+    "export",
+    "exports",
+    "output",
+    "outputs",
+}
+FOLDER_WORDS |= {"run", "runs", "data", "weights", "tmp"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
+
+
+def builtin_models() -> list[str]:
+    return sorted(folder.name for folder in BUILTIN_FOLDER.iterdir() if (folder / "config.json").is_file())
+
+
+def resolve_model(path: str, spec_dir: Path) -> Path | str:
+    """A folder as an absolute Path, or a hub id as str.
+
+    `builtin:NAME` is a folder of this package. Anything else is a folder relative to `spec_dir` when there is one, a
+    hub id when it looks like one (`name` or `organisation/name`), and else a folder, existing or not.
+    """
+    if path.startswith("builtin:"):
+        return BUILTIN_FOLDER / path.removeprefix("builtin:")
+    folder = Path(os.path.abspath(spec_dir / Path(path).expanduser()))
+    if folder.exists() or not looks_like_hub_id(path, spec_dir):
+        return folder
+    return path
+
+
+def looks_like_hub_id(path: str, spec_dir: Path) -> bool:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path):
+        return False
+    first = path.split("/")[0]
+    return "/" not in path or not (first.lower() in FOLDER_WORDS or (spec_dir / first).is_dir())
+
+
+def hub_snapshot(hub_id: str, kind: str = "models") -> Path | None:
+    """The folder in Hugging Face's cache that holds the main revision of a repository, when it is there."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"{kind}--{hub_id.replace('/', '--')}"
+    try:
+        revision = (cache / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = cache / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None
+
+
+def offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+class ModelCheck:
+    """Findings about one model; `problems` refuse the run, `warnings` do not."""
+
+    def __init__(
+        self, key: str, path: str, spec_dir: Path, *, from_scratch: bool, remote_code: bool, tokenizer: bool
+    ) -> None:
+        self.key, self.path = key, path
+        self.from_scratch, self.remote_code, self.tokenizer = from_scratch, remote_code, tokenizer
+        self.problems: list[Problem] = []
+        self.warnings: list[Problem] = []
+        self.config: dict[str, Any] = {}
+        self.folder: Path | None = None
+        where = resolve_model(path, spec_dir)
+        if isinstance(where, Path):
+            self._check_folder(where)
+        else:
+            self._check_hub(where)
+
+    def _wrong(self, message: str, hint: str = "", key: str = "", value: str | None = None) -> None:
+        self.problems.append(Problem(key or self.key, message, hint, show(self.path) if value is None else value))
+
+    def _check_hub(self, hub_id: str) -> None:
+        snapshot = hub_snapshot(hub_id)
+        if snapshot is not None and (snapshot / "config.json").is_file():
+            self._check_folder(snapshot)
+        elif offline():
+            self._wrong(
+                "no such folder, and not in the Hugging Face cache while HF_HUB_OFFLINE is set", "check the name"
+            )
+        else:
+            message = "no such folder; taken as a hub id, which will be downloaded when the run starts"
+            self.warnings.append(Problem(self.key, message, "", show(self.path)))
+
+    def _check_folder(self, folder: Path) -> None:
+        name = self.path.removeprefix("builtin:")
+        if name != self.path and name not in builtin_models():
+            near = closest(name, builtin_models())
+            hint = f'did you mean "builtin:{near}"?' if near else ""
+            self._wrong(f"no such built-in model; known: {', '.join(builtin_models())}", hint)
+            return
+        if not folder.is_dir():
+            what = "a file, not a model folder" if folder.exists() else "no such model folder"
+            self._wrong(f"{what} ({folder})", "a relative path starts at the spec file's folder")
+            return
+        self.folder = folder
+        if not self._read_config(folder):
+            return
+        if self.tokenizer:
+            self._check_tokenizer(folder)
+        if not self.from_scratch:
+            self._check_weights(folder, builtin=name != self.path)
+        self._check_code()
+
+    def _read_config(self, folder: Path) -> bool:
+        if not (folder / "config.json").is_file():
+            adapter = (folder / "adapter_config.json").is_file()
+            hint = "merge the adapter into its base model first" if adapter else "is it a model folder at all?"
+            self._wrong(f"no config.json in {folder}", hint)
+            return False
+        config = self._json(folder / "config.json")
+        if config is None:
+            return False
+        if not isinstance(config.get("model_type"), str):
+            self._wrong("config.json has no model_type", "it must be the config of a Hugging Face model")
+            return False
+        self.config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+        self._check_heads()
+        return True
+
+    def _json(self, file: Path) -> dict[str, Any] | None:
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            self._wrong(f"{file.name} cannot be read: {error}")
+            return None
+        if not isinstance(content, dict):
+            self._wrong(f"{file.name} is not a JSON object")
+            return None
+        return content
+
+    def _check_heads(self) -> None:
+        hidden, heads = self.config.get("hidden_size"), self.config.get("num_attention_heads")
+        kv_heads = self.config.get("num_key_value_heads")
+        if isinstance(heads, int) and heads > 0:
+            if isinstance(hidden, int) and hidden % heads and not self.config.get("head_dim"):
+                self._wrong(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+            if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+                self._wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+
+    def _check_tokenizer(self, folder: Path) -> None:
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            hint = f"put the model's tokenizer files into {folder}"
+            self._wrong(f"no tokenizer in the model folder (none of {', '.join(TOKENIZER_FILES[:3])}, …)", hint)
+            return
+        file, vocab_size = folder / "tokenizer.json", self.config.get("vocab_size")
+        # Large files cost more time to parse than the check may take; the reward role parses them anyway.
+        if not file.is_file() or file.stat().st_size > 2**22:
+            return
+        tokenizer = self._json(file)
+        if tokenizer is None or not isinstance(vocab_size, int):
+            return
+        vocab, added = (tokenizer.get("model") or {}).get("vocab"), tokenizer.get("added_tokens") or []
+        ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1] if vocab else []
+        highest = max([*ids, *(token["id"] for token in added)], default=-1)
+        if highest >= vocab_size:
+            self._wrong(f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}")
+
+    def _check_weights(self, folder: Path, builtin: bool) -> None:
+        if builtin:
+            self._wrong(
+                "a built-in model has no weights", "set model.from_scratch = true", "model.from_scratch", "false"
+            )
+            return
+        index = folder / "model.safetensors.index.json"
+        files = [folder / "model.safetensors"]
+        if not files[0].is_file() and index.is_file():
+            content = self._json(index)
+            if content is None:
+                return
+            files = [folder / name for name in sorted(set(content.get("weight_map", {}).values()))]
+            missing = [file.name for file in files if not file.is_file()]
+            if missing or not files:
+                self._wrong(
+                    f"{index.name} names {', '.join(missing) or 'no file'}, which the folder lacks",
+                    "copy the whole model",
+                )
+                return
+        elif not files[0].is_file():
+            self._no_weights(folder)
+            return
+        for file in files:
+            cause = cut_short(file)
+            if cause:
+                self._wrong(f"{file.name} {cause}", "copy or download it again")
+
+    def _no_weights(self, folder: Path) -> None:
+        pickles = [name for name in PICKLES if (folder / name).exists()] or [
+            p.name for p in folder.glob("pytorch_model*.bin")
+        ]
+        if pickles:
+            hint = "convert it: load it once with transformers and call save_pretrained()"
+            self._wrong(f"weights only as pickle ({pickles[0]}), which can run code and is never read", hint)
+        else:
+            hint = "set model.from_scratch = true to start from random weights"
+            self._wrong(f"no model.safetensors in {folder}", hint)
+
+    def _check_code(self) -> None:
+        if self.remote_code or not self.config.get("auto_map"):
+            return
+        package = importlib.util.find_spec("transformers")
+        roots = list(package.submodule_search_locations or []) if package else []
+        native = self.config["model_type"].replace("-", "_")
+        if roots and not any((Path(root) / "models" / native).is_dir() for root in roots):
+            hint = "read that code, then set model.trust_remote_code = true"
+            self._wrong("needs Python code that lies in the model folder", hint)
+
+    def check_length(self, max_sequence_tokens: int) -> None:
+        positions = self.config.get("max_position_embeddings")
+        if isinstance(positions, int) and max_sequence_tokens > positions:
+            message = f"prompt and answer together are up to {max_sequence_tokens} tokens; {self.path} has {positions} positions"
+            hint = "lower data.max_prompt_tokens or data.max_response_tokens"
+            self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))
+
+    def has_chat_template(self) -> bool:
+        if self.folder is None:
+            return True  # not here to look at
+        if (self.folder / "chat_template.jinja").is_file() or (self.folder / "chat_template.json").is_file():
+            return True
+        file = self.folder / "tokenizer_config.json"
+        return file.is_file() and bool((self._json(file) or {}).get("chat_template"))
+
+
+def cut_short(file: Path) -> str:
+    """What is wrong with a safetensors file's frame, or ""."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+            if 8 + length > size:
+                return "is cut short or not a safetensors file"
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "is not a safetensors file"
+    return "is cut short" if 8 + length + max(ends, default=0) > size else ""

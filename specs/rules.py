@@ -1,0 +1,333 @@
+"""Rules that span several keys: batch arithmetic, and keys that have no effect under what was chosen.
+
+A key counts as *set* when the spec writes it, whatever the value. `file_problems` (rules about files) is in `specs/files.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from specs.errors import Problem
+from specs.explain import show
+from specs.files import file_problems, is_hub_data, template_columns
+from specs.schema import (
+    ExactMatch,
+    ModelRole,
+    Overlong,
+    Regex,
+    RoleName,
+    RoleSection,
+    RolloutSection,
+    Spec,
+    Table,
+    TorchRolloutEngine,
+)
+
+__all__ = ["cross_field_problems", "cross_field_warnings", "file_problems"]
+
+RESERVED_ENV = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def cross_field_problems(spec: Spec) -> list[Problem]:
+    """Everything that is wrong although each key alone is fine."""
+    return [problem for rule in RULES for problem in rule(spec)]
+
+
+def cross_field_warnings(spec: Spec) -> list[Problem]:
+    """What works but is seldom meant."""
+    warnings = []
+    algorithm, rollout = spec.algorithm, spec.rollout
+    if algorithm.on_policy:
+        for key in ("clip_low", "clip_high", "dual_clip"):
+            if key in algorithm.model_fields_set:
+                message = "does nothing: with one mini-batch and one epoch per step the ratio is always 1"
+                hint = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or leave it out"
+                warnings.append(Problem(f"algorithm.{key}", message, hint, show(getattr(algorithm, key))))
+    for key, off in (("top_p", 1.0), ("top_k", 0)):
+        if getattr(rollout, key) != off:
+            message = "samples from another distribution than the one that is trained"
+            warnings.append(
+                Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(rollout, key)))
+            )
+    return warnings
+
+
+def _no_effect(key: str, table: Table, why: str) -> Problem:
+    name = key.rpartition(".")[2]
+    return Problem(key, f"has no effect: {why}", "remove the key", show(getattr(table, name)))
+
+
+# ── batch arithmetic ──────────────────────────────────────────────────────────────────────────────
+
+
+def _batch(spec: Spec) -> Iterator[Problem]:
+    algorithm, data = spec.algorithm, spec.data
+    if algorithm.group_size == 1:
+        yield Problem(
+            "algorithm.group_size",
+            "an answer is compared with the others of its group; alone it teaches nothing",
+            "use 2 or more",
+            "1",
+        )
+    total, parts = spec.samples_per_step, algorithm.mini_batches_per_step
+    arithmetic = f"{data.prompts_per_step} prompts × {algorithm.group_size} answers = {total} samples"
+    if total % parts:
+        fitting = [n for n in range(1, total + 1) if total % n == 0]
+        near = min(fitting, key=lambda n: abs(n - parts))
+        message = f"{arithmetic} cannot be cut into {parts} equal mini-batches"
+        yield Problem("algorithm.mini_batches_per_step", message, f"{near} would fit", str(parts))
+    elif total // parts < spec.actor.processes:
+        message = f"{arithmetic} in {parts} mini-batches leave some of {spec.actor.processes} ranks without work"
+        yield Problem("actor.processes", message, f"use at most {total // parts} processes", str(spec.actor.processes))
+    if data.prompts_per_step < spec.rollout.processes:
+        message = f"{data.prompts_per_step} prompts per step leave some replicas without work"
+        yield Problem(
+            "rollout.processes", message, f"use at most {data.prompts_per_step} processes", str(spec.rollout.processes)
+        )
+
+
+def _lengths(spec: Spec) -> Iterator[Problem]:
+    data = spec.data
+    longest = f"data.max_prompt_tokens + data.max_response_tokens = {spec.max_sequence_tokens}"
+    for role, section in _sections(spec):
+        if isinstance(section, ModelRole) and section.micro_batch_tokens < spec.max_sequence_tokens:
+            message = f"less than the longest sequence ({longest} tokens)"
+            hint = f"use at least {spec.max_sequence_tokens}"
+            yield Problem(f"{role}.micro_batch_tokens", message, hint, str(section.micro_batch_tokens))
+    engine = spec.rollout.engine
+    if isinstance(engine, TorchRolloutEngine) and engine.prefill_tokens < data.max_prompt_tokens:
+        message = f"less than the longest prompt (data.max_prompt_tokens = {data.max_prompt_tokens})"
+        hint = f"use at least {data.max_prompt_tokens}"
+        yield Problem("rollout.engine.prefill_tokens", message, hint, str(engine.prefill_tokens))
+    for index, term in enumerate(spec.reward.terms):
+        if isinstance(term, Overlong) and term.buffer_tokens > data.max_response_tokens:
+            message = f"longer than the longest answer (data.max_response_tokens = {data.max_response_tokens})"
+            yield Problem(f"reward.terms.{index}.buffer_tokens", message, value=str(term.buffer_tokens))
+
+
+# ── algorithm and optimizer ───────────────────────────────────────────────────────────────────────
+
+
+def _reference(spec: Spec) -> Iterator[Problem]:
+    if spec.needs_ref:
+        return
+    if spec.ref is not None:
+        hint = "set algorithm.kl_coef above 0, or remove the section"
+        yield Problem("[ref]", "has no effect: algorithm.kl_coef is 0, so no reference is loaded", hint)
+    if "kl_estimator" in spec.algorithm.model_fields_set:
+        yield _no_effect("algorithm.kl_estimator", spec.algorithm, "algorithm.kl_coef is 0")
+
+
+def _optimizer(spec: Spec) -> Iterator[Problem]:
+    optimizer = spec.actor.optimizer
+    if optimizer.warmup_steps > spec.optimizer_steps:
+        message = f"the warm-up is longer than the run ({spec.optimizer_steps} optimizer steps)"
+        hint = f"use at most {spec.optimizer_steps}"
+        yield Problem("actor.optimizer.warmup_steps", message, hint, str(optimizer.warmup_steps))
+    if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
+        yield _no_effect("actor.optimizer.min_lr_ratio", optimizer, 'schedule is "constant"')
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield Problem("actor.optimizer.betas", "each must be at least 0 and below 1", value=show(optimizer.betas))
+
+
+# ── data, reward and what surrounds them ──────────────────────────────────────────────────────────
+
+
+def _data(spec: Spec) -> Iterator[Problem]:
+    data, given = spec.data, spec.data.model_fields_set
+    if "split" in given and not is_hub_data(data.train):
+        yield _no_effect("data.split", data, f"{show(data.train)} is not a hub data set")
+    if data.system and data.chat == "never":
+        yield _no_effect("data.system", data, 'data.chat is "never"')
+    if data.template and "prompt_column" in given:
+        yield _no_effect("data.prompt_column", data, "data.template makes the prompt")
+    if data.template:
+        yield from _template(data.template)
+
+
+def _template(template: str) -> Iterator[Problem]:
+    hint = "write {column}; a literal brace is written twice: {{"
+    try:
+        columns = template_columns(template)
+    except ValueError as error:
+        yield Problem("data.template", str(error), hint, show(template))
+        return
+    if not columns:
+        yield Problem("data.template", "names no column, so every prompt would be the same", hint, show(template))
+    elif not all(columns):
+        yield Problem("data.template", "{} names no column", hint, show(template))
+
+
+def _eval(spec: Spec) -> Iterator[Problem]:
+    held, data = spec.eval, spec.data
+    if held is None:
+        return
+    if "split" in held.model_fields_set and not is_hub_data(held.data):
+        why = (
+            f"{show(held.data)} is not a hub data set"
+            if held.data
+            else "eval.data is empty, so rows of data.train are held out"
+        )
+        yield _no_effect("eval.split", held, why)
+    if held.data == data.train and (not is_hub_data(held.data) or held.split == data.split):
+        hint = "leave eval.data out to hold rows of data.train out"
+        yield Problem("eval.data", "these are the training prompts", hint, show(held.data))
+    if not held.data and data.max_rows is not None and held.prompts >= data.max_rows:
+        message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
+        yield Problem("eval.prompts", message, "", str(held.prompts))
+
+
+def _reward(spec: Spec) -> Iterator[Problem]:
+    terms = spec.reward.terms
+    if all(term.weight == 0 for term in terms):
+        yield Problem("reward.terms", "every weight is 0, so every answer scores 0", "give a term a weight")
+    for index, term in enumerate(terms):
+        if isinstance(term, Regex):
+            try:
+                re.compile(term.pattern)
+            except re.error as error:
+                key = f"reward.terms.{index}.pattern"
+                yield Problem(
+                    key, f"not a regular expression: {error}", "TOML's '…' keeps backslashes", show(term.pattern)
+                )
+        if isinstance(term, ExactMatch) and not spec.data.answer_column:
+            yield Problem("data.answer_column", "exact_match needs it")
+    section = spec.reward
+    for key, default, why in (
+        ("processes", 1, "the reward role is one process; reward.workers sets how many judge"),
+        ("launcher", "python", "the reward role is one process"),
+        ("devices", (), "judging runs on the CPU"),
+    ):
+        if getattr(section, key) != default:
+            yield Problem(
+                f"reward.{key}", why, f"remove the key, or write {show(default)}", show(getattr(section, key))
+            )
+
+
+def _tracking(spec: Spec) -> Iterator[Problem]:
+    tracking = spec.tracking
+    if tracking is None:
+        return
+    if tracking.kind == "tensorboard" and "project" in tracking.model_fields_set:
+        yield _no_effect("tracking.project", tracking, 'only kind "wandb" has projects')
+    if tracking.kind == "wandb" and not tracking.project:
+        yield Problem("tracking.project", "wandb needs one", 'add project = "…" under [tracking]')
+
+
+# ── roles ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sections(spec: Spec) -> list[tuple[RoleName, RoleSection]]:
+    """Sections as the person wrote them: a reference shaped like the actor is not one of them."""
+    sections: list[tuple[RoleName, RoleSection]] = [("actor", spec.actor)]
+    if spec.ref is not None:
+        sections.append(("ref", spec.ref))
+    return [*sections, ("rollout", spec.rollout), ("reward", spec.reward)]
+
+
+def _roles(spec: Spec) -> Iterator[Problem]:
+    for role, section in _sections(spec):
+        if role != "reward":
+            yield from _devices(role, section)
+        for name in section.env:
+            if name in RESERVED_ENV or name.startswith("RLCTL_"):
+                yield Problem(
+                    f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", show(section.env[name])
+                )
+            elif name == "CUDA_VISIBLE_DEVICES":
+                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", f"use {role}.devices")
+        if section.threads is not None and "OMP_NUM_THREADS" in section.env:
+            yield _no_effect(f"{role}.threads", section, f"{role}.env.OMP_NUM_THREADS wins")
+    if spec.rollout.launcher != "python":
+        message = "replicas are independent of one another, so no launcher joins them"
+        yield Problem("rollout.launcher", message, 'write "python", or leave it out', show(spec.rollout.launcher))
+
+
+def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
+    devices, value = section.devices, show(section.devices)
+    key = f"{role}.devices"
+    if any(device < 0 for device in devices):
+        yield Problem(key, "GPU numbers start at 0", value=value)
+    if len(set(devices)) != len(devices):
+        yield Problem(key, "a GPU stands twice; each process has one of its own", value=value)
+    elif devices and len(devices) != section.processes:
+        message = f"{len(devices)} GPUs for {section.processes} processes; each process has one"
+        yield Problem(key, message, f"set {role}.processes = {len(devices)}, or change the list", value)
+
+
+def _attention(spec: Spec) -> Iterator[Problem]:
+    dtypes = {"actor": spec.actor.dtype, "rollout": spec.rollout_dtype, "ref": spec.ref.dtype if spec.ref else ""}
+    named: set[str] = set()
+    for role, section in _sections(spec):
+        if role == "reward" or spec.attention(role) != "flash_attention_2" or _is_fake(section):
+            continue
+        own = getattr(section, "attn_implementation", None) is not None
+        key = f"{role}.attn_implementation" if own else "model.attn_implementation"
+        if key in named:
+            continue
+        if not section.devices:
+            named.add(key)
+            hint = f'write "sdpa" or "auto", or give {role}.devices'
+            yield Problem(key, f"needs a GPU, and {role} runs on the CPU", hint, '"flash_attention_2"')
+        elif dtypes[role] != "bf16":
+            named.add(key)
+            message = f"works in bf16 only, and {role} is {dtypes[role]}"
+            yield Problem(key, message, f'set {role}.dtype = "bf16"', '"flash_attention_2"')
+
+
+# ── the fake engines ──────────────────────────────────────────────────────────────────────────────
+
+
+def _is_fake(section: RoleSection) -> bool:
+    return getattr(getattr(section, "engine", None), "kind", "") == "fake"
+
+
+def _fake(spec: Spec) -> Iterator[Problem]:
+    held = [(role, section) for role, section in _sections(spec) if role != "reward"]
+    fakes = [role for role, section in held if _is_fake(section)]
+    if not fakes:
+        return
+    for role, section in held:
+        if role not in fakes:
+            message = f'cannot work with {fakes[0]}.engine.kind = "fake": their models differ'
+            kind = getattr(getattr(section, "engine", None), "kind", "")
+            yield Problem(f"{role}.engine.kind", message, "use the fake engine for all roles or for none", show(kind))
+        else:
+            yield from _without_effect_on_fakes(role, section)
+    if not spec.model.from_scratch:
+        hint = "set model.from_scratch = true"
+        yield Problem(
+            "model.from_scratch", "the fake engine reads no weights; it always starts from scratch", hint, "false"
+        )
+    for key in ("attn_implementation", "trust_remote_code"):
+        if getattr(spec.model, key) not in ("auto", False):
+            yield _no_effect(f"model.{key}", spec.model, "the fake engine has no such model")
+
+
+def _without_effect_on_fakes(role: RoleName, section: RoleSection) -> Iterator[Problem]:
+    why = "the fake engine is a numpy model in fp32 on the CPU"
+    if section.devices:
+        yield _no_effect(f"{role}.devices", section, why)
+    assert isinstance(section, ModelRole | RolloutSection)
+    if section.dtype == "bf16":
+        yield _no_effect(f"{role}.dtype", section, why)
+    if section.attn_implementation is not None:
+        yield _no_effect(f"{role}.attn_implementation", section, why)
+    if getattr(section, "gradient_checkpointing", False):
+        yield _no_effect(f"{role}.gradient_checkpointing", section, why)
+
+
+RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
+    _batch,
+    _lengths,
+    _data,
+    _reward,
+    _reference,
+    _optimizer,
+    _roles,
+    _attention,
+    _fake,
+    _eval,
+    _tracking,
+)
