@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 from rlctl import __version__, as_built, checkpoints
 from rlctl.build import build_bodies, model_paths
+from rlctl.channel import Hub
 from rlctl.driver import Driver
 from rlctl.groups import Groups
 from rlctl.metrics import MetricsWriter, truncate_after
@@ -31,6 +33,7 @@ from specs.messages import Verb
 from specs.rules import file_problems
 from specs.schema import RoleName, Spec
 
+DISK_FULL_HINT = "nothing older was lost: free some space, then run the same command with --resume"
 PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat
 
 
@@ -46,9 +49,13 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
     try:
         with Progress(spec.run.steps, 0, spec.run.name) as progress:
             for warning in warnings:
-                progress.message(f"warning: {warning}")
+                progress.warning(str(warning))
             progress.message(f"run directory: {run.path}")
             Run(spec, spec_dir, run, make_plan(spec, spec_dir), progress).execute(resume)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RlctlError(f"the disk of {run.path} is full: {error}", hint=DISK_FULL_HINT) from None
     finally:
         run.release()
     return 0
@@ -92,13 +99,14 @@ class Run:
 
     def _open_groups(self) -> Groups:
         run = self.spec.run
+        hub = Hub(heartbeat_timeout_s=run.heartbeat_timeout_s)
         return Groups(
             self.plan,
+            hub,
             self.run.logs,
             start_timeout_s=run.start_timeout_s,
             verb_timeout_s=run.verb_timeout_s,
-            heartbeat_timeout_s=run.heartbeat_timeout_s,
-            on_tick=self._tick,
+            on_idle=self._tick,
         )
 
     def _tick(self) -> None:
@@ -107,7 +115,7 @@ class Run:
         self.interrupt.check(finish_first=self.driver is not None and self.driver.updating)
 
     def _warn(self, text: str) -> None:
-        self.progress.message(f"warning: {text}")
+        self.progress.warning(text)
 
     def _start(self) -> None:
         """Start every process, build every model, and refuse to go on if one is not what was asked."""
@@ -170,7 +178,9 @@ class Run:
         with driver.phase("sync", self.done):
             driver.sync.run(self.done)
         if spec.eval and self.done == 0:
-            self._log({"step": 0, **driver.evaluate(0)})
+            before = driver.evaluate(0)
+            self._log({"step": 0, **before})
+            self.progress.evaluation(spec.eval.name, 0, before[f"eval/{spec.eval.name}/reward_mean"])
         for number in range(self.done + 1, spec.run.steps + 1):
             started = time.perf_counter()
             record = driver.step(number)
@@ -207,7 +217,7 @@ class Run:
             body = {"folder": str(folder), "proof_prompts": prompts, "proof_tokens": PROOF_TOKENS}
             self.groups["actor"].call(Verb.SAVE, body, step=self.done)
 
-        path = checkpoints.save(
+        checkpoints.save(
             self.run.checkpoints,
             self.done,
             state={"position": self.driver.position},
@@ -216,7 +226,7 @@ class Run:
             keep=self.spec.checkpoint.keep,
         )
         self.saved = self.done
-        self.progress.message(f"checkpoint: {path}")
+        self.progress.checkpoint(self.done)
 
     def _proof_prompts(self) -> list[list[int]]:
         """Two of the run's own first prompts."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from backends.protocol import LossScale, Rank
+from specs.errors import RlctlError
 from specs.messages import Message, Verb
 from specs.schema import Grpo
 from workers.serve import Emit, Handler, Reply
@@ -55,7 +56,10 @@ class Actor(Trainer):
     def save(self, message: Message, emit: Emit) -> Reply:
         """Save into `folder`, with the greedy answers that an export must repeat."""
         folder = Path(message.body["folder"])
-        self.engine.save(folder)
+        try:
+            self.engine.save(folder)
+        except OSError as error:
+            raise RlctlError(f"cannot write {folder}: {error}", hint="older checkpoints are whole: --resume") from error
         answers = self.engine.greedy(message.body["proof_prompts"], int(message.body["proof_tokens"]))
         if self.rank.rank == 0:
             proof = {

@@ -1,0 +1,96 @@
+"""As built = as specified: every kind of difference is found and named."""
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from rlctl import as_built
+from specs.as_built import AsBuilt, ModelBuilt
+from specs.errors import AsBuiltError
+from specs.load import load_spec
+
+PATHS = {"actor": "/m", "ref": "/m", "rollout": "/m", "reward": "/m"}
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "spec.toml"
+    path.write_text((files("specs") / "presets" / "quickstart.toml").read_text())
+    return load_spec(path, ["algorithm.kl_coef=0.1", "actor.processes=2", "model.attn_implementation=sdpa"])
+
+
+def report(role, rank=0, engine="ddp", **model):
+    built = {
+        "model_class": "Qwen2ForCausalLM", "path": "/m", "parameters": 10, "trainable_parameters": 10, "hidden_size": 8,
+        "layers": 2, "vocab_size": 16, "dtype": "fp32", "attn_implementation": "sdpa", "attn_function": "f",
+        "tied_embeddings": True, "weights_checksum": "" if role == "rollout" else "aa", **model,
+    }  # fmt: skip
+    return AsBuilt(
+        role=role, rank=rank, world_size=1, host="h", pid=1, python="p", device="cpu", threads=1, engine=engine,
+        versions={"torch": "2"}, model=ModelBuilt(**built),
+    )  # fmt: skip
+
+
+def good():
+    return {
+        "actor": [report("actor", 0), report("actor", 1)],
+        "ref": [report("ref", 0), report("ref", 1)],
+        "rollout": [report("rollout", engine="torch")],
+    }
+
+
+def test_no_difference(spec):
+    assert as_built.differences(spec, good(), PATHS) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "words"),
+    [
+        ("actor", {"attn_implementation": "eager"}, "actor rank 1: attn_implementation: asked sdpa, built eager"),
+        ("ref", {"attn_implementation": "eager"}, "ref rank 1: attn_implementation"),
+        ("actor", {"path": "/other"}, "actor rank 1: model path: asked /m, built /other"),
+        ("ref", {"path": "/other"}, "ref rank 1: model path"),
+        ("actor", {"dtype": "bf16"}, "actor rank 1: dtype: asked fp32, built bf16"),
+        ("actor", {"parameters": 11}, "actor rank 1: parameters"),
+        ("actor", {"weights_checksum": "bb"}, "actor rank 1: weights"),
+        ("actor", {"engine": "other"}, "actor rank 1: engine: asked ddp, built other"),
+    ],
+)
+def test_each_difference_of_one_rank_is_named(spec, role, change, words):
+    reports = good()
+    engine = change.pop("engine", "ddp")
+    reports[role][1] = report(role, 1, engine, **change)
+    found = as_built.differences(spec, reports, PATHS)
+    assert len(found) == 1
+    assert words in found[0]
+    with pytest.raises(AsBuiltError, match="not what the spec asked for"):
+        as_built.check(spec, reports, PATHS)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 17}, {"parameters": 9}, {"hidden_size": 4}])
+def test_rollout_must_be_the_actors_model(spec, change):
+    reports = good()
+    reports["rollout"] = [report("rollout", engine="torch", **change)]
+    assert "rollout: " in as_built.differences(spec, reports, PATHS)[0]
+
+
+def test_ref_must_be_the_actors_start(spec):
+    reports = good()
+    reports["ref"] = [report("ref", rank, weights_checksum="bb") for rank in range(2)]
+    assert "it must start as the actor does" in as_built.differences(spec, reports, PATHS)[0]
+
+
+def test_a_missing_rank_is_found(spec):
+    reports = good()
+    reports["actor"] = reports["actor"][:1]
+    assert as_built.differences(spec, reports, PATHS) == ["actor: ranks: asked 2, built 1"]
+
+
+def test_resume_with_other_starting_weights_is_refused(spec, tmp_path: Path):
+    as_built.write(good(), tmp_path / "as_built.json")
+    as_built.check_same_start(good(), tmp_path / "as_built.json")
+    changed = good()
+    changed["ref"] = [report("ref", rank, weights_checksum="cc") for rank in range(2)]
+    with pytest.raises(AsBuiltError, match="ref: the starting weights"):
+        as_built.check_same_start(changed, tmp_path / "as_built.json")

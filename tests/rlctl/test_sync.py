@@ -1,0 +1,212 @@
+"""Weight sync between real engines through the real handlers: right, and fatal when anything is off."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_group import LocalGroup
+
+from backends.protocol import Rank
+from rlctl.sync import WeightSync
+from specs.errors import SyncError
+from specs.messages import Message, Verb
+from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
+from specs.schema import DdpEngine, FakeRolloutEngine, FakeTrainEngine, Optimizer, TorchRolloutEngine
+from workers.actor import Actor
+from workers.rollout import Rollout
+
+TINY = Path(__file__).parents[2] / "specs" / "builtin" / "tiny-digits"
+ENGINES = {
+    "fake": (FakeTrainEngine(), FakeRolloutEngine()),
+    "torch": (DdpEngine(), TorchRolloutEngine(max_sequences=4)),
+}
+
+
+def model(seed=1):
+    return ModelConfig(
+        path=str(TINY), from_scratch=True, seed=seed, dtype="fp32", attn_implementation="auto",
+        trust_remote_code=False, device="cpu", max_sequence_tokens=24,
+    )  # fmt: skip
+
+
+def build(kind, replicas=1):
+    train, sample = ENGINES[kind]
+    actor, rollouts = Actor(Rank()), [Rollout(Rank()) for _ in range(replicas)]
+    config = TrainConfig(
+        role="actor", model=model(), engine=train, optimizer=Optimizer(lr=0.1), total_optimizer_steps=10,
+        micro_batch_tokens=256, gradient_checkpointing=False, temperature=0.7,
+    )  # fmt: skip
+    sampler = RolloutConfig(model=model(2), engine=sample, max_prompt_tokens=12, max_response_tokens=12, stop=())
+    groups = LocalGroup("actor", [actor.handlers()]), LocalGroup("rollout", [r.handlers() for r in rollouts])
+    vocab = groups[0].call(Verb.BUILD, config.model_dump(mode="json"))[0].body["model"]["vocab_size"]
+    groups[1].call(Verb.BUILD, sampler.model_dump(mode="json"))
+    return actor, rollouts, groups, vocab
+
+
+def sync_of(groups, vocab, bucket_bytes=4096):
+    actor, rollout = groups
+    return WeightSync(
+        actor, rollout, dtype="fp32", bucket_bytes=bucket_bytes, temperature=0.7, max_gap=2e-3, vocab=vocab
+    )
+
+
+@pytest.fixture(params=ENGINES)
+def built(request):
+    actor, rollouts, groups, vocab = build(request.param, replicas=2)
+    yield actor, rollouts, groups, vocab
+    for group in groups:
+        group.call(Verb.CLOSE)
+
+
+def test_sync_verifies_and_reuses_its_segments(built):
+    actor, _, groups, vocab = built
+    before = {path for path in os.listdir("/dev/shm") if path.startswith("rlctl-")}
+    sync = sync_of(groups, vocab)
+    first = sync.run()
+    paths = [segment.path for segment in actor.exporter.segments]
+    second = sync.run()
+    assert first.nbytes == second.nbytes == sum(spec.nbytes for spec in actor.engine.weight_specs("fp32"))
+    assert first.probe_gap < 1e-4
+    assert first.metrics()["sync/verified"] is True
+    assert [segment.path for segment in actor.exporter.segments] == paths
+    # unlinked as soon as everybody has them: a crash leaves nothing behind
+    assert {path for path in os.listdir("/dev/shm") if path.startswith("rlctl-")} == before
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])
+def test_any_bucket_size(built, bucket_bytes):
+    _, _, groups, vocab = built
+    assert sync_of(groups, vocab, bucket_bytes).run().weights > 0
+
+
+class Sabotage:
+    """Replaces a handler of a rank by one that does its work and then spoils it."""
+
+    def __init__(self, group, verb, spoil, rank=0):
+        inner = group.handlers[rank][verb]
+
+        def handler(message, emit):
+            body, tensors = inner(message, emit)
+            return spoil(dict(body)), tensors
+
+        group.handlers[rank] = {**group.handlers[rank], verb: handler}
+
+
+def test_dropped_tensor(built):
+    actor, _, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[-1].name
+
+    def drop(body):
+        return {"entries": [entry for entry in body["entries"] if entry["name"] != name]}
+
+    Sabotage(groups[0], Verb.EXPORT_BUCKET, drop)
+    with pytest.raises(SyncError, match=f"weight {name} "):
+        sync_of(groups, vocab).run()
+
+
+def test_swapped_tensors():
+    actor, _, groups, vocab = build("torch")
+    specs = actor.engine.weight_specs("fp32")
+    first, second = next(
+        (a.name, b.name) for a in specs for b in specs if a.name < b.name and a.shape == b.shape and len(a.shape) == 2
+    )
+
+    def swap(body):
+        by_name = {entry["name"]: entry for entry in body["entries"]}
+        a, b = by_name[first], by_name[second]
+        a["offset"], b["offset"] = b["offset"], a["offset"]
+        return body
+
+    Sabotage(groups[0], Verb.EXPORT_BUCKET, swap)
+    with pytest.raises(SyncError, match=f"weight ({first}|{second}) differs"):
+        sync_of(groups, vocab, bucket_bytes=1 << 30).run()
+
+
+def test_stale_on_the_road(built):
+    """The bytes on the road are the last step's: the copy was skipped."""
+    actor, _, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[0].name
+    export = actor.engine.export_weights
+
+    def stale(dtype):
+        for weight in export(dtype):
+            if weight.spec.name == name:
+                weight.copy_to = lambda buffer: None
+            yield weight
+
+    actor.engine.export_weights = stale
+    with pytest.raises(SyncError, match=f"weight {name} differs"):
+        sync_of(groups, vocab).run()
+
+
+def test_stale_in_the_rollout(built):
+    """The second replica reports a weight as loaded but keeps its own."""
+    actor, rollouts, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[0].name
+    engine = rollouts[1].engine
+    load = engine.import_weight
+    engine.import_weight = lambda spec, data: "0" * 16 if spec.name == name else load(spec, data)
+    with pytest.raises(SyncError, match=f"weight {name} differs after the sync: .* rollout 1"):
+        sync_of(groups, vocab).run()
+
+
+def test_truncated_tensor(built):
+    actor, _, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[0].name
+
+    def cut(body):
+        for entry in body["entries"]:
+            if entry["name"] == name:
+                entry["nbytes"] -= 4
+        return body
+
+    Sabotage(groups[0], Verb.EXPORT_BUCKET, cut)
+    with pytest.raises(SyncError, match=f"weight {name} comes as"):
+        sync_of(groups, vocab).run()
+
+
+def test_wrong_dtype(built):
+    actor, _, groups, vocab = built
+    specs, export = actor.engine.weight_specs, actor.engine.export_weights
+    first = specs("fp32")[0]
+
+    def half(dtype):
+        return [
+            replace(spec, dtype="bf16", nbytes=spec.nbytes // 2) if spec == first else spec for spec in specs(dtype)
+        ]
+
+    actor.engine.weight_specs = half
+    actor.engine.export_weights = export
+    with pytest.raises(SyncError, match=f"weight {first.name} comes as bf16"):
+        sync_of(groups, vocab).run()
+
+
+def test_right_bytes_wrong_behaviour(built):
+    """Every checksum agrees, but the sampler computes with something else: only the probe can see that."""
+    _, rollouts, groups, vocab = built
+    engine = rollouts[0].engine
+    score = engine.score
+    engine.score = lambda batch, temperature: (score(batch, temperature) - 0.01).astype(np.float32)
+    with pytest.raises(SyncError, match="right bytes, but rollout 0 does not behave"):
+        sync_of(groups, vocab).run()
+
+
+def test_nan_in_the_probe_is_caught(built):
+    _, rollouts, groups, vocab = built
+    engine = rollouts[0].engine
+    score = engine.score
+    engine.score = lambda batch, temperature: score(batch, temperature) * np.float32("nan")
+    with pytest.raises(SyncError, match="does not behave"):
+        sync_of(groups, vocab).run()
+
+
+def test_probe_handler_gives_every_token_but_the_first_a_logprob(built):
+    actor, _, groups, vocab = built
+    sync = sync_of(groups, vocab)
+    body, tensors = actor.probe(Message(None, {}, Verb.PROBE, 1, sync.probe_batch.columns), None)
+    starts = sync.probe_batch.offsets[:-1]
+    assert body == {}
+    assert (tensors["logprob_T"][starts] == 0).all()
+    assert (np.delete(tensors["logprob_T"], starts) < 0).all()

@@ -1,0 +1,51 @@
+"""Groups of real processes whose role is `probe_role`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlctl.groups import Groups
+from rlctl.plan import Plan, RolePlan, package_root
+
+SUPPORT = Path(__file__).resolve().parent
+
+
+def role_plan(role: Any, processes: int, launcher: str = "python", *, group: bool = False) -> RolePlan:
+    """A role's plan; `group`: its processes count as one group, as those of a trainer."""
+    command: tuple[str, ...] = (sys.executable, "-m", "workers.main", "--role", role)
+    if launcher == "torchrun":
+        run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+        command = (sys.executable, *run, *command[1:])
+    env = {"PYTHONPATH": f"{package_root()}{os.pathsep}{SUPPORT}", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    size = processes if group or launcher == "torchrun" else 1
+    return RolePlan(role, processes, launcher, sys.executable, command, env, (), 1, size)
+
+
+@contextmanager
+def probe_groups(log_dir: Path, *plans: RolePlan, factory: str = "handlers", **limits: Any) -> Iterator[Groups]:
+    """Started groups; on leaving, nothing of them may be left running."""
+    modules = {plan.role: f"probe_role:{factory}" for plan in plans}
+    groups = Groups(Plan(plans, colocated=False), log_dir, modules=modules, **limits)
+    try:
+        with groups:
+            groups.start()
+            yield groups
+    finally:
+        assert groups.launcher.leftover() == []
+        assert all(started.process.returncode is not None for started in groups.launcher.started)
+
+
+def wait_until(condition: Any, timeout_s: float = 20.0) -> bool:
+    """Look until `condition()` holds; False when it never did."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

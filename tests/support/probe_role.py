@@ -1,0 +1,55 @@
+"""A role that does what the `ping` body says: the ranks of the channel's tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+
+from backends.protocol import Rank
+from specs.errors import DataError
+from specs.messages import Message, Verb
+from workers.serve import Emit, Handler, Reply
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    """Handlers of one rank; `{"rank": N}` in a body confines what it asks for to that rank."""
+
+    def ping(message: Message, emit: Emit) -> Reply:
+        body = dict(message.body)
+        if body.get("rank", rank.rank) != rank.rank:
+            return {"rank": rank.rank}, {}
+        _misbehave(body)
+        for part in range(int(body.get("parts", 0))):
+            emit({"part": part, "rank": rank.rank}, message.tensors)
+        if body.get("unsendable"):
+            return {"set": {1, 2}}, {}
+        time.sleep(float(body.get("sleep_s", 0)))
+        place = {"rank": rank.rank, "world_size": rank.world_size, "local_rank": rank.local_rank, "pid": os.getpid()}
+        wanted = {name: os.environ.get(name) for name in body.get("env", ())}
+        return {**place, "env": wanted, "echo": body}, dict(message.tensors)
+
+    return {Verb.PING: ping}
+
+
+def broken(rank: Rank) -> Mapping[Verb, Handler]:
+    raise ImportError(f"no engine for rank {rank.rank}")
+
+
+def _misbehave(body: Mapping[str, object]) -> None:
+    match body.get("do"):
+        case "raise":
+            raise ValueError("seven is not a number")
+        case "raise known":
+            raise DataError("row 3 has no prompt", hint="drop it")
+        case "echo of a crash":
+            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(3)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            time.sleep(600)

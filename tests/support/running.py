@@ -1,0 +1,76 @@
+"""Real runs for end-to-end tests: `python -m rlctl …` in a process of its own, watched and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "RLCTL_CPU_CORES": "2", "COLUMNS": "120", **extra}
+
+
+def rlctl(*args: str | Path, cwd: Path = REPO, timeout_s: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end."""
+    command = [sys.executable, "-m", "rlctl", *map(str, args)]
+    env = environment(PYTHONPATH=env.pop("PYTHONPATH", str(REPO)), **env)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def start(*args: str | Path, cwd: Path = REPO, **env: str) -> subprocess.Popen[str]:
+    """Start and return at once."""
+    command = [sys.executable, "-m", "rlctl", *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment(PYTHONPATH=str(REPO), **env), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def preset(name: str, folder: Path) -> Path:
+    path = folder / f"{name}.toml"
+    path.write_text((REPO / "specs" / "presets" / f"{name}.toml").read_text())
+    return path
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def trajectory(run_dir: Path) -> list[tuple]:
+    """What must repeat bit for bit."""
+    keys = ("step", "reward/mean", "actor/loss", "actor/grad_norm", "rollout/logprob_gap")
+    return [tuple(line[key] for key in keys) for line in metrics(run_dir) if line["step"] > 0]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60, what: str = "condition") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def steps_done(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return max((line["step"] for line in metrics(run_dir)), default=0) if file.is_file() else 0
+
+
+def workers_of(run_dir: Path) -> dict[str, list[psutil.Process]]:
+    """Living role processes that log into this run directory, by role."""
+    found: dict[str, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        try:
+            command, place = process.cmdline(), process.environ().get("RLCTL_LOG_DIR", "")
+        except (psutil.Error, OSError):
+            continue
+        if "workers.main" in command and str(run_dir) in place:
+            found.setdefault(command[command.index("--role") + 1], []).append(process)
+    return found
