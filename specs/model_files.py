@@ -1,4 +1,4 @@
-"""Where a model lies, and whether its folder can be used. Reads JSON and file headers only; the network is never asked."""
+"""Where a model lies, and whether its folder can be used. Reads JSON and file headers; never asks the network."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class ModelCheck:
     def check_length(self, max_sequence_tokens: int) -> None:
         positions = self.config.get("max_position_embeddings")
         if isinstance(positions, int) and max_sequence_tokens > positions:
-            message = f"prompt and answer together are up to {max_sequence_tokens} tokens; {self.path} has {positions} positions"
+            message = f"longer than {self.path} can read, which has {positions} positions"
             hint = "lower data.max_prompt_tokens or data.max_response_tokens"
             self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))
 

@@ -1,6 +1,6 @@
 """Rules that span several keys: batch arithmetic, and keys that have no effect under what was chosen.
 
-A key counts as *set* when the spec writes it, whatever the value. `file_problems` (rules about files) is in `specs/files.py`.
+A key counts as *set* when the spec writes it, whatever the value. Rules about files are in `specs/files.py`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from specs.data_files import is_hub_data
 from specs.errors import Problem
 from specs.explain import show
-from specs.files import file_problems, is_hub_data, template_columns
+from specs.files import file_problems
 from specs.schema import (
     ExactMatch,
     ModelRole,
@@ -23,6 +24,7 @@ from specs.schema import (
     Table,
     TorchRolloutEngine,
 )
+from specs.templates import template_columns
 
 __all__ = ["cross_field_problems", "cross_field_warnings", "file_problems"]
 
@@ -142,21 +144,9 @@ def _data(spec: Spec) -> Iterator[Problem]:
         yield _no_effect("data.system", data, 'data.chat is "never"')
     if data.template and "prompt_column" in given:
         yield _no_effect("data.prompt_column", data, "data.template makes the prompt")
-    if data.template:
-        yield from _template(data.template)
-
-
-def _template(template: str) -> Iterator[Problem]:
-    hint = "write {column}; a literal brace is written twice: {{"
-    try:
-        columns = template_columns(template)
-    except ValueError as error:
-        yield Problem("data.template", str(error), hint, show(template))
-        return
-    if not columns:
-        yield Problem("data.template", "names no column, so every prompt would be the same", hint, show(template))
-    elif not all(columns):
-        yield Problem("data.template", "{} names no column", hint, show(template))
+    if data.template and not template_columns(data.template):
+        hint = "write {column} where a row's value goes"
+        yield Problem("data.template", "names no column, so every prompt would be the same", hint, show(data.template))
 
 
 def _eval(spec: Spec) -> Iterator[Problem]:

@@ -52,7 +52,8 @@ class ModelSection(Table):
     """The model that every role uses unless its own section says otherwise."""
 
     path: NonEmpty = Field(
-        description="Folder, hub id, or `builtin:tiny-digits` / `builtin:tiny-bytes` (tiny random models shipped with rlctl)."
+        description="Folder (relative to the spec file), hub id, or one of the tiny random models that ship with rlctl: "
+        "`builtin:tiny-digits`, `builtin:tiny-bytes`."
     )
     attn_implementation: Attention = Field(
         "auto",
@@ -70,8 +71,8 @@ class DataSection(Table):
     """Where prompts come from and how they become tokens."""
 
     train: NonEmpty = Field(
-        description="`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it has "
-        "several (`openai/gsm8k:main`); or `builtin:sort-digits`."
+        description="`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it "
+        "has several (`openai/gsm8k:main`); or `builtin:sort-digits`."
     )
     split: NonEmpty = Field("train", description="Split to read; only for a hub dataset id.")
     prompt_column: NonEmpty = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")

@@ -1,0 +1,146 @@
+"""Whether the data that a spec names can be read: the file is there, its first rows parse and have the columns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from specs.builtin_tasks import BUILTIN_TASKS
+from specs.errors import Problem
+from specs.explain import show
+from specs.keys import closest
+from specs.model_files import hub_snapshot, looks_like_hub_id, offline
+from specs.schema import ExactMatch, MathVerify, Spec
+from specs.templates import template_columns
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+ROWS_LOOKED_AT = 50
+
+
+def is_hub_data(source: str) -> bool:
+    """Whether a data source is a hub id rather than a file or a built-in task."""
+    return bool(source) and not source.startswith("builtin:") and not _is_data_path(source)
+
+
+def _is_data_path(source: str) -> bool:
+    return bool(Path(source).suffix in (*DATA_SUFFIXES, ".json", ".csv", ".txt")) or source.startswith((".", "/", "~"))
+
+
+def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings about the data files that a spec names."""
+    errors: list[Problem] = []
+    warnings: list[Problem] = []
+    sources = [("data.train", spec.data.train)]
+    if spec.eval is not None and spec.eval.data:
+        sources.append(("eval.data", spec.eval.data))
+    for key, source in sources:
+        found = _source(key, source, spec, spec_dir)
+        errors += found[0]
+        warnings += found[1]
+    return errors, warnings
+
+
+def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    value = show(source)
+    if source.startswith("builtin:"):
+        return _builtin(key, source, spec), []
+    file = spec_dir / Path(source).expanduser()
+    if is_hub_data(source):
+        if file.exists():
+            hint = "rename it, or convert it to JSON Lines"
+            return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
+        hub_id = source.partition(":")[0]
+        if not looks_like_hub_id(hub_id, spec_dir):
+            return [Problem(key, f"no such file ({os.path.abspath(file)})", "", value)], []
+        if hub_snapshot(hub_id, "datasets") is not None:
+            return [], []
+        if offline():
+            return [
+                Problem(key, "not in the Hugging Face cache while HF_HUB_OFFLINE is set", "check the name", value)
+            ], []
+        return [], [Problem(key, "will be downloaded from the hub when the run starts", "", value)]
+    if file.suffix not in DATA_SUFFIXES:
+        hint = "write one JSON object per line into a file that ends in .jsonl"
+        return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
+    if not file.is_file():
+        hint = "a relative path starts at the spec file's folder"
+        return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
+    try:
+        message = _jsonl(file, spec) if file.suffix == ".jsonl" else _parquet(file, spec)
+    except OSError as error:
+        message = f"cannot be read: {error.strerror or error}"
+    if not message:
+        return [], []
+    problem = Problem(key, message, _row_hint(message), value)
+    bad_row = ":" in message.split(" ")[0]
+    return ([], [problem]) if bad_row and spec.data.bad_rows == "drop" else ([problem], [])
+
+
+def _row_hint(message: str) -> str:
+    if "has no column" in message:
+        return "name the columns with data.prompt_column, data.answer_column or data.template"
+    return 'repair the row, or set data.bad_rows = "drop"' if ":" in message.split(" ")[0] else ""
+
+
+def _builtin(key: str, source: str, spec: Spec) -> list[Problem]:
+    name = source.removeprefix("builtin:")
+    if name not in BUILTIN_TASKS:
+        near = closest(name, list(BUILTIN_TASKS))
+        hint = f'did you mean "builtin:{near}"?' if near else ""
+        return [Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint, show(source))]
+    message = _lacks(next(BUILTIN_TASKS[name]()), needed_columns(spec))
+    return [Problem(key, f"{name} {message}", _row_hint(message), show(source))] if message else []
+
+
+def needed_columns(spec: Spec) -> list[str]:
+    """Columns that the prompt and the built-in rewards read."""
+    data = spec.data
+    columns = [*template_columns(data.template)] if data.template else [data.prompt_column]
+    if any(isinstance(term, ExactMatch | MathVerify) for term in spec.reward.terms):
+        columns.append(data.answer_column)
+    return list(dict.fromkeys(columns))
+
+
+def _lacks(has: Iterable[str], needs: list[str]) -> str:
+    missing = [name for name in needs if name not in set(has)]
+    return f"has no column {missing[0]!r}; it has {', '.join(map(repr, has)) or 'none'}" if missing else ""
+
+
+def _jsonl(file: Path, spec: Spec) -> str:
+    """What is wrong with the first rows, or "". A message about a row starts with `name:line`."""
+    needs, rows = needed_columns(spec), 0
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if rows == ROWS_LOOKED_AT:
+                break
+            if not line.strip():
+                continue
+            rows += 1
+            where = f"{file.name}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                return f"{where} is not JSON: {error}"
+            if not isinstance(row, dict):
+                return f"{where} is not a JSON object"
+            if message := _lacks(row, needs):
+                return f"{where} {message}"
+    return "" if rows else "the file is empty"
+
+
+def _parquet(file: Path, spec: Spec) -> str:
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        head = stream.read(4)
+        stream.seek(max(0, size - 4))
+        if size < 12 or head != b"PAR1" or stream.read(4) != b"PAR1":
+            return "not a Parquet file, or cut short"
+    import pyarrow.parquet as parquet  # costs a quarter second: only where there is such a file
+
+    found = parquet.ParquetFile(file)
+    if found.metadata.num_rows == 0:
+        return "the file is empty"
+    return _lacks(found.schema_arrow.names, needed_columns(spec))
