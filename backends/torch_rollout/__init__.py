@@ -1,0 +1,1 @@
+"""The embedded sampler: continuous batching over a preallocated key-value cache."""

@@ -1,0 +1,246 @@
+"""The `torch` rollout engine: a Hugging Face model that samples, inside the worker's own process."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from backends.answers import Answers
+from backends.attention import PackedLayout
+from backends.checksum import checksum_bytes
+from backends.hf import build_model, describe, named_weights, tensor_bytes, wire_dtype
+from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.torch_rollout.cache import KvCache
+from backends.torch_rollout.check import attention_shapes, check_decoding
+from backends.torch_rollout.decoder import Decoder
+from backends.torch_rollout.fused import choose_forward
+from backends.torch_rollout.runner import Forward, packed_positions
+from backends.torch_rollout.stops import stop_tokens
+from specs.as_built import ModelBuilt
+from specs.batch import Batch
+from specs.errors import BatchError, ModelError, RlctlError, SyncError
+from specs.role_config import RolloutConfig, Sampling
+from specs.schema import TorchRolloutEngine as TorchRolloutTable
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+class TorchRolloutEngine(RolloutEngine):
+    """Continuous batching over a preallocated cache. Weights come by `import_weight`, never from the model folder."""
+
+    def __init__(self, config: RolloutConfig, model: PreTrainedModel) -> None:
+        assert isinstance(config.engine, TorchRolloutTable)
+        self.config, self.table, self.model = config, config.engine, model
+        self.device = torch.device(config.model.device)
+        self.stops = stop_tokens(model, config)
+        self._weights = named_weights(model)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+        self._forward: Forward | None = None  # chosen and checked with the first weights
+        self._cache: KvCache | None = None
+        self._imported: set[str] = set()
+        self._ready = False  # whole set of weights is in
+        self._awake = {WEIGHTS, KV_CACHE}
+        self._dropped = False  # slept at level 2: weights have no memory
+
+    @classmethod
+    def build(cls, config: RolloutConfig, rank: Rank) -> TorchRolloutEngine:
+        """Raises ModelError for a model or an attention that this engine cannot run."""
+        asked = config.model.attn_implementation
+        if asked not in ("auto", "sdpa"):
+            raise ModelError(
+                f"the torch rollout engine decodes with sdpa over its own cache, not with {asked}",
+                hint='set rollout.attn_implementation = "sdpa"; the trainer may keep another',
+            )
+        model_config = config.model.model_copy(update={"attn_implementation": "sdpa"})
+        model = build_model(model_config, load_weights=False)
+        model.requires_grad_(False)
+        return cls(config, model)
+
+    def built(self) -> ModelBuilt:
+        return describe(self.model, self.config.model, checksum=False)
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
+
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        return [
+            WeightSpec(name, wire_dtype(tensor), shape, int(np.prod(shape)) * tensor.element_size())
+            for (name, tensor), shape in zip(self._weights.items(), self._shapes.values(), strict=True)
+        ]
+
+    @torch.inference_mode()
+    def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
+        tensor = self._weights.get(spec.name)
+        if tensor is None:
+            raise SyncError(f"weight {spec.name} arrived, but {type(self.model).__name__} here has none of that name")
+        if self._dropped or WEIGHTS not in self._awake:
+            raise SyncError(
+                f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
+            )
+        held = (wire_dtype(tensor), self._shapes[spec.name], tensor.nbytes)
+        if (spec.dtype, tuple(spec.shape), len(buffer)) != held:
+            raise SyncError(
+                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
+                f"the rollout holds {held[0]} {list(held[1])}, {held[2]} bytes"
+            )
+        self._ready = False
+        # A buffer may be read-only shared memory; it is only read here.
+        source = torch.from_numpy(np.asarray(buffer)) if buffer.flags.writeable else torch.from_numpy(buffer.copy())
+        tensor.copy_(_typed(source, tensor))
+        self._imported.add(spec.name)
+        return checksum_bytes(tensor_bytes(tensor))
+
+    @torch.inference_mode()
+    def finish_import(self) -> None:
+        missing = [name for name in self._weights if name not in self._imported]
+        if missing:
+            raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
+        self._imported.clear()
+        self.model.tie_weights()
+        self._cache = None  # what is cached belongs to the old weights
+        if self._forward is None:
+            self._forward = choose_forward(self.model, self.device)
+            check_decoding(self.model, self._forward, self.device)
+        self._ready = True
+
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
+        forward = self._usable("generate")
+        answers = Answers(prompts, emit)
+        if len(prompts) == 0:
+            return {"generated_tokens": 0, "decode_steps": 0, "prefilled_tokens": 0}
+        self._check_lengths(prompts, sampling)
+        cache = self._cache_for(min(self.table.max_sequences, len(prompts)))
+        decoder = Decoder(forward, cache, answers, sampling, self.stops, self.table.prefill_tokens)
+        decoder.run()
+        answers.close()
+        return {
+            "generated_tokens": answers.generated_tokens,
+            "decode_steps": decoder.decode_steps,
+            "prefilled_tokens": decoder.prefilled_tokens,
+        }
+
+    @torch.inference_mode()
+    def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
+        forward = self._usable("score")
+        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        offsets = batch.offsets
+        for index, tokens in enumerate(batch.sequences("tokens_T")):
+            if len(tokens) < 2:
+                continue
+            lengths = [len(tokens)]
+            tokens_T = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
+            logits = forward(tokens_T, packed_positions(lengths, self.device), PackedLayout(lengths, self.device))
+            scores = (logits[:-1].float() / temperature).log_softmax(-1).gather(-1, tokens_T[1:, None])[:, 0]
+            logprob_T[offsets[index] + 1 : offsets[index + 1]] = scores.cpu().numpy()
+        return logprob_T
+
+    def _usable(self, verb: str) -> Forward:
+        for tag in (WEIGHTS, KV_CACHE) if verb == "generate" else (WEIGHTS,):
+            if tag not in self._awake:
+                raise RlctlError(f"the rollout cannot {verb}: its {tag} are asleep", hint=f'call wake(["{tag}"]) first')
+        if not self._ready or self._forward is None:
+            raise SyncError(
+                f"the rollout cannot {verb}: it holds no complete set of weights", hint="sync the weights first"
+            )
+        return self._forward
+
+    def _check_lengths(self, prompts: Batch, sampling: Sampling) -> None:
+        longest = int(prompts["length_B"].max())
+        total, limit = longest + sampling.max_response_tokens, self.config.model.max_sequence_tokens
+        if total > limit:
+            raise BatchError(
+                f"a prompt of {longest} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
+                f"tokens; the rollout was built for {limit}"
+            )
+
+    def _cache_for(self, slots: int) -> KvCache:
+        """The cache with at least that many slots. Made at the first use and kept until a sync or sleep."""
+        if self._cache is None or self._cache.slots < slots:
+            self._cache = None
+            length, dtype = self.config.model.max_sequence_tokens, self.model.dtype
+            try:
+                self._cache = KvCache(attention_shapes(self.model, self.device), slots, length, self.device, dtype)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
+                    raise
+                raise ModelError(
+                    f"no memory for a cache of {slots} sequences of {length} tokens: {error}",
+                    hint="lower rollout.engine.max_sequences",
+                ) from None
+        return self._cache
+
+    # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
+
+    def sleep(self, level: int) -> None:
+        assert level in (1, 2), f"sleep level {level}"
+        self._cache = None
+        if level == 2:
+            self._drop_weights()
+        elif WEIGHTS in self._awake and self.device.type != "cpu":
+            self._move_weights(torch.device("cpu"))
+        self._awake.clear()
+        _give_back_memory(self.device)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        unknown = set(tags) - {WEIGHTS, KV_CACHE}
+        assert not unknown, f"unknown tags {unknown}"
+        if WEIGHTS in tags and WEIGHTS not in self._awake:
+            if self._dropped:
+                for name, tensor in self._weights.items():
+                    tensor.data = torch.empty(self._shapes[name], dtype=tensor.dtype, device=self.device)
+                self._dropped = False
+                if self._forward is not None:
+                    self._forward.join()
+            elif self.device.type != "cpu":
+                self._move_weights(self.device)
+        self._awake |= set(tags)
+
+    def _move_weights(self, device: torch.device) -> None:
+        if self._forward is not None:
+            self._forward.release()
+        self.model.to(device)
+        self._weights = named_weights(self.model)  # parameters keep their identity, buffers do not
+        if self._forward is not None and device == self.device:
+            self._forward.join()
+
+    def _drop_weights(self) -> None:
+        if self._forward is not None:
+            self._forward.release()
+        for tensor in self._weights.values():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._ready, self._dropped = False, True
+        self._imported.clear()
+
+    def close(self) -> None:
+        self._cache = None
+        self._drop_weights()
+        self._forward = None
+        _give_back_memory(self.device)
+
+
+def _typed(source: Tensor, tensor: Tensor) -> Tensor:
+    """Wire bytes seen as `tensor`'s dtype and shape."""
+    if source.storage_offset() % tensor.element_size() or source.data_ptr() % tensor.element_size():
+        source = source.clone()  # a view needs aligned memory
+    return source.view(tensor.dtype).view(tensor.shape)
+
+
+def _give_back_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # musl has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,128 @@
+"""A shorter way through Llama-like blocks.
+
+Decoding a small model costs kernel launches, not arithmetic: transformers makes some 40 per layer, this some 15. The
+projections of queries, keys and values lie in one matrix, those of gate and up in another; the model's own
+parameters become views of them, so nothing is held twice and syncs write through. Rotary embeddings are computed once
+per pass. Which models qualify is decided by their class, and then by `same_forward`: a model for which this does not
+give the generic path's log-probs keeps the generic path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from backends.attention import Layout
+from backends.torch_rollout.check import TOLERANCE, same_forward
+from backends.torch_rollout.runner import Forward, GenericForward
+
+_ACTIVATIONS = {"silu": F.silu, "swish": F.silu}
+_MODELS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def choose_forward(model: PreTrainedModel, device: torch.device) -> Forward:
+    """The fused path where it fits and proves equal, else the generic one. Needs weights."""
+    generic = GenericForward(model)
+    if type(model).__name__ not in _MODELS or model.config.hidden_act not in _ACTIVATIONS:
+        return generic
+    if any(layer.mlp.down_proj.bias is not None for layer in model.model.layers):
+        return generic
+    fused = FusedForward(model)
+    limit = TOLERANCE.get(model.dtype, 0.25)
+    return fused if same_forward(generic, fused, model.config.vocab_size, device, limit) else generic
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Several linear layers of one input, as one. `weight` is the memory that the layers' parameters view."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(*parts: nn.Linear) -> FusedLinear:
+        biased = parts[0].bias is not None
+        return FusedLinear(_join([p.weight for p in parts]), _join([p.bias for p in parts]) if biased else None)
+
+
+def _join(parameters: list[nn.Parameter]) -> Tensor:
+    joined = torch.cat([p.data for p in parameters])
+    for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+        parameter.data = view
+    return joined
+
+
+class FusedForward:
+    """`Forward` for Llama, Mistral, Qwen2 and Qwen3."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.layers = list(model.model.layers)
+        self.eps = float(model.config.rms_norm_eps)
+        self.join()
+
+    @torch.inference_mode(False)
+    def join(self) -> None:
+        """Put the projections side by side."""
+        self.qkv = [FusedLinear.of(a.q_proj, a.k_proj, a.v_proj) for a in (b.self_attn for b in self.layers)]
+        self.gate_up = [FusedLinear.of(b.mlp.gate_proj, b.mlp.up_proj) for b in self.layers]
+
+    def release(self) -> None:
+        self.qkv, self.gate_up = [], []
+
+    def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor:
+        base = self.model.model
+        x = F.embedding(tokens_T, base.embed_tokens.weight)
+        cos, sin = base.rotary_emb(x, position_T[None])
+        cos, half = cos[0, :, None], sin.shape[-1] // 2
+        # [x1, x2] → [x1·cos - x2·sin, x2·cos + x1·sin]: swapped halves times a signed sine.
+        signed_sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
+        for number in range(len(self.layers)):
+            x = self._layer(number, x, cos, signed_sin, layout)
+        if keep is not None:
+            x = x.index_select(0, keep)
+        head = self.model.lm_head
+        return F.linear(self._norm(x, base.norm), head.weight, head.bias)
+
+    def _layer(self, number: int, x: Tensor, cos: Tensor, signed_sin: Tensor, layout: Layout) -> Tensor:
+        block, qkv = self.layers[number], self.qkv[number]
+        attention = block.self_attn
+        dim = attention.head_dim
+        heads = F.linear(self._norm(x, block.input_layernorm), qkv.weight, qkv.bias).unflatten(-1, (-1, dim))
+        kv_heads = attention.k_proj.weight.shape[0] // dim
+        query_heads = heads.shape[1] - 2 * kv_heads
+        if hasattr(attention, "q_norm"):
+            query = self._norm(heads[:, :query_heads], attention.q_norm)
+            key = self._norm(heads[:, query_heads : query_heads + kv_heads], attention.k_norm)
+            rotated = torch.cat([query, key], 1)
+        else:
+            rotated = heads[:, : query_heads + kv_heads]
+        rotated = torch.addcmul(rotated * cos, rotated.roll(dim // 2, -1), signed_sin)
+        query, key = (t.transpose(0, 1)[None] for t in rotated.split([query_heads, kv_heads], 1))
+        out = layout.attend(
+            attention,
+            query,
+            key,
+            heads[:, query_heads + kv_heads :].transpose(0, 1)[None],
+            scaling=attention.scaling,
+            sliding_window=getattr(attention, "sliding_window", None),
+        )
+        x = _add_linear(x, out[0].flatten(1), attention.o_proj)
+        gate, up = F.linear(
+            self._norm(x, block.post_attention_layernorm), self.gate_up[number].weight, self.gate_up[number].bias
+        ).chunk(2, -1)
+        return _add_linear(x, F.silu(gate).mul_(up), block.mlp.down_proj)
+
+    def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return F.rms_norm(x, norm.weight.shape, norm.weight, self.eps)
+
+
+def _add_linear(x: Tensor, update: Tensor, linear: nn.Linear) -> Tensor:
+    """x + linear(update) in one call."""
+    if linear.bias is not None:
+        return x + F.linear(update, linear.weight, linear.bias)
+    return torch.addmm(x, update, linear.weight.t())

@@ -1,0 +1,62 @@
+"""One forward pass over a packed row: the Hugging Face model's own modules, under a layout."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from backends.attention import Layout, use_layout
+from specs.errors import ModelError
+
+
+class Forward(Protocol):
+    """tokens_T and position_T (int64) through the model → logits [T, V], or [len(keep), V] of the rows `keep`."""
+
+    def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor: ...
+
+    def release(self) -> None:
+        """Let go of the weights' memory: the parameters are about to move."""
+
+    def join(self) -> None:
+        """The parameters have new memory."""
+
+
+class GenericForward:
+    """Any causal language model whose attention goes through transformers' AttentionInterface."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        names = inspect.signature(model.forward).parameters
+        if "position_ids" not in names:
+            raise ModelError(
+                f"{type(model).__name__} takes no position_ids, so sequences cannot be packed",
+                hint="the torch rollout engine needs a model with explicit positions",
+            )
+        self._keeps_rows = "logits_to_keep" in names
+
+    def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor:
+        rows = {} if keep is None or not self._keeps_rows else {"logits_to_keep": keep}
+        with use_layout(layout):
+            logits: Tensor = self.model(
+                input_ids=tokens_T[None],
+                position_ids=position_T[None],
+                attention_mask=layout.mask,
+                use_cache=False,
+                **rows,
+            ).logits[0]
+        return logits if keep is None or self._keeps_rows else logits.index_select(0, keep)
+
+    def release(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
+    """position_T of sequences that lie one after another: each starts at 0."""
+    return torch.cat([torch.arange(length, device=device) for length in lengths])
