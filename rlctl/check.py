@@ -1,0 +1,189 @@
+"""`rlctl check-config`: what a spec means, and what is wrong with it. Creates and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.plan import Plan, make_plan
+from specs.errors import Problem, SpecError
+from specs.load import load_spec
+from specs.model_files import resolve_model
+from specs.rules import cross_field_warnings, file_problems
+from specs.schema import Spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What checking found. `spec` and `plan` are None where the problems left none to look at."""
+
+    problems: list[Problem]
+    warnings: list[Problem]
+    spec: Spec | None = None
+    plan: Plan | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
+    """Load a spec, look at the files it names, and plan it."""
+    try:
+        spec = load_spec(spec_path, overrides)
+    except SpecError as error:
+        return Findings(error.problems, [])
+    spec_dir = spec_path.absolute().parent
+    problems, warnings = file_problems(spec, spec_dir)
+    warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
+    try:
+        plan = make_plan(spec, spec_dir)
+    except SpecError as error:
+        return Findings([*problems, *error.problems], warnings, spec)
+    return Findings(problems, warnings, spec, plan)
+
+
+def check(spec_path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Print the findings; returns 0, or 2 when there are problems."""
+    findings = examine(spec_path, overrides)
+    if as_json:
+        print(json.dumps(as_dict(findings, spec_path), indent=2, ensure_ascii=False))
+    else:
+        _print(findings, spec_path)
+    return 0 if findings.ok else SpecError.exit_code
+
+
+def _run_dir(spec: Spec) -> list[Problem]:
+    folder = Path(spec.run.dir) / spec.run.name
+    if folder.is_dir() and any(folder.iterdir()):
+        hint = "train with --resume to go on, with --run-dir or another run.name to start anew"
+        return [Problem("run.name", f"the run directory {folder} is not empty", hint, f'"{spec.run.name}"')]
+    return []
+
+
+# ── what the spec means ───────────────────────────────────────────────────────────────────────────
+
+
+def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
+    """The findings as JSON. `roles` and `batch` are empty where the spec could not be read."""
+    spec, plan = findings.spec, findings.plan
+    return {
+        "ok": findings.ok,
+        "problems": [_problem(problem) for problem in findings.problems],
+        "warnings": [_problem(problem) for problem in findings.warnings],
+        "roles": roles(spec, plan, spec_path.absolute().parent) if spec and plan else {},
+        "batch": batch(spec) if spec else {},
+    }
+
+
+def _problem(problem: Problem) -> dict[str, str]:
+    return {"key": problem.key, "value": problem.value, "message": problem.message, "hint": problem.hint}
+
+
+def roles(spec: Spec, plan: Plan, spec_dir: Path) -> dict[str, dict[str, Any]]:
+    """Role → where it runs and what it holds. The reward role holds the tokenizer, so it has a model but no engine."""
+    return {role.role: _role(spec, plan, role.role, spec_dir) for role in plan.roles}
+
+
+def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
+    placed = plan.role(name)
+    holds_model = name != "reward"
+    section: Any = spec.role(name)
+    return {
+        "model": str(resolve_model(spec.model_path(name), spec_dir)),
+        "engine": section.engine.kind if holds_model else None,
+        "dtype": (section.dtype or spec.actor.dtype) if holds_model else None,
+        "attn_implementation": spec.attention(name) if holds_model else None,
+        "launcher": placed.launcher,
+        "processes": placed.processes,
+        "devices": list(placed.devices),
+        "threads": placed.threads,
+        "python": placed.python,
+    }
+
+
+def batch(spec: Spec) -> dict[str, int]:
+    """The arithmetic of a step and of the run."""
+    algorithm, data = spec.algorithm, spec.data
+    return {
+        "prompts_per_step": data.prompts_per_step,
+        "group_size": algorithm.group_size,
+        "samples_per_step": spec.samples_per_step,
+        "mini_batches_per_step": algorithm.mini_batches_per_step,
+        "samples_per_mini_batch": spec.samples_per_step // algorithm.mini_batches_per_step,
+        "epochs_per_step": algorithm.epochs_per_step,
+        "steps": spec.run.steps,
+        "optimizer_steps": spec.optimizer_steps,
+        "max_sequence_tokens": spec.max_sequence_tokens,
+        "max_tokens_per_step": spec.samples_per_step * spec.max_sequence_tokens,
+        "micro_batch_tokens": spec.actor.micro_batch_tokens,
+    }
+
+
+# ── for the person ────────────────────────────────────────────────────────────────────────────────
+
+
+def _print(findings: Findings, spec_path: Path) -> None:
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    if findings.spec and findings.plan:
+        out.print(_roles_table(findings.spec, findings.plan, spec_path.absolute().parent))
+        out.print()
+        out.print(_arithmetic(findings.spec), highlight=True)
+        out.print()
+    for warning in findings.warnings:
+        _print_problem(out, "warning", "yellow", warning)
+    problems = Console(stderr=True, highlight=False)
+    for problem in findings.problems:
+        _print_problem(problems, "error", "red", problem)
+    if findings.ok:
+        out.print(f"[green]ok[/green]: {spec_path}", soft_wrap=True)
+    else:
+        count = len(findings.problems)
+        problems.print(f"{count} problem{'s' if count > 1 else ''} in {spec_path}", markup=False, soft_wrap=True)
+
+
+def _print_problem(console: Console, word: str, colour: str, problem: Problem) -> None:
+    from rich.text import Text
+
+    head, _, hint = str(problem).partition("\n  hint: ")
+    console.print(Text.assemble((f"{word}:", f"bold {colour}"), f" {head}"), soft_wrap=True)
+    if hint:
+        console.print(Text.assemble("\n", ("hint:", "bold cyan"), f" {hint}"), soft_wrap=True)
+    console.print()
+
+
+def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "role", "engine", "model", "dtype", "attention", "processes", "devices", "threads", box=None, pad_edge=False
+    )
+    for name, role in roles(spec, plan, spec_dir).items():
+        path = spec.model_path(name)  # type: ignore[arg-type]
+        devices = ", ".join(map(str, role["devices"])) or "CPU"
+        cells = (role["engine"], path if role["engine"] else "", role["dtype"], role["attn_implementation"])
+        places = (f"{role['processes']} × {role['launcher']}", devices, role["threads"])
+        table.add_row(name, *(str(cell or "–") for cell in cells), *map(str, places))
+    return table
+
+
+def _arithmetic(spec: Spec) -> str:
+    numbers = batch(spec)
+    cut = f" → {numbers['mini_batches_per_step']} mini-batches of {numbers['samples_per_mini_batch']}"
+    epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
+    return (
+        f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} answers = "
+        f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}\n"
+        f"run    {numbers['steps']} steps = {numbers['optimizer_steps']} optimizer steps\n"
+        f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
+        f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass"
+    )

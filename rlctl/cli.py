@@ -1,0 +1,170 @@
+"""The command line. Each command imports what it needs when it is called, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from specs.errors import RlctlError
+
+app = typer.Typer(
+    name="rlctl",
+    help="Train language models with reinforcement learning. One TOML file says everything about a run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a TOML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. run.steps=10. Repeatable.", show_default=False),
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from rlctl import __version__
+
+        typer.echo(f"rlctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def init(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC", help="File to write; default: PRESET.toml.", show_default=False)
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Which preset to write.")] = "quickstart",
+    list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+) -> None:
+    """Write a commented spec to start from."""
+    from rlctl.init import print_presets, write_preset
+
+    if list_presets:
+        print_presets()
+        return
+    target = spec or Path(f"{preset}.toml")
+    write_preset(preset, target, force=force)
+    typer.echo(f"wrote {target}\n\nnext: rlctl check-config {target}\n      rlctl train {target}")
+
+
+@app.command("check-config")
+def check_config(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+) -> None:
+    """Say what a spec means and what is wrong with it. Needs no GPU, changes nothing."""
+    from rlctl.check import check
+
+    raise typer.Exit(check(spec, overrides or [], as_json=as_json))
+
+
+@app.command()
+def train(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directory; default: run.dir/run.name.", show_default=False)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, role by role.")] = False,
+) -> None:
+    """Train."""
+    if dry_run:
+        from rlctl.dry_run import dry_run as show_plan
+
+        show_plan(spec, overrides or [])
+        return
+    from rlctl.train import train as run
+
+    raise typer.Exit(run(spec, overrides or [], run_dir, resume))
+
+
+@app.command("export-checkpoint")
+def export_checkpoint(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Model folder to write.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step to export; default: the newest.", show_default=False)
+    ] = None,
+    role: Annotated[str, typer.Option(help="Whose weights: actor.")] = "actor",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+) -> None:
+    """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
+    from specs.errors import UsageError
+
+    for option, value, known in (("--role", role, ("actor",)), ("--dtype", dtype, ("bf16", "fp32"))):
+        if value not in known:
+            raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
+    from rlctl.export import export
+
+    raise typer.Exit(export(run_dir, out_dir, step, role, dtype))
+
+
+def main() -> int:
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    import click
+
+    from specs.errors import RlctlError
+
+    try:
+        return int(app(standalone_mode=False) or 0)
+    except RlctlError as error:
+        show_error(error)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read us has gone; so would a second message
+        return 1
+    except Exception as error:  # the edge: nothing may pass, and the traceback is kept
+        return _show_bug(error)
+
+
+def show_error(error: RlctlError) -> None:
+    """`error: …`, a blank line, `hint: …`; a spec's problems one after another."""
+    from specs.errors import Problem, SpecError
+
+    problems = error.problems if isinstance(error, SpecError) else [Problem("", error.message, error.hint)]
+    for index, problem in enumerate(problems):
+        print(("\n" if index else "") + problem_text("error", problem), file=sys.stderr)
+
+
+def problem_text(word: str, problem: object) -> str:
+    """One problem as text: what is wrong, then the next action."""
+    head, _, hint = str(problem).partition("\n  hint: ")
+    return f"{word}: {head}" + (f"\n\nhint: {hint}" if hint else "")
+
+
+def _show_bug(error: Exception) -> int:
+    import traceback
+
+    traceback.print_exception(error)
+    print(f"\nerror: {type(error).__name__}: {error}", file=sys.stderr)
+    print("\nhint: this is a fault in rlctl; please report it with the lines above", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""`rlctl init`: presets, and writing one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import specs
+from specs.errors import UsageError
+
+PRESET_FOLDER = Path(specs.__file__).parent / "presets"
+
+
+def presets() -> dict[str, Path]:
+    """Name → file of every preset that ships with rlctl."""
+    return {file.stem: file for file in sorted(PRESET_FOLDER.glob("*.toml"))}
+
+
+def summary(file: Path) -> str:
+    """The first sentence of a preset's opening comment."""
+    comment = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or not line.strip("# "):
+            break
+        comment.append(line.strip("# "))
+    return " ".join(comment).partition(". ")[0].rstrip(".")
+
+
+def print_presets() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("preset", "what it is", box=None, pad_edge=False)
+    for name, file in presets().items():
+        table.add_row(name, summary(file))
+    Console().print(table)
+
+
+def write_preset(name: str, target: Path, *, force: bool) -> None:
+    """Write preset `name` to `target`. Raises UsageError when there is none, or a file is in the way."""
+    known = presets()
+    if name not in known:
+        from specs.keys import closest
+
+        near = closest(name, list(known))
+        hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+        raise UsageError(f'--preset "{name}": no such preset', hint=hint)
+    try:
+        with open(target, "w" if force else "x", encoding="utf-8") as file:
+            file.write(known[name].read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UsageError(f"{target}: exists already", hint="name another file, or add --force") from None
+    except FileNotFoundError:
+        raise UsageError(f"{target.parent}: no such folder", hint=f"mkdir -p {target.parent}") from None
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
