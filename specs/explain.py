@@ -54,7 +54,15 @@ PATTERNS = {
 
 def explain(errors: list[ErrorDetails], raw: dict[str, Any]) -> list[Problem]:
     """One problem per finding, in the order of the spec's sections."""
-    return [_explain_one(error, raw) for error in errors]
+    return [_explain_one(error, raw) for error in errors if not _echo(error, errors)]
+
+
+def _echo(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
+    """A list whose entries are broken is also called too short; only the entries are news."""
+    place = error["loc"]
+    return error["type"] == "too_short" and any(
+        other["loc"][: len(place)] == place for other in errors if other is not error
+    )
 
 
 def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
@@ -69,7 +77,7 @@ def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
         return _wrong_type(key, error["input"], TYPES[kind])
     if kind in BOUNDS:
         name, words = BOUNDS[kind]
-        return Problem(key, f"{words} {context[name]:g}", value=value)
+        return Problem(key, f"{words} {context[name]}", value=value)
     if kind in ("literal_error", "union_tag_invalid"):
         return _not_one_of(path, error["input"], str(context.get("expected") or context.get("expected_tags")))
     if kind == "union_tag_not_found":
@@ -104,6 +112,8 @@ def _missing(path: Path) -> Problem:
             return Problem(key, "missing", "add `schema = 1` as the first line")
         return Problem(f"[{key}]", "this section is missing", _needed(key))
     section, name = dotted(path[:-1]), path[-1]
+    if isinstance(name, int):
+        return Problem(section, f"needs {name + 1} entries at least")
     return Problem(key, "missing", f"add `{name} = …` under [{section}]")
 
 

@@ -250,9 +250,10 @@ def _attention(spec: Spec) -> Iterator[Problem]:
     dtypes = {"actor": spec.actor.dtype, "rollout": spec.rollout_dtype, "ref": spec.ref.dtype if spec.ref else ""}
     named: set[str] = set()
     for role, section in _sections(spec):
-        if role == "reward" or spec.attention(role) != "flash_attention_2" or _is_fake(section):
+        own = getattr(section, "attn_implementation", None)
+        asked = own or spec.model.attn_implementation
+        if role == "reward" or asked != "flash_attention_2" or _is_fake(section):
             continue
-        own = getattr(section, "attn_implementation", None) is not None
         key = f"{role}.attn_implementation" if own else "model.attn_implementation"
         if key in named:
             continue

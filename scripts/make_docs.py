@@ -1,0 +1,134 @@
+"""Write `docs/spec.md` from the schema, so that the reference cannot drift.
+
+python scripts/make_docs.py            # write it
+python scripts/make_docs.py --check    # exit 1 when the file is not what the schema says
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pydantic.fields import FieldInfo  # noqa: E402
+from pydantic_core import PydanticUndefined  # noqa: E402
+
+from specs.explain import show  # noqa: E402
+from specs.keys import is_list, kind_of, tables_of  # noqa: E402
+from specs.schema import Spec, Table  # noqa: E402
+
+TARGET = ROOT / "docs" / "spec.md"
+INTRO = """# The run spec, key by key
+
+Generated from `specs/schema.py` by `scripts/make_docs.py`; do not edit.
+
+A run is one TOML file. `rlctl init SPEC.toml --preset NAME` writes a commented one, `rlctl check-config SPEC` says
+what it means and what is wrong with it, and `--set a.b=c` changes a key for one call: the value is read as TOML, and as
+plain text where it is not TOML. Entries of a list are counted from 0: `--set reward.terms.0.weight=2`.
+
+Types are strict: `"8"` is not 8, `true` is not 1, `1.0` is not a whole number (a whole number is a number, though). A
+key that the schema does not know is an error, and so is one that has no effect under the chosen engine or algorithm.
+Relative paths start at the spec file's folder, except `run.dir`, which starts where `rlctl` is called.
+"""
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+def type_of(annotation: Any) -> str:
+    """A type in the words of the error messages."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation in WORDS:
+        return WORDS[annotation]
+    if origin is Annotated:
+        return type_of(parts[0])
+    if origin is Literal:
+        return ", ".join(f"`{show(part)}`" for part in parts)
+    if origin is tuple:
+        many = len(parts) == 2 and parts[1] is Ellipsis
+        inner = "table" if tables_of(annotation) else type_of(parts[0])
+        return f"list of {inner}s" if many else f"list of {len(parts)} {inner}s"
+    if origin is dict:
+        return "table of texts"
+    if tables_of(annotation):
+        return "table"
+    inner = [part for part in parts if part is not type(None)]
+    assert len(inner) == 1, annotation
+    return type_of(inner[0])
+
+
+def bounds_of(field: FieldInfo) -> str:
+    found = []
+    for item in field.metadata:
+        bounds = {sign: getattr(item, name, None) for name, sign in BOUNDS.items()}
+        found += [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
+    return ", ".join(found)
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required() or field.default is PydanticUndefined:
+        return "**required**"
+    value = field.default
+    if isinstance(value, Table):
+        return f'`{{ kind = "{kind_of(type(value))}" }}`' if kind_of(type(value)) else "its defaults"
+    return "unset" if value is None else f"`{show(value) or '{}'}`"
+
+
+def rows(table: type[Table]) -> list[str]:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in table.model_fields.items():
+        meaning = (field.description or "").replace("|", "\\|")
+        if name == "kind":
+            meaning = "Chooses this table."
+        cells = (f"`{field.alias or name}`", " ".join(filter(None, (type_of(field.annotation), bounds_of(field)))))
+        lines.append(f"| {cells[0]} | {cells[1]} | {default_of(field)} | {meaning} |")
+    return [*lines, ""]
+
+
+def section(path: str, table: type[Table], depth: int) -> list[str]:
+    """A table and, below it, the tables that it holds."""
+    title = f"`[{path}]`" if depth == 2 else f"`{path}`"
+    kind = kind_of(table)
+    if kind and depth > 2:
+        title += f' with `kind = "{kind}"`'
+    lines = [f"{'#' * depth} {title}", "", (table.__doc__ or "").strip(), "", *rows(table)]
+    for name, field in table.model_fields.items():
+        below = f"{path}.{name}" + (".N" if is_list(field.annotation) else "")
+        for sub in tables_of(field.annotation):
+            lines += section(below, sub, depth + 1)
+    return lines
+
+
+def render() -> str:
+    lines = [INTRO, "`schema = 1` stands first. Sections:", ""]
+    tables = [
+        (field.alias or name, sub) for name, field in Spec.model_fields.items() for sub in tables_of(field.annotation)
+    ]
+    for name, table in tables:
+        needed = "" if not Spec.model_fields[name].is_required() else " (required)"
+        lines.append(f"- [`[{name}]`](#{name}){needed}: {(table.__doc__ or '').strip().splitlines()[0]}")
+    lines.append("")
+    for name, table in tables:
+        lines += [f'<a id="{name}"></a>', "", *section(name, table, 2)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is stale")
+    text = render()
+    if parser.parse_args().check:
+        if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text:
+            print("docs/spec.md is not what the schema says: run scripts/make_docs.py", file=sys.stderr)
+            return 1
+        return 0
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
