@@ -39,7 +39,9 @@ class TextCodec:
         from jinja2 import TemplateError
 
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
+            )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise ChatTemplateError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(text, str)
@@ -50,7 +52,9 @@ class TextCodec:
         else the tokenizer adds what it puts before plain text (and nothing after it)."""
         if not texts:
             return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=not rendered, return_attention_mask=False).input_ids
+        encoded: list[list[int]] = self.tokenizer(
+            list(texts), add_special_tokens=not rendered, return_attention_mask=False
+        ).input_ids
         end = self.tokenizer.eos_token_id
         if rendered or end is None:
             return encoded
