@@ -122,7 +122,7 @@ class PackedLayout:
         for q, k, v in zip(q_groups, k_groups, v_groups, strict=True):
             outputs.append(causal_attention(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
         out_P = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        out_T = out_P if self.identity else _Unpad.apply(out_P, self.index_P, self.inverse_T)
+        out_T = out_P if self.identity else take_rows(out_P, self.inverse_T)
         return out_T.unsqueeze(0)
 
     def _padded(self, x: Tensor) -> list[Tensor]:
@@ -183,17 +183,21 @@ class _Pad(torch.autograd.Function):
         return grad_P.index_select(0, inverse_T), None, None
 
 
-class _Unpad(torch.autograd.Function):
-    """[P, …] → [T, …]; in the backward pass padded rows get zeros."""
+def take_rows(x_P: Tensor, rows_T: Tensor) -> Tensor:
+    """[P, …] → [T, …], rows `rows_T`, each at most once (which makes the backward pass a copy instead of a sum)."""
+    out: Tensor = _TakeRows.apply(x_P, rows_T)
+    return out
 
+
+class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_P: Tensor, index_P: Tensor, inverse_T: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_T)
+    def forward(ctx: Any, x_P: Tensor, rows_T: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_T)
         ctx.rows = x_P.shape[0]
-        return x_P.index_select(0, inverse_T)
+        return x_P.index_select(0, rows_T)
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_T,) = ctx.saved_tensors
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
+        (rows_T,) = ctx.saved_tensors
         grad_P = grad_T.new_zeros(ctx.rows, *grad_T.shape[1:])
-        return grad_P.index_copy_(0, inverse_T, grad_T), None, None
+        return grad_P.index_copy_(0, rows_T, grad_T), None

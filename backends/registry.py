@@ -12,11 +12,11 @@ from backends.protocol import RolloutEngine, TrainEngine
 
 TRAIN_ENGINES = {
     "ddp": "backends.ddp.engine:DdpTrainEngine",
-    "fake": "backends.fake:FakeTrainEngine",
+    "fake": "backends.fake.train:FakeTrainEngine",
 }
 ROLLOUT_ENGINES = {
     "torch": "backends.torch_rollout.engine:TorchRolloutEngine",
-    "fake": "backends.fake:FakeRolloutEngine",
+    "fake": "backends.fake.rollout:FakeRolloutEngine",
 }
 
 

@@ -1,0 +1,48 @@
+"""A check at build time that this model can be trained the way the engine trains it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from backends.ddp.head import Head
+from backends.ddp.row import packed_row
+from specs.errors import ModelError
+
+_LENGTHS = (5, 9, 3)
+
+
+@torch.no_grad()
+def verify_packing(model: PreTrainedModel, head: Head) -> None:
+    """Packed rows and our head must give the logits of the model's own forward pass, one sequence at a time.
+
+    Catches models that mix sequences of a row (state space layers, biases that depend on the place in the row) and
+    models whose logits are not simply head(hidden). Raises ModelError.
+    """
+    vocab = model.get_input_embeddings().weight.shape[0]
+    tokens_T = np.random.default_rng(0).integers(0, vocab, sum(_LENGTHS))
+    positions_T = np.concatenate([np.arange(length) for length in _LENGTHS])
+    row = packed_row(model, tokens_T, positions_T, _LENGTHS)
+    try:
+        with row.attending():
+            ours = head(model.base_model(**row.inputs)[0][0])
+        single = [
+            model(input_ids=part[None], use_cache=False).logits[0].float()
+            for part in torch.from_numpy(tokens_T).to(model.device).split(list(_LENGTHS))
+        ]
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ModelError(f"{type(model).__name__} does not run on packed sequences: {error}") from error
+    gap = _relative_gap(ours, torch.cat(single))
+    if not gap < (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise ModelError(
+            f"{type(model).__name__} gives other logits on packed sequences than one by one (relative gap {gap:.2g})",
+            hint="this architecture is not supported by this engine: it mixes sequences, or its head is special",
+        )
+
+
+def _relative_gap(ours: Tensor, theirs: Tensor) -> float:
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))

@@ -1,0 +1,1 @@
+"""Fake engines: a bigram language model in numpy that learns and samples for real, without torch."""

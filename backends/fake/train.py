@@ -1,0 +1,188 @@
+"""The fake train engine: the bigram model with exact gradients of GRPO's loss and AdamW, in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from backends.fake import model as bigram
+from backends.fake.losses import GrpoTerms, grpo_terms
+from backends.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches
+from backends.protocol import GreedyAnswer, LossScale, Rank, StepResult, TrainEngine, Weight, WeightSpec
+from backends.schedule import lr_at
+from backends.trainer_state import TrainerState
+from specs.as_built import ModelBuilt
+from specs.batch import Batch
+from specs.errors import CheckpointError, ModelError
+from specs.role_config import TrainConfig
+from specs.schema import DType, Grpo
+
+
+class FakeTrainEngine(TrainEngine):
+    """One process, no device: `offload` only remembers that it was called."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.parameters = bigram.read_parameters(config.model)
+        self.grads = {name: np.zeros(value.shape) for name, value in self.parameters.items()}
+        self.moments = {
+            f"{name}.{kind}": np.zeros_like(value)
+            for name, value in self.parameters.items()
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        self.state = TrainerState()
+
+    @classmethod
+    def build(cls, config: TrainConfig, rank: Rank) -> FakeTrainEngine:
+        if rank.world_size > 1:
+            raise ModelError(
+                "the fake train engine runs in one process", hint="set processes = 1, or engine.kind = ddp"
+            )
+        return cls(config)
+
+    def built(self) -> ModelBuilt:
+        learns = self.config.optimizer is not None
+        return bigram.describe(self.parameters, self.config.model, learns=learns, checksum=True)
+
+    # ── computing ─────────────────────────────────────────────────────────────────────────────────
+
+    def _log_softmax(self, micro: MicroBatch) -> NDArray[np.float64]:
+        return bigram.log_softmax(self.parameters, micro.tokens_T[micro.hidden_N], self.config.temperature)
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        for micro in micro_batches(batch, self.config.micro_batch_tokens):
+            logp_NV = self._log_softmax(micro)
+            logprob_T[micro.column_N] = logp_NV[np.arange(len(logp_NV)), micro.target_N]
+        return logprob_T
+
+    def forward_backward(self, batch: Batch, algorithm: Grpo, scale: LossScale) -> Mapping[str, float]:
+        check_update(batch, algorithm)
+        weight_T = loss_weight_T(batch, algorithm.loss_aggregation, scale)
+        micros = micro_batches(batch, self.config.micro_batch_tokens)
+        done = [self._forward_backward(batch, micro, weight_T, algorithm) for micro in micros]
+        sequence_tokens = loss_tokens_B(batch)
+        names = ("loss", "entropy", "kl", "clipped", "logprob_gap", "approx_kl", "ratio")
+        return {
+            **{name: math.fsum(terms.sums[name] for terms in done) for name in names},
+            "tokens": float(sequence_tokens.sum()),
+            "sequences": float((sequence_tokens > 0).sum()),
+            "micro_batches": float(len(micros)),
+            "logprob_gap_max": max((terms.logprob_gap_max for terms in done), default=0.0),
+            "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
+        }
+
+    def _forward_backward(
+        self, batch: Batch, micro: MicroBatch, weight_T: NDArray[np.float32], algorithm: Grpo
+    ) -> GrpoTerms:
+        def column(name: str) -> NDArray[np.float64]:
+            return batch[name][micro.column_N].astype(np.float64)
+
+        logp_NV = self._log_softmax(micro)
+        p_NV = np.exp(logp_NV)
+        rows = np.arange(len(logp_NV))
+        entropy_N = -(p_NV * logp_NV).sum(axis=1)
+        terms = grpo_terms(
+            logp_NV[rows, micro.target_N],
+            entropy_N,
+            weight_T[micro.column_N].astype(np.float64),
+            column("advantage_T"),
+            column("rollout_logprob_T"),
+            column("old_logprob_T") if "old_logprob_T" in batch else None,
+            column("ref_logprob_T") if algorithm.kl_coef > 0 else None,
+            algorithm,
+        )
+        grad_NV = -p_NV * terms.by_logprob_N[:, None]
+        grad_NV -= p_NV * (logp_NV + entropy_N[:, None]) * terms.by_entropy_N[:, None]
+        grad_NV[rows, micro.target_N] += terms.by_logprob_N
+        grad_NV /= self.config.temperature
+        np.add.at(self.grads["bigram.weight"], micro.tokens_T[micro.hidden_N], grad_NV)
+        self.grads["bias.weight"] += grad_NV.sum(axis=0)
+        return terms
+
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:
+        answers = [GreedyAnswer([], []) for _ in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            last = prompt[-1]
+            for _ in range(new_tokens):
+                logits = self.parameters["bigram.weight"][last] + self.parameters["bias.weight"]
+                runner_up, last = (int(token) for token in np.argsort(logits, kind="stable")[-2:])
+                answer.tokens.append(last)
+                answer.margins.append(float(logits[last] - logits[runner_up]))
+        return answers
+
+    # ── learning ──────────────────────────────────────────────────────────────────────────────────
+
+    def optim_step(self) -> StepResult:
+        optimizer = self.config.optimizer
+        assert optimizer is not None, "this role does not learn"
+        norm = math.sqrt(sum(float((grad**2).sum()) for grad in self.grads.values()))
+        lr = lr_at(self.state.optimizer_steps, optimizer, self.config.total_optimizer_steps)
+        finite = math.isfinite(norm)
+        if finite:
+            self.state.optimizer_steps += 1
+            limit = optimizer.max_grad_norm
+            self._adamw(lr, limit / norm if limit and norm > limit else 1.0)
+        else:
+            self.state.skipped_steps += 1
+        for grad in self.grads.values():
+            grad[:] = 0.0
+        return StepResult(norm, lr, not finite)
+
+    def _adamw(self, lr: float, grad_scale: float) -> None:
+        """Loshchilov & Hutter 2019, algorithm 2."""
+        assert self.config.optimizer is not None
+        (beta1, beta2), eps = self.config.optimizer.betas, self.config.optimizer.eps
+        steps = self.state.optimizer_steps
+        for name, value in self.parameters.items():
+            grad = self.grads[name] * grad_scale
+            first, second = self.moments[f"{name}.exp_avg"], self.moments[f"{name}.exp_avg_sq"]
+            first[:] = beta1 * first + (1 - beta1) * grad
+            second[:] = beta2 * second + (1 - beta2) * grad**2
+            if value.ndim > 1:
+                value *= np.float32(1 - lr * self.config.optimizer.weight_decay)
+            scaled = first / (1 - beta1**steps)
+            value -= lr * scaled / (np.sqrt(second / (1 - beta2**steps)) + eps)
+
+    # ── weights, memory, disk ─────────────────────────────────────────────────────────────────────
+
+    def export_weights(self, dtype: DType) -> Iterator[Weight]:
+        for spec in self.weight_specs(dtype):
+            yield bigram.BigramWeight(spec, self.parameters[spec.name])
+
+    def weight_specs(self, dtype: DType) -> Sequence[WeightSpec]:
+        return bigram.weight_specs(len(self.parameters["bias.weight"]), dtype)
+
+    def offload(self) -> None:
+        """Nothing to move: everything is in host memory."""
+
+    def onload(self) -> None:
+        """Nothing to move: everything is in host memory."""
+
+    def save(self, folder: Path) -> None:
+        save_file(self.parameters, folder / "model.safetensors")
+        save_file(self.moments, folder / "optimizer.safetensors")
+        self.state.write(folder)
+
+    def load(self, folder: Path) -> None:
+        state = TrainerState.read(folder)
+        _read_into(folder / "model.safetensors", self.parameters)
+        _read_into(folder / "optimizer.safetensors", self.moments)
+        self.state = state
+
+
+def _read_into(path: Path, targets: dict[str, NDArray[np.float32]]) -> None:
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if {name: value.shape for name, value in found.items()} != {name: value.shape for name, value in targets.items()}:
+        raise CheckpointError(f"{path} is of another model")
+    for name, value in targets.items():
+        value[:] = found[name]

@@ -1,0 +1,173 @@
+"""Training half of a step: rlctl's `ddp` engine against a plain padded Hugging Face forward and backward.
+
+    .venv/bin/python scripts/bench_train.py [--rounds 7] [--threads 2]
+
+Both sides learn from the same sequences with the same loss (on-policy clipped surrogate, token mean) and take one
+AdamW step. They alternate; the ratio of each round is printed, and its median. Two works, as in `bench_vs_trl`: short
+ragged answers (limit 64, mean about 50) and a long tail (limit 256, mean about 60).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+CONFIG = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 52,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+PROMPT_TOKENS = 12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--padded-batch", type=int, default=128, help="sequences per padded forward pass")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        for name in ("short ragged", "long tail"):
+            batch = make_batch(np.random.default_rng(0), name)
+            ours = ours_step(folder, batch, args.micro_batch_tokens)
+            padded = padded_step(folder, batch, args.padded_batch)
+            report(name, batch, ours, padded, args.rounds)
+
+
+def make_batch(rng, name):
+    import numpy as np
+
+    from specs.batch import Batch
+
+    if name == "short ragged":
+        answers = np.clip(rng.geometric(1 / 110, 128), 4, 64)
+    else:
+        answers = np.clip(rng.geometric(1 / 62, 128), 1, 256)
+    lengths = answers + PROMPT_TOKENS
+    total = int(lengths.sum())
+    mask = np.concatenate([[0] * PROMPT_TOKENS + [1] * int(n) for n in answers]).astype(np.int8)
+    return Batch(
+        {
+            "length_B": lengths.astype(np.int64),
+            "tokens_T": rng.integers(0, CONFIG["vocab_size"], total).astype(np.int32),
+            "loss_mask_T": mask,
+            "advantage_T": np.repeat(rng.normal(size=128), lengths).astype(np.float32),
+            "rollout_logprob_T": np.full(total, -4.0, dtype=np.float32),
+        }
+    )
+
+
+def ours_step(folder, batch, micro_batch_tokens):
+    from backends.ddp.engine import DdpTrainEngine
+    from backends.protocol import LossScale, Rank
+    from specs.role_config import ModelConfig, TrainConfig
+    from specs.schema import DdpEngine, Grpo, Optimizer
+
+    model = ModelConfig(
+        path=folder,
+        from_scratch=True,
+        seed=0,
+        dtype="fp32",
+        attn_implementation="auto",
+        trust_remote_code=False,
+        device="cpu",
+        max_sequence_tokens=512,
+    )
+    config = TrainConfig(
+        role="actor",
+        model=model,
+        engine=DdpEngine(),
+        optimizer=Optimizer(lr=1e-6),
+        total_optimizer_steps=100,
+        micro_batch_tokens=micro_batch_tokens,
+        gradient_checkpointing=False,
+        temperature=1.0,
+    )
+    engine = DdpTrainEngine.build(config, Rank())
+    algorithm = Grpo(kind="grpo", group_size=8)
+    scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), 256)
+
+    def step():
+        sums = engine.forward_backward(batch, algorithm, scale)
+        return sums["loss"], engine.optim_step().grad_norm
+
+    return step
+
+
+def padded_step(folder, batch, padded_batch):
+    """What a straightforward trainer does: pad to the longest, full logits, mask the loss."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    longest = int(batch["length_B"].max())
+
+    def pad(name, dtype):
+        rows = [torch.from_numpy(part.copy()).to(dtype) for part in batch.sequences(name)]
+        return torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows])
+
+    tokens, mask, advantage = pad("tokens_T", torch.long), pad("loss_mask_T", torch.float), pad("advantage_T", torch.float)
+    present = (torch.arange(longest) < torch.from_numpy(batch["length_B"])[:, None]).long()
+
+    def step():
+        total = 0.0
+        for part in torch.arange(len(tokens)).split(padded_batch):
+            logits = model(input_ids=tokens[part], attention_mask=present[part], use_cache=False).logits[:, :-1]
+            logprob = torch.log_softmax(logits.float(), -1).gather(2, tokens[part][:, 1:, None]).squeeze(2)
+            ratio = (logprob - logprob.detach()).exp()
+            token_loss = -torch.minimum(ratio * advantage[part][:, 1:], ratio.clamp(0.8, 1.2) * advantage[part][:, 1:])
+            loss = (token_loss * mask[part][:, 1:]).sum() / mask.sum()
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm
+
+    return step
+
+
+def report(name, batch, ours, padded, rounds):
+    results = [ours(), padded()], [ours(), padded()]  # warm-up
+    ratios, times = [], ([], [])
+    for _ in range(rounds):
+        for step, spent in zip((ours, padded), times, strict=True):
+            started = time.perf_counter()
+            step()
+            spent.append(time.perf_counter() - started)
+        ratios.append(times[1][-1] / times[0][-1])
+    first = results[0]
+    print(f"{name}: {len(batch)} sequences, {batch.num_tokens} tokens; loss, norm ours {first[0]}, padded {first[1]}")
+    print(f"  ours   {min(times[0]):.3f} s best, {statistics.median(times[0]):.3f} s median")
+    print(f"  padded {min(times[1]):.3f} s best, {statistics.median(times[1]):.3f} s median")
+    print(f"  padded / ours: median {statistics.median(ratios):.2f}, of {' '.join(f'{r:.2f}' for r in ratios)}")
+
+
+if __name__ == "__main__":
+    main()
