@@ -85,7 +85,7 @@ class KvCache:
     # ── one decode step ───────────────────────────────────────────────────────────────────────────
 
     def begin_step(self, position_B: NDArray[np.int64], positions: Tensor, segments: list[Segment]) -> None:
-        """The next forward writes slot i at `position_B[i]` and reads all up to it. `positions`: same, on the device."""
+        """The next forward writes slot i at `position_B[i]` and reads all up to it. `positions`: on the device."""
         n = len(position_B)
         self._segments, self._positions = segments, positions
         self._ragged = [bool((position_B[s.start : s.stop] + 1 != s.length).any()) for s in segments]

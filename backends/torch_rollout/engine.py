@@ -20,12 +20,12 @@ from backends.attention import PackedLayout
 from backends.checksum import checksum_bytes
 from backends.hf import build_model, describe, named_weights, tensor_bytes, wire_dtype
 from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.stops import stop_tokens, token_ids
 from backends.torch_rollout.cache import KvCache
 from backends.torch_rollout.check import attention_shapes, check_decoding
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward
 from backends.torch_rollout.runner import Forward, packed_positions
-from backends.torch_rollout.stops import stop_tokens
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.errors import BatchError, ModelError, RlctlError, SyncError
@@ -42,7 +42,8 @@ class TorchRolloutEngine(RolloutEngine):
         assert isinstance(config.engine, TorchRolloutTable)
         self.config, self.table, self.model = config, config.engine, model
         self.device = torch.device(config.model.device)
-        self.stops = stop_tokens(model, config)
+        own = (getattr(model.generation_config, "eos_token_id", None), model.config.get_text_config().eos_token_id)
+        self.stops = stop_tokens([i for ids in own for i in token_ids(ids)], config, ask_tokenizer=True)
         self._weights = named_weights(model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         self._forward: Forward | None = None  # chosen and checked with the first weights

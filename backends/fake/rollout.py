@@ -1,0 +1,194 @@
+"""The fake sampler: a bigram model in numpy, under the same contract as a real engine. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.answers import Answers
+from backends.checksum import checksum_bytes
+from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.stops import end_tokens_of, stop_tokens
+from backends.uniform import sample_keys, uniform
+from specs.as_built import ModelBuilt
+from specs.batch import Batch
+from specs.errors import BatchError, ModelError, RlctlError, SyncError
+from specs.role_config import RolloutConfig, Sampling
+
+BIGRAM, BIAS = "bigram.weight", "bias.weight"
+Floats = NDArray[np.float32]
+
+
+class FakeRolloutEngine(RolloutEngine):
+    """Next-token logits are `bigram.weight[previous] + bias.weight`; fp32 whatever was asked."""
+
+    def __init__(self, config: RolloutConfig, vocab: int) -> None:
+        self.config, self.vocab = config, vocab
+        self._shapes = {BIGRAM: (vocab, vocab), BIAS: (vocab,)}
+        self._weights: dict[str, Floats] = {}
+        self._imported: set[str] = set()
+        self._ready = False
+        self._awake = {"weights", "kv_cache"}
+        self.stops = stop_tokens(end_tokens_of(Path(config.model.path)), config, ask_tokenizer=False)
+
+    @classmethod
+    def build(cls, config: RolloutConfig, rank: Rank) -> FakeRolloutEngine:
+        if config.model.dtype != "fp32":
+            raise ModelError("the fake engine computes in fp32 only", hint='set rollout.dtype = "fp32"')
+        try:
+            vocab = int(json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))["vocab_size"])
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"model {config.model.path}: no vocab_size in its config.json ({error})") from None
+        return cls(config, vocab)
+
+    def built(self) -> ModelBuilt:
+        count = self.vocab * (self.vocab + 1)
+        return ModelBuilt(
+            model_class="FakeBigram",
+            path=self.config.model.path,
+            parameters=count,
+            trainable_parameters=0,
+            hidden_size=self.vocab,
+            layers=1,
+            vocab_size=self.vocab,
+            dtype="fp32",
+            attn_implementation="none",
+            attn_function="none",
+            tied_embeddings=False,
+            weights_checksum="",
+        )
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
+
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        return [WeightSpec(name, "fp32", shape, 4 * int(np.prod(shape))) for name, shape in self._shapes.items()]
+
+    def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
+        held = {one.name: one for one in self.weight_specs()}.get(spec.name)
+        if held is None:
+            raise SyncError(f"weight {spec.name} arrived, but the fake model has none of that name")
+        if "weights" not in self._awake:
+            raise SyncError(
+                f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
+            )
+        if (spec.dtype, tuple(spec.shape), len(buffer)) != (held.dtype, held.shape, held.nbytes):
+            raise SyncError(
+                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
+                f"the rollout holds {held.dtype} {list(held.shape)}, {held.nbytes} bytes"
+            )
+        self._ready = False
+        weight = np.empty(held.shape, dtype=np.float32)
+        weight.reshape(-1).view(np.uint8)[:] = buffer
+        self._weights[spec.name] = weight
+        self._imported.add(spec.name)
+        return checksum_bytes(weight.reshape(-1).view(np.uint8))
+
+    def finish_import(self) -> None:
+        missing = sorted(set(self._shapes) - self._imported)
+        if missing:
+            raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
+        self._imported.clear()
+        self._ready = True
+
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────
+
+    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
+        self._usable("generate", ("weights", "kv_cache"))
+        answers = Answers(prompts, emit)
+        self._check_lengths(answers, sampling)
+        key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
+        for index, key in zip(answers.queue, key_B[answers.queue], strict=True):
+            answers.finish(index, *self._answer(answers.prompt_tokens[index], key, sampling))
+            answers.flush()
+        answers.close()
+        longest = sampling.max_response_tokens if len(prompts) else 0
+        return {"generated_tokens": answers.generated_tokens, "decode_steps": longest}
+
+    def score(self, batch: Batch, temperature: float) -> Floats:
+        self._usable("score", ("weights",))
+        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+            tokens = batch["tokens_T"][start:stop].astype(np.int64)
+            if len(tokens) > 1:
+                scores = log_softmax(self._logits(tokens[:-1]) / temperature)
+                logprob_T[start + 1 : stop] = scores[np.arange(len(tokens) - 1), tokens[1:]]
+        return logprob_T
+
+    def _answer(
+        self, prompt: NDArray[np.int64], key: np.uint64, sampling: Sampling
+    ) -> tuple[NDArray[np.int64], Floats, bool]:
+        last, tokens, logprobs = int(prompt[-1]), [], []
+        for position in range(sampling.max_response_tokens):
+            draw = uniform(np.array([key]), np.array([position]))[0]
+            last, logprob = sample(self._logits(np.array([last]))[0], float(draw), sampling)
+            tokens.append(last)
+            logprobs.append(logprob)
+            if last in self.stops:
+                break
+        return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32), tokens[-1] in self.stops
+
+    def _logits(self, previous: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self._weights[BIGRAM][previous].astype(np.float64) + self._weights[BIAS]
+
+    def _usable(self, verb: str, tags: Sequence[str]) -> None:
+        for tag in tags:
+            if tag not in self._awake:
+                raise RlctlError(f"the rollout cannot {verb}: its {tag} are asleep", hint=f'call wake(["{tag}"]) first')
+        if not self._ready:
+            raise SyncError(
+                f"the rollout cannot {verb}: it holds no complete set of weights", hint="sync the weights first"
+            )
+
+    def _check_lengths(self, answers: Answers, sampling: Sampling) -> None:
+        longest = max((len(prompt) for prompt in answers.prompt_tokens), default=0)
+        total, limit = longest + sampling.max_response_tokens, self.config.model.max_sequence_tokens
+        if answers.queue and total > limit:
+            raise BatchError(
+                f"a prompt of {longest} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
+                f"tokens; the rollout was built for {limit}"
+            )
+
+    # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
+
+    def sleep(self, level: int) -> None:
+        assert level in (1, 2), f"sleep level {level}"
+        self._awake.clear()
+        if level == 2:
+            self._weights.clear()
+            self._imported.clear()
+            self._ready = False
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self._awake |= set(tags)
+
+
+def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max(-1, keepdims=True)
+    scores: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return scores
+
+
+def sample(logits: NDArray[np.float64], draw: float, sampling: Sampling) -> tuple[int, float]:
+    """One token of `logits` [V] and its log-prob: temperature, top-k, top-p, then the inverse CDF at `draw`."""
+    if sampling.greedy:
+        token = int(logits.argmax())
+        return token, float(log_softmax(logits)[token])
+    logits = logits / sampling.temperature
+    order = np.argsort(-logits, kind="stable")
+    kept = order[: sampling.top_k] if sampling.top_k else order
+    if sampling.top_p < 1.0:
+        probability = np.exp(log_softmax(logits[kept]))
+        inside = np.cumsum(probability) - probability < sampling.top_p
+        inside[0] = True
+        kept = kept[inside]
+    restricted = np.full_like(logits, -np.inf)
+    restricted[kept] = logits[kept]
+    scores = log_softmax(restricted)
+    cdf = np.exp(scores).cumsum()
+    token = int(np.searchsorted(cdf, draw * cdf[-1], side="right"))
+    return token, float(scores[token])
