@@ -1,4 +1,4 @@
-"""The driver's end of the channel: one ROUTER socket on loopback, owned by a thread that beats and listens.
+"""The driver's end of the channel: one ROUTER socket on loopback.
 
 The driver may be busy for long (saving, plotting); its ranks still hear it, and it still notices their silence.
 """
@@ -6,13 +6,11 @@ The driver may be busy for long (saving, plotting); its ranks still hear it, and
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlctl.admission import Admission, Member
@@ -63,16 +61,12 @@ class _Peer:
     reported: bool = False
 
 
-@dataclass
-class _Books:
-    """What the socket's thread knows."""
-
-    by_identity: dict[bytes, _Peer] = field(default_factory=dict)
-    identities: dict[tuple[str, int], bytes] = field(default_factory=dict)
-
-
 class Hub:
-    """Binds a port on 127.0.0.1 at once. `curve=True` encrypts, for ranks that are not on this host's loopback."""
+    """Binds a port on 127.0.0.1 at once. `curve=True` encrypts, for ranks that are not on this host's loopback.
+
+    `send` and `next` are for the driver's main thread, which uses the socket itself; a second thread beats and
+    listens while the first is busy. One lock passes the socket between them.
+    """
 
     def __init__(
         self,
@@ -90,18 +84,17 @@ class Hub:
         silence_s = driver_silence_s or max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
         self._expected: dict[str, int] = {}
         self._admission = Admission(self.secret, self._expected, {"beat_s": self._beat_s, "silence_s": silence_s})
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._outbox: deque[tuple[str, int, list[bytes]]] = deque()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._server_key = _encrypt(self._router) if curve else ""
-        port = _bind(self._router)
-        self.address = f"tcp://127.0.0.1:{port}"
-        self._wake_out, self._wake_in = os.pipe()
-        os.set_blocking(self._wake_out, False)
-        os.set_blocking(self._wake_in, False)
+        self.address = f"tcp://127.0.0.1:{_bind(self._router)}"
+        self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
+        self._events: deque[Event] = deque()
+        self._peers: dict[bytes, _Peer] = {}
+        self._identities: dict[tuple[str, int], bytes] = {}
+        self._looked = self._next_beat = time.monotonic()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+        self._thread = threading.Thread(target=self._stay_alive, name="channel", daemon=True)
         self._thread.start()
 
     @property
@@ -119,89 +112,89 @@ class Hub:
         self._expected[role] = size
 
     def send(self, role: str, rank: int, frames: list[bytes]) -> None:
-        """Queue a message's frames for a rank; returns at once. To a rank that is gone it is lost."""
-        self._outbox.append((role, rank, frames))
-        self._wake()
+        """Send a message's frames to a rank; never waits. To a rank that is gone it is lost."""
+        with self._lock:
+            self._post(self._identities.get((role, rank)), frames)
 
     def next(self, timeout_s: float) -> Event | None:
         """The next event, or None when there is none in time."""
-        try:
-            return self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
-        except queue.Empty:
-            return None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if not self._events:
+                    self._pump(deadline)
+                if self._events:
+                    return self._events.popleft()
+            if time.monotonic() >= deadline:
+                return None
 
     def close(self) -> None:
         """Hang up. A second call does nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._wake()
         self._thread.join(timeout=5)
-        os.close(self._wake_in)
-        os.close(self._wake_out)
+        with self._lock:
+            self._router.close(linger=500)
+            self._context.term()
 
-    def _wake(self) -> None:
-        from workers.channel import wake
+    def _stay_alive(self) -> None:
+        while not self._closing.wait(self._beat_s / 2):
+            # A lock that is not free is held by `next`, which pumps by itself.
+            if self._lock.acquire(timeout=self._beat_s):
+                try:
+                    self._pump(0.0)
+                finally:
+                    self._lock.release()
 
-        wake(self._wake_in)
+    def _pump(self, until: float) -> None:
+        """Take in what comes until the time `until` or the next beat, whichever is first, and beat when it is time."""
+        from workers.channel import receive_all
 
-    # ── the socket's thread ───────────────────────────────────────────────────────────────────────
+        wait_s = min(until, self._next_beat) - time.monotonic()
+        ready = self._router.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 0)
+        now = time.monotonic()
+        self._forgive(now - self._looked - 4 * self._beat_s)
+        self._looked = now
+        if ready:
+            for identity, *frames in receive_all(self._router):
+                self._hear(identity, frames, now)
+        if now >= self._next_beat:
+            self._beat(now)
+            self._next_beat = now + self._beat_s
 
-    def _run(self) -> None:
-        import zmq
-
-        from workers.channel import drain, receive_all
-
-        books = _Books()
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
-        looked = next_beat = time.monotonic()
-        while not self._closing.is_set():
-            ready = dict(poller.poll(int(max(0.0, next_beat - time.monotonic()) * 1000) + 1))
-            now = time.monotonic()
-            _forgive(books, now - looked - 2 * self._beat_s)
-            looked = now
-            if self._router in ready:
-                for identity, *frames in receive_all(self._router):
-                    self._hear(books, identity, frames, now)
-            if self._wake_out in ready:
-                drain(self._wake_out)
-            while self._outbox:
-                role, rank, frames = self._outbox.popleft()
-                self._post(books.identities.get((role, rank)), frames)
-            if now >= next_beat:
-                self._beat(books, now)
-                next_beat = now + self._beat_s
-        self._router.close(linger=500)
-        self._context.term()
-
-    def _hear(self, books: _Books, identity: bytes, frames: list[bytes], now: float) -> None:
+    def _hear(self, identity: bytes, frames: list[bytes], now: float) -> None:
         from workers.channel import BEAT_FRAMES
 
-        peer = books.by_identity.get(identity)
+        peer = self._peers.get(identity)
         if peer is not None:
             peer.heard = now
             if frames != BEAT_FRAMES:
-                self._events.put(Received(peer.member.role, peer.member.rank, frames))
+                self._events.append(Received(peer.member.role, peer.member.rank, frames))
             return
         verdict = self._admission.hear(identity, frames)
         if verdict.member is not None:
-            books.by_identity[identity] = _Peer(verdict.member, now)
-            books.identities[verdict.member.role, verdict.member.rank] = identity
-            self._events.put(Joined(verdict.member))
+            self._peers[identity] = _Peer(verdict.member, now)
+            self._identities[verdict.member.role, verdict.member.rank] = identity
+            self._events.append(Joined(verdict.member))
         if verdict.reply is not None:
             self._post(identity, verdict.reply.frames())
 
-    def _beat(self, books: _Books, now: float) -> None:
+    def _beat(self, now: float) -> None:
         from workers.channel import BEAT_FRAMES
 
-        for identity, peer in books.by_identity.items():
+        for identity, peer in self._peers.items():
             self._post(identity, BEAT_FRAMES)
             silent_s = now - peer.heard
             if silent_s > self.heartbeat_timeout_s and not peer.reported:
                 peer.reported = True
-                self._events.put(Silent(peer.member.role, peer.member.rank, silent_s))
+                self._events.append(Silent(peer.member.role, peer.member.rank, silent_s))
+
+    def _forgive(self, missed_s: float) -> None:
+        """Time in which this process did not listen (Ctrl-Z, a starved machine) is nobody's silence."""
+        if missed_s > 0:
+            for peer in self._peers.values():
+                peer.heard += missed_s
 
     def _post(self, identity: bytes | None, frames: list[bytes]) -> None:
         import zmq
@@ -212,13 +205,6 @@ class Hub:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # unroutable: the rank is gone, and its process's end is noticed elsewhere
             log.debug("a message was not delivered: %s", error)
-
-
-def _forgive(books: _Books, missed_s: float) -> None:
-    """Time in which this thread did not listen (Ctrl-Z, a starved machine) is nobody's silence."""
-    if missed_s > 0:
-        for peer in books.by_identity.values():
-            peer.heard += missed_s
 
 
 def _bind(router: zmq.Socket[bytes]) -> int:

@@ -116,6 +116,7 @@ class Groups:
         self._ended: set[int] = set()
         self._ticked_at = 0.0
         self._closed = False
+        self._obedient = True  # no rank is dead, hung or late: asking all to leave is worth the wait
 
     def __getitem__(self, role: str) -> Group:
         return self._groups[role]
@@ -164,7 +165,7 @@ class Groups:
         if self._closed:
             return
         self._closed = True
-        if polite and not self._ended:
+        if polite and self._obedient:
             for role, rank in self.members:
                 self.hub.send(role, rank, Message(Kind.CALL, verb=Verb.CLOSE).frames())
             self.launcher.wait(grace_s)
@@ -211,6 +212,7 @@ class Groups:
         for group in self._groups.values():
             if group.line and group.line[0].overdue:
                 call, rank = group.line[0], group.line[0].missing[0]
+                self._obedient = False
                 self._ask_for_stacks(group.role, rank)
                 self._verdicts.add(Evidence(group.role, rank, f"no answer within {call.timeout_s:g} s"))
 
@@ -222,6 +224,7 @@ class Groups:
 
     def _failure(self, evidence: Evidence, hint: str = "") -> RoleFailure:
         role, rank = evidence.role, evidence.rank
+        self._obedient &= not evidence.permanent
         group = self._groups[role]
         call = group.line[0] if group.line else None
         joined = (role, rank) in self.members

@@ -76,6 +76,7 @@ class Launcher:
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything: SIGTERM to each process group, `grace_s` to obey, SIGKILL, then a search for stragglers."""
         self._signal_groups(signal.SIGTERM)
+        self._signal_groups(signal.SIGCONT)  # a stopped process obeys only once it goes on
         self.wait(grace_s)
         self._signal_groups(signal.SIGKILL)
         self.wait(_KILL_TIMEOUT_S)

@@ -1,9 +1,12 @@
-"""A rank's end of the channel: a thread that owns the socket, so that beats go on while the rank computes."""
+"""A rank's end of the channel.
+
+The serving thread sends and receives by itself, which spares two thread switches per message; a second thread beats
+and listens while the first computes. One lock passes the socket between them.
+"""
 
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import sys
 import threading
@@ -20,7 +23,7 @@ from workers.watchdog import EXIT_ORPHANED
 
 BEAT_FRAMES = Message(Kind.BEAT).frames()
 JOIN_TIMEOUT_S = 60.0
-_LINGER_MS = 5000
+_LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,122 +48,118 @@ class Dial:
 
 
 class Link:
-    """Connection to the driver. `receive` and `send` are for the serving thread; the socket's thread does the rest."""
+    """Connection to the driver. `receive` and `send` are for the serving thread."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
-        self._inbox: queue.SimpleQueue[Message | ChannelError] = queue.SimpleQueue()
-        self._outbox: deque[list[bytes]] = deque()
-        self._wake_out, self._wake_in = os.pipe()
-        os.set_blocking(self._wake_out, False)
-        os.set_blocking(self._wake_in, False)
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
+        self._inbox: deque[Message | ChannelError] = deque()
+        self._beat_s = self._silence_s = self._heard = self._looked = self._next_beat = 0.0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
 
     def connect(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Dial and prove, both ways. Raises ChannelError when the peer does not hold the secret or does not answer."""
-        self._thread.start()
-        try:
-            first = self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            raise ChannelError(f"the driver at {self._dial.address} did not answer in {timeout_s:.0f} s") from None
-        if isinstance(first, ChannelError):
-            raise first
-        assert first.kind is Kind.WELCOME
-
-    def receive(self) -> Message:
-        """The next message. Waits as long as the driver is alive: its silence ends the process."""
-        message = self._inbox.get()
-        if isinstance(message, ChannelError):
-            raise message
-        return message
-
-    def send(self, message: Message) -> None:
-        """Queue a message. Its bytes are made here, so that what cannot be sent raises in the caller."""
-        self._outbox.append(message.frames())
-        wake(self._wake_in)
-
-    def close(self) -> None:
-        """Send what is queued and hang up."""
-        self._closing.set()
-        wake(self._wake_in)
-        self._thread.join(timeout=_LINGER_MS / 1000 + 1)
-
-    # ── the socket's thread ───────────────────────────────────────────────────────────────────────
-
-    def _run(self) -> None:
-        context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
+        dealer = self._dealer
         dealer.setsockopt(zmq.SNDHWM, 0)
         dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.setsockopt(zmq.LINGER, _LINGER_MS)
         if self._dial.server_key:
             dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
             dealer.curve_serverkey = self._dial.server_key.encode()
         dealer.connect(self._dial.address)
-        try:
-            welcome = self._prove(dealer)
-            self._inbox.put(welcome)
-            self._pump(dealer, float(welcome.body["beat_s"]), float(welcome.body["silence_s"]))
-        except ChannelError as error:
-            self._inbox.put(error)
-        dealer.close()
-        context.term()
+        welcome = self._prove(timeout_s)
+        self._beat_s, self._silence_s = float(welcome.body["beat_s"]), float(welcome.body["silence_s"])
+        self._heard = self._looked = self._next_beat = time.monotonic()
+        threading.Thread(target=self._stay_alive, name="channel", daemon=True).start()
 
-    def _prove(self, dealer: zmq.Socket[bytes]) -> Message:
+    def receive(self) -> Message:
+        """The next message. Waits as long as the driver is alive: its silence ends the process."""
+        while True:
+            with self._lock:
+                if not self._inbox:
+                    self._pump(wait=True)
+                message = self._inbox.popleft() if self._inbox else None
+            if isinstance(message, ChannelError):
+                raise message
+            if message is not None:
+                return message
+
+    def send(self, message: Message) -> None:
+        """Send at once. Raises what making the bytes raises (a body that is not JSON)."""
+        frames = message.frames()
+        with self._lock:
+            self._dealer.send_multipart(frames, copy=False)
+
+    def close(self, linger_s: float = _LINGER_S) -> None:
+        """Hang up, once what was sent has left (at most `linger_s`)."""
+        self._closing.set()
+        with self._lock:
+            self._dealer.close(linger=int(linger_s * 1000))
+            self._context.term()
+
+    def _prove(self, timeout_s: float) -> Message:
         dial, nonce = self._dial, make_nonce()
         who = {"role": dial.role, "rank": dial.rank, "pid": os.getpid(), "host": socket.gethostname()}
-        dealer.send_multipart(Message(Kind.HELLO, {**who, "nonce": nonce}).frames())
-        challenge = self._expect(dealer, Kind.CHALLENGE)
+        self._dealer.send_multipart(Message(Kind.HELLO, {**who, "nonce": nonce}).frames())
+        challenge = self._expect(Kind.CHALLENGE, timeout_s)
         driver_nonce = str(challenge.body.get("nonce", ""))
 
         def proof(side: Side) -> str:
-            who = {"role": dial.role, "rank_nonce": nonce, "driver_nonce": driver_nonce}
-            return make_proof(dial.secret, side, rank=dial.rank, **who)
+            bound = {"role": dial.role, "rank_nonce": nonce, "driver_nonce": driver_nonce}
+            return make_proof(dial.secret, side, rank=dial.rank, **bound)
 
         if not same_proof(challenge.body.get("proof"), proof("driver")):
             raise ChannelError(f"whoever listens at {dial.address} does not hold this run's secret")
-        dealer.send_multipart(Message(Kind.PROOF, {"proof": proof("rank")}).frames())
-        return self._expect(dealer, Kind.WELCOME)
+        self._dealer.send_multipart(Message(Kind.PROOF, {"proof": proof("rank")}).frames())
+        return self._expect(Kind.WELCOME, timeout_s)
 
-    def _expect(self, dealer: zmq.Socket[bytes], kind: Kind) -> Message:
-        if not dealer.poll(int(JOIN_TIMEOUT_S * 1000)):
-            raise ChannelError(f"the driver at {self._dial.address} did not send {kind} in {JOIN_TIMEOUT_S:.0f} s")
-        message = parse(dealer.recv_multipart())
+    def _expect(self, kind: Kind, timeout_s: float) -> Message:
+        if not self._dealer.poll(int(timeout_s * 1000)):
+            raise ChannelError(f"the driver at {self._dial.address} did not send {kind} in {timeout_s:g} s")
+        message = parse(self._dealer.recv_multipart())
         if message.kind is Kind.ERROR:
             raise ChannelError(f"the driver refused this rank: {message.body.get('message', '')}")
         if message.kind is not kind:
             raise ChannelError(f"expected {kind}, got {message.kind}")
         return message
 
-    def _pump(self, dealer: zmq.Socket[bytes], beat_s: float, silence_s: float) -> None:
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
-        heard = looked = time.monotonic()
-        next_beat = looked
-        while True:
-            ready = dict(poller.poll(int(max(0.0, next_beat - time.monotonic()) * 1000) + 1))
-            now = time.monotonic()
-            # A thread that was stopped or starved could not have heard anything: that time is not the driver's silence.
-            heard, looked = heard + max(0.0, now - looked - 2 * beat_s), now
-            if dealer in ready:
-                heard = now
-                for frames in receive_all(dealer):
-                    if frames != BEAT_FRAMES:
-                        self._inbox.put(parse(frames))
-            if self._wake_out in ready:
-                drain(self._wake_out)
-            while self._outbox:
-                dealer.send_multipart(self._outbox.popleft(), copy=False)
-            if self._closing.is_set():
-                return
-            if now >= next_beat:
-                dealer.send_multipart(BEAT_FRAMES)
-                next_beat = now + beat_s
-            if now - heard > silence_s:
-                print(f"no sign of the driver for {silence_s:.0f} s: leaving", file=sys.stderr, flush=True)
-                os._exit(EXIT_ORPHANED)
+    def _stay_alive(self) -> None:
+        while not self._closing.wait(self._beat_s / 2):
+            # A lock that is not free is held by `receive`, which pumps by itself.
+            if self._lock.acquire(timeout=self._beat_s):
+                try:
+                    if not self._closing.is_set():
+                        self._pump(wait=False)
+                finally:
+                    self._lock.release()
+
+    def _pump(self, *, wait: bool) -> None:
+        """Take in what has come, beat when it is time, and leave when the driver has been silent for too long."""
+        wait_s = max(0.0, self._next_beat - time.monotonic()) if wait else 0.0
+        ready = self._dealer.poll(int(wait_s * 1000) + 1 if wait_s else 0)
+        now = time.monotonic()
+        # A process that was stopped or starved could not have heard anything: that time is not the driver's silence.
+        self._heard += max(0.0, now - self._looked - 4 * self._beat_s)
+        self._looked = now
+        if ready:
+            self._heard = now
+            for frames in receive_all(self._dealer):
+                if frames != BEAT_FRAMES:
+                    self._inbox.append(_parse(frames))
+        if now >= self._next_beat:
+            self._dealer.send_multipart(BEAT_FRAMES)
+            self._next_beat = now + self._beat_s
+        if now - self._heard > self._silence_s:
+            print(f"no sign of the driver for {self._silence_s:.0f} s: leaving", file=sys.stderr, flush=True)
+            os._exit(EXIT_ORPHANED)
+
+
+def _parse(frames: list[bytes]) -> Message | ChannelError:
+    try:
+        return parse(frames)
+    except ChannelError as error:
+        return error
 
 
 def receive_all(peer: zmq.Socket[bytes]) -> list[list[bytes]]:
@@ -171,19 +170,3 @@ def receive_all(peer: zmq.Socket[bytes]) -> list[list[bytes]]:
             messages.append(peer.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return messages
-
-
-def drain(pipe: int) -> None:
-    """Empty the pipe that woke a poll."""
-    try:
-        os.read(pipe, 4096)
-    except BlockingIOError:
-        return
-
-
-def wake(pipe: int) -> None:
-    """Wake the poll that reads the pipe. Any thread may."""
-    try:
-        os.write(pipe, b"\0")
-    except BlockingIOError:
-        return  # full: the thread is awake

@@ -30,7 +30,7 @@ def role_plan(role: Any, processes: int, launcher: str = "python", *, group: boo
 @contextmanager
 def probe_groups(log_dir: Path, *plans: RolePlan, factory: str = "handlers", **limits: Any) -> Iterator[Groups]:
     """Started groups; on leaving, nothing of them may be left running."""
-    modules = {plan.role: f"probe_role:{factory}" for plan in plans}
+    modules: dict[str, str] = {plan.role: f"probe_role:{factory}" for plan in plans}
     groups = Groups(Plan(plans, colocated=False), log_dir, modules=modules, **limits)
     try:
         with groups:

@@ -1,0 +1,116 @@
+"""The plan: commands, threads, devices, environments. Nothing is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.plan import Plan, make_plan, package_root, usable_cores
+from specs.errors import SpecError
+from specs.schema import Spec
+
+BASE: dict[str, Any] = {
+    "schema": 1,
+    "run": {"name": "t", "steps": 1},
+    "model": {"path": "builtin:tiny-digits", "from_scratch": True},
+    "data": {
+        "train": "builtin:sort-digits",
+        "prompts_per_step": 4,
+        "max_prompt_tokens": 16,
+        "max_response_tokens": 8,
+    },
+    "reward": {"terms": [{"kind": "exact_match"}]},
+    "algorithm": {"kind": "grpo", "group_size": 4},
+}
+
+
+def plan(cores: int = 8, **sections: Any) -> Plan:
+    merged = {**BASE, **{name: {**BASE.get(name, {}), **section} for name, section in sections.items()}}
+    return make_plan(Spec.model_validate(merged), Path("/specs"), cores=cores)
+
+
+@pytest.fixture(autouse=True)
+def _no_devices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "RLCTL_CPU_CORES", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_roles_in_starting_order_and_ref_only_when_needed() -> None:
+    assert [role.role for role in plan().roles] == ["reward", "rollout", "actor"]
+    with_kl = plan(algorithm={"kl_coef": 0.1}, actor={"processes": 2})
+    assert [role.role for role in with_kl.roles] == ["reward", "rollout", "actor", "ref"]
+    assert with_kl.role("ref").world_size_of_group == 2
+
+
+def test_cores_are_shared_out_by_process() -> None:
+    made = plan(8, actor={"processes": 2}, rollout={"processes": 16}, reward={"processes": 1})
+    assert [(role.role, role.threads) for role in made.roles] == [("reward", 1), ("rollout", 1), ("actor", 4)]
+    assert made.role("actor").env["OMP_NUM_THREADS"] == made.role("actor").env["MKL_NUM_THREADS"] == "4"
+    assert plan(8, actor={"threads": 3}).role("actor").threads == 3
+
+
+def test_replicas_are_worlds_of_their_own() -> None:
+    made = plan(actor={"processes": 2}, rollout={"processes": 3})
+    assert made.role("actor").world_size_of_group == 2
+    assert made.role("rollout").world_size_of_group == 1
+
+
+def test_commands() -> None:
+    made = plan(actor={"processes": 2, "launcher": "torchrun"}, rollout={"python": "../envs/v/bin/python"})
+    assert made.role("rollout").command == ("/envs/v/bin/python", "-m", "workers.main", "--role", "rollout")
+    assert made.role("actor").python == sys.executable
+    assert made.role("actor").command == (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "workers.main", "--role", "actor"),
+    )
+
+
+def test_environment_and_what_the_user_adds() -> None:
+    env = plan(rollout={"env": {"OMP_NUM_THREADS": "5", "MINE": "x", "PYTHONPATH": "/mine"}}).role("rollout").env
+    assert (env["OMP_NUM_THREADS"], env["MINE"]) == ("5", "x")
+    assert env["PYTHONPATH"] == f"{package_root()}{os.pathsep}/mine"  # ours stays: without it no rank starts
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert env["PYTHONSAFEPATH"] == "1"
+    assert "HF_HUB_OFFLINE" not in env
+
+
+def test_devices_count_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(actor={"devices": [1]}).role("actor").env["CUDA_VISIBLE_DEVICES"] == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    role = plan(actor={"devices": [1]}).role("actor")
+    assert (role.devices, role.env["CUDA_VISIBLE_DEVICES"]) == ((1,), "5")
+    assert "OMP_WAIT_POLICY" not in role.env
+    with pytest.raises(SpecError, match=r"actor\.devices = 2"):
+        plan(actor={"devices": [2]})
+
+
+def test_colocated_when_a_gpu_is_shared_or_as_asked() -> None:
+    assert not plan().colocated
+    assert plan(actor={"devices": [0, 1], "processes": 2}, rollout={"devices": [1]}).colocated
+    assert not plan(actor={"devices": [0]}, rollout={"devices": [1]}).colocated
+    assert plan(run={"colocate": "always"}).colocated
+    assert not plan(run={"colocate": "never"}, actor={"devices": [0]}, rollout={"devices": [0]}).colocated
+
+
+def test_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setenv("RLCTL_CPU_CORES", "7")
+    assert usable_cores() == 7
+    assert plan(0).role("actor").threads == 7
+    monkeypatch.setenv("RLCTL_CPU_CORES", "many")
+    with pytest.raises(SpecError, match="RLCTL_CPU_CORES = many"):
+        usable_cores()
+
+
+def test_planning_imports_nothing_heavy(repo_root: Path) -> None:
+    code = (
+        "import sys, rlctl.plan, rlctl.launch; print([m for m in ('torch', 'zmq', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

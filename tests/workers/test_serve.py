@@ -1,0 +1,96 @@
+"""The serve loop without a network, and a rank's place as its environment tells it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from backends.protocol import Rank
+from specs.errors import DataError
+from specs.messages import Kind, Message, Verb, parse
+from workers.main import place_from_env
+from workers.serve import Emit, Reply, serve
+
+
+class Tape:
+    """A peer that plays requests and records answers, through the real wire format."""
+
+    def __init__(self, *requests: Message) -> None:
+        self.requests = deque((*requests, Message(Kind.CALL, verb=Verb.CLOSE, call=99)))
+        self.answers: list[Message] = []
+
+    def receive(self) -> Message:
+        return parse(self.requests.popleft().frames())
+
+    def send(self, message: Message) -> None:
+        self.answers.append(parse(message.frames()))
+
+
+def call(verb: Verb, number: int) -> Message:
+    return Message(Kind.CALL, {"n": number}, verb, number)
+
+
+def test_parts_then_the_answer_then_goodbye() -> None:
+    def generate(message: Message, emit: Emit) -> Reply:
+        emit({"part": 1}, {"x_T": np.arange(2)})
+        return {"n": message.body["n"]}, {}
+
+    tape = Tape(call(Verb.GENERATE, 4))
+    serve(tape, {Verb.GENERATE: generate})
+    kinds = [(answer.kind, answer.verb, answer.call) for answer in tape.answers]
+    assert kinds == [
+        (Kind.PART, Verb.GENERATE, 4),
+        (Kind.ANSWER, Verb.GENERATE, 4),
+        (Kind.ANSWER, Verb.CLOSE, 99),
+    ]
+    np.testing.assert_array_equal(tape.answers[0].tensors["x_T"], [0, 1])
+
+
+def test_the_loop_survives_errors_and_reports_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def known(message: Message, emit: Emit) -> Reply:
+        raise DataError("row 3", hint="look")
+
+    def unknown(message: Message, emit: Emit) -> Reply:
+        raise ZeroDivisionError("division by zero")
+
+    def unsendable(message: Message, emit: Emit) -> Reply:
+        return {"x": object()}, {}
+
+    tape = Tape(call(Verb.SCORE, 1), call(Verb.UPDATE, 2), call(Verb.SAVE, 3), call(Verb.LOAD, 4), call(Verb.PING, 5))
+    serve(tape, {Verb.SCORE: known, Verb.UPDATE: unknown, Verb.SAVE: unsendable})
+    bodies = [(answer.call, answer.kind, answer.body.get("kind"), answer.body.get("known")) for answer in tape.answers]
+    assert bodies == [
+        (1, Kind.ERROR, "DataError", True),
+        (2, Kind.ERROR, "ZeroDivisionError", False),
+        (3, Kind.ERROR, "TypeError", False),
+        (4, Kind.ERROR, "ChannelError", True),
+        (5, Kind.ANSWER, None, None),
+        (99, Kind.ANSWER, None, None),
+    ]
+    assert (tape.answers[0].body["message"], tape.answers[0].body["hint"]) == ("row 3", "look")
+    assert "ZeroDivisionError: division by zero" in capsys.readouterr().err
+
+
+def test_what_is_not_a_call_is_passed_over() -> None:
+    tape = Tape(Message(Kind.BEAT), Message(Kind.CALL))
+    serve(tape, {})
+    assert [answer.verb for answer in tape.answers] == [Verb.CLOSE]
+
+
+@pytest.mark.parametrize(
+    ("env", "index", "rank"),
+    [
+        ({}, 0, Rank(0, 1, 0)),
+        ({"RLCTL_RANK": "1", "RLCTL_SIZE": "2", "LOCAL_RANK": "1"}, 1, Rank(1, 2, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "RLCTL_GROUP_SIZE": "2"}, 1, Rank(1, 2, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "RLCTL_GROUP_SIZE": "1"}, 1, Rank(1, 1, 1)),
+    ],
+)
+def test_place(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], index: int, rank: Rank) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert place_from_env() == (index, rank)
