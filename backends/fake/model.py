@@ -77,7 +77,7 @@ def describe(parameters: Parameters, config: ModelConfig, *, learns: bool, check
         hidden_size=vocab_size,
         layers=1,
         vocab_size=vocab_size,
-        dtype=config.dtype,
+        dtype="fp32",
         attn_implementation="none",
         attn_function="none",
         tied_embeddings=False,

@@ -70,7 +70,7 @@ class FakeTrainEngine(TrainEngine):
         sequence_tokens = loss_tokens_B(batch)
         names = ("loss", "entropy", "kl", "clipped", "logprob_gap", "approx_kl", "ratio")
         return {
-            **{name: math.fsum(terms.sums[name] for terms in done) for name in names},
+            **{name: sum((terms.sums[name] for terms in done), 0.0) for name in names},
             "tokens": float(sequence_tokens.sum()),
             "sequences": float((sequence_tokens > 0).sum()),
             "micro_batches": float(len(micros)),

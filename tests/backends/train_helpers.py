@@ -1,0 +1,140 @@
+"""Tiny models, configs and batches for tests of the train engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.protocol import LossScale, TrainEngine
+from backends.registry import train_engine
+from specs.batch import Batch
+from specs.role_config import ModelConfig, TrainConfig
+from specs.schema import DdpEngine, FakeTrainEngine, Grpo, Optimizer
+
+VOCAB = 23
+
+LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # far from uniform, so that differences show
+}
+QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": True, **LLAMA_LIKE}
+LLAMA = {"model_type": "llama", **LLAMA_LIKE}
+MISTRAL_WINDOW = {"model_type": "mistral", "sliding_window": 4, **LLAMA_LIKE}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "initializer_range": 0.2,
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    **LLAMA_LIKE,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+}
+GEMMA2 = {**GEMMA3, "model_type": "gemma2", "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def model_config(folder: Path, **changes: Any) -> ModelConfig:
+    values: dict[str, Any] = {
+        "path": str(folder),
+        "from_scratch": True,
+        "seed": 3,
+        "dtype": "fp32",
+        "attn_implementation": "auto",
+        "trust_remote_code": False,
+        "device": "cpu",
+        "max_sequence_tokens": 64,
+    }
+    return ModelConfig(**{**values, **changes})
+
+
+def train_config(folder: Path, kind: str = "ddp", **changes: Any) -> TrainConfig:
+    model_changes = changes.pop("model", {})
+    values: dict[str, Any] = {
+        "role": "actor",
+        "model": model_config(folder, **model_changes),
+        "engine": DdpEngine() if kind == "ddp" else FakeTrainEngine(),
+        # A large epsilon: with 1e-8 Adam takes the sign of gradients that are zero but for rounding.
+        "optimizer": Optimizer(lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=1.0),
+        "total_optimizer_steps": 10,
+        "micro_batch_tokens": 64,
+        "gradient_checkpointing": False,
+        "temperature": 0.7,
+    }
+    return TrainConfig(**{**values, **changes})
+
+
+def build_engine(config: TrainConfig) -> TrainEngine:
+    from backends.protocol import Rank
+
+    return train_engine(config.engine.kind).build(config, Rank())
+
+
+def grpo(**changes: Any) -> Grpo:
+    return Grpo(**{"kind": "grpo", "group_size": 4, **changes})
+
+
+def make_batch(sequences: int = 12, seed: int = 0, *, off_policy: bool = True, vocab: int = VOCAB) -> Batch:
+    """Ragged sequences with a tool span that is masked out, one with no loss token, and every column."""
+    rng = np.random.default_rng(seed)
+    prompts, answers = rng.integers(1, 6, sequences), rng.integers(1, 15, sequences)
+    lengths = prompts + answers
+    masks = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        mask = np.array([0] * prompt + [1] * answer)
+        if answer > 6:
+            mask[prompt + 2 : prompt + 4] = 0
+        masks.append(mask * (i != 3))
+    total = int(lengths.sum())
+    columns = {
+        "length_B": lengths.astype(np.int64),
+        "tokens_T": rng.integers(0, vocab, total).astype(np.int32),
+        "loss_mask_T": np.concatenate(masks).astype(np.int8),
+        "advantage_T": np.repeat(rng.normal(size=sequences), lengths).astype(np.float32),
+        "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+        "ref_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+    }
+    if off_policy:
+        columns["old_logprob_T"] = rng.normal(-3, 0.3, total).astype(np.float32)
+    return Batch(columns)
+
+
+def scale_of(batch: Batch, max_response_tokens: int = 15) -> LossScale:
+    sequences = sum(1 for mask in batch.sequences("loss_mask_T") if mask.any())
+    return LossScale(int((batch["loss_mask_T"] != 0).sum()), sequences, max_response_tokens)
+
+
+def weights_of(engine: TrainEngine, dtype: str = "fp32") -> dict[str, np.ndarray]:
+    """Exported weights, decoded from the wire (fp32), or raw bytes of another dtype."""
+    found = {}
+    for weight in engine.export_weights(dtype):  # type: ignore[arg-type]
+        buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+        weight.copy_to(buffer)
+        found[weight.spec.name] = buffer.view(np.float32).reshape(weight.spec.shape) if dtype == "fp32" else buffer
+    return found
+
+
+def largest_gap(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
+    assert first.keys() == second.keys()
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
