@@ -1,0 +1,267 @@
+"""Seconds per GRPO step: rlctl against TRL's GRPOTrainer, on the CPU, on the same work.
+
+    .venv/bin/python scripts/bench_vs_trl.py                     both works, two rounds each
+    .venv/bin/python scripts/bench_vs_trl.py --work long-tail --rounds 1
+
+The same model folder (2.4M-parameter Qwen2, random weights, fp32), the same prompts, group size, token limit and
+thread count; learning rate 0, so that lengths stay put; steps after the third; the sides take turns, so that both see
+the same machine; each side runs with the OMP_WAIT_POLICY that was faster for it. TRL is 1.16 with transformers
+generation, in its own environment (`.venv-trl`, made on the first call).
+
+rlctl's side is `rlctl train` itself, its numbers are those of `metrics.jsonl`: processes, wire, rewards, verified
+weight sync and all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+TRL_PACKAGES = ("trl==1.16.*", "transformers==5.23.0", "datasets", "accelerate")
+TORCH = "torch==2.13.0"
+WARM_UP = 3  # steps left out
+POLICIES = ("PASSIVE", "ACTIVE")
+
+
+@dataclass(frozen=True)
+class Work:
+    """128 answers per step. A random model ends an answer with probability of about 1 / vocabulary at each token."""
+
+    name: str
+    vocab: int
+    limit: int
+    prompts: int = 8
+    group: int = 16
+    prompt_tokens: int = 12
+
+
+WORKS = {
+    "short-ragged": Work("short-ragged", vocab=128, limit=64),
+    "long-tail": Work("long-tail", vocab=52, limit=256),
+}
+
+
+@dataclass
+class Timings:
+    """Of the steps after the warm-up."""
+
+    step_s: list[float] = field(default_factory=list)
+    generate_s: list[float] = field(default_factory=list)
+    length: list[float] = field(default_factory=list)
+
+    def add(self, step_s: list[float], generate_s: list[float], length: list[float]) -> None:
+        self.step_s += step_s[WARM_UP:]
+        self.generate_s += generate_s[WARM_UP:]
+        self.length += length[WARM_UP:]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One work, laid out in a folder that both sides read."""
+
+    work: Work
+    folder: Path
+    threads: int
+
+    @property
+    def prompts(self) -> list[str]:
+        draw = random.Random(0)
+        return ["".join(draw.choices("!#$%&()*+,-./0", k=self.work.prompt_tokens)) for _ in range(self.work.prompts)]
+
+    def lay_out(self) -> None:
+        """Model folder with weights, data file and reward."""
+        make_model(self.folder / "model", self.work.vocab)
+        lines = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in self.prompts]
+        (self.folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+        reward = "def score(prompt: str, completion: str, row: dict) -> float:\n    return float(len(completion) % 2)\n"
+        (self.folder / "reward.py").write_text(reward)
+
+    def environment(self, policy: str) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": policy, "HF_HUB_OFFLINE": "1"}
+
+    def run_trl(self, timings: Timings, steps: int, policy: str, accumulate: int = 1) -> None:
+        order = {
+            "model": str(self.folder / "model"),
+            "prompts": self.prompts,
+            "group": self.work.group,
+            "limit": self.work.limit,
+            "steps": WARM_UP + steps,
+            "threads": self.threads,
+            "accumulate": accumulate,
+            "seed": len(timings.step_s),
+            "out": str(self.folder / "trl"),
+        }
+        text = call([TRL_PYTHON, ROOT / "scripts" / "trl_side.py", json.dumps(order)], self.environment(policy))
+        found = json.loads(next(line for line in text.splitlines() if line.startswith("RESULT "))[7:])
+        timings.add(found["step_s"], found["generate_s"], found["length"])
+
+    def run_rlctl(self, timings: Timings, steps: int, policy: str) -> None:
+        spec = self.folder / "spec.toml"
+        spec.write_text(self.spec(WARM_UP + steps, policy, seed=len(timings.step_s)))
+        run_dir = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
+        call([sys.executable, "-m", "rlctl", "train", spec, "--run-dir", run_dir], self.environment(policy))
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        timings.add(
+            *([record[key] for record in records] for key in ("time/step_s", "time/rollout_s", "rollout/length_mean"))
+        )
+
+    def spec(self, steps: int, policy: str, seed: int) -> str:
+        work = self.work
+        role = f"threads = {self.threads}\nenv = {{ OMP_WAIT_POLICY = {policy!r} }}"
+        return f"""schema = 1
+[run]
+name = "bench"
+steps = {steps}
+seed = {seed}
+[model]
+path = {str(self.folder / "model")!r}
+[data]
+train = {str(self.folder / "data.jsonl")!r}
+prompts_per_step = {work.prompts}
+max_prompt_tokens = {work.prompt_tokens}
+max_response_tokens = {work.limit}
+[reward]
+terms = [{{ kind = "function", path = {str(self.folder / "reward.py") + ":score"!r} }}]
+[algorithm]
+kind = "grpo"
+group_size = {work.group}
+[actor]
+optimizer = {{ lr = 0.0 }}
+{role}
+[rollout]
+{role}
+[checkpoint]
+every = {steps}
+""".replace("'", '"')
+
+
+def make_model(folder: Path, vocab: int) -> None:
+    """A 2.4M-parameter Qwen2 with random weights and a byte tokenizer cut to `vocab` tokens."""
+    import torch
+    from tiny_model import tokenizer_json
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer = tokenizer_json("bytes")
+    tokenizer["model"]["vocab"] = {token: i for token, i in tokenizer["model"]["vocab"].items() if i < vocab}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    about = {"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": None, "add_prefix_space": False}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
+    print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {vocab}")
+
+
+def call(command: list[Any], environment: dict[str, str]) -> str:
+    """Output of a command; its last words and an end when it fails."""
+    done = subprocess.run(
+        [str(part) for part in command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=3600
+    )
+    if done.returncode:
+        raise SystemExit(f"{command[1]} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def ensure_trl() -> None:
+    if TRL_PYTHON.exists() and subprocess.run([TRL_PYTHON, "-c", "import trl"], capture_output=True).returncode == 0:
+        return
+    print("making .venv-trl (once) …")
+    environment = dict(os.environ)
+    call([sys.executable, "-m", "venv", "--clear", TRL_PYTHON.parent.parent], environment)
+    call([TRL_PYTHON, "-m", "pip", "install", "--upgrade", "pip>=24.1"], environment)
+    has_gpu = Path("/proc/driver/nvidia/version").exists()
+    kind = "cuda" if has_gpu else "cpu"
+    extra = call([TRL_PYTHON, ROOT / "scripts" / "_pick_torch.py", TORCH, kind], environment).split()
+    call([TRL_PYTHON, "-m", "pip", "install", "--no-deps", *extra, TORCH], environment)
+    call([TRL_PYTHON, "-m", "pip", "install", TORCH, *TRL_PACKAGES], environment)
+
+
+def best_policy(run: Any, label: str) -> str:
+    """The wait policy with the smaller median step in a short trial."""
+    trial: dict[str, float] = {}
+    for policy in POLICIES:
+        timings = Timings()
+        run(timings, 4, policy)
+        trial[policy] = statistics.median(timings.step_s)
+    best = min(trial, key=lambda policy: trial[policy])
+    print(f"{label}: OMP_WAIT_POLICY {', '.join(f'{p} {s:.2f} s' for p, s in trial.items())} → {best}")
+    return best
+
+
+def measure(work: Work, rounds: int, steps: int, threads: int) -> tuple[Timings, Timings]:
+    """(TRL, rlctl), taking turns."""
+    with tempfile.TemporaryDirectory(prefix="rlctl-bench-") as folder:
+        bench = Bench(work, Path(folder), threads)
+        bench.lay_out()
+        trl, ours = Timings(), Timings()
+        trl_policy, our_policy = best_policy(bench.run_trl, "TRL"), best_policy(bench.run_rlctl, "rlctl")
+        for number in range(rounds):
+            bench.run_trl(trl, steps, trl_policy)
+            bench.run_rlctl(ours, steps, our_policy)
+            print(f"{work.name}, round {number + 1}: TRL {statistics.median(trl.step_s):.2f} s, "
+                  f"rlctl {statistics.median(ours.step_s):.2f} s per step")  # fmt: skip
+    return trl, ours
+
+
+def show(results: dict[str, tuple[Timings, Timings]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Seconds per step (median; steps after the third, 128 answers each)")
+    for name in ("work", "side", "mean length", "step s", "generation s", "rest s", "ratio"):
+        table.add_column(name, justify="left" if name in ("work", "side") else "right")
+    for work, sides in results.items():
+        theirs = statistics.median(sides[0].step_s)
+        for side, timings in zip(("TRL 1.16", "rlctl"), sides, strict=True):
+            step, generate = statistics.median(timings.step_s), statistics.median(timings.generate_s)
+            ratio = "" if timings is sides[0] else f"{theirs / step:.2f}×"
+            cells = (
+                f"{statistics.fmean(timings.length):.1f}",
+                f"{step:.2f}",
+                f"{generate:.2f}",
+                f"{step - generate:.2f}",
+            )
+            table.add_row(work, side, *cells, ratio)
+        table.add_section()
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=[*WORKS, "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps per round")
+    parser.add_argument("--threads", type=int, default=2)
+    asked = parser.parse_args()
+    ensure_trl()
+    chosen = list(WORKS) if asked.work == "all" else [asked.work]
+    show({name: measure(WORKS[name], asked.rounds, asked.steps, asked.threads) for name in chosen})
+
+
+if __name__ == "__main__":
+    main()
