@@ -120,8 +120,6 @@ def export_checkpoint(
 
 def main() -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    import click
-
     from specs.errors import RlctlError
 
     try:
@@ -129,17 +127,14 @@ def main() -> int:
     except RlctlError as error:
         show_error(error)
         return error.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()  # whoever read us has gone; so would a second message
         return 1
     except Exception as error:  # the edge: nothing may pass, and the traceback is kept
-        return _show_bug(error)
+        return _show_usage(error) or _show_bug(error)
 
 
 def show_error(error: RlctlError) -> None:
@@ -155,6 +150,15 @@ def problem_text(word: str, problem: object) -> str:
     """One problem as text: what is wrong, then the next action."""
     head, _, hint = str(problem).partition("\n  hint: ")
     return f"{word}: {head}" + (f"\n\nhint: {hint}" if hint else "")
+
+
+def _show_usage(error: Exception) -> int:
+    """Exit code of a wrong command line, shown; 0 for any other error. Typer has click's errors or a copy of them."""
+    show = getattr(error, "show", None)
+    if not callable(show):
+        return 0
+    show()
+    return int(getattr(error, "exit_code", 2))
 
 
 def _show_bug(error: Exception) -> int:

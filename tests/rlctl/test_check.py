@@ -1,0 +1,95 @@
+"""What `check-config` finds and says, as JSON and for the person."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.check import check, examine
+from rlctl.init import presets
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "spec.toml"
+    file.write_text(presets()["quickstart"].read_text())
+    return file
+
+
+def as_json(spec: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict[str, object]]:
+    code = check(spec, overrides, as_json=True)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_json_of_a_good_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(spec, capsys, "actor.attn_implementation=eager", "rollout.processes=2", "actor.dtype=bf16")
+    assert (code, found["ok"], found["problems"]) == (0, True, [])
+    roles: dict[str, dict[str, object]] = found["roles"]  # type: ignore[assignment]
+    assert sorted(roles) == ["actor", "reward", "rollout"]
+    assert roles["actor"]["attn_implementation"] == "eager"
+    assert roles["rollout"]["attn_implementation"] == "auto"
+    assert (roles["rollout"]["processes"], roles["rollout"]["dtype"]) == (2, "bf16")
+    assert str(roles["actor"]["model"]).endswith("tiny-digits")
+    batch: dict[str, int] = found["batch"]  # type: ignore[assignment]
+    assert batch["samples_per_step"] == batch["prompts_per_step"] * batch["group_size"] == 1024
+    assert batch["samples_per_mini_batch"] * batch["mini_batches_per_step"] == 1024
+
+
+def test_a_reference_appears_with_kl(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = as_json(spec, capsys, "algorithm.kl_coef=0.1")
+    assert found["roles"]["ref"]["engine"] == "ddp"  # type: ignore[index]
+
+
+def test_json_of_a_broken_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(spec, capsys, "actor.gpus=1")
+    assert (code, found["ok"], found["roles"], found["batch"]) == (2, False, {}, {})
+    assert found["problems"] == [
+        {"key": "actor.gpus", "value": "1", "message": "unknown key", "hint": "did you mean `actor.devices`?"}
+    ]
+
+
+def test_problems_with_files_leave_the_tables_readable(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(spec, capsys, "data.train=none.jsonl")
+    assert code == 2
+    assert [problem["key"] for problem in found["problems"]] == ["data.train"]  # type: ignore[attr-defined]
+    assert found["roles"]
+    assert found["batch"]
+
+
+def test_the_person_sees_roles_arithmetic_and_ok(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, (), as_json=False) == 0
+    out, err = capsys.readouterr()
+    assert "64 prompts × 16 answers = 1024 samples" in out
+    assert "rollout  torch" in out
+    assert f"ok: {spec}" in out
+    assert err == ""
+
+
+def test_the_person_sees_problems_on_stderr(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, ("actor.micro_batch_tokens=3",), as_json=False) == 2
+    out, err = capsys.readouterr()
+    assert "ok" not in out
+    assert err.startswith("error: actor.micro_batch_tokens = 3: less than the longest sequence")
+    assert "\n\nhint: use at least 16\n" in err
+    assert f"1 problem in {spec}" in err
+
+
+def test_warnings_do_not_refuse(spec: Path) -> None:
+    (spec.parent / "runs" / "quickstart").mkdir(parents=True)
+    (spec.parent / "runs" / "quickstart" / "x").touch()
+    found = examine(spec, ("rollout.top_k=5", "algorithm.mini_batches_per_step=1"))
+    assert found.ok
+    assert {warning.key for warning in found.warnings} == {
+        "rollout.top_k",
+        "algorithm.clip_low",
+        "algorithm.clip_high",
+        "run.name",
+    }
+
+
+def test_markup_in_values_is_shown_as_it_is(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, ("run.name=[bold]x[/bold]",), as_json=False) == 2
+    assert "[bold]x[/bold]" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""The command line as a person meets it: exit codes, what is said, and what is never touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rlctl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1", **env}
+    command = [sys.executable, "-m", "rlctl", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def listing(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def test_init_writes_a_spec_that_passes_and_never_overwrites(tmp_path: Path) -> None:
+    done = rlctl("init", "spec.toml", "--preset", "quickstart", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert rlctl("check-config", "spec.toml", cwd=tmp_path).returncode == 0
+    (tmp_path / "spec.toml").write_text("mine")
+    again = rlctl("init", "spec.toml", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+    assert "\n\nhint: name another file, or add --force" in again.stderr
+    assert (tmp_path / "spec.toml").read_text() == "mine"
+    assert rlctl("init", "spec.toml", "--force", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "spec.toml").read_text().startswith("# A tiny model")
+
+
+def test_init_names_presets(tmp_path: Path) -> None:
+    listed = rlctl("init", "--list", cwd=tmp_path)
+    assert listed.returncode == 0
+    for name in ("quickstart", "gsm8k-cpu", "grpo-1gpu"):
+        assert name in listed.stdout
+    unknown = rlctl("init", "--preset", "quickstrat", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "did you mean quickstart?" in unknown.stderr
+    nowhere = rlctl("init", "none/spec.toml", cwd=tmp_path)
+    assert (nowhere.returncode, "no such folder" in nowhere.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_spec_is_exit_2_with_every_problem_and_no_traceback(tmp_path: Path) -> None:
+    rlctl("init", "spec.toml", cwd=tmp_path)
+    text = (tmp_path / "spec.toml").read_text().replace("group_size = 16", "group_sizes = 16").replace("120", '"120"')
+    (tmp_path / "spec.toml").write_text(text)
+    for arguments in (("check-config",), ("train",), ("train", "--dry-run")):
+        before = listing(tmp_path)
+        done = rlctl(*arguments, "spec.toml", cwd=tmp_path)
+        assert done.returncode == 2, arguments
+        assert (
+            'error: run.steps = "120": must be a whole number, not text\n\nhint: write it without quotes' in done.stderr
+        )
+        assert "error: algorithm.group_sizes = 16: unknown key\n\nhint: did you mean `group_size`?" in done.stderr
+        assert "Traceback" not in done.stderr + done.stdout
+        assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("train",),
+        ("train", "spec.toml", "--nope"),
+        ("check-config", "none.toml"),
+        ("train", "none.toml"),
+    ],
+)
+def test_wrong_usage_is_exit_2(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = rlctl(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_export_refuses_options_it_does_not_know(tmp_path: Path) -> None:
+    done = rlctl("export-checkpoint", "run", "out", "--dtype", "fp8", cwd=tmp_path)
+    assert done.returncode == 2
+    assert 'error: --dtype "fp8": not a choice' in done.stderr
+    missing = rlctl("export-checkpoint", "run", "out", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "Traceback" not in missing.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
+    rlctl("init", "spec.toml", cwd=tmp_path)
+    before = listing(tmp_path)
+    settings = ("--set", "actor.processes=2", "--set", "actor.launcher=torchrun", "--set", "rollout.processes=2")
+    done = rlctl("train", "spec.toml", "--dry-run", *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "[reward] 1 process on CPU",
+        "[rollout] 2 processes on CPU",
+        "-m workers.main --role rollout    (× 2)",
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m workers.main --role actor\n",
+        "OMP_WAIT_POLICY=PASSIVE",
+    ):
+        assert text in done.stdout, done.stdout
+    assert listing(tmp_path) == before
+
+
+def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path) -> None:
+    code = "import rlctl.init as i, rlctl.cli as c, sys; i.print_presets = lambda: 1 / 0; sys.exit(c.main())"
+    command = [sys.executable, "-c", code, "init", "--list"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "error: ZeroDivisionError: division by zero\n\nhint: this is a fault in rlctl" in done.stderr
+
+
+HEAVY = ("torch", "transformers", "numpy", "zmq", "safetensors", "pyarrow", "tokenizers")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("init", "--list"), ("check-config", "spec.toml"), ("train", "spec.toml", "--dry-run")]
+)
+def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    rlctl("init", "spec.toml", cwd=tmp_path)
+    loaded = f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
+    code = f"import sys; from rlctl.cli import main; main(); {loaded}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip().endswith("[]"), done.stderr
+
+
+def test_version_and_module(tmp_path: Path) -> None:
+    from rlctl import __version__
+
+    assert rlctl("--version", cwd=tmp_path).stdout.strip() == f"rlctl {__version__}"

@@ -1,0 +1,60 @@
+"""Every spec that ships is valid, from any folder, and says in its first line what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rlctl.init import presets, summary, write_preset
+from specs.errors import UsageError
+from specs.files import file_problems
+from specs.load import load_spec
+from specs.rules import cross_field_warnings
+
+NAMES = ["fake", "grpo-1gpu", "gsm8k-cpu", "quickstart"]
+
+
+def test_these_ship() -> None:
+    assert sorted(presets()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    file = tmp_path / "spec.toml"
+    write_preset(name, file, force=False)
+    spec = load_spec(file)
+    assert cross_field_warnings(spec) == []
+    if name == "gsm8k-cpu":  # the person brings the data
+        rows = tmp_path / spec.data.train
+        rows.parent.mkdir(parents=True)
+        rows.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    errors, warnings = file_problems(spec, tmp_path)
+    assert errors == []
+    assert name == "grpo-1gpu" or warnings == []
+    assert spec.run.name == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_commented_and_summed_up(name: str) -> None:
+    file = presets()[name]
+    assert file.read_text().startswith("# ")
+    assert 20 < len(summary(file)) < 120
+    assert max(len(line) for line in file.read_text().splitlines()) <= 120
+
+
+def test_the_gsm8k_preset_fits_the_real_rows(tmp_path: Path) -> None:
+    folder = os.environ.get("RLCTL_TEST_DATA")
+    if not folder:
+        pytest.skip("RLCTL_TEST_DATA is not set")
+    write_preset("gsm8k-cpu", tmp_path / "spec.toml", force=False)
+    spec = load_spec(tmp_path / "spec.toml", [f"data.train={folder}/gsm8k/train.jsonl"])
+    assert file_problems(spec, tmp_path) == ([], [])
+
+
+def test_unwritable_targets_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_preset("fake", tmp_path, force=True)
