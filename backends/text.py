@@ -80,12 +80,15 @@ def load_codec(model_path: str, *, trust_remote_code: bool = False) -> TextCodec
             from transformers.models import qwen2
 
             loader: Any = getattr(qwen2, name)
-            return TextCodec(loader.from_pretrained(model_path), model_path)
-        from transformers import AutoTokenizer
+            loaded = loader.from_pretrained(model_path)
+        else:
+            from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            loaded = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken tokenizer.json
         raise _no_tokenizer(model_path, error) from error
+    if len(loaded) <= len(loaded.added_tokens_decoder):  # transformers makes an empty one where there are no files
+        raise _no_tokenizer(model_path, ValueError("it has no vocabulary"))
     return TextCodec(loaded, model_path)
 
 
