@@ -118,12 +118,12 @@ def export_checkpoint(
     raise typer.Exit(export(run_dir, out_dir, step, role, dtype))
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     from specs.errors import RlctlError
 
     try:
-        return int(app(standalone_mode=False) or 0)
+        return int(app(arguments, prog_name="rlctl", standalone_mode=False) or 0)
     except RlctlError as error:
         show_error(error)
         return error.exit_code

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from rlctl.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def rlctl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1", **env}
-    command = [sys.executable, "-m", "rlctl", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def rlctl(*arguments: str, cwd: Path) -> Done:
+    """Run the command line in `cwd`, in this process; what `python -m rlctl` adds is tested apart."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(arguments))
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def listing(folder: Path) -> dict[str, float]:
@@ -139,4 +152,9 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: tuple[st
 def test_version_and_module(tmp_path: Path) -> None:
     from rlctl import __version__
 
-    assert rlctl("--version", cwd=tmp_path).stdout.strip() == f"rlctl {__version__}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for arguments, code in (("--version", 0), ("nonsense", 2)):
+        command = [sys.executable, "-m", "rlctl", arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert code or done.stdout.strip() == f"rlctl {__version__}"
