@@ -16,6 +16,7 @@ app = typer.Typer(
     help="Train language models with reinforcement learning. One TOML file says everything about a run.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # rich help pulls in a Markdown parser: twice the time of everything else
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
