@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from specs.errors import ChannelError
 from specs.messages import Kind, Message, parse
+from specs.wire_tensors import Buffer
 from workers.proof import Side, make_nonce, make_proof, same_proof
 
 log = logging.getLogger("rlctl.channel")
@@ -52,7 +53,7 @@ class Admission:
         self._members: set[tuple[str, int]] = set()
         self.refused = 0
 
-    def hear(self, identity: bytes, frames: list[bytes]) -> Verdict:
+    def hear(self, identity: bytes, frames: list[Buffer]) -> Verdict:
         """Judge one message of a connection that is not a member. Never raises: strangers cannot harm the run."""
         try:
             if len(frames) != 1 or len(frames[0]) > _MAX_UNPROVEN_BYTES:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from specs.batch import Batch
 from specs.errors import BatchError
 from specs.messages import COLUMNS, Kind, Message, Verb
+from specs.wire_tensors import Buffer
 
 Body = Mapping[str, Any]
 Tensors = Mapping[str, NDArray[np.generic]] | Batch
@@ -25,7 +26,7 @@ class Call:
         self,
         verb: Verb,
         number: int,
-        frames: list[list[bytes]],
+        frames: list[list[Buffer]],
         step: int | None,
         timeout_s: float,
         tick: Callable[[], None],
@@ -72,7 +73,7 @@ class Call:
                 return
             self._tick()
 
-    def start(self) -> list[list[bytes]]:
+    def start(self) -> list[list[Buffer]]:
         """The clock starts. Returns the frames to send, by rank."""
         self._deadline = time.monotonic() + self.timeout_s
         frames, self.frames = self.frames, []
@@ -88,10 +89,10 @@ class Call:
 
 def frames_by_rank(
     verb: Verb, number: int, size: int, body: Body | Sequence[Body] | None, tensors: Tensors | Sequence[Tensors] | None
-) -> list[list[bytes]]:
+) -> list[list[Buffer]]:
     """A request's frames for each rank. What is the same for all ranks is written once."""
     bodies, blobs = _per_rank("bodies", body, size), _per_rank("tensors", tensors, size)
-    made: dict[tuple[int, int], list[bytes]] = {}
+    made: dict[tuple[int, int], list[Buffer]] = {}
     for one, columns in zip(bodies, blobs, strict=True):
         key = (id(one), id(columns))
         if key not in made:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.admission import Admission, Member
 from specs.errors import ChannelError
+from specs.wire_tensors import Buffer
 
 if TYPE_CHECKING:
     import zmq
@@ -39,7 +40,7 @@ class Received:
 
     role: str
     rank: int
-    frames: list[bytes]
+    frames: list[Buffer]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Hub:
         """Let ranks 0 … size-1 of a role in. Nobody else is."""
         self._expected[role] = size
 
-    def send(self, role: str, rank: int, frames: list[bytes]) -> None:
+    def send(self, role: str, rank: int, frames: list[Buffer]) -> None:
         """Send a message's frames to a rank; never waits. To a rank that is gone it is lost."""
         with self._lock:
             self._post(self._identities.get((role, rank)), frames)
@@ -158,12 +159,12 @@ class Hub:
         self._looked = now
         if ready:
             for identity, *frames in receive_all(self._router):
-                self._hear(identity, frames, now)
+                self._hear(bytes(identity), frames, now)
         if now >= self._next_beat:
             self._beat(now)
             self._next_beat = now + self._beat_s
 
-    def _hear(self, identity: bytes, frames: list[bytes], now: float) -> None:
+    def _hear(self, identity: bytes, frames: list[Buffer], now: float) -> None:
         from workers.channel import BEAT_FRAMES
 
         peer = self._peers.get(identity)
@@ -196,7 +197,7 @@ class Hub:
             for peer in self._peers.values():
                 peer.heard += missed_s
 
-    def _post(self, identity: bytes | None, frames: list[bytes]) -> None:
+    def _post(self, identity: bytes | None, frames: list[Buffer]) -> None:
         import zmq
 
         if identity is None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from specs.batch import Batch
 from specs.errors import ChannelError
+from specs.wire_tensors import Buffer, decode, encode
 
 PROTOCOL_VERSION = 1
 
@@ -102,13 +103,17 @@ class Message:
     call: int = 0
     tensors: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
 
-    def frames(self) -> list[bytes]:
-        header = {"v": PROTOCOL_VERSION, "kind": self.kind, "verb": self.verb, "call": self.call, "body": dict(self.body)}
-        frames = [json.dumps(header, separators=(",", ":")).encode()]
+    def frames(self) -> list[Buffer]:
+        header = {
+            "v": PROTOCOL_VERSION,
+            "kind": self.kind,
+            "verb": self.verb,
+            "call": self.call,
+            "body": dict(self.body),
+        }
+        frames: list[Buffer] = [json.dumps(header, separators=(",", ":")).encode()]
         if self.tensors:
-            from safetensors.numpy import save
-
-            frames.append(save({name: np.ascontiguousarray(value) for name, value in self.tensors.items()}))
+            frames.append(encode(self.tensors))
         return frames
 
     @property
@@ -116,12 +121,12 @@ class Message:
         return Batch(self.tensors)
 
 
-def parse(frames: list[bytes]) -> Message:
-    """Frames to a message. Raises ChannelError on anything that is not one."""
+def parse(frames: list[Buffer]) -> Message:
+    """Frames to a message, whose tensors are views of the second one. Raises ChannelError on anything else."""
     if len(frames) not in (1, 2):
         raise ChannelError(f"a message has one or two frames, not {len(frames)}")
     try:
-        header = json.loads(frames[0])
+        header = json.loads(bytes(frames[0]))
         if header["v"] != PROTOCOL_VERSION:
             raise ChannelError(f"the peer speaks version {header['v']} of the wire, this side {PROTOCOL_VERSION}")
         verb = Verb(header["verb"]) if header["verb"] else None
@@ -130,13 +135,5 @@ def parse(frames: list[bytes]) -> Message:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ChannelError(f"not a message: {error}") from None
-    tensors: dict[str, NDArray[np.generic]] = {}
-    if len(frames) == 2:
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
-
-        try:
-            tensors = load(frames[1])
-        except SafetensorError as error:
-            raise ChannelError(f"not safetensors: {error}") from None
+    tensors = decode(frames[1]) if len(frames) == 2 else {}
     return Message(message_kind, body, verb, call, tensors)

@@ -18,12 +18,14 @@ import zmq
 
 from specs.errors import ChannelError
 from specs.messages import Kind, Message, parse
+from specs.wire_tensors import Buffer
 from workers.proof import Side, make_nonce, make_proof, same_proof
 from workers.watchdog import EXIT_ORPHANED
 
 BEAT_FRAMES = Message(Kind.BEAT).frames()
 JOIN_TIMEOUT_S = 60.0
 _LINGER_S = 5.0
+_SMALL_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Link:
     def _expect(self, kind: Kind, timeout_s: float) -> Message:
         if not self._dealer.poll(int(timeout_s * 1000)):
             raise ChannelError(f"the driver at {self._dial.address} did not send {kind} in {timeout_s:g} s")
-        message = parse(self._dealer.recv_multipart())
+        message = parse([*self._dealer.recv_multipart()])
         if message.kind is Kind.ERROR:
             raise ChannelError(f"the driver refused this rank: {message.body.get('message', '')}")
         if message.kind is not kind:
@@ -155,18 +157,19 @@ class Link:
             os._exit(EXIT_ORPHANED)
 
 
-def _parse(frames: list[bytes]) -> Message | ChannelError:
+def _parse(frames: list[Buffer]) -> Message | ChannelError:
     try:
         return parse(frames)
     except ChannelError as error:
         return error
 
 
-def receive_all(peer: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Every message that is there now."""
-    messages: list[list[bytes]] = []
+def receive_all(peer: zmq.Socket[bytes]) -> list[list[Buffer]]:
+    """Every message that is there now. Large frames are views of what was received, not copies."""
+    messages: list[list[Buffer]] = []
     while True:
         try:
-            messages.append(peer.recv_multipart(zmq.NOBLOCK))
+            frames = peer.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return messages
+        messages.append([frame.bytes if len(frame) < _SMALL_BYTES else frame.buffer for frame in frames])
