@@ -104,38 +104,21 @@ def write(reports: Reports, path: Path) -> None:
 
 
 def table(spec: Spec, reports: Reports) -> Table:
-    """One row per role: what it is, as read back from its layers."""
+    """One row per role: what it is, as read back from its layers. The rest is in `as_built.json`."""
+    from rich import box
     from rich.table import Table
 
-    grid = Table(title="As built", title_justify="left")
-    numbers = ("ranks", "parameters", "hidden")
-    for column in (
-        "role",
-        *numbers[:1],
-        "engine",
-        "model",
-        *numbers[1:],
-        "dtype",
-        "attention (asked)",
-        "device",
-        "torch",
-    ):
-        grid.add_column(column, justify="right" if column in numbers else "left")
+    grid = Table(title="As built", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for column in ("role", "held by", "model", "parameters", "dtype", "attention"):
+        grid.add_column(column, justify="right" if column == "parameters" else "left", overflow="fold")
     for role, ranks in reports.items():
         report, model = ranks[0], ranks[0].model
+        held = f"{len(ranks)} × {report.engine}, {report.device}"
         if model is None:
-            grid.add_row(role, str(len(ranks)), report.engine, "", "", "", "", "", report.device, "")
+            grid.add_row(role, held)
             continue
-        grid.add_row(
-            role,
-            str(len(ranks)),
-            report.engine,
-            f"{model.model_class} {Path(model.path).name}",
-            f"{model.parameters:,}",
-            str(model.hidden_size),
-            model.dtype,
-            f"{model.attn_implementation} ({spec.attention(role)})",
-            report.device,
-            report.versions.get("torch", ""),
-        )
+        name = f"{model.model_class.removesuffix('ForCausalLM')} {Path(model.path).name}"
+        asked = spec.attention(role)
+        attention = model.attn_implementation if asked != "auto" else f"{model.attn_implementation} (auto)"
+        grid.add_row(role, held, name, f"{model.parameters:,}", model.dtype, attention)
     return grid

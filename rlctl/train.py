@@ -15,7 +15,6 @@ from typing import Any
 
 from rlctl import __version__, as_built, checkpoints
 from rlctl.build import build_bodies, model_paths
-from rlctl.channel import Hub
 from rlctl.driver import Driver
 from rlctl.groups import Groups
 from rlctl.metrics import MetricsWriter, truncate_after
@@ -99,14 +98,13 @@ class Run:
 
     def _open_groups(self) -> Groups:
         run = self.spec.run
-        hub = Hub(heartbeat_timeout_s=run.heartbeat_timeout_s)
         return Groups(
             self.plan,
-            hub,
             self.run.logs,
             start_timeout_s=run.start_timeout_s,
             verb_timeout_s=run.verb_timeout_s,
-            on_idle=self._tick,
+            heartbeat_timeout_s=run.heartbeat_timeout_s,
+            on_tick=self._tick,
         )
 
     def _tick(self) -> None:

@@ -68,7 +68,7 @@ def workers_of(run_dir: Path) -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
-            command, place = process.cmdline(), process.environ().get("RLCTL_LOG_DIR", "")
+            command, place = process.cmdline(), os.readlink(f"/proc/{process.pid}/fd/1")
         except (psutil.Error, OSError):
             continue
         if "workers.main" in command and str(run_dir) in place:
