@@ -103,7 +103,7 @@ class FakeRolloutEngine(RolloutEngine):
         self._check_lengths(answers, sampling)
         key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
         for index, key in zip(answers.queue, key_B[answers.queue], strict=True):
-            answers.finish(index, *self._answer(answers.prompt_tokens[index], key, sampling))
+            answers.finish(index, *self._answer(answers.prompt_tokens[index].astype(np.int64), key, sampling))
             answers.flush()
         answers.close()
         longest = sampling.max_response_tokens if len(prompts) else 0

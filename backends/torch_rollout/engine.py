@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from backends.answers import Answers
 from backends.attention import PackedLayout
@@ -42,8 +42,7 @@ class TorchRolloutEngine(RolloutEngine):
         assert isinstance(config.engine, TorchRolloutTable)
         self.config, self.table, self.model = config, config.engine, model
         self.device = torch.device(config.model.device)
-        own = (getattr(model.generation_config, "eos_token_id", None), model.config.get_text_config().eos_token_id)
-        self.stops = stop_tokens([i for ids in own for i in token_ids(ids)], config, ask_tokenizer=True)
+        self.stops = stop_tokens(_end_tokens(model, config.model.path), config, ask_tokenizer=True)
         self._weights = named_weights(model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         self._forward: Forward | None = None  # chosen and checked with the first weights
@@ -211,7 +210,7 @@ class TorchRolloutEngine(RolloutEngine):
     def _move_weights(self, device: torch.device) -> None:
         if self._forward is not None:
             self._forward.release()
-        self.model.to(device)
+        self.model.to(device=device)
         self._weights = named_weights(self.model)  # parameters keep their identity, buffers do not
         if self._forward is not None and device == self.device:
             self._forward.join()
@@ -229,6 +228,14 @@ class TorchRolloutEngine(RolloutEngine):
         self._drop_weights()
         self._forward = None
         _give_back_memory(self.device)
+
+
+def _end_tokens(model: PreTrainedModel, path: str) -> set[int]:
+    """`eos_token_id` of config and generation config; a model built from its config alone lacks the latter."""
+    named = set(token_ids(model.config.get_text_config().eos_token_id))
+    with suppress(OSError):  # the file is optional
+        named |= set(token_ids(GenerationConfig.from_pretrained(path).eos_token_id))
+    return named
 
 
 def _typed(source: Tensor, tensor: Tensor) -> Tensor:

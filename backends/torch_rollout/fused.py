@@ -9,6 +9,7 @@ give the generic path's log-probs keeps the generic path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ class FusedLinear:
         return FusedLinear(_join([p.weight for p in parts]), _join([p.bias for p in parts]) if biased else None)
 
 
-def _join(parameters: list[nn.Parameter]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     joined = torch.cat([p.data for p in parameters])
     for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
         parameter.data = view
@@ -63,6 +64,9 @@ class FusedForward:
         self.model = model
         self.layers = list(model.model.layers)
         self.eps = float(model.config.rms_norm_eps)
+        # Mistral reads it from the config, the Qwens from the layer, Llama has none.
+        everywhere = model.config.sliding_window if type(model).__name__ == "MistralForCausalLM" else None
+        self.windows = [getattr(layer.self_attn, "sliding_window", everywhere) for layer in self.layers]
         self.join()
 
     @torch.inference_mode(False)
@@ -109,7 +113,7 @@ class FusedForward:
             key,
             heads[:, query_heads + kv_heads :].transpose(0, 1)[None],
             scaling=attention.scaling,
-            sliding_window=getattr(attention, "sliding_window", None),
+            sliding_window=self.windows[number],
         )
         x = _add_linear(x, out[0].flatten(1), attention.o_proj)
         gate, up = F.linear(

@@ -65,7 +65,7 @@ def give_weights(engine: RolloutEngine, seed: int = 0, scale: float = 0.3) -> No
     rng = np.random.default_rng(seed)
     for spec in engine.weight_specs():
         assert spec.dtype == "fp32"
-        values = rng.normal(0, scale, spec.shape).astype(np.float32)
+        values = scale * rng.standard_normal(spec.shape, dtype=np.float32)
         if "norm" in spec.name:
             values = 1 + values
         engine.import_weight(spec, values.reshape(-1).view(np.uint8))
