@@ -163,6 +163,12 @@ def test_the_words_of_a_failure_name_its_cause(make_pool: MakePool) -> None:
     assert "'1.0' (str)" in value.text
 
 
+def test_a_forked_copy_does_not_speak(make_pool: MakePool) -> None:
+    pool = make_pool(NAUGHTY, workers=1)
+    verdicts = pool.judge([request(name) for name in ["fork", "3"] * 20])
+    assert verdicts == [Verdict((0.25,)), Verdict((3.0,))] * 20
+
+
 def test_order_and_rows_survive_many_samples(make_pool: MakePool) -> None:
     """Equal texts, shared rows, and processes that die in the middle: scores stay with their samples."""
     pool = make_pool(NAUGHTY, workers=3)
