@@ -13,7 +13,6 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.files import file_problems
 from specs.schema import (
-    ExactMatch,
     ModelRole,
     Overlong,
     Regex,
@@ -181,8 +180,6 @@ def _reward(spec: Spec) -> Iterator[Problem]:
                 yield Problem(
                     key, f"not a regular expression: {error}", "TOML's '…' keeps backslashes", show(term.pattern)
                 )
-        if isinstance(term, ExactMatch) and not spec.data.answer_column:
-            yield Problem("data.answer_column", "exact_match needs it")
     section = spec.reward
     for key, default, why in (
         ("processes", 1, "the reward role is one process; reward.workers sets how many judge"),

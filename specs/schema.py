@@ -374,8 +374,6 @@ class Spec(Table):
     sync: SyncSection = SyncSection()
     tracking: TrackingSection | None = None
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
-
     # Derived values: what the sections mean together. Nothing here rewrites the spec.
 
     @property

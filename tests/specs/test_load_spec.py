@@ -69,6 +69,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"critic": {"lr": 1.0}}, "critic", "grpo has no critic"),
     ({"actor.nodes": 2}, "actor.nodes", "one machine"),
     ({"zzz": 1}, "zzz", "knows: schema, run"),
+    ({"schema_": 1}, "schema_", "`schema`"),
     # missing
     ({"schema": GONE}, "schema", "add `schema = 1`"),
     ({"run": GONE}, "[run]", "add [run] with name, steps"),
