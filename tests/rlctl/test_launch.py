@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from probe_groups import role_plan, wait_until
 
@@ -45,6 +46,8 @@ def test_stop_ends_a_stopped_process_without_force(tmp_path: Path) -> None:
     launcher.start(_plan("print('ready', flush=True); import time; time.sleep(600)"))
     assert wait_until(lambda: "ready" in tail(launcher.log_path("actor", 0)))
     launcher.started[0].process.send_signal(signal.SIGSTOP)
+    pid = launcher.started[0].process.pid
+    assert wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)  # not merely about to stop
     launcher.stop(grace_s=20)
     assert launcher.started[0].process.returncode == -signal.SIGTERM
 
