@@ -33,12 +33,14 @@ def show_reward(run: Path, console: Console) -> None:
 def show_answers(folder: Path, console: Console) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     draw = random.Random()
     numbers = ["".join(draw.choices("0123456789", k=4)) for _ in range(SHOWN)]
-    console.print(f"\n[bold]the exported model[/] ({folder}), loaded by transformers, sorts digits it is given:")
+    console.print(f"\n[bold]{folder}[/], loaded by transformers, answers greedily:")
     for digits in numbers:
         inputs = tokenizer(f"{digits}>", return_tensors="pt")
         with torch.no_grad():
@@ -50,7 +52,7 @@ def show_answers(folder: Path, console: Console) -> None:
 
 if __name__ == "__main__":
     run_dir, export_dir = Path(sys.argv[1]), Path(sys.argv[2])
-    screen = Console(highlight=False)
+    screen = Console(highlight=False, soft_wrap=True)
     show_reward(run_dir, screen)
     show_answers(export_dir, screen)
-    screen.print(f"\nreport: {run_dir / 'report.html'}    metrics: {run_dir / 'metrics.jsonl'}")
+    screen.print(f"\nthe run on one page: {run_dir / 'report.html'}")
