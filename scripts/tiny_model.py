@@ -13,8 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-SPECIALS = ("<pad>", "<eos>", "<unk>")
-DIGITS_ALPHABET = "0123456789>=+- "
+# One special token and no blank: a reward strips both, so a model with more of them fills its answers with what nobody
+# sees and never learns to end them.
+END = "<eos>"
+DIGITS_ALPHABET = "0123456789>=+-"
 
 SIZES: dict[str, dict[str, int]] = {
     "digits": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 256, "positions": 64},
@@ -43,11 +45,10 @@ def tokenizer_json(kind: str) -> dict[str, Any]:
     alphabet, NFC normaliser, byte-level. So this file says the same, and every reader agrees on the tokens.
     """
     alphabet = alphabet_of(kind)
-    vocab = {token: index for index, token in enumerate([*SPECIALS, *alphabet])}
+    vocab = {token: index for index, token in enumerate([END, *alphabet])}
     added = [
-        {"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
+        {"id": 0, "content": END, "single_word": False, "lstrip": False, "rstrip": False}
         | {"normalized": False, "special": True}
-        for index, token in enumerate(SPECIALS)
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
@@ -78,7 +79,7 @@ def model_config(kind: str, size: dict[str, int], tied: bool) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "vocab_size": len(SPECIALS) + len(alphabet_of(kind)),
+        "vocab_size": 1 + len(alphabet_of(kind)),
         "hidden_size": size["hidden"],
         "intermediate_size": size["intermediate"],
         "num_hidden_layers": size["layers"],
@@ -93,8 +94,8 @@ def model_config(kind: str, size: dict[str, int], tied: bool) -> dict[str, Any]:
         "use_sliding_window": False,
         "attention_dropout": 0.0,
         "bos_token_id": None,
-        "eos_token_id": SPECIALS.index("<eos>"),
-        "pad_token_id": SPECIALS.index("<pad>"),
+        "eos_token_id": 0,
+        "pad_token_id": 0,
     }
 
 
@@ -102,9 +103,9 @@ def write_folder(folder: Path, kind: str, size: dict[str, int], tied: bool) -> N
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {
         "tokenizer_class": "Qwen2Tokenizer",
-        "pad_token": "<pad>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
+        "pad_token": END,
+        "eos_token": END,
+        "unk_token": END,
         "bos_token": None,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
@@ -114,7 +115,7 @@ def write_folder(folder: Path, kind: str, size: dict[str, int], tied: bool) -> N
         "config.json": model_config(kind, size, tied),
         "tokenizer.json": tokenizer_json(kind),
         "tokenizer_config.json": tokenizer_config,
-        "generation_config.json": {"eos_token_id": SPECIALS.index("<eos>"), "pad_token_id": SPECIALS.index("<pad>")},
+        "generation_config.json": {"eos_token_id": 0, "pad_token_id": 0},
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -52,8 +52,8 @@ class ModelSection(Table):
     """The model that every role uses unless its own section says otherwise."""
 
     path: NonEmpty = Field(
-        description="Folder (relative to the spec file), hub id, or one of the tiny random models that ship with rlctl: "
-        "`builtin:tiny-digits`, `builtin:tiny-bytes`."
+        description="Folder (relative to the spec file), hub id, or one of the tiny random models that ship with "
+        "rlctl: `builtin:tiny-digits`, `builtin:tiny-bytes`."
     )
     attn_implementation: Attention = Field(
         "auto",

@@ -116,7 +116,7 @@ def _cut(folder: Path) -> None:
         (lambda folder: edit_json(folder / "config.json", model_type=None), "no model_type"),
         (lambda folder: edit_json(folder / "config.json", num_attention_heads=6), "not a multiple"),
         (lambda folder: edit_json(folder / "config.json", num_key_value_heads=3), "num_key_value_heads 3"),
-        (lambda folder: edit_json(folder / "config.json", vocab_size=10), "token 17"),
+        (lambda folder: edit_json(folder / "config.json", vocab_size=10), "token 14"),
         (lambda folder: edit_json(folder / "config.json", max_position_embeddings=15), "15 positions"),
         (
             lambda folder: edit_json(folder / "config.json", model_type="strange", auto_map={"AutoModel": "m.M"}),
@@ -145,7 +145,7 @@ def test_a_safetensors_frame_is_judged_by_its_length(tmp_path: Path) -> None:
 
 
 def test_a_reference_needs_weights_and_as_many_tokens(tmp_path: Path, model: Path) -> None:
-    edit_json(model / "config.json", vocab_size=17)
+    edit_json(model / "config.json", vocab_size=14)
     assert "cannot score the same tokens" in only_error(tmp_path, "algorithm.kl_coef=0.1", "ref.model=./model")
     (model / "model.safetensors").unlink()
     errors, _ = check(tmp_path, "algorithm.kl_coef=0.1", "ref.model=./model")
