@@ -108,7 +108,7 @@ class TorchRolloutEngine(RolloutEngine):
         self.model.tie_weights()
         self._cache = None  # what is cached belongs to the old weights
         if self._forward is None:
-            self._forward = choose_forward(self.model, self.device)
+            self._forward = choose_forward(self.model, self.device, self.config.model.max_sequence_tokens)
             check_decoding(self.model, self._forward, self.device)
         self._ready = True
 

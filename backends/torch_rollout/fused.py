@@ -2,8 +2,8 @@
 
 Decoding a small model costs kernel launches, not arithmetic: transformers makes some 40 per layer, this some 15. The
 projections of queries, keys and values lie in one matrix, those of gate and up in another; the model's own
-parameters become views of them, so nothing is held twice and syncs write through. Rotary embeddings are computed once
-per pass. Which models qualify is decided by their class, and then by `same_forward`: a model for which this does not
+parameters become views of them, so nothing is held twice and syncs write through. Rotary embeddings are computed once,
+in a table. Which models qualify is decided by their class, and then by `same_forward`: a model for which this does not
 give the generic path's log-probs keeps the generic path.
 """
 
@@ -22,17 +22,21 @@ from backends.torch_rollout.check import TOLERANCE, same_forward
 from backends.torch_rollout.runner import Forward, GenericForward
 
 _ACTIVATIONS = {"silu": F.silu, "swish": F.silu}
+_ROPE_BY_LENGTH = {"dynamic", "longrope"}  # their frequencies change with the longest sequence: no table
+LEAST_TABLE = 4096  # positions of the rotary table: what is scored may be longer than what is sampled
 _MODELS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
-def choose_forward(model: PreTrainedModel, device: torch.device) -> Forward:
+def choose_forward(model: PreTrainedModel, device: torch.device, max_len: int) -> Forward:
     """The fused path where it fits and proves equal, else the generic one. Needs weights."""
     generic = GenericForward(model)
     if type(model).__name__ not in _MODELS or model.config.hidden_act not in _ACTIVATIONS:
         return generic
+    if getattr(model.model.rotary_emb, "rope_type", "dynamic") in _ROPE_BY_LENGTH:
+        return generic
     if any(layer.mlp.down_proj.bias is not None for layer in model.model.layers):
         return generic
-    fused = FusedForward(model)
+    fused = FusedForward(model, device, max_len)
     limit = TOLERANCE.get(model.dtype, 0.25)
     return fused if same_forward(generic, fused, model.config.vocab_size, device, limit) else generic
 
@@ -60,14 +64,23 @@ def _join(parameters: Sequence[Tensor]) -> Tensor:
 class FusedForward:
     """`Forward` for Llama, Mistral, Qwen2 and Qwen3."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, max_len: int) -> None:
         self.model = model
         self.layers = list(model.model.layers)
         self.eps = float(model.config.rms_norm_eps)
         # Mistral reads it from the config, the Qwens from the layer, Llama has none.
         everywhere = model.config.sliding_window if type(model).__name__ == "MistralForCausalLM" else None
         self.windows = [getattr(layer.self_attn, "sliding_window", everywhere) for layer in self.layers]
+        self.eps_tensor = torch.tensor(self.eps, device=device)
+        self.rotary = self._rotary_tables(max(max_len, LEAST_TABLE), device)
         self.join()
+
+    def _rotary_tables(self, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and signed sin [max_len, D]: [x1, x2] becomes [x1, x2]·cos + [x2, x1]·[-sin, sin]."""
+        like = torch.zeros(1, device=device, dtype=self.model.dtype)
+        cos, sin = self.model.model.rotary_emb(like, torch.arange(max_len, device=device)[None])
+        half = sin.shape[-1] // 2
+        return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
 
     @torch.inference_mode(False)
     def join(self) -> None:
@@ -81,10 +94,7 @@ class FusedForward:
     def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor:
         base = self.model.model
         x = F.embedding(tokens_T, base.embed_tokens.weight)
-        cos, sin = base.rotary_emb(x, position_T[None])
-        cos, half = cos[0, :, None], sin.shape[-1] // 2
-        # [x1, x2] → [x1·cos - x2·sin, x2·cos + x1·sin]: swapped halves times a signed sine.
-        signed_sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
+        cos, signed_sin = (table.index_select(0, position_T)[:, None] for table in self.rotary)
         for number in range(len(self.layers)):
             x = self._layer(number, x, cos, signed_sin, layout)
         if keep is not None:
@@ -122,7 +132,13 @@ class FusedForward:
         return _add_linear(x, F.silu(gate).mul_(up), block.mlp.down_proj)
 
     def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
-        return F.rms_norm(x, norm.weight.shape, norm.weight, self.eps)
+        weight = norm.weight
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        # On CPU rms_norm is made of nine calls; this is five, and four of them are on one number per row.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps_tensor, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(weight)
 
 
 def _add_linear(x: Tensor, update: Tensor, linear: nn.Linear) -> Tensor:

@@ -233,7 +233,7 @@ def test_a_block_that_only_looks_like_llama_keeps_the_generic_path(tmp_path: Pat
     engine, _ = build(folder_of("qwen2", tmp_path))
     mlp = engine.model.model.layers[0].mlp
     mlp.act_fn = torch.nn.ReLU()
-    assert isinstance(choose_forward(engine.model, engine.device), GenericForward)
+    assert isinstance(choose_forward(engine.model, engine.device, 32), GenericForward)
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
