@@ -73,7 +73,7 @@ def test_the_person_sees_problems_on_stderr(spec: Path, capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     assert "ok" not in out
     assert err.startswith("error: actor.micro_batch_tokens = 3: less than the longest sequence")
-    assert "\n\nhint: use at least 16\n" in err
+    assert "\n\nhint: use at least 14\n" in err
     assert f"1 problem in {spec}" in err
 
 

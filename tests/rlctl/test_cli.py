@@ -65,14 +65,14 @@ def test_init_names_presets(tmp_path: Path) -> None:
 
 def test_a_broken_spec_is_exit_2_with_every_problem_and_no_traceback(tmp_path: Path) -> None:
     rlctl("init", "spec.toml", cwd=tmp_path)
-    text = (tmp_path / "spec.toml").read_text().replace("group_size = 16", "group_sizes = 16").replace("120", '"120"')
+    text = (tmp_path / "spec.toml").read_text().replace("group_size = 16", "group_sizes = 16").replace("steps = 100", 'steps = "100"')
     (tmp_path / "spec.toml").write_text(text)
     for arguments in (("check-config",), ("train",), ("train", "--dry-run")):
         before = listing(tmp_path)
         done = rlctl(*arguments, "spec.toml", cwd=tmp_path)
         assert done.returncode == 2, arguments
         assert (
-            'error: run.steps = "120": must be a whole number, not text\n\nhint: write it without quotes' in done.stderr
+            'error: run.steps = "100": must be a whole number, not text\n\nhint: write it without quotes' in done.stderr
         )
         assert "error: algorithm.group_sizes = 16: unknown key\n\nhint: did you mean `group_size`?" in done.stderr
         assert "Traceback" not in done.stderr + done.stdout
