@@ -51,7 +51,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {config.path}: {_first_line(error)}", hint=_path_hint(config)) from None
+        raise _unusable(config, error) from None
     text = hf_config.get_text_config()
     _check_fits(config, text)
     for name, value in list(vars(text).items()):
@@ -70,9 +70,7 @@ def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
         )
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
-        raise ModelError(
-            f"model {config.path} has layers of kind {', '.join(sorted(unknown))}, which are not supported"
-        )
+        raise ModelError(f"model {config.path}: layers of kind {', '.join(sorted(unknown))} are not supported")
 
 
 def _from_pretrained(
@@ -88,7 +86,7 @@ def _from_pretrained(
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"model {config.path}: {_first_line(error)}", hint=_path_hint(config)) from None
+        raise _unusable(config, error) from None
     # transformers fills a missing weight with random numbers and only warns.
     missing = sorted(info["missing_keys"])
     if missing:
@@ -118,7 +116,7 @@ def _from_config(
                     model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
                 model.tie_weights()
     except (ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"model {config.path}: {_first_line(error)}", hint=_path_hint(config)) from None
+        raise _unusable(config, error) from None
     cast_parameters(model, dtype)
     return model
 
@@ -133,10 +131,16 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module_config.dtype = dtype
 
 
-def _path_hint(config: ModelConfig) -> str:
-    if config.path.startswith((".", "/")) and not Path(config.path).is_dir():
-        return "model.path names a folder that does not exist"
-    return "model.path must be a folder with config.json, or the id of a model on the hub"
+def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
+    """What transformers said, in one line, and what to do about it."""
+    said = _first_line(error)
+    if "attention implementation" in said:
+        hint = 'set attn_implementation = "eager" for this model'
+    elif config.path.startswith((".", "/")) and not Path(config.path).is_dir():
+        hint = "model.path names a folder that does not exist"
+    else:
+        hint = "model.path must be a folder with config.json, or the id of a model on the hub"
+    return ModelError(f"model {config.path}: {said}", hint=hint)
 
 
 def _first_line(error: BaseException) -> str:

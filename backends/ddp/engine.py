@@ -50,7 +50,8 @@ class DdpTrainEngine(TrainEngine):
         if not learns:
             self.model.requires_grad_(False)
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
             self.model.train()  # checkpointing is off in eval mode; dropout is off by config
         self.head = Head(self.model)
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)

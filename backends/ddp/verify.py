@@ -32,7 +32,7 @@ def verify_packing(model: PreTrainedModel, head: Head) -> None:
             model(input_ids=part[None], use_cache=False).logits[0].float()
             for part in torch.from_numpy(tokens_T).to(model.device).split(list(_LENGTHS))
         ]
-    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise ModelError(f"{type(model).__name__} does not run on packed sequences: {error}") from error
     gap = _relative_gap(ours, torch.cat(single))
     if not gap < (1e-3 if model.dtype == torch.float32 else 0.1):

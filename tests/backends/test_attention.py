@@ -1,0 +1,133 @@
+"""Packed rows: every token's log-prob is what it is alone. No sequence sees another, whatever the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_helpers import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL_WINDOW, QWEN2, model_config, write_model
+
+from backends.attention import PackedLayout, attention_function, causal_attention, take_rows, use_layout
+from backends.ddp.row import packed_row
+from backends.hf import build_model
+from specs.errors import ModelError
+
+LENGTHS = [7, 1, 12, 7, 9, 3]
+CASES = [
+    ("sdpa", QWEN2),
+    ("sdpa", LLAMA),
+    ("sdpa", MISTRAL_WINDOW),
+    ("sdpa", GPT2),
+    ("sdpa", GEMMA3),
+    ("eager", QWEN2),
+    ("eager", MISTRAL_WINDOW),
+    ("eager", GPT2),
+    ("eager", GEMMA2),
+    ("eager", GEMMA3),
+]
+
+
+def packed_and_single(folder: Path, config: dict[str, Any], implementation: str) -> tuple[Any, torch.Tensor, Any]:
+    """The model, packed logits [T, V] by the layout, and the logits of each sequence alone by stock transformers."""
+    write_model(folder, config)
+    model = build_model(model_config(folder, attn_implementation=implementation), load_weights=True)
+    tokens = np.random.default_rng(0).integers(0, config["vocab_size"], sum(LENGTHS))
+    positions = np.concatenate([np.arange(length) for length in LENGTHS])
+    row = packed_row(model, tokens, positions, LENGTHS)
+    with row.attending():
+        packed = model(**row.inputs).logits[0]
+    parts = torch.from_numpy(tokens).split(LENGTHS)
+    single = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
+    return model, packed, single
+
+
+@pytest.mark.parametrize(
+    ("implementation", "config"), CASES, ids=lambda x: x if isinstance(x, str) else x["model_type"]
+)
+def test_packed_equals_one_by_one(tmp_path: Path, implementation: str, config: dict[str, Any]) -> None:
+    model, packed, single = packed_and_single(tmp_path, config, implementation)
+    torch.testing.assert_close(packed, single, atol=2e-5, rtol=1e-4)
+    grads = []
+    for logits in (packed, single):
+        model.zero_grad()
+        logits.square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4 * float(theirs.abs().max()) + 1e-6, rtol=1e-3)
+
+
+def test_without_the_layout_sequences_do_mix(tmp_path: Path) -> None:
+    """The comparison above can fail: a plain causal row lets a sequence see the one before it."""
+    write_model(tmp_path, QWEN2)
+    model = build_model(model_config(tmp_path), load_weights=True)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 23, sum(LENGTHS)))
+    mixed = model(input_ids=tokens[None], use_cache=False).logits[0]
+    single = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in tokens.split(LENGTHS)])
+    assert (mixed - single)[LENGTHS[0] :].abs().max() > 0.05
+
+
+def test_softcap_is_refused_where_it_would_be_ignored(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="softcap"):
+        packed_and_single(tmp_path, GEMMA2, "sdpa")
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("lengths", [[5], [4, 4], LENGTHS, [40, 2, 2, 39, 11]])
+def test_layout_against_a_dense_mask(lengths: list[int], window: int | None) -> None:
+    total, heads, kv_heads, dim = sum(lengths), 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, heads, total, dim), (1, kv_heads, total, dim), (1, kv_heads, total, dim))
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    row = torch.arange(total)
+    seen = (sequence[:, None] == sequence) & (row[:, None] >= row)
+    if window is not None:
+        seen &= row[:, None] - row < window
+    results = []
+    for packed in (True, False):
+        q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
+        if packed:
+            out = PackedLayout(lengths).attend(torch.nn.Module(), q, k, v, scaling=0.3, sliding_window=window)
+        else:
+            scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3)) * 0.3
+            out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+            out = out.transpose(1, 2)
+        out.cos().sum().backward()
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    for ours, dense in zip(*results, strict=True):
+        torch.testing.assert_close(ours, dense)
+
+
+def test_layout_is_current_only_inside() -> None:
+    outer, inner = PackedLayout([2]), PackedLayout([3])
+    import backends.attention as attention
+
+    with use_layout(outer):
+        with use_layout(inner):
+            assert attention._current is inner
+        assert attention._current is outer
+    assert attention._current is None
+
+
+def test_take_rows_gradient() -> None:
+    x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: take_rows(t, torch.tensor([4, 0, 2])), x)
+
+
+def test_sliding_window_sees_exactly_its_width() -> None:
+    q = torch.zeros(1, 1, 5, 2)
+    v = torch.eye(5)[None, None]
+    out = causal_attention(q, q, v[..., :2].contiguous(), None, 2)  # equal scores: a plain mean of what is seen
+    assert out[0, 0, 1].tolist() == [0.5, 0.5]
+    assert out[0, 0, 2].tolist() == [0.0, 0.5]
+    assert out[0, 0, 3].tolist() == [0.0, 0.0]
+
+
+def test_the_function_really_called_is_named() -> None:
+    from backends import attention
+
+    attention.install()
+    assert attention_function("sdpa") == "backends.attention.sdpa_by_layout"

@@ -1,0 +1,281 @@
+"""The ddp engine: ranks, precision, memory, and models it must refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from train_helpers import (
+    GPT2,
+    LLAMA,
+    MISTRAL_WINDOW,
+    QWEN2,
+    build_engine,
+    grpo,
+    largest_gap,
+    make_batch,
+    scale_of,
+    train_config,
+    weights_of,
+    write_model,
+)
+
+from backends.ddp.engine import DdpTrainEngine
+from backends.ddp.head import LogprobEntropy, target_logprob
+from backends.ddp.verify import verify_packing
+from backends.hf import DTYPES
+from backends.protocol import METRIC_SUMS
+from specs.errors import ModelError
+from specs.schema import DdpEngine, Optimizer
+
+STEPS = 5
+
+
+def engine_of(folder: Path, **changes: Any) -> DdpTrainEngine:
+    engine = build_engine(train_config(folder, **changes))
+    assert isinstance(engine, DdpTrainEngine)
+    return engine
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", QWEN2)
+
+
+def learn(engine: DdpTrainEngine, steps: int = STEPS, **algorithm: Any) -> list[float]:
+    history = []
+    for step in range(steps):
+        batch = make_batch(seed=step)
+        sums = engine.forward_backward(batch, grpo(**algorithm), scale_of(batch))
+        history += [sums["loss"], engine.optim_step().grad_norm]
+    return history
+
+
+def gradients(engine: DdpTrainEngine) -> dict[str, np.ndarray]:
+    assert engine.flat.grad_P is not None
+    return {s.name: s.view(engine.flat.grad_P).clone().numpy() for s in engine.flat.segments}
+
+
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def torchrun(model: Path, out: Path, processes: int) -> list[dict[str, Any]]:
+    out.mkdir()
+    worker = str(Path(__file__).with_name("ddp_worker.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [*command, worker, str(model), str(out), str(STEPS)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=170, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+def test_two_ranks_are_one_rank(tmp_path: Path, qwen2: Path) -> None:
+    """dp 2 ≡ dp 1 over real gloo processes: metrics, norms, weights, moments; and all ranks skip together."""
+    (single,) = torchrun(qwen2, tmp_path / "one", 1)
+    pair = torchrun(qwen2, tmp_path / "two", 2)
+    assert pair[0]["checksum"] == pair[1]["checksum"]
+    for step, alone in enumerate(single["history"]):
+        shares = [report["history"][step] for report in pair]
+        assert shares[0]["grad_norm"] == shares[1]["grad_norm"]
+        assert shares[0]["grad_norm"] == pytest.approx(alone["grad_norm"], rel=2e-4)
+        for name in set(METRIC_SUMS) - {"micro_batches"}:
+            assert sum(share[name] for share in shares) == pytest.approx(alone[name], rel=2e-4, abs=2e-5), (step, name)
+    assert [report["skipped"] for report in (single, *pair)] == [True, True, True]
+    for file, tolerance in (("model.safetensors", 2e-5), ("optimizer.safetensors", 2e-5)):
+        one, two = (load_file(tmp_path / where / "state" / file) for where in ("one", "two"))
+        assert largest_gap(one, two) < tolerance
+    names = {path.name for path in (tmp_path / "two" / "state").iterdir()}
+    assert names == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "trainer.json",
+        "rng.rank0.safetensors",
+        "rng.rank1.safetensors",
+    }
+
+
+# ── against plain transformers ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2, MISTRAL_WINDOW], ids=lambda config: config["model_type"])
+def test_five_steps_equal_plain_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Same weights after five steps as a loop over single sequences with the textbook loss and torch's AdamW."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    engine = engine_of(write_model(tmp_path, config), optimizer=Optimizer(lr=1e-2, eps=1e-4, max_grad_norm=1.0))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+    model.load_state_dict(engine.model.state_dict())
+    model.eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    for step in range(STEPS):
+        batch = make_batch(seed=step)
+        engine.forward_backward(batch, grpo(clip_high=0.28), scale_of(batch))
+        norm = engine.optim_step().grad_norm
+        columns = zip(
+            *(batch.sequences(name) for name in ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")),
+            strict=True,
+        )
+        for tokens, mask, old, advantage in columns:
+            ids, old, advantage = (torch.from_numpy(x.copy()) for x in (tokens.astype(np.int64), old, advantage))
+            logp = torch.log_softmax(model(ids[None], use_cache=False).logits[0] / 0.7, dim=-1)
+            for t in np.flatnonzero(mask):
+                ratio = torch.exp(logp[t - 1, ids[t]] - old[t])
+                gain = torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.28) * advantage[t])
+                (-gain / scale_of(batch).num_loss_tokens).backward(retain_graph=True)
+        reference = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm == pytest.approx(reference.item(), rel=1e-3)
+        adamw.step()
+        adamw.zero_grad()
+    expected = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    assert largest_gap(weights_of(engine), expected) < 5e-5
+
+
+# ── memory and precision ──────────────────────────────────────────────────────────────────────────
+
+
+def test_chunks_of_logits_change_nothing(qwen2: Path) -> None:
+    results = []
+    for chunk in (4096, 3):
+        engine, batch = engine_of(qwen2, engine=DdpEngine(logits_chunk_tokens=chunk)), make_batch()
+        logprob_T = engine.forward(batch)
+        sums = engine.forward_backward(batch, grpo(entropy_coef=0.1), scale_of(batch))
+        results.append((logprob_T, sums, gradients(engine)))
+    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
+    assert largest_gap(results[0][2], results[1][2]) < 1e-5
+
+
+def test_gradient_checkpointing_changes_nothing(qwen2: Path) -> None:
+    results = []
+    for checkpointing in (False, True):
+        engine, batch = engine_of(qwen2, gradient_checkpointing=checkpointing), make_batch()
+        assert engine.model.is_activation_checkpointing == checkpointing
+        engine.forward_backward(batch, grpo(), scale_of(batch))
+        results.append(gradients(engine))
+    assert largest_gap(*results) < 1e-6
+
+
+def test_bf16_follows_fp32_and_keeps_fp32_masters(qwen2: Path) -> None:
+    gentle = Optimizer(lr=1e-3, eps=1e-4)
+    engines = [engine_of(qwen2, model={"dtype": dtype}, optimizer=gentle) for dtype in ("fp32", "bf16")]
+    losses = [learn(engine)[::2] for engine in engines]
+    assert losses[0] == pytest.approx(losses[1], abs=3e-2)
+    half = engines[1]
+    assert half.built().dtype == "bf16"
+    master = weights_of(half)
+    rounded = {name: torch.from_numpy(value).to(torch.bfloat16).float().numpy() for name, value in master.items()}
+    assert largest_gap(master, rounded) > 0  # finer than bf16 can hold
+    for name, parameter in half.model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert np.array_equal(parameter.detach().float().numpy(), rounded[name])
+
+
+def test_bf16_resume_is_exact(tmp_path: Path, qwen2: Path) -> None:
+    straight, half, resumed = (engine_of(qwen2, model={"dtype": "bf16", "seed": seed}) for seed in (3, 3, 9))
+    learn(straight, 2)
+    learn(half, 2)
+    half.save(tmp_path)
+    resumed.load(tmp_path)
+    assert learn(straight) == learn(resumed)
+
+
+def test_parameters_live_in_one_buffer(qwen2: Path) -> None:
+    engine = engine_of(qwen2)
+    learn(engine, 1)
+    start = engine.flat.compute_P.data_ptr()
+    end = start + 4 * engine.flat.compute_P.numel()
+    assert all(start <= parameter.data_ptr() < end for parameter in engine.model.parameters())
+    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+    assert sum(s.parameter.numel() for s in engine.flat.segments) == engine.built().parameters
+
+
+def test_weight_decay_is_on_matrices_only(qwen2: Path) -> None:
+    engine = engine_of(qwen2, optimizer=Optimizer(lr=0.1, weight_decay=0.5))
+    before = weights_of(engine)
+    engine.optim_step()  # zero gradients: only the decay acts
+    for name, value in weights_of(engine).items():
+        np.testing.assert_allclose(value, before[name] * (0.95 if value.ndim > 1 else 1.0), rtol=1e-6)
+
+
+def test_offload_lets_go_of_clean_gradients(qwen2: Path) -> None:
+    engine = engine_of(qwen2)
+    engine.offload()
+    assert engine.flat.grad_P is not None
+    assert engine.flat.grad_P.untyped_storage().nbytes() == 0
+    engine.onload()
+    assert engine.flat.grad_P.abs().max() == 0
+    assert len(learn(engine, 1)) == 2
+
+
+def test_a_role_that_never_learns_has_no_optimizer(qwen2: Path) -> None:
+    engine = engine_of(qwen2, optimizer=None, role="ref", model={"dtype": "bf16"})
+    assert engine.flat.grad_P is None
+    assert engine.flat.compute_P.dtype == DTYPES["bf16"]
+    assert (engine.forward(make_batch()) <= 0).all()
+
+
+# ── the head ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprob_and_entropy_against_autograd(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 11, generator=generator, dtype=torch.float64) * 3
+    target = torch.randint(0, 11, (7,), generator=generator)
+    grads = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    results = []
+    for ours in (True, False):
+        leaf = logits.clone().requires_grad_()
+        if ours:
+            logprob, entropy = LogprobEntropy.apply(leaf, target, temperature, True)
+        else:
+            logp = torch.log_softmax(leaf / temperature, -1)
+            logprob, entropy = logp[torch.arange(7), target], -(logp.exp() * logp).sum(-1)
+        (logprob * grads[0] + entropy * grads[1]).sum().backward()
+        results.append((logprob.detach(), entropy.detach(), leaf.grad))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(target_logprob(logits, target, temperature), results[1][0])
+
+
+def test_a_scaled_head_is_understood(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "granite", "logits_scaling": 4.0}
+    assert (engine_of(write_model(tmp_path, config)).forward(make_batch()) <= 0).all()
+
+
+def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path) -> None:
+    """Mamba carries state along the row: packing would leak one answer into the next."""
+    config = {
+        "model_type": "mamba",
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+        "intermediate_size": 32,
+    }
+    with pytest.raises(ModelError, match="linear_attention are not supported"):
+        engine_of(write_model(tmp_path, config))
+
+
+def test_a_model_that_ignores_the_layout_is_refused(tmp_path: Path) -> None:
+    """Falcon calls its own attention, not the registry's: in a packed row its sequences would see each other."""
+    config = {**LLAMA, "model_type": "falcon"}
+    with pytest.raises(ModelError, match="other logits on packed sequences"):
+        engine_of(write_model(tmp_path, config))
+
+
+def test_a_head_that_is_not_the_models_is_refused(qwen2: Path) -> None:
+    engine = engine_of(qwen2)
+    verify_packing(engine.model, engine.head)
+    engine.head.scale = 1.1
+    with pytest.raises(ModelError, match="other logits"):
+        verify_packing(engine.model, engine.head)
