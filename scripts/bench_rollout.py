@@ -1,6 +1,6 @@
 """The torch rollout engine against `transformers.generate` on the same work.
 
-    python scripts/bench_rollout.py [--repeats 5] [--threads 2]
+    python scripts/bench_rollout.py [--repeats 5] [--threads 2] [--work 'long tail']
 
 The same random model (2.4M parameters: hidden 256, 4 layers, vocabulary 52), prompts, temperature and limits; both
 sides in one process, alternating, one warm-up each. Lengths are those of a random model that ends by chance: about
@@ -43,13 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", choices=list(WORKS), action="append", help="only this work (may be repeated)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         model, engine = build(folder)
         prompts = make_prompts()
         table = Table("work", "limit", "ours tok/s", "generate tok/s", "mean length", "ratio")
-        for name, limit in WORKS.items():
+        for name in options.work or WORKS:
+            limit = WORKS[name]
             ours, theirs, length = compare(engine, model, prompts, limit, options.repeats)
             ratio = median(t / o for t, o in zip(theirs, ours, strict=True))
             rates = [f"{1 / median(side):,.0f}" for side in (ours, theirs)]
