@@ -90,7 +90,7 @@ def check_same_start(reports: Reports, earlier: Path) -> None:
     for role in ("actor", "ref"):
         if role not in before or role not in reports:
             continue
-        model = reports[role][0].model  # type: ignore[index]
+        model = reports[role][0].model
         if model is not None and model.weights_checksum != before[role][0]["model"]["weights_checksum"]:
             raise AsBuiltError(
                 f"{role}: the starting weights at {model.path} are not those that this run began with",

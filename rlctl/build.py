@@ -34,15 +34,15 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
         )
 
     def trainer(role: RoleName, section: ActorSection | RefSection) -> TrainConfig:
-        learns = isinstance(section, ActorSection)
+        learner = section if isinstance(section, ActorSection) else None
         return TrainConfig(
             role=role,
             model=model(role, section.dtype),
             engine=section.engine,
-            optimizer=section.optimizer if learns else None,
+            optimizer=learner.optimizer if learner else None,
             total_optimizer_steps=spec.optimizer_steps,
             micro_batch_tokens=section.micro_batch_tokens,
-            gradient_checkpointing=section.gradient_checkpointing if learns else False,
+            gradient_checkpointing=learner is not None and learner.gradient_checkpointing,
             temperature=spec.rollout.temperature,
         )
 

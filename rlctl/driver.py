@@ -20,7 +20,8 @@ from specs.role_config import Sampling
 from specs.schema import Spec
 
 if TYPE_CHECKING:
-    from rlctl.groups import Call, Group
+    from rlctl.calls import Call
+    from rlctl.groups import Group
     from rlctl.progress import Progress
 
 SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl

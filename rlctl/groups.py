@@ -75,6 +75,8 @@ class Group:
         """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""
         if self.line and self.line[0].number == message.call:
             self.line[0].take(rank, message)
+            if message.busy is not None:
+                self._groups.busy.append(message.busy)
             if self.line[0].done:
                 self.drop()
 
@@ -107,6 +109,7 @@ class Groups:
         self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s)
         self.verb_timeout_s = verb_timeout_s
         self.members: dict[tuple[str, int], Member] = {}
+        self.busy: list[tuple[float, float]] = []  # when ranks were at work, in no order; whoever reads it clears it
         self.launcher = Launcher(log_dir, self.hub.environment())
         self._start_timeout_s = start_timeout_s
         self._on_tick = on_tick

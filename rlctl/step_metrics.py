@@ -66,6 +66,15 @@ def collect(
     }
 
 
+def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds between `start` and `end` (monotonic clock) in which no rank was at work: the driver and the channel."""
+    idle, reached = 0.0, start
+    for begin, finish in sorted(busy):
+        idle += max(0.0, min(begin, end) - reached)
+        reached = max(reached, finish)
+    return idle + max(0.0, end - reached)
+
+
 def update_metrics(updates: RankReports) -> dict[str, Any]:
     """Loss and gradient norm are means over optimizer steps; token metrics are over all tokens of all of them."""
     sums: dict[str, float] = {}

@@ -19,9 +19,10 @@ from specs.messages import Verb
 from specs.schema import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from rlctl.groups import Call, Group
+    from rlctl.calls import Call
+    from rlctl.groups import Group
 
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
 
@@ -85,7 +86,7 @@ class WeightSync:
         nbytes = sum(int(spec["nbytes"]) for spec in offer["specs"])
         return SyncReport(len(offer["specs"]), nbytes, done - started, done - moved, gap)
 
-    def _move(self, offer: dict[str, Any], step: int | None) -> None:
+    def _move(self, offer: Mapping[str, Any], step: int | None) -> None:
         """Buckets through two segments: the actor fills the next while the rollouts read the last."""
         announced = [spec["name"] for spec in offer["specs"]]
         arrived: list[str] = []

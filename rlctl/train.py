@@ -7,7 +7,7 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from rlctl.progress import Progress
 from rlctl.report import write_report
 from rlctl.residency import SLEEP_LEVEL, Residency
 from rlctl.run_dir import RunDir
+from rlctl.step_metrics import idle_s
 from rlctl.sync import WeightSync
 from rlctl.tracking import open_tracker
 from specs.as_built import AsBuilt
@@ -158,7 +159,7 @@ class Run:
                 groups["rollout"].call(Verb.SLEEP, {"level": SLEEP_LEVEL})
         return reports
 
-    def _say_data(self, data: dict[str, Any]) -> None:
+    def _say_data(self, data: Mapping[str, Any]) -> None:
         words = {"dropped_overlong": "too long", "dropped_bad": "bad"}
         dropped = [f"{data[key]} {word}" for key, word in words.items() if data[key]]
         self.progress.message(
@@ -180,15 +181,17 @@ class Run:
             self._log({"step": 0, **before})
             self.progress.evaluation(spec.eval.name, 0, before[f"eval/{spec.eval.name}/reward_mean"])
         for number in range(self.done + 1, spec.run.steps + 1):
-            started = time.perf_counter()
+            self.groups.busy.clear()
+            started = time.monotonic()
             record = driver.step(number)
+            record.metrics["time/driver_s"] = idle_s(self.groups.busy, started, time.monotonic())
             self.done = number
             last = number == spec.run.steps
             if spec.eval and (number % spec.eval.every == 0 or last):
                 record.metrics.update(driver.evaluate(number))
             if number % spec.checkpoint.every == 0 or last:
                 self.save()
-            record.metrics["time/wall_s"] = time.perf_counter() - started
+            record.metrics["time/wall_s"] = time.monotonic() - started
             self._log(record.metrics)
             self._write_samples(number, record.samples)
             self.progress.step(record.metrics)

@@ -13,19 +13,20 @@ A batch only gains columns. Verbs declare the columns that they need and give (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specs.errors import BatchError
 
-Column = NDArray[np.generic]
+Column = NDArray[Any]
 
 INT_COLUMNS = frozenset({"tokens_T", "length_B", "group_B", "id_B", "prompt_length_B", "row_B", "weight_version_B"})
 
 
 class Batch:
-    """Columns that agree in length. `length_B` is always there; it is made from `tokens_T` by whoever builds the batch."""
+    """Columns that agree in length. `length_B` is always there."""
 
     __slots__ = ("columns",)
 

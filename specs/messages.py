@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from specs.batch import Batch
@@ -94,14 +93,16 @@ class Kind(StrEnum):
 class Message:
     """One message. `body` is JSON; `tensors` travel as safetensors bytes.
 
-    `call` numbers the request, so that a late answer is never taken for another's.
+    `call` numbers the request, so that a late answer is never taken for another's. An answer says in `busy` from when
+    to when its rank worked on it (seconds of the host's monotonic clock): what is left of a step is the driver's.
     """
 
     kind: Kind
     body: Mapping[str, Any] = field(default_factory=dict)
     verb: Verb | None = None
     call: int = 0
-    tensors: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    busy: tuple[float, float] | None = None
 
     def frames(self) -> list[Buffer]:
         header = {
@@ -110,6 +111,7 @@ class Message:
             "verb": self.verb,
             "call": self.call,
             "body": dict(self.body),
+            "busy": self.busy,
         }
         frames: list[Buffer] = [json.dumps(header, separators=(",", ":")).encode()]
         if self.tensors:
@@ -131,9 +133,11 @@ def parse(frames: list[Buffer]) -> Message:
             raise ChannelError(f"the peer speaks version {header['v']} of the wire, this side {PROTOCOL_VERSION}")
         verb = Verb(header["verb"]) if header["verb"] else None
         message_kind, call, body = Kind(header["kind"]), int(header["call"]), dict(header["body"])
+        start, end = header["busy"] or (0, 0)
+        busy = (float(start), float(end)) if header["busy"] else None
     except ChannelError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ChannelError(f"not a message: {error}") from None
     tensors = decode(frames[1]) if len(frames) == 2 else {}
-    return Message(message_kind, body, verb, call, tensors)
+    return Message(message_kind, body, verb, call, tensors, busy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -45,9 +46,11 @@ def _answer(peer: Peer, handlers: Handlers, call: Message) -> None:
     def emit(body: Body, tensors: Tensors) -> None:
         peer.send(Message(Kind.PART, body, call.verb, call.call, tensors))
 
+    started = time.monotonic()
     try:
         body, tensors = _handler(handlers, call)(call, emit)
-        peer.send(Message(Kind.ANSWER, body, call.verb, call.call, tensors))  # raises on what the wire cannot carry
+        busy = (started, time.monotonic())
+        peer.send(Message(Kind.ANSWER, body, call.verb, call.call, tensors, busy))  # raises on what cannot be carried
     except Exception as error:  # the edge of the process: the driver decides what an error means
         peer.send(error_message(error, call))
 

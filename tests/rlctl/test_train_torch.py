@@ -50,7 +50,7 @@ def test_as_built(finished):
         "actor": "sdpa", "ref": "sdpa", "rollout": "sdpa", "reward": None
     }  # fmt: skip
     assert built["ref"][0]["model"]["weights_checksum"] == built["actor"][0]["model"]["weights_checksum"] != ""
-    assert "Qwen2ForCausalLM" in output
+    assert "Qwen2 tiny-digits" in output
 
 
 def test_resume_is_exact(finished, tmp_path):
