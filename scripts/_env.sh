@@ -10,6 +10,7 @@ STAMP="$VENV/.rlctl-stamp"     # written last: what the environment was made fro
 UNFINISHED="$VENV/.rlctl-unfinished"   # there while packages are being installed
 
 say() { printf '%s\n' "$*" >&2; }
+stopped() { say ""; say "interrupted; the next run starts the set-up again"; exit 130; }
 die() { say "error: $1"; [ -n "${2:-}" ] && say "" && say "hint: $2"; exit 1; }
 
 # First interpreter of version 3.11 or newer; RLCTL_PYTHON overrides.
@@ -39,7 +40,7 @@ step() {
     shift
     "$@" >"$log" 2>&1 &
     pid=$!
-    trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
+    trap 'kill "$pid" 2>/dev/null; stopped' INT TERM
     if [ -t 2 ]; then
         while kill -0 "$pid" 2>/dev/null; do
             printf '\r\033[K  %s  %ds  %.60s' "$text" $((SECONDS - started)) "$(tail -n 1 "$log" 2>/dev/null | tr -d '\r')" >&2
@@ -48,11 +49,10 @@ step() {
         printf '\r\033[K' >&2
     fi
     if ! wait "$pid"; then
-        trap - INT TERM
         tail -n 25 "$log" >&2
         die "$text failed" "the whole log is $log; run the script again after fixing the cause"
     fi
-    trap - INT TERM
+    trap stopped INT TERM
     say "  $text  done in $((SECONDS - started)) s"
 }
 
@@ -78,7 +78,7 @@ make_env() {
         step "$want ($1 build, the longest step)" "$PY" -m pip install --no-deps $torch_args "$want"
     fi
     step "rlctl and its tools" "$PY" -m pip install --constraint scripts/constraints.txt --editable ".[dev]"
-    step "a look at the torch build" "$PY" scripts/_pick_torch.py --installed "$1"
+    step "a look at what is installed" "$PY" scripts/_pick_torch.py --installed "$1"
     rm -f "$UNFINISHED"
 }
 
@@ -102,7 +102,10 @@ ensure_env() {
     fi
     say "Setting up .venv ($kind; a few minutes the first time, mostly the download of torch)"
     rm -f "$STAMP"
+    # pip ends an interrupt politely, and a script without a trap would then go on.
+    trap stopped INT TERM
     make_env "$kind"
+    trap - INT TERM
     printf '%s' "$now" >"$STAMP"
     if command -v flock >/dev/null 2>&1; then exec 9>&-; fi
     say "Environment ready in $((SECONDS - started)) s."

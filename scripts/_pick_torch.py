@@ -1,7 +1,7 @@
 """Which torch to install: never a CUDA build on a machine without an NVIDIA driver.
 
     python scripts/_pick_torch.py torch==2.13.0 cpu|cuda      prints the extra pip arguments to install it with
-    python scripts/_pick_torch.py --installed cpu|cuda        fails when the installed build is of the wrong kind
+    python scripts/_pick_torch.py --installed cpu|cuda        fails on a wrong torch, or a broken package
 
 Uses the standard library and pip only: nothing else is installed yet.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GPU_PACKAGES = ("nvidia", "cuda", "triton", "pytorch-triton")
@@ -55,6 +56,9 @@ def pick(requirement: str) -> list[str]:
 
 
 def check_installed(kind: str) -> None:
+    import_module("rlctl.cli")
+    for package in ("transformers", "datasets", "zmq", "safetensors", "math_verify"):
+        import_module(package)
     import torch
 
     built_for = torch.version.cuda or torch.version.hip
