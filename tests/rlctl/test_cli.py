@@ -65,7 +65,12 @@ def test_init_names_presets(tmp_path: Path) -> None:
 
 def test_a_broken_spec_is_exit_2_with_every_problem_and_no_traceback(tmp_path: Path) -> None:
     rlctl("init", "spec.toml", cwd=tmp_path)
-    text = (tmp_path / "spec.toml").read_text().replace("group_size = 16", "group_sizes = 16").replace("steps = 100", 'steps = "100"')
+    text = (
+        (tmp_path / "spec.toml")
+        .read_text()
+        .replace("group_size = 16", "group_sizes = 16")
+        .replace("steps = 100", 'steps = "100"')
+    )
     (tmp_path / "spec.toml").write_text(text)
     for arguments in (("check-config",), ("train",), ("train", "--dry-run")):
         before = listing(tmp_path)
