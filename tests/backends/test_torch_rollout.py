@@ -254,9 +254,10 @@ give_weights(engine, scale=0.02)
 weights = sum(spec.nbytes for spec in engine.weight_specs()) / 2**20
 answer(engine, make_prompts(64, 2), Sampling(seed=0, max_response_tokens=2))
 with torch.inference_mode():
-    for cached in engine._cache.keys.values():
+    for cached in (*engine._cache.keys.values(), *engine._cache.values.values()):
         cached.fill_(1.0)  # pages that were never touched are not resident
-cache = engine._cache.nbytes / 2**21
+del cached
+cache = engine._cache.nbytes / 2**20
 awake = resident()
 engine.sleep(1); one = resident()
 engine.wake(["weights", "kv_cache"]); engine.sleep(2); two = resident()
@@ -278,7 +279,7 @@ def test_sleep_gives_memory_back_to_the_system(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     weights, cache, awake, one, two, again = map(float, done.stdout.split())
     assert weights > 100
-    assert cache > 40
+    assert cache > 90
     assert awake - one > 0.9 * cache, "level 1 frees the cache"
     assert one - two > 0.9 * weights, "level 2 frees the weights"
-    assert again < awake + 0.2 * weights, "and nothing is held twice after waking"
+    assert again < awake + 0.5 * weights, "and nothing is held twice after waking"
