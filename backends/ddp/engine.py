@@ -72,7 +72,8 @@ class DdpTrainEngine(TrainEngine):
 
     def _hidden(self, row: Row) -> Tensor:
         """Last hidden states of a packed row, [T, E]."""
-        return self.model.base_model(**row.inputs)[0][0]
+        hidden_1TE: Tensor = self.model.base_model(**row.inputs)[0]
+        return hidden_1TE[0]
 
     def _row(self, micro: MicroBatch) -> Row:
         return packed_row(self.model, micro.tokens_T, micro.positions_T, micro.lengths)
@@ -150,6 +151,7 @@ class DdpTrainEngine(TrainEngine):
                 )
                 loss, chunk_sums, gap = grpo_loss(logprob_N, entropy_N, columns.slice(a, b), algorithm)
                 loss.backward()
+                assert chunk_NE.grad is not None
                 grad_NE[a:b] = chunk_NE.grad
                 sums += chunk_sums
                 gaps.append(gap)
@@ -226,7 +228,7 @@ class DdpTrainEngine(TrainEngine):
         keep = [self.flat.compute_P]
         if self.optimizer is not None:
             keep += self.optimizer.tensors()
-            if self.flat.master_P is not self.flat.compute_P:
+            if self.flat.master_P is not None and self.flat.master_P is not self.flat.compute_P:
                 keep.append(self.flat.master_P)
         grads = [] if self.flat.grad_P is None else [self.flat.grad_P]
         drop = grads if self.gradients_are_zero else []
