@@ -132,7 +132,8 @@ def padded_step(folder, batch, padded_batch):
         rows = [torch.from_numpy(part.copy()).to(dtype) for part in batch.sequences(name)]
         return torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows])
 
-    tokens, mask, advantage = pad("tokens_T", torch.long), pad("loss_mask_T", torch.float), pad("advantage_T", torch.float)
+    tokens, mask = pad("tokens_T", torch.long), pad("loss_mask_T", torch.float)
+    advantage = pad("advantage_T", torch.float)
     present = (torch.arange(longest) < torch.from_numpy(batch["length_B"])[:, None]).long()
 
     def step():
