@@ -165,10 +165,9 @@ class Driver:
     @staticmethod
     def _unshard(call: Call, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:
         """Put each rank's `logprob_T` back to where its sequences stand in the batch."""
-        out_T, offsets = np.zeros(batch.num_tokens, dtype=np.float32), batch.offsets
+        out_T = np.zeros(batch.num_tokens, dtype=np.float32)
         for answer, shard in zip(call.result(), shards, strict=True):
-            index_T = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in shard]) if len(shard) else shard
-            out_T[index_T] = answer.tensors["logprob_T"]
+            out_T[batch.token_index(shard)] = answer.tensors["logprob_T"]
         return out_T
 
     def with_advantages(self, batch: Batch, scored: Scored) -> Batch:
@@ -199,7 +198,7 @@ class Driver:
 
     def loss_scale(self, mini: Batch) -> dict[str, int]:
         """Global counts of a mini-batch: what every rank divides by."""
-        tokens_B = np.array([int(mask.sum()) for mask in mini.sequences("loss_mask_T")])
+        tokens_B = mini.sum_by_sequence("loss_mask_T")
         return {
             "num_loss_tokens": int(tokens_B.sum()),
             "num_sequences": int((tokens_B > 0).sum()),

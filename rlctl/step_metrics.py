@@ -40,7 +40,7 @@ def collect(
     total_s: float,
 ) -> dict[str, Any]:
     """The step's metrics, ready to be written."""
-    tokens_B = np.array([int(mask.sum()) for mask in batch.sequences("loss_mask_T")])
+    tokens_B = batch.sum_by_sequence("loss_mask_T")
     valid_B = scored.scored_B
     reward_B = scored.reward_B[valid_B] if valid_B.any() else scored.reward_B
     rollout_s, reward_s = seconds["rollout"], seconds.get("reward", 0.0)

@@ -30,7 +30,7 @@ from specs.as_built import AsBuilt
 from specs.errors import Interrupted, RlctlError, SpecError
 from specs.load import load_spec
 from specs.messages import Verb
-from specs.rules import file_problems
+from specs.rules import cross_field_warnings, file_problems
 from specs.schema import RoleName, Spec
 
 DISK_FULL_HINT = "nothing older was lost: free some space, then run the same command with --resume"
@@ -41,14 +41,14 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
     """Run the spec to its end. Returns 0; every failure is an RlctlError with its own exit code."""
     spec = load_spec(spec_path, list(overrides))
     spec_dir = spec_path.absolute().parent
-    errors, warnings = file_problems(spec, spec_dir)
+    errors, warnings = file_problems(spec, spec_dir, starting=True)
     if errors:
         raise SpecError(errors)
     run = RunDir(run_dir or Path(spec.run.dir) / spec.run.name)
     run.open(spec, spec_path, resume=resume)
     try:
         with Progress(spec.run.steps, 0, spec.run.name) as progress:
-            for warning in warnings:
+            for warning in [*cross_field_warnings(spec), *warnings]:
                 progress.warning(str(warning))
             progress.message(f"run directory: {run.path}")
             Run(spec, spec_dir, run, make_plan(spec, spec_dir), progress).execute(resume)

@@ -82,12 +82,24 @@ class Batch:
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> Batch:
         """The sequences at `indices`, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)
-        offsets = self.offsets
-        spans = [np.arange(offsets[i], offsets[i + 1]) for i in chosen]
-        token_index = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+        token_index = self.token_index(chosen)
         return Batch(
             {name: column[token_index if name.endswith("_T") else chosen] for name, column in self.columns.items()}
         )
+
+    def token_index(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the tokens of the chosen sequences stand in the `_T` columns, sequence after sequence."""
+        length_B = self.columns["length_B"][chosen].astype(np.int64)
+        ends_B = np.cumsum(length_B)
+        start_T = np.repeat(self.offsets[:-1][chosen] - (ends_B - length_B), length_B)
+        return start_T + np.arange(int(length_B.sum()))
+
+    def sum_by_sequence(self, name: str) -> NDArray[np.int64]:
+        """Per sequence the sum of a `_T` column of whole numbers, such as a mask."""
+        total = np.concatenate([[0], np.cumsum(self[name], dtype=np.int64)])
+        offsets = self.offsets
+        summed: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]
+        return summed
 
     def sequences(self, name: str) -> list[Column]:
         """A `_T` column cut into one view per sequence."""
@@ -110,6 +122,8 @@ def balanced_shards(length_B: NDArray[np.int64], shards: int) -> list[NDArray[np
 
     Returns the sorted indices of each shard. Every shard gets a sequence as long as there are enough.
     """
+    if shards == 1:
+        return [np.arange(len(length_B))]
     loads = np.zeros(shards, dtype=np.int64)
     counts = np.zeros(shards, dtype=np.int64)
     chosen: list[list[int]] = [[] for _ in range(shards)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli
 from pydantic import ValidationError
 
 from specs.errors import Problem, SpecError
@@ -48,7 +48,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Parse a file. Raises SpecError with line and column."""
     try:
         text = path.read_bytes().decode("utf-8")
-        return tomllib.loads(text)
+        return tomli.loads(text)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file", hint="`rlctl init SPEC.toml --preset quickstart` writes one") from None
     except IsADirectoryError:
@@ -57,7 +57,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise SpecError(f"{path}: not UTF-8 (byte {error.start})", hint="save the file as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except tomli.TOMLDecodeError as error:
         raise SpecError(_syntax(path, text, str(error)), hint=_syntax_hint(text, str(error))) from None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from typing import Any
+
+import tomli
 
 from specs.errors import Problem
 
@@ -29,8 +30,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Probl
 def parse_value(text: str) -> Any:
     """A TOML value where `text` is one, else `text` itself: `3` is a number, `[1, 2]` a list, `cosine` a string."""
     try:
-        parsed = tomllib.loads(f"value = {text.strip()}")
-    except tomllib.TOMLDecodeError:
+        parsed = tomli.loads(f"value = {text.strip()}")
+    except tomli.TOMLDecodeError:
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
 
