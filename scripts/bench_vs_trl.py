@@ -149,7 +149,7 @@ every = {steps}
 def make_model(folder: Path, vocab: int) -> None:
     """A 2.4M-parameter Qwen2 with random weights and a byte tokenizer cut to `vocab` tokens."""
     import torch
-    from tiny_model import tokenizer_json
+    from tiny_model import END, tokenizer_json
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -164,16 +164,16 @@ def make_model(folder: Path, vocab: int) -> None:
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=None,
-        eos_token_id=1,
+        eos_token_id=0,
     )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer = tokenizer_json("bytes")
     tokenizer["model"]["vocab"] = {token: i for token, i in tokenizer["model"]["vocab"].items() if i < vocab}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    about = {"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    about = {"tokenizer_class": "Qwen2Tokenizer", "pad_token": END, "eos_token": END, "unk_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": None, "add_prefix_space": False}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {vocab}")
 
 
