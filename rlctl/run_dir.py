@@ -54,12 +54,13 @@ class RunDir:
 
     def open(self, spec: Spec, spec_path: Path, *, resume: bool) -> None:
         """Make (or find again) the directory and lock it. Raises RunDirError; then nothing was changed."""
-        holds_run = (self.path / "resolved.json").is_file()
+        begun = (self.path / "resolved.json").is_file()
+        holds_run = begun and self.metrics.is_file() and self.metrics.stat().st_size > 0
         if self.path.exists() and not self.path.is_dir():
             raise RunDirError(f"{self.path} is a file", hint="pass another folder with --run-dir")
-        if resume and not holds_run:
+        if resume and not begun:
             raise RunDirError(f"{self.path} holds no run to resume", hint="leave out --resume to start one there")
-        if holds_run:
+        if begun:
             self._take_lock()  # in use is the more helpful message: say that first
         if holds_run and not resume:
             self.release()
@@ -67,14 +68,17 @@ class RunDir:
                 f"{self.path} already holds a run",
                 hint="add --resume to go on with it, or choose another folder with --run-dir or another run.name",
             )
-        if not holds_run and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
+        if not begun and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
-        if resume:
+        if resume and holds_run:
             try:
                 self._same_run(spec)
             except RunDirError:
                 self.release()
                 raise
+        if begun and not holds_run:  # it ended before its first step: begin again, keeping the logs
+            self.as_built.unlink(missing_ok=True)
+            (self.path / "resolved.json").unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._take_lock()
@@ -112,7 +116,7 @@ class RunDir:
         done = [int(p.name.removeprefix("attempt_")) for p in (self.path / "logs").glob("attempt_*")]
         self.attempt = max(done, default=0) + 1
         self.logs.mkdir(parents=True)
-        name = "" if self.attempt == 1 else f".attempt_{self.attempt}"
+        name = f".attempt_{self.attempt}" if (self.path / "resolved.json").exists() else ""
         shutil.copyfile(spec_path, self.path / f"spec{name}.toml")
         (self.path / f"resolved{name}.json").write_text(json.dumps(spec.resolved(), indent=2) + "\n")
         self.checkpoints.mkdir(exist_ok=True)

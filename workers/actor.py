@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 
 from backends.protocol import LossScale, Rank
 from specs.errors import RlctlError
@@ -58,8 +59,9 @@ class Actor(Trainer):
         folder = Path(message.body["folder"])
         try:
             self.engine.save(folder)
-        except OSError as error:
-            raise RlctlError(f"cannot write {folder}: {error}", hint="older checkpoints are whole: --resume") from error
+        except (OSError, SafetensorError) as error:
+            hint = "older checkpoints are whole: free some space if the disk is full, then use --resume"
+            raise RlctlError(f"cannot write the checkpoint {folder}: {error}", hint=hint) from error
         answers = self.engine.greedy(message.body["proof_prompts"], int(message.body["proof_tokens"]))
         if self.rank.rank == 0:
             proof = {

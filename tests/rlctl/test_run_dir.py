@@ -25,6 +25,7 @@ def test_attempts_are_numbered_and_nothing_is_overwritten(tmp_path, spec_path):
     first.open(spec, spec_path, resume=False)
     assert first.attempt == 1
     assert (first.path / "spec.toml").read_bytes() == spec_path.read_bytes()
+    first.metrics.write_text('{"step": 1}\n')
     first.release()
     second = RunDir(tmp_path / "run")
     second.open(load_spec(spec_path, ["run.steps=99"]), spec_path, resume=True)
@@ -39,6 +40,7 @@ def test_refusals_change_nothing(tmp_path, spec_path):
     assert not (tmp_path / "run").exists()
     run = RunDir(tmp_path / "run")
     run.open(spec, spec_path, resume=False)
+    run.metrics.write_text('{"step": 1}\n')
     run.release()
     with pytest.raises(RunDirError, match="already holds a run"):
         RunDir(tmp_path / "run").open(spec, spec_path, resume=False)
@@ -49,6 +51,20 @@ def test_refusals_change_nothing(tmp_path, spec_path):
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(RunDirError, match="not empty"):
         RunDir(tmp_path / "mine").open(spec, spec_path, resume=False)
+
+
+def test_a_run_that_never_made_a_step_may_begin_again(tmp_path, spec_path):
+    """A reward that cannot be imported must not cost a new directory once it is mended."""
+    run = RunDir(tmp_path / "run")
+    run.open(load_spec(spec_path), spec_path, resume=False)
+    run.as_built.write_text("{}")
+    run.release()
+    again = RunDir(tmp_path / "run")
+    again.open(load_spec(spec_path, ["run.seed=5"]), spec_path, resume=False)
+    assert again.attempt == 2
+    assert not again.as_built.exists()
+    assert '"seed": 5' in (again.path / "resolved.json").read_text()
+    again.release()
 
 
 def test_a_directory_in_use_is_refused(tmp_path, spec_path):
