@@ -1,8 +1,8 @@
 """The engine protocol: what a thing must do to train a model, or to sample from one.
 
 Engines never talk to the network, the driver or the disk layout of a run; workers do (`workers/`).
-Batches come in as numpy columns (`specs/batch.py`) and go out the same way. One contract test file
-(`tests/backends/test_contract.py`) runs against every engine.
+Batches come in as numpy columns (`specs/batch.py`) and go out the same way. The contract tests
+(`tests/backends/test_contract_train.py`, `test_contract_rollout.py`) run against every engine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class LossScale:
-    """Global counts of the optimizer step's mini-batch over *all* ranks; losses are divided by these, never by local ones."""
+    """Global counts of the optimizer step's mini-batch over *all* ranks; losses divide by them, not by local ones."""
 
     num_loss_tokens: int
     num_sequences: int  # sequences with at least one loss token
@@ -113,7 +113,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Move weights, optimizer state and gradients off the device. Neutral to the bit. A second call does nothing."""
+        """Move weights, optimizer state and gradients off the device, neutral to the bit. Twice is once."""
 
     @abstractmethod
     def onload(self) -> None:
@@ -152,7 +152,7 @@ METRIC_SUMS = (
     "entropy",  # Σ entropy of the model's distribution (nats)
     "kl",  # Σ KL estimate to ref (0 without ref)
     "clipped",  # tokens where the clip was active
-    "logprob_gap",  # Σ |log-prob of the sampler - log-prob of the trainer before the update (old, or current if on-policy)|
+    "logprob_gap",  # Σ |log-prob of the sampler - of the trainer before the update (old, or current if on-policy)|
     "approx_kl",  # Σ k3 estimate of KL(old ‖ current)
     "ratio",  # Σ probability ratio
     "micro_batches",  # forward passes made
@@ -184,14 +184,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def finish_import(self) -> None:
-        """All weights are in: tie, pack, and drop every cached key and value. Until the first call, `generate` refuses."""
+        """All weights are in: tie, pack, drop every cached key and value. Until the first call, `generate` refuses."""
 
     @abstractmethod
     def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
         """Answer every prompt once. `prompts` has `tokens_T`, `group_B`, `id_B`, `row_B`; sequences of one group share
         their prompt. `emit` is called with finished batches (SAMPLE_COLUMNS: prompt and answer tokens, mask 1 on
         answers, exact log-probs of the distribution sampled from, `finished_B` 1 where the answer ended by itself) as
-        soon as whole groups are done, each sample exactly once. Returns counters (`generated_tokens`, `decode_steps`)."""
+        soon as whole groups are done, each sample exactly once. Returns counters (`generated_tokens`, …)."""
 
     @abstractmethod
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:

@@ -1,6 +1,7 @@
 """Engines by kind. Nothing is imported before it is asked for.
 
-Another package adds an engine with an entry point in the group `rlctl.engines`, named `train.<kind>` or `rollout.<kind>`.
+Another package adds an engine with an entry point in the group `rlctl.engines`, named `train.<kind>` or
+`rollout.<kind>`.
 """
 
 from __future__ import annotations

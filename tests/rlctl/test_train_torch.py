@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from running import metrics, preset, rlctl, trajectory
@@ -139,3 +141,20 @@ def test_export_never_overwrites(finished, tmp_path):
     done = rlctl("export-checkpoint", run, tmp_path / "mine")
     assert done.returncode == 2
     assert "already exists" in done.stderr
+
+
+def test_another_larger_reference(finished, tmp_path, repo_root):
+    """`[ref].model` is really loaded: as_built.json shows its size, and the KL is not zero from the first step on."""
+    spec, run, _ = finished
+    larger = ("--kind", "digits", "--hidden", "192", "--layers", "3", "--intermediate", "384", "--weights", "7")
+    maker = [sys.executable, repo_root / "scripts" / "tiny_model.py", tmp_path / "larger", *larger]
+    subprocess.run(maker, check=True, timeout=120, capture_output=True)
+    reference = ("--set", f'ref.model="{tmp_path / "larger"}"', "--set", "run.steps=3")
+    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *reference)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = json.loads((tmp_path / "run" / "as_built.json").read_text())
+    assert built["ref"][0]["model"]["hidden_size"] == 192
+    assert built["ref"][0]["model"]["path"] == str(tmp_path / "larger")
+    assert built["actor"][0]["model"]["hidden_size"] == 128
+    assert metrics(tmp_path / "run")[1]["actor/kl"] > 1e-3
+    assert metrics(run)[1]["actor/kl"] < metrics(tmp_path / "run")[1]["actor/kl"]
