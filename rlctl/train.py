@@ -187,14 +187,16 @@ class Run:
             record.metrics["time/driver_s"] = idle_s(self.groups.busy, started, time.monotonic())
             self.done = number
             last = number == spec.run.steps
-            if spec.eval and (number % spec.eval.every == 0 or last):
-                record.metrics.update(driver.evaluate(number))
+            try:
+                if spec.eval and (number % spec.eval.every == 0 or last):
+                    record.metrics.update(driver.evaluate(number))
+            finally:  # also when interrupted: no checkpoint may be ahead of the metrics
+                record.metrics["time/wall_s"] = time.monotonic() - started
+                self._log(record.metrics)
+                self._write_samples(number, record.samples)
+                self.progress.step(record.metrics)
             if number % spec.checkpoint.every == 0 or last:
                 self.save()
-            record.metrics["time/wall_s"] = time.monotonic() - started
-            self._log(record.metrics)
-            self._write_samples(number, record.samples)
-            self.progress.step(record.metrics)
             self.interrupt.check()
 
     def _log(self, metrics: dict[str, Any]) -> None:
