@@ -157,7 +157,7 @@ class Driver:
         return batch.with_columns(**columns)
 
     def _post_logprobs(self, group: Group, batch: Batch, number: int) -> tuple[Call, list[NDArray[np.int64]]]:
-        shards = balanced_shards(batch["length_B"].astype(np.int64), group.size)
+        shards = balanced_shards(batch["length_B"], group.size, batch["group_B"])
         needed = batch.only(COLUMNS[Verb.LOGPROBS].needs)
         tensors = [needed.select(shard).columns for shard in shards]
         return group.post(Verb.LOGPROBS, tensors=tensors, step=number), shards
@@ -184,9 +184,9 @@ class Driver:
         needed = batch.only([*columns.needs, *(name for name in columns.optional if name in batch)])
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, number, epoch)
-            for chosen in mini_batches(len(batch), algorithm.mini_batches_per_step, seed):
+            for chosen in mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed):
                 mini = needed.select(chosen)
-                shards = balanced_shards(mini["length_B"].astype(np.int64), self.actor.size)
+                shards = balanced_shards(mini["length_B"], self.actor.size, batch["group_B"][chosen])
                 answers = self.actor.call(
                     Verb.UPDATE,
                     {"algorithm": algorithm.model_dump(), "scale": self.loss_scale(mini)},
@@ -263,9 +263,10 @@ def group_shards(group_B: NDArray[Any], shards: int) -> list[NDArray[np.int64]]:
     return [np.flatnonzero(inverse_B % shards == shard) for shard in range(shards)]
 
 
-def mini_batches(count: int, pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:
-    """Indices of each mini-batch: a random split into equal pieces, in ascending order within a piece."""
+def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    """Indices of each mini-batch, ascending: equal pieces of the groups in random order, so that few groups are cut."""
     if pieces == 1:
-        return [np.arange(count)]
-    order = np.random.default_rng(seed).permutation(count)
-    return [np.sort(piece) for piece in np.array_split(order, pieces)]
+        return [np.arange(len(group_B))]
+    _, inverse_B = np.unique(group_B, return_inverse=True)
+    place_G = np.random.default_rng(seed).permutation(int(inverse_B.max()) + 1)
+    return [np.sort(piece) for piece in np.array_split(np.argsort(place_G[inverse_B], kind="stable"), pieces)]

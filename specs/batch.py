@@ -12,6 +12,7 @@ A batch only gains columns. Verbs declare the columns that they need and give (`
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -117,19 +118,35 @@ class Batch:
         return Batch({name: np.concatenate([batch.columns[name] for batch in batches]) for name in batches[0].columns})
 
 
-def balanced_shards(length_B: NDArray[np.int64], shards: int) -> list[NDArray[np.int64]]:
-    """Split sequences over `shards` so that token counts are even (longest first onto the lightest shard).
+UNEVEN = 1.1  # whole groups go to a shard as long as the fullest holds at most this much of the average
 
-    Returns the sorted indices of each shard. Every shard gets a sequence as long as there are enough.
+
+def balanced_shards(
+    length_B: NDArray[np.int64], shards: int, group_B: NDArray[np.int64] | None = None
+) -> list[NDArray[np.int64]]:
+    """Split sequences over `shards` so that token counts are even. Returns the sorted indices of each shard.
+
+    With `group_B`, groups stay whole where that is even enough: a trainer computes a group's shared prompt once.
+    Every shard gets a sequence as long as there are enough.
     """
     if shards == 1:
         return [np.arange(len(length_B))]
-    loads = np.zeros(shards, dtype=np.int64)
-    counts = np.zeros(shards, dtype=np.int64)
-    chosen: list[list[int]] = [[] for _ in range(shards)]
-    for index in np.argsort(-length_B, kind="stable"):
-        lightest = int(np.lexsort((counts, loads))[0])
-        chosen[lightest].append(int(index))
-        loads[lightest] += length_B[index]
-        counts[lightest] += 1
-    return [np.array(sorted(part), dtype=np.int64) for part in chosen]
+    if group_B is not None:
+        _, inverse_B = np.unique(group_B, return_inverse=True)
+        load_G = np.bincount(inverse_B, length_B)
+        owner_G = _lightest_first(load_G, shards)
+        if np.bincount(owner_G, load_G, shards).max() <= UNEVEN * load_G.sum() / shards:
+            return [np.flatnonzero(owner_G[inverse_B] == shard) for shard in range(shards)]
+    owner_B = _lightest_first(length_B, shards)
+    return [np.flatnonzero(owner_B == shard) for shard in range(shards)]
+
+
+def _lightest_first(load_N: NDArray[Any], shards: int) -> NDArray[np.int64]:
+    """Shard of each item: heaviest items first, each onto the shard that holds least (then fewest) so far."""
+    owner_N = np.zeros(len(load_N), dtype=np.int64)
+    heap = [(0.0, 0, shard) for shard in range(shards)]
+    for item in np.argsort(-load_N, kind="stable").tolist():
+        load, count, shard = heapq.heappop(heap)
+        owner_N[item] = shard
+        heapq.heappush(heap, (load + float(load_N[item]), count + 1, shard))
+    return owner_N

@@ -61,3 +61,12 @@ def test_shards_hold_everything_once_and_evenly(shards):
     loads = [int(length_B[part].sum()) for part in parts]
     assert max(loads) - min(loads) <= 100
     assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+
+
+def test_groups_stay_whole_where_that_is_even_enough():
+    length_B, group_B = np.full(48, 10), np.repeat(np.arange(12), 4)
+    parts = balanced_shards(length_B, 3, group_B)
+    assert [len(part) for part in parts] == [16, 16, 16]
+    assert all(len(set(group_B[part].tolist())) == 4 for part in parts)
+    uneven = balanced_shards(np.array([10, 10, 10, 100, 100]), 2, np.array([1, 1, 1, 2, 2]))  # 30 against 200
+    assert [int(np.array([10, 10, 10, 100, 100])[part].sum()) for part in uneven] == [120, 110]
