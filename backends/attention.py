@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -93,19 +95,28 @@ def attention_function(implementation: str) -> str:
 
 
 class PackedLayout:
-    """Causal attention inside each of several sequences that lie one after another in a row.
+    """Causal attention inside each of several sequences that are packed in a row.
+
+    The row is made of segments of `lengths`, one after another. A segment is a sequence by itself, or it continues the
+    segment `parents[i]` (-1: none), so that answers to the same prompt share the prompt's rows.
 
     Sequences of like length are gathered into a right-padded batch `[n, L]` and attended with the plain causal
     kernel: a padded row lies to the right of every real one, so no real token ever sees it and no mask is needed.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", parents: Sequence[int] | None = None
+    ) -> None:
         self.lengths = list(lengths)
         self.mask: Tensor | None = torch.zeros(1, 1, 1, 1, device=device)  # 4-D: passed through, so no T×T mask is made
-        self.groups, index, inverse = _pad_plan(self.lengths)
-        self.identity = index == list(range(len(index)))
-        self.index_P = torch.tensor(index, device=device)
-        self.inverse_T = torch.tensor(inverse, device=device)
+        plan = _PadPlan(
+            np.array(self.lengths), np.full(len(self.lengths), -1) if parents is None else np.array(parents)
+        )
+        self.groups = plan.groups
+        self.identity = np.array_equal(plan.index_P, np.arange(len(plan.inverse_T)))
+        self.copies = RowCopies(plan.index_P, len(plan.inverse_T), device, plan.real_P) if plan.shared else None
+        self.index_P = torch.from_numpy(plan.index_P).to(device)
+        self.inverse_T = torch.from_numpy(plan.inverse_T).to(device)
 
     def attend(
         self,
@@ -128,7 +139,10 @@ class PackedLayout:
     def _padded(self, x: Tensor) -> list[Tensor]:
         """[1, h, T, D] → per group [n, h, L, D]."""
         x_T = x[0].transpose(0, 1)
-        x_P = x_T if self.identity else _Pad.apply(x_T, self.index_P, self.inverse_T)
+        if self.copies is not None:
+            x_P = copy_rows(x_T, self.copies)
+        else:
+            x_P = x_T if self.identity else _Pad.apply(x_T, self.index_P, self.inverse_T)
         parts = x_P.split([count * length for count, length in self.groups])
         return [part.unflatten(0, group).transpose(1, 2) for part, group in zip(parts, self.groups, strict=True)]
 
@@ -146,28 +160,49 @@ def causal_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=gqa)
 
 
-def _pad_plan(lengths: Sequence[int], least_fill: float = 0.65) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Groups (count, length), row of the packed tokens for each padded row, and padded row of each packed token.
+class _PadPlan:
+    """groups: (count, length) of each padded batch. index_P: row of the packed tokens for each padded row; real_P: not
+    only filling. inverse_T: a padded row for each packed token. shared: whether any token has several.
 
     Longest first; a sequence opens a new group when it would fill less than `least_fill` of its padded row. Measured on
     2 cores with 128 sequences: 0.65 beats 0.5 and 0.8 by 10-20 %, on even and on long-tailed lengths.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+
+    def __init__(self, length_S: NDArray[np.int64], parent_S: NDArray[np.int64], least_fill: float = 0.65) -> None:
+        assert (parent_S < np.arange(len(parent_S))).all(), "a segment comes after the one that it continues"
+        start_S = np.cumsum(length_S) - length_S
+        ends_B = np.setdiff1d(np.arange(len(length_S)), parent_S)  # the last segment of each sequence
+        prompt_B = parent_S[ends_B]
+        assert (parent_S[prompt_B[prompt_B >= 0]] < 0).all(), "a segment that is continued continues none"
+        prefix_B = np.where(prompt_B < 0, 0, length_S[prompt_B])
+        first_B = np.where(prompt_B < 0, start_S[ends_B], start_S[prompt_B])
+        total_B = prefix_B + length_S[ends_B]
+        order = np.argsort(-total_B, kind="stable")
+        self.groups = _groups_of_like_length(total_B[order].tolist(), least_fill)
+        index, real, done = [], [], 0
+        for count, longest in self.groups:
+            chosen = order[done : done + count, None]
+            done += count
+            place = np.arange(longest)
+            own = start_S[ends_B[chosen]] + place - prefix_B[chosen]
+            row = np.where(place < prefix_B[chosen], first_B[chosen] + place, own)
+            real.append((place < total_B[chosen]).ravel())
+            index.append(np.where(place < total_B[chosen], row, first_B[chosen]).ravel())
+        self.index_P, self.real_P = np.concatenate(index), np.concatenate(real)
+        self.inverse_T = np.zeros(int(length_S.sum()), dtype=np.int64)
+        self.inverse_T[self.index_P[self.real_P]] = np.flatnonzero(self.real_P)
+        self.shared = len(np.unique(prompt_B[prompt_B >= 0])) < int((prompt_B >= 0).sum())
+
+
+def _groups_of_like_length(lengths: list[int], least_fill: float) -> list[tuple[int, int]]:
+    """(count, length of the longest) of each group; `lengths` fall."""
     groups: list[tuple[int, int]] = []
-    index: list[int] = []
-    inverse = [0] * starts[-1]
-    for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length, start = lengths[sequence], starts[sequence]
+    for length in lengths:
         if groups and length >= least_fill * groups[-1][1]:
             groups[-1] = (groups[-1][0] + 1, groups[-1][1])
         else:
             groups.append((1, length))
-        inverse[start : start + length] = range(len(index), len(index) + length)
-        padded = groups[-1][1]
-        index += [*range(start, start + length), *[start] * (padded - length)]
-    return groups, index, inverse
+    return groups
 
 
 class _Pad(torch.autograd.Function):
@@ -202,3 +237,44 @@ class _TakeRows(torch.autograd.Function):
         (rows_T,) = ctx.saved_tensors
         grad_P = grad_T.new_zeros(ctx.rows, *grad_T.shape[1:])
         return grad_P.index_copy_(0, rows_T, grad_T), None
+
+
+class RowCopies:
+    """Which of `rows` rows to copy, any number of times each, and for the backward pass where the copies of each are.
+
+    Copies where `real` is False take no part in the backward pass: their gradient must be zero.
+    """
+
+    def __init__(
+        self,
+        index_N: NDArray[np.int64],
+        rows: int,
+        device: torch.device | str = "cpu",
+        real: NDArray[np.bool_] | None = None,
+    ) -> None:
+        places = np.arange(len(index_N)) if real is None else np.flatnonzero(real)
+        source = index_N[places]
+        counts = np.bincount(source, minlength=rows)
+        self.index_N = torch.from_numpy(index_N).to(device)
+        self.places = torch.from_numpy(places[np.argsort(source, kind="stable")]).to(device)
+        self.offset_T = torch.from_numpy(np.cumsum(counts) - counts).to(device)
+
+
+def copy_rows(x_T: Tensor, copies: RowCopies) -> Tensor:
+    """[T, …] → [N, …]; the gradient of a row is the sum over its copies."""
+    out: Tensor = _CopyRows.apply(x_T, copies)
+    return out
+
+
+class _CopyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_T: Tensor, copies: RowCopies) -> Tensor:
+        ctx.copies = copies
+        return x_T.index_select(0, copies.index_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
+        # A sum of gathered rows, in a fixed order; index_add_ is several times slower on CPU and not ordered on CUDA.
+        copies: RowCopies = ctx.copies
+        flat_T = F.embedding_bag(copies.places, grad_N.flatten(1), copies.offset_T, mode="sum")
+        return flat_T.unflatten(1, grad_N.shape[1:]), None

@@ -1,4 +1,8 @@
-"""Which sequences share a micro-batch. No padding: sequences of a micro-batch lie one after another in one row."""
+"""Which sequences share a micro-batch, and which rows they share in it.
+
+No padding: a micro-batch is one row of segments that lie one after another. A segment is a whole sequence, or a prompt
+that several sequences begin with, or what one of these adds to it.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +46,12 @@ def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed in a row. T: tokens that are computed; N: loss tokens, in the order of the row."""
+    """Sequences packed in a row. T: tokens that are computed; N: loss tokens, sequence by sequence."""
 
-    lengths: list[int]
+    lengths: list[int]  # of the segments
+    parents: list[int]  # the segment that each one continues, -1: none
     tokens_T: NDArray[np.int64]
-    positions_T: NDArray[np.int64]  # restart at 0 with each sequence
+    positions_T: NDArray[np.int64]  # places in the sequence, from 0
     hidden_N: NDArray[np.int64]  # row that predicts each loss token: the one before it
     target_N: NDArray[np.int64]  # the loss token itself
     column_N: NDArray[np.int64]  # where it stands in the batch's `_T` columns
@@ -56,11 +61,22 @@ class MicroBatch:
         return len(self.tokens_T)
 
 
-def micro_batches(batch: Batch, limit: int) -> list[MicroBatch]:
+@dataclass(frozen=True)
+class _Sequences:
+    """Of each sequence of a batch: its first column, how many tokens are computed, and how many of them are prompt."""
+
+    offset_B: NDArray[np.int64]
+    used_B: NDArray[np.int64]
+    prompt_B: NDArray[np.int64]
+
+
+def micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> list[MicroBatch]:
     """Cut a batch (needs `tokens_T`, `loss_mask_T`) into micro-batches of at most `limit` tokens.
 
     Only what predicts a loss token is computed: a sequence ends before its last loss token, and one without any is
-    left out. Raises BatchError when a whole sequence is over the limit, computed or not.
+    left out. With `share_prompts`, a prompt (the tokens before the first loss token) that several sequences of a
+    micro-batch begin with is computed once in it. Raises BatchError when a whole sequence is over the limit, computed
+    or not.
     """
     offsets, length_B = batch.offsets, batch["length_B"]
     if len(batch) and length_B.max() > limit:
@@ -69,28 +85,105 @@ def micro_batches(batch: Batch, limit: int) -> list[MicroBatch]:
     if mask_T[offsets[:-1][length_B > 0]].any():
         raise BatchError("loss_mask_T marks the first token of a sequence, which nothing predicts")
     position_T = np.arange(len(mask_T)) - np.repeat(offsets[:-1], length_B)
+    sequence_N, position_N = np.repeat(np.arange(len(batch)), length_B)[mask_T], position_T[mask_T]
     used_B = np.zeros(len(batch), dtype=np.int64)
-    np.maximum.at(used_B, np.repeat(np.arange(len(batch)), length_B)[mask_T], position_T[mask_T])
-    return [_micro_batch(batch, mask_T, offsets, used_B, chosen) for chosen in pack(used_B.tolist(), limit)]
+    np.maximum.at(used_B, sequence_N, position_N)
+    prompt_B = used_B.copy()
+    np.minimum.at(prompt_B, sequence_N, position_N)
+    sequences = _Sequences(offsets[:-1], used_B, prompt_B)
+    families = _families(batch["tokens_T"], sequences) if share_prompts else [[i] for i in np.flatnonzero(used_B)]
+    pieces = [piece for family in families for piece in _pieces(family, sequences, limit)]
+    sizes = [_size(piece, sequences) for piece in pieces]
+    return [_micro_batch(batch, mask_T, sequences, [pieces[i] for i in chosen]) for chosen in pack(sizes, limit)]
 
 
-def _micro_batch(
-    batch: Batch, mask_T: NDArray[np.bool_], offsets: NDArray[np.int64], used_B: NDArray[np.int64], chosen: list[int]
-) -> MicroBatch:
-    length_B = used_B[chosen]
-    ends = np.cumsum(length_B)
-    positions_T = np.arange(ends[-1]) - np.repeat(ends - length_B, length_B)
-    column_T = positions_T + np.repeat(offsets[chosen], length_B)
-    hidden_N = np.flatnonzero(mask_T[column_T + 1])
-    column_N = column_T[hidden_N] + 1
+def _families(tokens_T: NDArray[np.int32], sequences: _Sequences) -> list[list[int]]:
+    """Sequences by their prompt, those that compute nothing left out."""
+    found: dict[bytes, list[int]] = {}
+    for i in np.flatnonzero(sequences.used_B):
+        start = sequences.offset_B[i]
+        found.setdefault(tokens_T[start : start + sequences.prompt_B[i]].tobytes(), []).append(int(i))
+    return list(found.values())
+
+
+def _pieces(family: list[int], sequences: _Sequences, limit: int) -> list[list[int]]:
+    """The family, or, where it is over the limit, parts of it that each repeat the prompt."""
+    if _size(family, sequences) <= limit:
+        return [family]
+    prompt = int(sequences.prompt_B[family[0]])
+    own = [int(sequences.used_B[i]) - prompt for i in family]
+    parts = [[family[i] for i in chosen] for chosen in pack(own, limit - prompt)]
+    parts[0] += [i for i, length in zip(family, own, strict=True) if not length]  # these need the prompt only
+    return parts
+
+
+def _size(piece: list[int], sequences: _Sequences) -> int:
+    """Tokens that are computed for sequences with the same prompt."""
+    return int(sequences.used_B[piece].sum() - (len(piece) - 1) * sequences.prompt_B[piece[0]])
+
+
+class _Segments:
+    """The segments of a micro-batch, and for each sequence (M) where its prompt's last row and its own rows are."""
+
+    def __init__(self, sequences: _Sequences, pieces: list[list[int]]) -> None:
+        self.lengths: list[int] = []
+        self.parents: list[int] = []
+        self.columns: list[int] = []  # of the first token
+        self.positions: list[int] = []  # of the first token
+        self.rows = 0
+        self.last_prompt_row_M: list[int] = []
+        self.own_row_M: list[int] = []
+        self.prompt_M: list[int] = []
+        for piece in pieces:
+            offset = sequences.offset_B[piece].tolist()
+            used = sequences.used_B[piece].tolist()
+            prompt = int(sequences.prompt_B[piece[0]]) if len(piece) > 1 else 0
+            parent = self._add(prompt, offset[0], 0, -1) if prompt else -1
+            last = self.rows - 1
+            for start, length in zip(offset, used, strict=True):
+                self.prompt_M.append(prompt)
+                self.last_prompt_row_M.append(last)
+                self.own_row_M.append(self.rows)
+                if length > prompt:
+                    self._add(length - prompt, start + prompt, prompt, parent)
+
+    def _add(self, length: int, column: int, position: int, parent: int) -> int:
+        self.lengths.append(length)
+        self.parents.append(parent)
+        self.columns.append(column)
+        self.positions.append(position)
+        self.rows += length
+        return len(self.lengths) - 1
+
+
+def _micro_batch(batch: Batch, mask_T: NDArray[np.bool_], sequences: _Sequences, pieces: list[list[int]]) -> MicroBatch:
+    segments = _Segments(sequences, pieces)
+    segment_T, within_T = _count_up(np.array(segments.lengths))
+    column_T = within_T + np.array(segments.columns)[segment_T]
+    members = [i for piece in pieces for i in piece]
+    member_N, within_N = _count_up(sequences.used_B[members])
+    column_N, position_N = sequences.offset_B[members][member_N] + within_N + 1, within_N + 1
+    chosen = mask_T[column_N]
+    column_N, position_N, member_N = column_N[chosen], position_N[chosen], member_N[chosen]
+    own_N = position_N - 1 - np.array(segments.prompt_M)[member_N]  # -1: the prompt's last token predicts it
+    hidden_N = np.where(
+        own_N < 0, np.array(segments.last_prompt_row_M)[member_N], np.array(segments.own_row_M)[member_N] + own_N
+    )
     return MicroBatch(
-        lengths=length_B.tolist(),
+        lengths=segments.lengths,
+        parents=segments.parents,
         tokens_T=batch["tokens_T"][column_T].astype(np.int64),
-        positions_T=positions_T,
+        positions_T=within_T + np.array(segments.positions)[segment_T],
         hidden_N=hidden_N,
         target_N=batch["tokens_T"][column_N].astype(np.int64),
         column_N=column_N,
     )
+
+
+def _count_up(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[2, 3] → ([0, 0, 1, 1, 1], [0, 1, 0, 1, 2])."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def loss_weight_T(batch: Batch, aggregation: str, scale: LossScale) -> NDArray[np.float32]:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
-from backends.attention import take_rows
+from backends.attention import RowCopies, copy_rows
 from backends.ddp import disk, weights
 from backends.ddp.flat import FlatParameters, Parking
 from backends.ddp.groups import join_group, leave_group
 from backends.ddp.head import Head, LogprobEntropy, target_logprob
 from backends.ddp.optimizer import FlatAdamW
-from backends.ddp.row import Row, packed_row
+from backends.ddp.row import Row, can_share_prompts, packed_row
 from backends.ddp.verify import verify_packing
 from backends.hf import DTYPES, build_model, describe, named_weights
 from backends.losses import LOSS_SUMS, TokenColumns, grpo_loss
@@ -75,8 +75,11 @@ class DdpTrainEngine(TrainEngine):
         hidden_1TE: Tensor = self.model.base_model(**row.inputs)[0]
         return hidden_1TE[0]
 
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        return micro_batches(batch, self.config.micro_batch_tokens, share_prompts=can_share_prompts(self.model))
+
     def _row(self, micro: MicroBatch) -> Row:
-        return packed_row(self.model, micro.tokens_T, micro.positions_T, micro.lengths)
+        return packed_row(self.model, micro.tokens_T, micro.positions_T, micro.lengths, micro.parents)
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.model.device)
@@ -87,7 +90,7 @@ class DdpTrainEngine(TrainEngine):
     @torch.no_grad()
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
-        for micro in micro_batches(batch, self.config.micro_batch_tokens):
+        for micro in self._micro_batches(batch):
             row = self._row(micro)
             with row.attending():
                 hidden_NE = self._hidden(row)[self._tensor(micro.hidden_N)]
@@ -104,7 +107,7 @@ class DdpTrainEngine(TrainEngine):
         weight_T = loss_weight_T(batch, algorithm.loss_aggregation, scale)
         sums = torch.zeros(len(LOSS_SUMS), dtype=torch.float64, device=self.model.device)
         gap_max = torch.zeros((), device=self.model.device)
-        micros = micro_batches(batch, self.config.micro_batch_tokens)
+        micros = self._micro_batches(batch)
         self.gradients_are_zero &= not micros
         for micro in micros:
             columns = self._columns(batch, micro, weight_T, algorithm)
@@ -142,7 +145,8 @@ class DdpTrainEngine(TrainEngine):
         sums = torch.zeros(len(LOSS_SUMS), dtype=torch.float64, device=target_N.device)
         gaps: list[Tensor] = []
         with row.attending():
-            hidden_NE = take_rows(self._hidden(row), self._tensor(micro.hidden_N))
+            copies = RowCopies(micro.hidden_N, micro.num_tokens, self.model.device)
+            hidden_NE = copy_rows(self._hidden(row), copies)
             grad_NE = torch.empty_like(hidden_NE)
             for a, b in self._chunks(len(target_N)):
                 chunk_NE = hidden_NE[a:b].detach().requires_grad_()

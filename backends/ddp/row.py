@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from backends.attention import PackedLayout, use_layout
 
@@ -28,23 +28,35 @@ class Row:
         return nullcontext() if self.layout is None else use_layout(self.layout)
 
 
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether several sequences of a row may continue the same rows. The varlen kernels of flash attention want every
+    sequence whole."""
+    implementation: str = model.config.get_text_config()._attn_implementation
+    return implementation in ("sdpa", "eager")
+
+
 def packed_row(
-    model: PreTrainedModel, tokens_T: NDArray[np.int64], positions_T: NDArray[np.int64], lengths: Sequence[int]
+    model: PreTrainedModel,
+    tokens_T: NDArray[np.int64],
+    positions_T: NDArray[np.int64],
+    lengths: Sequence[int],
+    parents: Sequence[int] | None = None,
 ) -> Row:
-    """Inputs of the model's backbone for sequences that lie one after another."""
+    """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one."""
     text = model.config.get_text_config()
-    device, dtype = model.device, model.dtype
+    device = model.device
     inputs: dict[str, Any] = {
         "input_ids": torch.from_numpy(tokens_T).to(device)[None],
         "position_ids": torch.from_numpy(positions_T).to(device)[None],
         "use_cache": False,  # with a cache, transformers forgets that the row is packed
     }
     if text._attn_implementation == "sdpa":
-        layout = PackedLayout(lengths, device)
+        layout = PackedLayout(lengths, device, parents)
         return Row({**inputs, "attention_mask": layout.mask}, layout)
     if text._attn_implementation == "eager":
-        return Row({**inputs, "attention_mask": _eager_masks(text, lengths, device, dtype)}, None)
+        return Row({**inputs, "attention_mask": _eager_masks(model, positions_T, lengths, parents)}, None)
     assert text._attn_implementation == "flash_attention_2", text._attn_implementation
+    assert parents is None or max(parents) < 0, "can_share_prompts"
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
     varlen = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
@@ -52,25 +64,26 @@ def packed_row(
 
 
 def _eager_masks(
-    text: PretrainedConfig, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel, positions_T: NDArray[np.int64], lengths: Sequence[int], parents: Sequence[int] | None
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks [1, 1, T, T]: one, or one per kind of layer where a model mixes full and sliding attention."""
-    full = _block_mask(lengths, None, device, dtype)
+    text = model.config.get_text_config()
+    segment_T = np.repeat(np.arange(len(lengths)), lengths)
+    parent_T = segment_T if parents is None else np.asarray(parents)[segment_T]
+    distance = positions_T[:, None] - positions_T
+    seen = ((segment_T[:, None] == segment_T) | (parent_T[:, None] == segment_T)) & (distance >= 0)
+    full = _additive(seen, model)
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or ())
     if window is None or kinds == {"full_attention"}:
         return full
-    sliding = _block_mask(lengths, window, device, dtype)
+    sliding = _additive(seen & (distance < window), model)
     if "full_attention" in kinds:
         return {"full_attention": full, "sliding_attention": sliding}
     return sliding
 
 
-def _block_mask(lengths: Sequence[int], window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
-    sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    row_T = torch.arange(len(sequence_T))
-    seen = (sequence_T[:, None] == sequence_T) & (row_T[:, None] >= row_T)
-    if window is not None:
-        seen &= row_T[:, None] - row_T < window
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-    return mask[None, None].to(device)
+def _additive(seen: NDArray[np.bool_], model: PreTrainedModel) -> Tensor:
+    mask = torch.zeros(seen.shape, dtype=model.dtype)
+    mask.masked_fill_(~torch.from_numpy(seen), torch.finfo(model.dtype).min)
+    return mask[None, None].to(model.device)

@@ -8,10 +8,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from backends.ddp.head import Head
-from backends.ddp.row import packed_row
+from backends.ddp.row import can_share_prompts, packed_row
 from specs.errors import ModelError
 
-_LENGTHS = (5, 9, 3)
+_LENGTHS = (5, 9, 3, 4)
+_PARENTS = (-1, -1, 1, 1)  # the last two segments are answers to the second
 
 
 @torch.no_grad()
@@ -23,14 +24,17 @@ def verify_packing(model: PreTrainedModel, head: Head) -> None:
     """
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens_T = np.random.default_rng(0).integers(0, vocab, sum(_LENGTHS))
-    positions_T = np.concatenate([np.arange(length) for length in _LENGTHS])
-    row = packed_row(model, tokens_T, positions_T, _LENGTHS)
+    parents = _PARENTS if can_share_prompts(model) else [-1] * len(_LENGTHS)
+    prefixes = [range(0) if parent < 0 else _rows(parent) for parent in parents]
+    positions_T = np.concatenate([len(prefix) + np.arange(n) for prefix, n in zip(prefixes, _LENGTHS, strict=True)])
+    row = packed_row(model, tokens_T, positions_T, _LENGTHS, parents)
+    sequences = [torch.from_numpy(tokens_T[[*prefix, *_rows(i)]]).to(model.device) for i, prefix in enumerate(prefixes)]
     try:
         with row.attending():
             ours = head(model.base_model(**row.inputs)[0][0])
         single = [
-            model(input_ids=part[None], use_cache=False).logits[0].float()
-            for part in torch.from_numpy(tokens_T).to(model.device).split(list(_LENGTHS))
+            model(input_ids=sequence[None], use_cache=False).logits[0, len(prefix) :].float()
+            for sequence, prefix in zip(sequences, prefixes, strict=True)
         ]
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise ModelError(f"{type(model).__name__} does not run on packed sequences: {error}") from error
@@ -40,6 +44,11 @@ def verify_packing(model: PreTrainedModel, head: Head) -> None:
             f"{type(model).__name__} gives other logits on packed sequences than one by one (relative gap {gap:.2g})",
             hint="this architecture is not supported by this engine: it mixes sequences, or its head is special",
         )
+
+
+def _rows(segment: int) -> range:
+    start = sum(_LENGTHS[:segment])
+    return range(start, start + _LENGTHS[segment])
 
 
 def _relative_gap(ours: Tensor, theirs: Tensor) -> float:

@@ -10,7 +10,15 @@ import pytest
 import torch
 from train_helpers import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL_WINDOW, QWEN2, model_config, write_model
 
-from backends.attention import PackedLayout, attention_function, causal_attention, take_rows, use_layout
+from backends.attention import (
+    PackedLayout,
+    RowCopies,
+    attention_function,
+    causal_attention,
+    copy_rows,
+    take_rows,
+    use_layout,
+)
 from backends.ddp.row import packed_row
 from backends.hf import build_model
 from specs.errors import ModelError
@@ -101,6 +109,43 @@ def test_layout_against_a_dense_mask(lengths: list[int], window: int | None) -> 
         torch.testing.assert_close(ours, dense)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize(
+    ("lengths", "parents"),
+    [
+        ([4, 3, 3, 3], [-1, 0, 0, 0]),
+        ([3, 5, 1, 7, 6, 30, 2, 2], [-1, 0, 0, -1, -1, 4, 4, 4]),
+        ([3, 5], [-1, 0]),
+        ([6, 2, 2], [-1, -1, 1]),
+    ],
+)
+def test_shared_rows_against_a_dense_mask(lengths: list[int], parents: list[int], window: int | None) -> None:
+    total, heads, kv_heads, dim = sum(lengths), 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, heads, total, dim), (1, kv_heads, total, dim), (1, kv_heads, total, dim))
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    chains = [([*range(sum(lengths[:p]), sum(lengths[: p + 1]))] if p >= 0 else []) for p in parents]
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    for i, (length, chain) in enumerate(zip(lengths, chains, strict=True)):
+        for row in range(sum(lengths[:i]), sum(lengths[:i]) + length):
+            chain.append(row)
+            seen[row, chain if window is None else chain[-window:]] = True
+    results = []
+    for packed in (True, False):
+        q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
+        if packed:
+            layout = PackedLayout(lengths, parents=parents)
+            out = layout.attend(torch.nn.Module(), q, k, v, scaling=0.3, sliding_window=window)
+        else:
+            scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3)) * 0.3
+            out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+            out = out.transpose(1, 2)
+        out.cos().sum().backward()
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    for ours, dense in zip(*results, strict=True):
+        torch.testing.assert_close(ours, dense)
+
+
 def test_layout_is_current_only_inside() -> None:
     outer, inner = PackedLayout([2]), PackedLayout([3])
     import backends.attention as attention
@@ -115,6 +160,12 @@ def test_layout_is_current_only_inside() -> None:
 def test_take_rows_gradient() -> None:
     x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: take_rows(t, torch.tensor([4, 0, 2])), x)
+
+
+def test_copy_rows_gradient() -> None:
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    copies = RowCopies(np.array([3, 0, 3, 1, 3]), 5)
+    assert torch.autograd.gradcheck(lambda t: copy_rows(t, copies), x)
 
 
 def test_sliding_window_sees_exactly_its_width() -> None:

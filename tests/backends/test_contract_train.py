@@ -13,6 +13,7 @@ from train_helpers import (
     grpo,
     largest_gap,
     make_batch,
+    make_grouped_batch,
     scale_of,
     train_config,
     weights_of,
@@ -90,6 +91,22 @@ def test_the_split_into_micro_batches_changes_nothing(make: Make, aggregation: s
         results.append((learn(engine, 3, loss_aggregation=aggregation), weights_of(engine)))
     assert results[0][0] == pytest.approx(results[1][0], rel=2e-4, abs=1e-6)
     assert largest_gap(results[0][1], results[1][1]) < 2e-5
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_split_of_a_group_changes_nothing(make: Make, aggregation: str) -> None:
+    """Answers to one prompt in one micro-batch, or in several."""
+    results = []
+    for limit in (10_000, 40, 21):
+        engine, seen = make(micro_batch_tokens=limit), []
+        for step in range(2):
+            batch = make_grouped_batch(seed=step)
+            sums = engine.forward_backward(batch, grpo(**FULL, loss_aggregation=aggregation), scale_of(batch))
+            seen += [sums["loss"], engine.optim_step().grad_norm]
+        results.append((seen, weights_of(engine)))
+    for seen, weights in results[1:]:
+        assert seen == pytest.approx(results[0][0], rel=2e-4, abs=1e-6)
+        assert largest_gap(weights, results[0][1]) < 2e-5
 
 
 def test_two_calls_accumulate_like_one(make: Make) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from train_helpers import (
+    GEMMA3,
     GPT2,
     LLAMA,
     MISTRAL_WINDOW,
@@ -22,6 +23,7 @@ from train_helpers import (
     grpo,
     largest_gap,
     make_batch,
+    make_grouped_batch,
     scale_of,
     train_config,
     weights_of,
@@ -33,6 +35,7 @@ from backends.ddp.head import LogprobEntropy, target_logprob
 from backends.ddp.verify import verify_packing
 from backends.hf import DTYPES
 from backends.protocol import METRIC_SUMS
+from specs.batch import Batch
 from specs.errors import ModelError
 from specs.schema import DdpEngine, Optimizer
 
@@ -137,6 +140,81 @@ def test_five_steps_equal_plain_transformers(tmp_path: Path, config: dict[str, A
         adamw.zero_grad()
     expected = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     assert largest_gap(weights_of(engine), expected) < 5e-5
+
+
+# ── shared prompts ────────────────────────────────────────────────────────────────────────────────
+
+
+def one_by_one(engine: DdpTrainEngine, batch: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Log-probs [T] and gradients by stock transformers, one sequence at a time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(engine.config.model.path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.load_state_dict(engine.model.state_dict())
+    logprob_T, loss = np.zeros(batch.num_tokens), torch.zeros((), dtype=torch.float64)
+    names = ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")
+    for start, *columns in zip(batch.offsets[:-1], *(batch.sequences(name) for name in names), strict=True):
+        tokens, mask, old, advantage = (torch.from_numpy(np.array(column)) for column in columns)
+        t = mask.nonzero()[:, 0]
+        logits = model(input_ids=tokens[None].long(), use_cache=False).logits[0, t - 1]
+        logp = torch.log_softmax(logits.double() / 0.7, -1).gather(1, tokens[t, None].long())[:, 0]
+        logprob_T[start + t.numpy()] = logp.detach().numpy()
+        ratio = (logp - old[t]).exp()
+        loss -= torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.2) * advantage[t]).sum()
+    (loss / scale_of(batch).num_loss_tokens).backward()
+    return logprob_T, {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("limit", [10_000, 40, 21])
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (QWEN2, {}),
+        (QWEN2, {"gradient_checkpointing": True}),
+        (QWEN2, {"model": {"attn_implementation": "eager"}}),
+        (GPT2, {}),
+        (MISTRAL_WINDOW, {}),
+        (GEMMA3, {}),
+        (GEMMA3, {"model": {"attn_implementation": "eager"}}),
+    ],
+    ids=lambda x: x.get("model_type", "-".join(map(str, x))),
+)
+def test_shared_prompts_equal_one_by_one(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], limit: int
+) -> None:
+    """At 21 tokens groups are cut in pieces, at 40 they are moved between micro-batches."""
+    engine, batch = engine_of(write_model(tmp_path, config), micro_batch_tokens=limit, **changes), make_grouped_batch()
+    expected_T, expected = one_by_one(engine, batch)
+    np.testing.assert_allclose(engine.forward(batch), expected_T, atol=1e-5)
+    sums = engine.forward_backward(batch, grpo(), scale_of(batch))
+    assert sums["micro_batch_tokens_max"] <= limit
+    for name, ours in gradients(engine).items():
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(ours, expected[name], atol=1e-5 * max(1.0, float(scale)), err_msg=name)
+
+
+def test_shared_prompts_are_computed_once(qwen2: Path) -> None:
+    """The answers to a prompt and the prompt itself: fewer rows than tokens, and the loss of rows unshared."""
+    engine, batch = engine_of(qwen2, micro_batch_tokens=10_000), make_grouped_batch(size=16)
+    shared = engine.forward_backward(batch, grpo(), scale_of(batch))
+    assert shared["micro_batch_tokens_max"] < 0.75 * batch.num_tokens
+    alone = engine_of(qwen2, micro_batch_tokens=10_000)
+    parts = [alone.forward_backward(batch.select([i]), grpo(), scale_of(batch)) for i in range(len(batch))]
+    assert shared["loss"] == pytest.approx(sum(part["loss"] for part in parts), rel=1e-5)
+    assert largest_gap(gradients(engine), gradients(alone)) < 1e-5
+
+
+def test_shared_prompts_in_bf16(qwen2: Path) -> None:
+    engines = [engine_of(qwen2, model={"dtype": dtype}, micro_batch_tokens=1000) for dtype in ("fp32", "bf16")]
+    batch = make_grouped_batch()
+    logprobs = [engine.forward(batch) for engine in engines]
+    np.testing.assert_allclose(*logprobs, atol=0.3)
+    norms = []
+    for engine in engines:
+        engine.forward_backward(batch, grpo(), scale_of(batch))
+        norms.append(engine.optim_step().grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
 # ── memory and precision ──────────────────────────────────────────────────────────────────────────

@@ -120,6 +120,36 @@ def make_batch(sequences: int = 12, seed: int = 0, *, off_policy: bool = True, v
     return Batch(columns)
 
 
+def make_grouped_batch(seed: int = 0, vocab: int = VOCAB, groups: int = 4, size: int = 4) -> Batch:
+    """Ragged answers to ragged prompts, `size` to each: with masked tool spans, an answer of one token, a sequence
+    without a loss token, and a prompt that nobody answers."""
+    rng = np.random.default_rng(seed)
+    sequences, masks = [], []
+    for group, prompt_tokens in enumerate(rng.integers(2, 9, groups)):
+        prompt = rng.integers(0, vocab, prompt_tokens)
+        for member in range(size):
+            answer = rng.integers(0, vocab, 1 if member == 1 else rng.integers(1, 13))
+            mask = np.ones(len(answer), dtype=np.int8)
+            mask[2:4] = 0  # what a tool said
+            if (group, member) == (1, 2) or group == groups - 1:
+                mask[:] = 0
+            sequences.append(np.concatenate([prompt, answer]))
+            masks.append(np.concatenate([np.zeros(prompt_tokens, dtype=np.int8), mask]))
+    lengths = np.array([len(sequence) for sequence in sequences])
+    total = int(lengths.sum())
+    return Batch(
+        {
+            "length_B": lengths,
+            "tokens_T": np.concatenate(sequences).astype(np.int32),
+            "loss_mask_T": np.concatenate(masks),
+            "advantage_T": np.repeat(rng.normal(size=len(lengths)), lengths).astype(np.float32),
+            "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+            "old_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+            "ref_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+        }
+    )
+
+
 def scale_of(batch: Batch, max_response_tokens: int = 15) -> LossScale:
     sequences = sum(1 for mask in batch.sequences("loss_mask_T") if mask.any())
     return LossScale(int((batch["loss_mask_T"] != 0).sum()), sequences, max_response_tokens)
