@@ -274,7 +274,7 @@ class _CopyRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
-        # A sum of gathered rows, in a fixed order; index_add_ is several times slower on CPU and not ordered on CUDA.
+        # A sum of gathered rows, in a fixed order; index_add_ is slower on CPU for narrow rows and not ordered on CUDA.
         copies: RowCopies = ctx.copies
         flat_T = F.embedding_bag(copies.places, grad_N.flatten(1), copies.offset_T, mode="sum")
         return flat_T.unflatten(1, grad_N.shape[1:]), None

@@ -206,7 +206,7 @@ def best_policy(run: Any, label: str) -> str:
     trial: dict[str, float] = {}
     for policy in POLICIES:
         timings = Timings()
-        run(timings, 4, policy)
+        run(timings, 2, policy)
         trial[policy] = statistics.median(timings.step_s)
     best = min(trial, key=lambda policy: trial[policy])
     print(f"{label}: OMP_WAIT_POLICY {', '.join(f'{p} {s:.2f} s' for p, s in trial.items())} → {best}")
