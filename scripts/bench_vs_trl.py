@@ -137,6 +137,7 @@ terms = [{{ kind = "function", path = {str(self.folder / "reward.py") + ":score"
 kind = "grpo"
 group_size = {work.group}
 [actor]
+micro_batch_tokens = 4096
 optimizer = {{ lr = 0.0 }}
 {role}
 [rollout]
