@@ -21,6 +21,7 @@ from statistics import mean, median
 
 # Without this, idle OpenMP threads spin against the working ones; both sides are quicker with it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as rlctl starts its roles
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
