@@ -28,6 +28,7 @@ PER_TOKEN = {
     "actor/ratio": "ratio",
     "rollout/logprob_gap": "logprob_gap",
 }
+SUMMED = ("loss", "tokens", "micro_batches", *PER_TOKEN.values())
 
 
 def collect(
@@ -77,13 +78,12 @@ def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 def update_metrics(updates: RankReports) -> dict[str, Any]:
     """Loss and gradient norm are means over optimizer steps; token metrics are over all tokens of all of them."""
-    sums: dict[str, float] = {}
+    sums = dict.fromkeys(SUMMED, 0.0)
     gap_max, widest = 0.0, 0.0
     for ranks in updates:
         for report in ranks:
-            for name, value in report["sums"].items():
-                if not name.endswith("_max"):
-                    sums[name] = sums.get(name, 0.0) + value
+            for name in SUMMED:
+                sums[name] += report["sums"][name]
             gap_max = max(gap_max, report["sums"]["logprob_gap_max"])
             widest = max(widest, report["sums"]["micro_batch_tokens_max"])
     tokens = max(sums["tokens"], 1.0)

@@ -23,8 +23,6 @@ from specs.errors import BatchError
 
 Column = NDArray[Any]
 
-INT_COLUMNS = frozenset({"tokens_T", "length_B", "group_B", "id_B", "prompt_length_B", "row_B", "weight_version_B"})
-
 
 class Batch:
     """Columns that agree in length. `length_B` is always there."""

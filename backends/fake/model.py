@@ -98,14 +98,6 @@ def wire_bytes(value: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
     return rounded.astype(np.uint16).view(np.uint8)
 
 
-def from_wire(buffer: NDArray[np.uint8], spec: WeightSpec) -> NDArray[np.float32]:
-    """Weight from wire bytes."""
-    raw = np.ascontiguousarray(buffer).view(np.uint8).reshape(-1)
-    if spec.dtype == "fp32":
-        return raw.view(np.float32).reshape(spec.shape).copy()
-    return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(spec.shape)
-
-
 class BigramWeight(Weight):
     """A weight of the bigram model on its way out."""
 
