@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from backends.train.shards import ShardReader
 from specs.errors import CheckpointError, ExportError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -28,12 +28,12 @@ class Proof:
     undecided_tokens: int  # left out: the trainer itself was torn between two tokens
 
 
-def write_model(weights: Path, model_path: str, out: Path, dtype: str, trust_remote_code: bool) -> None:
+def write_model(checkpoint: Path, model_path: str, out: Path, dtype: str, trust_remote_code: bool) -> None:
     """Write safetensors, config, tokenizer and generation config into `out`."""
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-    state = {name: _cast(tensor, dtype) for name, tensor in load_file(weights).items()}
+    state = {name: _cast(tensor, dtype) for name, tensor in ShardReader(checkpoint, "model").tensors()}
     _, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     still_meta = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
@@ -60,7 +60,7 @@ def _generation_config(model_path: str, config: Any) -> GenerationConfig:
         return GenerationConfig.from_model_config(config)
 
 
-def prove(out: Path, weights: Path, proof_file: Path, dtype: str, trust_remote_code: bool) -> Proof:
+def prove(out: Path, checkpoint: Path, proof_file: Path, dtype: str, trust_remote_code: bool) -> Proof:
     """Load `out` as anybody would and compare it with the checkpoint. Raises ExportError on any difference."""
     model, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
@@ -69,7 +69,7 @@ def prove(out: Path, weights: Path, proof_file: Path, dtype: str, trust_remote_c
         if info[what]:
             raise ExportError(f"the exported folder loads with {what.replace('_', ' ')}: {sorted(info[what])[:5]}")
     loaded = model.state_dict()
-    saved = load_file(weights)
+    saved = dict(ShardReader(checkpoint, "model").tensors())
     for name, tensor in saved.items():
         if name not in loaded:
             raise ExportError(f"{name} is in the checkpoint but not in the exported model")

@@ -131,6 +131,13 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module_config.dtype = dtype
 
 
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Gradient checkpointing. Train mode, or it stays off; that changes nothing else, for dropout is off by config."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    model.train()
+
+
 def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
     """What transformers said, in one line, and what to do about it."""
     said = _first_line(error)
@@ -197,9 +204,9 @@ def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
-def wire_dtype(tensor: Tensor) -> str:
-    """Name of a tensor's dtype on the wire: "fp32", "bf16", or the numpy name of others."""
-    return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+def wire_dtype(dtype: torch.dtype) -> str:
+    """Name of a dtype on the wire: "fp32", "bf16", or the numpy name of others."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
@@ -214,7 +221,7 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
     text = model.config.get_text_config()
     implementations = {m.config._attn_implementation for m in attention_modules(model)} or {text._attn_implementation}
     parameters = list(model.parameters())
-    dtypes = sorted({wire_dtype(p) for p in parameters})
+    dtypes = sorted({wire_dtype(p.dtype) for p in parameters})
     digests = ((name, checksum_bytes(tensor_bytes(t))) for name, t in named_weights(model).items()) if checksum else ()
     tied = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -87,7 +87,7 @@ class TrainEngine(ABC):
     @abstractmethod
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         """`logprob_T` of this rank's sequences, fp32: log p(token | before) / temperature where `loss_mask_T`
-        is 1, else 0. No gradients. Splits into micro-batches by itself; no collective, so ranks may differ in work.
+        is 1, else 0. No gradients. Splits into micro-batches by itself. All ranks call it; they may differ in work.
         An empty batch gives an empty array."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def optim_step(self) -> StepResult:
-        """Sum gradients over ranks (the only collective), clip, step optimizer and schedule, zero gradients.
+        """Sum gradients over ranks where that is not done yet, clip, step optimizer and schedule, zero gradients.
         A non-finite norm is skipped on all ranks alike."""
 
     @abstractmethod
@@ -121,12 +121,14 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule, skip count and RNG into the existing empty `folder`. All ranks call it.
-        Weights: `model.safetensors` (HF names, fp32 master where there is one); the rest safetensors and JSON."""
+        """Write weights (fp32 master where there is one), optimizer, schedule, skip count and RNG into the existing
+        empty `folder`. All ranks call it. Engines for Hugging Face models write `backends/train/shards.py`, so that
+        each reads what another wrote, on any number of ranks."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit. Raises CheckpointError when it is of another model."""
+        """Restore what `save` wrote: bit for bit on as many ranks of the same engine. Raises CheckpointError when it is
+        of another model."""
 
     @abstractmethod
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:

@@ -71,7 +71,7 @@ def _export(checkpoint: checkpoints.Checkpoint, folder: Path, out_dir: Path, dty
         model, answer, request = Path(scratch) / "model", Path(scratch) / "answer.json", Path(scratch) / "request.json"
         model.mkdir()
         body = {
-            "weights": str((folder / "model.safetensors").absolute()),
+            "checkpoint": str(folder.absolute()),
             "proof_file": str((folder / "greedy_proof.json").absolute()),
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],

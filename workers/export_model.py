@@ -20,10 +20,10 @@ def main(request_path: str) -> int:
     try:
         from backends.export import prove, write_model
 
-        weights, out = Path(request["weights"]), Path(request["out"])
+        checkpoint, out = Path(request["checkpoint"]), Path(request["out"])
         trust = bool(request["trust_remote_code"])
-        write_model(weights, request["model_path"], out, request["dtype"], trust)
-        proof = prove(out, weights, Path(request["proof_file"]), request["dtype"], trust)
+        write_model(checkpoint, request["model_path"], out, request["dtype"], trust)
+        proof = prove(out, checkpoint, Path(request["proof_file"]), request["dtype"], trust)
         answer.write_text(json.dumps({"proof": dataclasses.asdict(proof)}))
     except RlctlError as error:
         answer.write_text(json.dumps({"error": error.message, "hint": error.hint}))

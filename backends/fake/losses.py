@@ -34,7 +34,7 @@ def grpo_terms(
     ref_logprob_N: Column | None,
     algorithm: Grpo,
 ) -> GrpoTerms:
-    """See `backends.losses.grpo_loss` for the formulas and their papers."""
+    """See `backends.train.losses.grpo_loss` for the formulas and their papers."""
     old_N = logprob_N if old_logprob_N is None else old_logprob_N
     difference_N = logprob_N - old_N
     ratio_N = np.exp(np.clip(difference_N, -20, 20))

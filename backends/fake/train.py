@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 from backends.fake import model as bigram
 from backends.fake.losses import GrpoTerms, grpo_terms
-from backends.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches
 from backends.protocol import GreedyAnswer, LossScale, Rank, StepResult, TrainEngine, Weight, WeightSpec
-from backends.schedule import lr_at
-from backends.trainer_state import TrainerState
+from backends.train.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches
+from backends.train.schedule import lr_at
+from backends.train.trainer_state import TrainerState
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.errors import CheckpointError, ModelError

@@ -73,7 +73,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         return [
-            WeightSpec(name, wire_dtype(tensor), shape, int(np.prod(shape)) * tensor.element_size())
+            WeightSpec(name, wire_dtype(tensor.dtype), shape, int(np.prod(shape)) * tensor.element_size())
             for (name, tensor), shape in zip(self._weights.items(), self._shapes.values(), strict=True)
         ]
 
@@ -86,7 +86,7 @@ class TorchRolloutEngine(RolloutEngine):
             raise SyncError(
                 f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
             )
-        held = (wire_dtype(tensor), self._shapes[spec.name], tensor.nbytes)
+        held = (wire_dtype(tensor.dtype), self._shapes[spec.name], tensor.nbytes)
         if (spec.dtype, tuple(spec.shape), len(buffer)) != held:
             raise SyncError(
                 f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "

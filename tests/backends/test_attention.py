@@ -19,8 +19,8 @@ from backends.attention import (
     take_rows,
     use_layout,
 )
-from backends.ddp.row import packed_row
 from backends.hf import build_model
+from backends.train.row import packed_row
 from specs.errors import ModelError
 
 LENGTHS = [7, 1, 12, 7, 9, 3]
@@ -44,7 +44,7 @@ def packed_and_single(folder: Path, config: dict[str, Any], implementation: str)
     model = build_model(model_config(folder, attn_implementation=implementation), load_weights=True)
     tokens = np.random.default_rng(0).integers(0, config["vocab_size"], sum(LENGTHS))
     positions = np.concatenate([np.arange(length) for length in LENGTHS])
-    row = packed_row(model, tokens, positions, LENGTHS)
+    row = packed_row(model, model.device, tokens, positions, LENGTHS)
     with row.attending():
         packed = model(**row.inputs).logits[0]
     parts = torch.from_numpy(tokens).split(LENGTHS)

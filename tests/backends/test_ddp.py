@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from train_helpers import (
     GEMMA3,
     GPT2,
@@ -31,10 +31,12 @@ from train_helpers import (
 )
 
 from backends.ddp.engine import DdpTrainEngine
-from backends.ddp.head import LogprobEntropy, target_logprob
-from backends.ddp.verify import verify_packing
 from backends.hf import DTYPES
 from backends.protocol import METRIC_SUMS
+from backends.train.head import Head, LogprobTask, LossTask, target_logprob
+from backends.train.losses import TokenColumns, grpo_loss
+from backends.train.shards import ShardReader
+from backends.train.verify import verify_packing
 from specs.batch import Batch
 from specs.errors import ModelError
 from specs.schema import DdpEngine, Optimizer
@@ -93,16 +95,14 @@ def test_two_ranks_are_one_rank(tmp_path: Path, qwen2: Path) -> None:
         for name in set(METRIC_SUMS) - {"micro_batches"}:
             assert sum(share[name] for share in shares) == pytest.approx(alone[name], rel=2e-4, abs=2e-5), (step, name)
     assert [report["skipped"] for report in (single, *pair)] == [True, True, True]
-    for file, tolerance in (("model.safetensors", 2e-5), ("optimizer.safetensors", 2e-5)):
-        one, two = (load_file(tmp_path / where / "state" / file) for where in ("one", "two"))
-        assert largest_gap(one, two) < tolerance
+    for stem in ("model", "optimizer"):
+        one, two = (dict(ShardReader(tmp_path / where / "state", stem).tensors()) for where in ("one", "two"))
+        assert largest_gap(one, two) < 2e-5
     names = {path.name for path in (tmp_path / "two" / "state").iterdir()}
     assert names == {
-        "model.safetensors",
-        "optimizer.safetensors",
+        *(f"{stem}-0000{rank}-of-00002.safetensors" for stem in ("model", "optimizer") for rank in (0, 1)),
+        *(f"rng.rank{rank}.safetensors" for rank in (0, 1)),
         "trainer.json",
-        "rng.rank0.safetensors",
-        "rng.rank1.safetensors",
     }
 
 
@@ -116,7 +116,7 @@ def test_five_steps_equal_plain_transformers(tmp_path: Path, config: dict[str, A
 
     engine = engine_of(write_model(tmp_path, config), optimizer=Optimizer(lr=1e-2, eps=1e-4, max_grad_norm=1.0))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
-    model.load_state_dict(engine.model.state_dict())
+    model.load_state_dict(engine.policy.model.state_dict())
     model.eval()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
     for step in range(STEPS):
@@ -151,7 +151,7 @@ def one_by_one(engine: DdpTrainEngine, batch: Batch) -> tuple[np.ndarray, dict[s
 
     config = AutoConfig.from_pretrained(engine.config.model.path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    model.load_state_dict(engine.model.state_dict())
+    model.load_state_dict(engine.policy.model.state_dict())
     logprob_T, loss = np.zeros(batch.num_tokens), torch.zeros((), dtype=torch.float64)
     names = ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")
     for start, *columns in zip(batch.offsets[:-1], *(batch.sequences(name) for name in names), strict=True):
@@ -236,7 +236,7 @@ def test_gradient_checkpointing_changes_nothing(qwen2: Path) -> None:
     results = []
     for checkpointing in (False, True):
         engine, batch = engine_of(qwen2, gradient_checkpointing=checkpointing), make_batch()
-        assert engine.model.is_activation_checkpointing == checkpointing
+        assert engine.policy.model.is_activation_checkpointing == checkpointing
         engine.forward_backward(batch, grpo(), scale_of(batch))
         results.append(gradients(engine))
     assert largest_gap(*results) < 1e-6
@@ -252,7 +252,7 @@ def test_bf16_follows_fp32_and_keeps_fp32_masters(qwen2: Path) -> None:
     master = weights_of(half)
     rounded = {name: torch.from_numpy(value).to(torch.bfloat16).float().numpy() for name, value in master.items()}
     assert largest_gap(master, rounded) > 0  # finer than bf16 can hold
-    for name, parameter in half.model.named_parameters():
+    for name, parameter in half.policy.model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert np.array_equal(parameter.detach().float().numpy(), rounded[name])
 
@@ -271,8 +271,8 @@ def test_parameters_live_in_one_buffer(qwen2: Path) -> None:
     learn(engine, 1)
     start = engine.flat.compute_P.data_ptr()
     end = start + 4 * engine.flat.compute_P.numel()
-    assert all(start <= parameter.data_ptr() < end for parameter in engine.model.parameters())
-    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+    assert all(start <= parameter.data_ptr() < end for parameter in engine.policy.model.parameters())
+    assert engine.policy.model.lm_head.weight is engine.policy.model.model.embed_tokens.weight
     assert sum(s.parameter.numel() for s in engine.flat.segments) == engine.built().parameters
 
 
@@ -304,25 +304,46 @@ def test_a_role_that_never_learns_has_no_optimizer(qwen2: Path) -> None:
 # ── the head ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprob_and_entropy_against_autograd(temperature: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(7, 11, generator=generator, dtype=torch.float64) * 3
-    target = torch.randint(0, 11, (7,), generator=generator)
-    grads = torch.randn(2, 7, generator=generator, dtype=torch.float64)
-    results = []
+class TinyLm:
+    """Just enough of a model for a head: an output layer and a config."""
+
+    def __init__(self, **config: float) -> None:
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(6, 11)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.linear
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize(
+    ("temperature", "config"), [(1.0, {}), (0.6, {}), (0.6, {"logit_scale": 0.5, "final_logit_softcapping": 2.0})]
+)
+def test_the_heads_loss_against_autograd(chunk: int, temperature: float, config: dict[str, float]) -> None:
+    model, rng = TinyLm(**config), np.random.default_rng(0)
+    hidden = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
+    target = torch.from_numpy(rng.integers(0, 11, 7))
+    columns = TokenColumns(*(torch.from_numpy(rng.normal(-1, 1, 7).astype(np.float32)) for _ in range(5)))
+    algorithm = grpo(kl_coef=0.3, entropy_coef=0.2, clip_low=0.5, clip_high=3.0)
+    head, results = Head(model, chunk), []
     for ours in (True, False):
-        leaf = logits.clone().requires_grad_()
+        leaf = hidden.clone().requires_grad_()
+        model.linear.zero_grad()
         if ours:
-            logprob, entropy = LogprobEntropy.apply(leaf, target, temperature, True)
+            loss, sums, gap = head.loss(leaf, LossTask(target, temperature, columns, algorithm))
         else:
-            logp = torch.log_softmax(leaf / temperature, -1)
+            logits = torch.nn.functional.linear(leaf, model.linear.weight, model.linear.bias)
+            logp = torch.log_softmax(head.logits(logits) / temperature, -1)
             logprob, entropy = logp[torch.arange(7), target], -(logp.exp() * logp).sum(-1)
-        (logprob * grads[0] + entropy * grads[1]).sum().backward()
-        results.append((logprob.detach(), entropy.detach(), leaf.grad))
+            loss, sums, gap = grpo_loss(logprob, entropy, columns, algorithm)
+        (2 * loss).backward()
+        grads = (leaf.grad, model.linear.weight.grad, model.linear.bias.grad)
+        results.append((loss.detach(), sums.double(), gap, *(grad.clone() for grad in grads)))
     for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(target_logprob(logits, target, temperature), results[1][0])
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    logprob = head.logprob(hidden, LogprobTask(target, temperature))
+    torch.testing.assert_close(logprob, target_logprob(head(hidden), target, temperature))
 
 
 def test_a_scaled_head_is_understood(tmp_path: Path) -> None:
@@ -353,7 +374,11 @@ def test_a_model_that_ignores_the_layout_is_refused(tmp_path: Path) -> None:
 
 def test_a_head_that_is_not_the_models_is_refused(qwen2: Path) -> None:
     engine = engine_of(qwen2)
-    verify_packing(engine.model, engine.head)
-    engine.head.scale = 1.1
+
+    def check() -> None:
+        verify_packing(engine._run, engine.policy.model, engine.device)
+
+    check()
+    engine.policy.head.scale = 1.1
     with pytest.raises(ModelError, match="other logits"):
-        verify_packing(engine.model, engine.head)
+        check()

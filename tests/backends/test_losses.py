@@ -10,9 +10,9 @@ import torch
 from train_helpers import grpo, make_batch, scale_of
 
 from backends.fake.losses import grpo_terms
-from backends.losses import LOSS_SUMS, TokenColumns, clipped_policy_loss, grpo_loss, kl_estimate
-from backends.packing import loss_weight_T
 from backends.protocol import LossScale
+from backends.train.losses import LOSS_SUMS, TokenColumns, clipped_policy_loss, grpo_loss, kl_estimate
+from backends.train.packing import loss_weight_T
 from specs.batch import Batch
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_helpers import make_batch, make_grouped_batch
 
-from backends.packing import MicroBatch, micro_batches, pack
+from backends.train.packing import MicroBatch, micro_batches, pack
 from specs.batch import Batch
 from specs.errors import BatchError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backends.schedule import lr_at
+from backends.train.schedule import lr_at
 from specs.schema import Optimizer
 
 

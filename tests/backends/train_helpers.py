@@ -167,4 +167,4 @@ def weights_of(engine: TrainEngine, dtype: str = "fp32") -> dict[str, np.ndarray
 
 def largest_gap(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
     assert first.keys() == second.keys()
-    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
+    return max(float(np.abs(np.asarray(first[name]) - np.asarray(second[name])).max()) for name in first)

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from backends.ddp.head import Head
-from backends.ddp.row import can_share_prompts, packed_row
+from backends.attention import RowCopies
+from backends.train.row import Row, can_share_prompts, packed_row
 from specs.errors import ModelError
 
+Run = Callable[[Row, RowCopies | None, None], Tensor]
 _LENGTHS = (5, 9, 3, 4)
 _PARENTS = (-1, -1, 1, 1)  # the last two segments are answers to the second
 
 
 @torch.no_grad()
-def verify_packing(model: PreTrainedModel, head: Head) -> None:
+def verify_packing(run: Run, model: PreTrainedModel, device: torch.device) -> None:
     """Packed rows and our head must give the logits of the model's own forward pass, one sequence at a time.
 
-    Catches models that mix sequences of a row (state space layers, biases that depend on the place in the row) and
-    models whose logits are not simply head(hidden). Raises ModelError.
+    `run` is `Policy.forward` through the engine; all ranks call this together. Catches models that mix sequences of a
+    row (state space layers, biases that depend on the place in the row) and models whose logits are not simply
+    head(hidden). Raises ModelError.
     """
-    vocab = model.get_input_embeddings().weight.shape[0]
+    vocab = model.config.get_text_config().vocab_size
     tokens_T = np.random.default_rng(0).integers(0, vocab, sum(_LENGTHS))
     parents = _PARENTS if can_share_prompts(model) else [-1] * len(_LENGTHS)
     prefixes = [range(0) if parent < 0 else _rows(parent) for parent in parents]
     positions_T = np.concatenate([len(prefix) + np.arange(n) for prefix, n in zip(prefixes, _LENGTHS, strict=True)])
-    row = packed_row(model, tokens_T, positions_T, _LENGTHS, parents)
-    sequences = [torch.from_numpy(tokens_T[[*prefix, *_rows(i)]]).to(model.device) for i, prefix in enumerate(prefixes)]
+    row = packed_row(model, device, tokens_T, positions_T, _LENGTHS, parents)
+    sequences = [torch.from_numpy(tokens_T[[*prefix, *_rows(i)]]).to(device) for i, prefix in enumerate(prefixes)]
+    every_T = RowCopies(np.arange(len(tokens_T)), len(tokens_T), device)
     try:
         with row.attending():
-            ours = head(model.base_model(**row.inputs)[0][0])
+            ours = run(row, every_T, None)
         single = [
-            model(input_ids=sequence[None], use_cache=False).logits[0, len(prefix) :].float()
+            run(Row({"input_ids": sequence[None], "use_cache": False}, None), None, None)[len(prefix) :]
             for sequence, prefix in zip(sequences, prefixes, strict=True)
         ]
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,12 +16,11 @@ from backends.protocol import Weight, WeightSpec
 from specs.schema import DType
 
 
-def spec_of(name: str, tensor: Tensor, dtype: DType) -> WeightSpec:
-    """The wire's view of a tensor: floating ones travel as `dtype`, others as they are."""
-    floating = tensor.is_floating_point()
-    item_bytes = DTYPES[dtype].itemsize if floating else tensor.element_size()
-    kind = dtype if floating else wire_dtype(tensor)
-    return WeightSpec(name, kind, tuple(tensor.shape), tensor.numel() * item_bytes)
+def spec_of(name: str, kind: tuple[tuple[int, ...], torch.dtype], dtype: DType) -> WeightSpec:
+    """The wire's view of a tensor of this shape and dtype: floating ones travel as `dtype`, others as they are."""
+    shape, own = kind
+    sent = DTYPES[dtype] if own.is_floating_point else own
+    return WeightSpec(name, wire_dtype(sent), tuple(shape), math.prod(shape) * sent.itemsize)
 
 
 class TensorWeight(Weight):
@@ -43,6 +43,6 @@ class TensorWeight(Weight):
 def stream(tensors: Iterator[tuple[str, Tensor]], dtype: DType) -> Iterator[Weight]:
     """Weights, lazily: the cast copy of one lives only until the next is asked for."""
     for name, tensor in tensors:
-        spec = spec_of(name, tensor, dtype)
+        spec = spec_of(name, (tuple(tensor.shape), tensor.dtype), dtype)
         cast = tensor.detach().to(DTYPES[dtype]) if tensor.is_floating_point() else tensor.detach()
         yield TensorWeight(spec, cast)

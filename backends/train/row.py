@@ -37,6 +37,7 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
 def packed_row(
     model: PreTrainedModel,
+    device: torch.device,
     tokens_T: NDArray[np.int64],
     positions_T: NDArray[np.int64],
     lengths: Sequence[int],
@@ -44,7 +45,6 @@ def packed_row(
 ) -> Row:
     """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one."""
     text = model.config.get_text_config()
-    device = model.device
     inputs: dict[str, Any] = {
         "input_ids": torch.from_numpy(tokens_T).to(device)[None],
         "position_ids": torch.from_numpy(positions_T).to(device)[None],
@@ -54,7 +54,7 @@ def packed_row(
         layout = PackedLayout(lengths, device, parents)
         return Row({**inputs, "attention_mask": layout.mask}, layout)
     if text._attn_implementation == "eager":
-        return Row({**inputs, "attention_mask": _eager_masks(model, positions_T, lengths, parents)}, None)
+        return Row({**inputs, "attention_mask": _eager_masks(model, device, positions_T, lengths, parents)}, None)
     assert text._attn_implementation == "flash_attention_2", text._attn_implementation
     assert parents is None or max(parents) < 0, "can_share_prompts"
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
@@ -64,7 +64,11 @@ def packed_row(
 
 
 def _eager_masks(
-    model: PreTrainedModel, positions_T: NDArray[np.int64], lengths: Sequence[int], parents: Sequence[int] | None
+    model: PreTrainedModel,
+    device: torch.device,
+    positions_T: NDArray[np.int64],
+    lengths: Sequence[int],
+    parents: Sequence[int] | None,
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks [1, 1, T, T]: one, or one per kind of layer where a model mixes full and sliding attention."""
     text = model.config.get_text_config()
@@ -72,18 +76,18 @@ def _eager_masks(
     parent_T = segment_T if parents is None else np.asarray(parents)[segment_T]
     distance = positions_T[:, None] - positions_T
     seen = ((segment_T[:, None] == segment_T) | (parent_T[:, None] == segment_T)) & (distance >= 0)
-    full = _additive(seen, model)
+    full = _additive(seen, model.dtype, device)
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or ())
     if window is None or kinds == {"full_attention"}:
         return full
-    sliding = _additive(seen & (distance < window), model)
+    sliding = _additive(seen & (distance < window), model.dtype, device)
     if "full_attention" in kinds:
         return {"full_attention": full, "sliding_attention": sliding}
     return sliding
 
 
-def _additive(seen: NDArray[np.bool_], model: PreTrainedModel) -> Tensor:
-    mask = torch.zeros(seen.shape, dtype=model.dtype)
-    mask.masked_fill_(~torch.from_numpy(seen), torch.finfo(model.dtype).min)
-    return mask[None, None].to(model.device)
+def _additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    mask = torch.zeros(seen.shape, dtype=dtype)
+    mask.masked_fill_(~torch.from_numpy(seen), torch.finfo(dtype).min)
+    return mask[None, None].to(device)

@@ -1,0 +1,247 @@
+"""What every train engine for Hugging Face models shares: computing, disk and export.
+
+An engine on top of it (`backends/ddp`, `backends/fsdp2`, `backends/zero`) says how parameters, gradients and optimizer
+state are held: it wraps `policy`, runs the backward pass, steps, and names its memory as shards.
+
+T: tokens of a micro-batch's row, N: its loss tokens, E: hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backends.attention import RowCopies
+from backends.protocol import GreedyAnswer, LossScale, Rank, TrainEngine, Weight, WeightSpec
+from backends.train import weights
+from backends.train.head import LogprobTask, LossResult, LossTask
+from backends.train.losses import LOSS_SUMS, TokenColumns
+from backends.train.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches, pack
+from backends.train.policy import Policy
+from backends.train.rng import read_rng, write_rng
+from backends.train.row import Row, can_share_prompts, packed_row
+from backends.train.schedule import lr_at
+from backends.train.shards import Shard, ShardReader, write_shards
+from backends.train.trainer_state import TrainerState
+from specs.batch import Batch
+from specs.role_config import TrainConfig
+from specs.schema import DType, Grpo
+
+TensorKind = tuple[tuple[int, ...], torch.dtype]
+
+# What a rank computes when it has run out of work and the others, who need its parameters, have not.
+_NOTHING = MicroBatch(
+    lengths=[2],
+    parents=[-1],
+    tokens_T=np.zeros(2, dtype=np.int64),
+    positions_T=np.arange(2),
+    hidden_N=np.zeros(1, dtype=np.int64),
+    target_N=np.zeros(1, dtype=np.int64),
+    column_N=np.zeros(1, dtype=np.int64),
+)
+
+
+class HfTrainEngine(TrainEngine):
+    """Any Hugging Face causal language model. A subclass sets `policy` and implements the hooks below."""
+
+    policy: Policy
+
+    def __init__(self, config: TrainConfig, rank: Rank) -> None:
+        self.config, self.rank = config, rank
+        self.device = torch.device(config.model.device)
+        self.state = TrainerState()
+
+    # ── what an engine says about itself ──────────────────────────────────────────────────────────
+
+    def _rounds(self, micro_batches: int) -> int:
+        """Forward passes that this rank makes for its `micro_batches`. An engine whose forward pass needs all ranks
+        returns the most that any of them has; the missing ones compute nothing of value."""
+        return micro_batches
+
+    def _run(self, row: Row, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
+        """`policy`, through whatever the engine wraps around it."""
+        return self.policy(row, rows_N, task)
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add to the gradients. `last`: no micro-batch of this `forward_backward` follows."""
+
+    @abstractmethod
+    def _weight_kinds(self) -> Mapping[str, TensorKind]:
+        """Global shape and dtype of every weight (Hugging Face name; a tied one under its first; master dtype)."""
+
+    @abstractmethod
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight whole, in the order of `_weight_kinds`, one at a time; all ranks iterate together."""
+
+    @abstractmethod
+    def _weight_shards(self) -> Iterator[Shard]:
+        """This rank's memory of the weights that a checkpoint keeps (master weights where there are any)."""
+
+    @abstractmethod
+    def _moment_shards(self) -> Iterator[Shard]:
+        """This rank's memory of Adam's moments: `<weight>.exp_avg` and `<weight>.exp_avg_sq`. Nothing for a role that
+        does not learn. All of them exist before the first step."""
+
+    @abstractmethod
+    def _loaded(self, optimizer_steps: int) -> None:
+        """The shards were filled from a checkpoint made after that many optimizer steps."""
+
+    # ── computing ─────────────────────────────────────────────────────────────────────────────────
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        share = can_share_prompts(self.policy.model)
+        return micro_batches(batch, self.config.micro_batch_tokens, share_prompts=share)
+
+    def _row(self, micro: MicroBatch) -> Row:
+        return packed_row(
+            self.policy.model, self.device, micro.tokens_T, micro.positions_T, micro.lengths, micro.parents
+        )
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        micros = self._micro_batches(batch)
+        for number in range(self._rounds(len(micros))):
+            micro = micros[number] if number < len(micros) else _NOTHING
+            row, rows_N = self._row(micro), RowCopies(micro.hidden_N, micro.num_tokens, self.device)
+            with row.attending():
+                task = LogprobTask(self._tensor(micro.target_N), self.config.temperature)
+                logprob_N: Tensor = self._run(row, rows_N, task)
+            if micro is not _NOTHING:
+                logprob_T[micro.column_N] = logprob_N.cpu().numpy()
+        return logprob_T
+
+    def forward_backward(self, batch: Batch, algorithm: Grpo, scale: LossScale) -> Mapping[str, float]:
+        check_update(batch, algorithm)
+        weight_T = loss_weight_T(batch, algorithm.loss_aggregation, scale)
+        sums = torch.zeros(len(LOSS_SUMS), dtype=torch.float64, device=self.device)
+        gap_max = torch.zeros((), device=self.device)
+        micros = self._micro_batches(batch)
+        rounds = self._rounds(len(micros))
+        for number in range(rounds):
+            last = number == rounds - 1
+            if number < len(micros):
+                micro = micros[number]
+                columns = self._columns(batch, micro, weight_T, algorithm)
+                _, micro_sums, micro_gap = self._forward_backward(micro, columns, algorithm, last)
+                sums += micro_sums
+                gap_max = torch.maximum(gap_max, micro_gap)
+            else:
+                self._forward_backward(_NOTHING, self._no_columns(algorithm), algorithm, last)
+        *summed, gap = torch.cat([sums, gap_max.double()[None]]).tolist()  # the only read from the device
+        sequence_tokens = loss_tokens_B(batch)
+        return {
+            **dict(zip(LOSS_SUMS, summed, strict=True)),
+            "tokens": float(sequence_tokens.sum()),
+            "sequences": float((sequence_tokens > 0).sum()),
+            "micro_batches": float(len(micros)),
+            "logprob_gap_max": gap,
+            "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
+        }
+
+    def _forward_backward(self, micro: MicroBatch, columns: TokenColumns, algorithm: Grpo, last: bool) -> LossResult:
+        row, rows_N = self._row(micro), RowCopies(micro.hidden_N, micro.num_tokens, self.device)
+        task = LossTask(self._tensor(micro.target_N), self.config.temperature, columns, algorithm)
+        with row.attending():
+            result: LossResult = self._run(row, rows_N, task)
+            self._backward(result[0], last=last)
+        return result
+
+    def _columns(self, batch: Batch, micro: MicroBatch, weight_T: NDArray[np.float32], algorithm: Grpo) -> TokenColumns:
+        def column(name: str) -> Tensor:
+            return self._tensor(batch[name][micro.column_N].astype(np.float32))
+
+        return TokenColumns(
+            weight_N=self._tensor(weight_T[micro.column_N]),
+            advantage_N=column("advantage_T"),
+            rollout_logprob_N=column("rollout_logprob_T"),
+            old_logprob_N=column("old_logprob_T") if "old_logprob_T" in batch else None,
+            ref_logprob_N=column("ref_logprob_T") if algorithm.kl_coef > 0 else None,
+        )
+
+    def _no_columns(self, algorithm: Grpo) -> TokenColumns:
+        """Of `_NOTHING`: its loss and all its gradients are zero."""
+        zero_N = torch.zeros(1, device=self.device)
+        return TokenColumns(zero_N, zero_N, zero_N, None, zero_N if algorithm.kl_coef > 0 else None)
+
+    @torch.no_grad()
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:
+        answers = [GreedyAnswer([], []) for _ in prompts]
+        for _ in range(new_tokens):
+            sequences = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
+            for chosen in pack([len(sequence) for sequence in sequences], self.config.micro_batch_tokens):
+                logits_BV = self._last_logits([sequences[i] for i in chosen])
+                best, token = (part.tolist() for part in logits_BV.topk(2))
+                for i, values, ids in zip(chosen, best, token, strict=True):
+                    answers[i].tokens.append(ids[0])
+                    answers[i].margins.append(values[0] - values[1])
+        return answers
+
+    def _last_logits(self, sequences: list[list[int]]) -> Tensor:
+        lengths = [len(sequence) for sequence in sequences]
+        positions_T = np.concatenate([np.arange(length) for length in lengths])
+        tokens_T = np.concatenate(sequences).astype(np.int64)
+        row = packed_row(self.policy.model, self.device, tokens_T, positions_T, lengths)
+        with row.attending():
+            logits_BV: Tensor = self._run(row, RowCopies(np.cumsum(lengths) - 1, len(tokens_T), self.device), None)
+        return logits_BV
+
+    # ── learning ──────────────────────────────────────────────────────────────────────────────────
+
+    def _learning_rate(self) -> float:
+        """Of the optimizer step that comes next."""
+        assert self.config.optimizer is not None, "this role does not learn"
+        return lr_at(self.state.optimizer_steps, self.config.optimizer, self.config.total_optimizer_steps)
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
+
+    def export_weights(self, dtype: DType) -> Iterator[Weight]:
+        return weights.stream(self._full_weights(), dtype)
+
+    def weight_specs(self, dtype: DType) -> Sequence[WeightSpec]:
+        return [weights.spec_of(name, kind, dtype) for name, kind in self._weight_kinds().items()]
+
+    # ── disk ──────────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, folder: Path) -> None:
+        rank, ranks = self.rank.rank, self.rank.world_size
+        write_shards(folder, "model", rank, ranks, self._weight_shards())
+        if self.config.optimizer is not None:
+            write_shards(folder, "optimizer", rank, ranks, self._moment_shards())
+        if rank == 0:
+            self.state.write(folder)
+        write_rng(folder, rank)
+
+    def load(self, folder: Path) -> None:
+        saved = TrainerState.read(folder)
+        kinds = self._checkpoint_kinds()
+        ShardReader(folder, "model").load(self._weight_shards(), kinds)
+        if self.config.optimizer is not None:
+            moments = {
+                f"{name}.{moment}": (kinds[name][0], torch.float32)
+                for name in self._learned()
+                for moment in ("exp_avg", "exp_avg_sq")
+            }
+            ShardReader(folder, "optimizer").load(self._moment_shards(), moments)
+        self.state = saved
+        self._loaded(saved.optimizer_steps)
+        read_rng(folder, self.rank.rank)
+
+    def _checkpoint_kinds(self) -> Mapping[str, TensorKind]:
+        """Shape and dtype of every weight that a checkpoint keeps."""
+        return self._weight_kinds()
+
+    @abstractmethod
+    def _learned(self) -> Sequence[str]:
+        """Names of the weights that the optimizer changes."""

@@ -1,0 +1,45 @@
+"""Moving tensors off the device and back without anybody who holds them noticing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Parking:
+    """Moves tensors off the device and back, leaving every view of their storage intact.
+
+    Each tensor must fill its storage. A parked one keeps its shape, but the storage is emptied. On CPU there is nowhere
+    to go: only what `drop` names is let go of (and comes back as zeros).
+    """
+
+    def __init__(self) -> None:
+        self._parked: list[tuple[Tensor, Tensor | None, int]] = []
+
+    @property
+    def parked(self) -> bool:
+        return bool(self._parked)
+
+    def park(self, keep: list[Tensor], drop: list[Tensor]) -> None:
+        for tensor in keep:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "cpu":
+                continue
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._parked.append((tensor, host, storage.nbytes()))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._parked += [(tensor, None, tensor.untyped_storage().nbytes()) for tensor in drop]
+        for tensor, _, _ in self._parked:
+            tensor.untyped_storage().resize_(0)
+
+    def unpark(self) -> None:
+        for tensor, host, nbytes in self._parked:
+            tensor.untyped_storage().resize_(nbytes)
+            if host is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(host, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._parked = []
