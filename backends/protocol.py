@@ -85,10 +85,10 @@ class TrainEngine(ABC):
         """What the model is, read back from the model."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> NDArray[np.float32]:
+    def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
         """`logprob_T` of this rank's sequences, fp32: log p(token | before) / temperature where `loss_mask_T`
         is 1, else 0. No gradients. Splits into micro-batches by itself. All ranks call it; they may differ in work.
-        An empty batch gives an empty array."""
+        `adapters` False: of the model without its LoRA adapters. An empty batch gives an empty array."""
 
     @abstractmethod
     def forward_backward(self, batch: Batch, algorithm: Grpo, scale: LossScale) -> Mapping[str, float]:

@@ -13,6 +13,9 @@ from backends.protocol import RolloutEngine, TrainEngine
 
 TRAIN_ENGINES = {
     "ddp": "backends.ddp.engine:DdpTrainEngine",
+    "fsdp2": "backends.fsdp2.engine:Fsdp2TrainEngine",
+    "zero": "backends.zero.engine:ZeroTrainEngine",
+    "zero3": "backends.zero.engine:ZeroTrainEngine",
     "fake": "backends.fake.train:FakeTrainEngine",
 }
 ROLLOUT_ENGINES = {

@@ -19,6 +19,7 @@ class ModelBuilt(Table):
     attn_implementation: str  # what the layers' own config says; several are joined with ","
     attn_function: str  # module and name of the function that is really called
     tied_embeddings: bool
+    mesh: dict[str, int] = {}  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty where nothing is cut
     weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync
 
 

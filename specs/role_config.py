@@ -12,6 +12,7 @@ from specs.schema import (
     DataSection,
     DType,
     EvalSection,
+    Lora,
     Optimizer,
     RewardSection,
     RoleName,
@@ -41,6 +42,7 @@ class TrainConfig(Table):
     model: ModelConfig
     engine: TrainEngineTable
     optimizer: Optimizer | None
+    lora: Lora | None = None
     total_optimizer_steps: int
     micro_batch_tokens: int
     gradient_checkpointing: bool

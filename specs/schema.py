@@ -200,6 +200,51 @@ class DdpEngine(Table):
     )
 
 
+class Fsdp2Engine(Table):
+    """PyTorch's FSDP2: each group of `shard` ranks holds the model once, cut in rows; groups are replicas."""
+
+    kind: Literal["fsdp2"] = "fsdp2"
+    shard: int | None = Field(
+        None, gt=0, description="Ranks that hold the model together; unset: all processes of the role."
+    )
+    replicate: int = Field(
+        1, gt=0, description="Groups that each hold the whole model; shard × replicate is the role's processes."
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="Let go of a layer's gathered parameters after its forward pass and gather them again for the "
+        "backward pass; false is quicker and holds the whole model in compute precision.",
+    )
+    offload: Literal["none", "cpu"] = Field(
+        "none",
+        description="`cpu`: parameters, gradients and optimizer live in host memory and visit the GPU layer by layer.",
+    )
+    sync_every_micro_batch: bool = Field(
+        False,
+        description="Reduce gradients after every micro-batch: less memory (no whole gradient is kept), more traffic.",
+    )
+    logits_chunk_tokens: int = Field(
+        4096, gt=0, description="Response tokens whose logits exist at the same time; lower it for large vocabularies."
+    )
+
+
+class ZeroEngine(Table):
+    """DeepSpeed ZeRO: optimizer state (1), gradients too (2), parameters too (3) are cut across the ranks."""
+
+    kind: Literal["zero", "zero3"] = "zero"
+    stage: Literal[1, 2, 3] = Field(3, description="What is cut across ranks. `zero3` is `zero` with stage 3.")
+    offload_optimizer: bool = Field(False, description="Keep optimizer state in host memory and step there.")
+    offload_parameters: bool = Field(False, description="Keep parameters in host memory; stage 3 only.")
+    logits_chunk_tokens: int = Field(
+        4096, gt=0, description="Response tokens whose logits exist at the same time; lower it for large vocabularies."
+    )
+    deepspeed: dict[str, Any] = Field(
+        {},
+        description="More keys for DeepSpeed's configuration (`rlctl train --dry-run` shows all of it). A key that the "
+        "spec decides elsewhere is refused.",
+    )
+
+
 class FakeTrainEngine(Table):
     """A numpy bigram language model with exact gradients: tests the whole frame in milliseconds, without torch."""
 
@@ -220,7 +265,7 @@ class FakeRolloutEngine(Table):
     kind: Literal["fake"] = "fake"
 
 
-TrainEngineTable = Annotated[DdpEngine | FakeTrainEngine, Field(discriminator="kind")]
+TrainEngineTable = Annotated[DdpEngine | Fsdp2Engine | ZeroEngine | FakeTrainEngine, Field(discriminator="kind")]
 RolloutEngineTable = Annotated[TorchRolloutEngine | FakeRolloutEngine, Field(discriminator="kind")]
 
 
@@ -230,11 +275,14 @@ RolloutEngineTable = Annotated[TorchRolloutEngine | FakeRolloutEngine, Field(dis
 class RoleSection(Table):
     """What every role's section holds: where it runs and with what."""
 
-    launcher: Literal["python", "torchrun"] = Field(
-        "python", description="How the role's processes are started. Several ranks of one model want `torchrun`."
+    launcher: Literal["python", "torchrun", "deepspeed", "srun"] = Field(
+        "python",
+        description="How the role's processes are started. Several ranks of one model want `torchrun`, `deepspeed`, or "
+        "inside a SLURM job `srun`.",
     )
-    processes: int = Field(1, ge=1, le=1024, description="Processes of this role.")
-    devices: tuple[int, ...] = Field((), description="GPU numbers, one per process; empty: CPU.")
+    processes: int = Field(1, ge=1, le=4096, description="Processes of this role, on all its nodes together.")
+    nodes: int = Field(1, ge=1, le=512, description="Hosts that share the processes evenly.")
+    devices: tuple[int, ...] = Field((), description="GPU numbers on each node, one per process there; empty: CPU.")
     python: str = Field(
         "", description="Interpreter of this role, relative to the spec file; empty: the one that runs rlctl."
     )
@@ -269,10 +317,23 @@ class Optimizer(Table):
     max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
 
 
+class Lora(Table):
+    """Low-rank adapters (Hu et al. 2021): only they learn, the model's own weights stay."""
+
+    rank: int = Field(16, gt=0, description="Rank of the adapters.")
+    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    targets: tuple[NonEmpty, ...] = Field(
+        ("all-linear",),
+        min_length=1,
+        description="Names of the linear layers that get one (`q_proj`, …); `all-linear`: every one but the head.",
+    )
+
+
 class ActorSection(ModelRole):
     """The model that learns."""
 
     engine: TrainEngineTable = Field(DdpEngine(), description="How the actor is held.")
+    lora: Lora | None = Field(None, description="Train low-rank adapters instead of the whole model.")
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
@@ -348,6 +409,23 @@ class SyncSection(Table):
     bucket_MiB: float = Field(64.0, gt=0, description="Size of a bucket in shared memory; two exist at a time.")
 
 
+class ClusterSection(Table):
+    """The hosts of a run on several nodes. The first one is where `rlctl train` runs."""
+
+    hostfile: str = Field(
+        "", description="File with a line `host slots=N` per node (DeepSpeed's format), relative to the spec file."
+    )
+    remote_shell: tuple[NonEmpty, ...] = Field(
+        ("ssh", "-o", "BatchMode=yes", "{host}"),
+        description="Command that runs a shell on another host, for the launchers torchrun and deepspeed; `{host}` is "
+        "the host's name.",
+    )
+    address: str = Field(
+        "", description="Address of this host that the other nodes can reach; empty: found from the first of them."
+    )
+    port: int = Field(29400, gt=1023, lt=65536, description="Port where the ranks of a group first meet.")
+
+
 class TrackingSection(Table):
     """Where metrics go besides `metrics.jsonl`."""
 
@@ -372,6 +450,7 @@ class Spec(Table):
     eval: EvalSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     sync: SyncSection = SyncSection()
+    cluster: ClusterSection | None = None
     tracking: TrackingSection | None = None
 
     # Derived values: what the sections mean together. Nothing here rewrites the spec.
