@@ -14,15 +14,14 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from backends.tensor_files import LazyTensor, TensorFile, write_file
 from specs.errors import CheckpointError
 
 _SHAPES = "rlctl_shapes"
@@ -45,21 +44,26 @@ def whole(name: str, tensor: Tensor, *, owned: bool = True) -> Shard:
     return Shard(name, tuple(tensor.shape), 0, tensor.detach().view(-1), owned)
 
 
-def write_shards(folder: Path, stem: str, rank: int, ranks: int, shards: Iterable[Shard]) -> None:
-    """Write this rank's file. Every rank calls it, also one that owns nothing."""
-    tensors, shapes = {}, {}
+def write_shards(folder: Path, stem: str, rank: int, ranks: int, shards: Iterable[Shard]) -> Path:
+    """Write this rank's file and return its path. Every rank calls it, also one that owns nothing. A part is copied to
+    the host only where it is not there yet, one at a time."""
+    parts, shapes = [], {}
     for shard in shards:
-        if shard.owned and shard.flat.numel():
-            tensors[f"{shard.name}@{shard.start}"] = shard.flat.detach().cpu().contiguous()
+        assert shard.start + shard.flat.numel() <= max(1, math.prod(shard.shape)), f"{shard.name} is cut outside itself"
+        if shard.owned and (shard.flat.numel() or not math.prod(shard.shape)):  # a tensor without elements has a part
+            key = f"{shard.name}@{shard.start}"
+            parts.append(LazyTensor(key, (shard.flat.numel(),), shard.flat.dtype, shard.flat.detach))
             shapes[shard.name] = list(shard.shape)
-    save_file(tensors, _path(folder, stem, rank, ranks), {"format": "pt", _SHAPES: json.dumps(shapes)})
+    path = _path(folder, stem, rank, ranks)
+    write_file(path, parts, {"format": "pt", _SHAPES: json.dumps(shapes)})
+    return path
 
 
 @dataclass(frozen=True)
 class _Run:
     start: int
     stop: int
-    file: Any  # an open safetensors file
+    file: TensorFile
     key: str
 
 
@@ -74,26 +78,29 @@ class ShardReader:
         for path in self._files():
             self._index(path)
         for name, runs in self._runs.items():
-            runs.sort(key=lambda run: run.start)
+            runs.sort(key=lambda run: (run.start, run.stop))
             ends = [0, *(run.stop for run in runs)]
             size = math.prod(self.shapes[name])
             if [run.start for run in runs] != ends[:-1] or ends[-1] != size:
                 raise CheckpointError(f"{folder}: the parts of {name} do not make up its {size} elements")
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements start … stop-1 of the flattened tensor; at most one copy of them."""
-        runs = self._runs[name]
-        first = max(0, bisect_right(runs, start, key=lambda run: run.start) - 1)
-        parts = []
-        for run in runs[first:]:
+    def read_into(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Fill `target` (one-dimensional, of the tensor's dtype) with elements from `start` of the flattened tensor.
+        Nothing but these elements is read; at most 64 MiB are held besides, and none where `target` is host memory."""
+        runs, stop = self._runs[name], start + len(target)
+        for run in runs[max(0, bisect_right(runs, start, key=lambda run: run.start) - 1) :]:
             if run.start >= stop:
                 break
-            a, b = max(start, run.start) - run.start, min(stop, run.stop) - run.start
-            if a < b:
-                parts.append(run.file.get_slice(run.key)[a:b])
-        if not parts:
-            return torch.empty(0, dtype=self.dtypes[name])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            first, last = max(start, run.start), min(stop, run.stop)
+            if first < last:
+                with _told(run.file.path):
+                    run.file.read_into(target[first - start : last - start], run.key, first - run.start)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements start … stop-1 of the flattened tensor, in memory of their own."""
+        flat = torch.empty(stop - start, dtype=self.dtypes[name])
+        self.read_into(flat, name, start)
+        return flat
 
     def tensor(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -118,46 +125,48 @@ class ShardReader:
             if have != want:
                 raise CheckpointError(f"{self.folder} is of another model: {name} is {have}, expected {want}")
         for shard in shards:
-            shard.flat.copy_(self.read(shard.name, shard.start, shard.start + shard.flat.numel()))
+            self.read_into(shard.flat, shard.name, shard.start)
 
     def _files(self) -> list[Path]:
         found = sorted(self.folder.glob(f"{self.stem}-*-of-*.safetensors"))
         if not found:
             raise CheckpointError(f"{self.folder} has no {self.stem}-*.safetensors")
-        ranks = int(found[0].stem.rpartition("-")[2])
-        wanted = [_path(self.folder, self.stem, rank, ranks) for rank in range(ranks)]
+        counts = {path.stem.rpartition("-")[2] for path in found}
+        if len(counts) > 1:
+            raise CheckpointError(
+                f"{self.folder} mixes {self.stem} files of different numbers of ranks: {', '.join(sorted(counts))}"
+            )
+        (count,) = counts
+        wanted = [_path(self.folder, self.stem, rank, int(count)) for rank in range(int(count))]
         if found != wanted:
             odd = sorted(set(found) ^ set(wanted))[0]
-            raise CheckpointError(f"{self.folder}: the files of {self.stem} do not belong together, see {odd.name}")
+            raise CheckpointError(
+                f"{self.folder}: the files of {self.stem} are not those of {int(count)} ranks, see {odd.name}"
+            )
         return found
 
     def _index(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-            shapes = json.loads(file.metadata()[_SHAPES])
-            for key in file.keys():  # noqa: SIM118  not a mapping
+        with _told(path):
+            file = TensorFile(path)
+            shapes = json.loads(file.header.metadata[_SHAPES])
+            for key, entry in file.header.entries.items():
                 name, _, start = key.rpartition("@")
-                part = file.get_slice(key)
-                first, count = int(start), int(part.get_shape()[0])
-                self.shapes[name] = tuple(shapes[name])
-                self.dtypes[name] = _DTYPES[part.get_dtype()]
-                self._runs.setdefault(name, []).append(_Run(first, first + count, file, key))
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
-            raise CheckpointError(f"{path}: {error!r}") from None
+                (count,) = entry.shape
+                kind = tuple(shapes[name]), file.dtype(key)
+                if kind != (self.shapes.setdefault(name, kind[0]), self.dtypes.setdefault(name, kind[1])):
+                    raise ValueError(f"has {name} as {kind}, another rank has it otherwise")
+                self._runs.setdefault(name, []).append(_Run(int(start), int(start) + count, file, key))
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What is wrong with a file, as CheckpointError that names it."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint file: {error!r}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _path(folder: Path, stem: str, rank: int, ranks: int) -> Path:
