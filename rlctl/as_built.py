@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specs.as_built import AsBuilt
+from specs.as_built import AsBuilt, ModelBuilt
 from specs.errors import AsBuiltError
-from specs.schema import RoleName, Spec
+from specs.schema import RoleName, RoleSection, Spec
+from specs.seats import built_mesh
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +43,8 @@ def differences(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str
             expect(where, "model path", model_paths[role], model.path)
             dtype = spec.rollout_dtype if role == "rollout" else getattr(section, "dtype", None)
             expect(where, "dtype", dtype, model.dtype)
+            for axis, asked_ranks, built_ranks in _axes(section, model):
+                expect(where, f"ranks along the mesh axis {axis}", asked_ranks, built_ranks)
             asked = spec.attention(role)
             if asked != "auto" and report.engine != "fake":
                 expect(where, "attn_implementation", asked, model.attn_implementation)
@@ -51,6 +54,13 @@ def differences(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str
             expect(where, "weights (checksum of rank 0 first)", first.weights_checksum, model.weights_checksum)
     found += _across_roles(spec, reports)
     return found
+
+
+def _axes(section: RoleSection, model: ModelBuilt) -> list[tuple[str, int, int]]:
+    """(axis, ranks asked, ranks built) of the mesh; 0 where one side lacks the axis. Nothing where the spec asks for no
+    mesh."""
+    asked = built_mesh(section)
+    return [(axis, asked.get(axis, 0), model.mesh.get(axis, 0)) for axis in {**asked, **model.mesh} if asked]
 
 
 def _across_roles(spec: Spec, reports: Reports) -> list[str]:
@@ -114,11 +124,19 @@ def table(spec: Spec, reports: Reports) -> Table:
     for role, ranks in reports.items():
         report, model = ranks[0], ranks[0].model
         held = f"{len(ranks)} × {report.engine}, {report.device}"
+        if model is not None and model.mesh:
+            held += "\n" + " × ".join(f"{axis} {ranks}" for axis, ranks in model.mesh.items())
         if model is None:
             grid.add_row(role, held)
             continue
         name = f"{model.model_class.removesuffix('ForCausalLM')} {Path(model.path).name}"
         asked = spec.attention(role)
         attention = model.attn_implementation if asked != "auto" else f"{model.attn_implementation} (auto)"
-        grid.add_row(role, held, name, f"{model.parameters:,}", model.dtype, attention)
+        grid.add_row(role, held, name, _parameters(model), model.dtype, attention)
     return grid
+
+
+def _parameters(model: ModelBuilt) -> str:
+    """All of them; below, those that learn where that is a part."""
+    partly = 0 < model.trainable_parameters < model.parameters
+    return f"{model.parameters:,}" + (f"\n{model.trainable_parameters:,} learn" if partly else "")

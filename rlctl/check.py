@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,15 @@ from specs.errors import Problem, SpecError
 from specs.load import load_spec
 from specs.model_files import resolve_model
 from specs.rules import cross_field_warnings, file_problems
-from specs.schema import Spec
+from specs.schema import RoleSection, Spec
+from specs.seats import SeatGroup, mesh_of, seat_groups
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+SEAT_ROWS = 8  # groups of a role that the table of seats shows; JSON has them all
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,14 @@ def _run_dir(spec: Spec) -> list[Problem]:
 
 
 def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
-    """The findings as JSON. `roles` and `batch` are empty where the spec could not be read."""
+    """The findings as JSON. `roles`, `seats` and `batch` are empty where the spec could not be read."""
     spec, plan = findings.spec, findings.plan
     return {
         "ok": findings.ok,
         "problems": [_problem(problem) for problem in findings.problems],
         "warnings": [_problem(problem) for problem in findings.warnings],
         "roles": roles(spec, plan, spec_path.absolute().parent) if spec and plan else {},
+        "seats": seats(spec) if spec and plan else {},
         "batch": batch(spec) if spec else {},
     }
 
@@ -109,6 +114,18 @@ def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
     }
 
 
+def seats(spec: Spec) -> dict[str, dict[str, Any]]:
+    """Role → its mesh and the seat of every rank, for roles whose model is cut across ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in spec.roles:
+        section = spec.role(name)
+        mesh = mesh_of(section)
+        if mesh is not None:
+            listed = [asdict(seat) for group in seat_groups(section) for seat in group.seats]
+            found[name] = {"replicate": mesh.replicate, "shard": mesh.shard, "seats": listed}
+    return found
+
+
 def batch(spec: Spec) -> dict[str, int]:
     """The arithmetic of a step and of the run."""
     algorithm, data = spec.algorithm, spec.data
@@ -137,6 +154,9 @@ def _print(findings: Findings, spec_path: Path) -> None:
     if findings.spec and findings.plan:
         out.print(_roles_table(findings.spec, findings.plan, spec_path.absolute().parent))
         out.print()
+        if any(mesh_of(findings.spec.role(name)) for name in findings.spec.roles):
+            out.print(_seats_table(findings.spec))
+            out.print()
         out.print(_arithmetic(findings.spec), highlight=True)
         out.print()
     for warning in findings.warnings:
@@ -174,6 +194,42 @@ def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
         places = (f"{role['processes']} × {role['launcher']}", devices, role["threads"])
         table.add_row(name, *(str(cell or "–") for cell in cells), *map(str, places))
     return table
+
+
+def _seats_table(spec: Spec) -> Table:
+    from rich.table import Table
+
+    table = Table("role", "mesh", "replica", "ranks", "node", "devices", box=None, pad_edge=False)
+    for name in spec.roles:
+        section, mesh = spec.role(name), mesh_of(spec.role(name))
+        if mesh is None:
+            continue
+        groups = seat_groups(section)
+        shown = groups if len(groups) <= SEAT_ROWS else [*groups[: SEAT_ROWS - 2], groups[-1]]
+        for group in shown:
+            if group is shown[-1] and len(shown) < len(groups):
+                table.add_row("", "", f"… {len(groups) - len(shown)} more")
+            first = group.replica == 0
+            whose = (name, f"replicate {mesh.replicate} × shard {mesh.shard}") if first else ("", "")
+            table.add_row(*whose, *_seats_row(section, group))
+    return table
+
+
+def _seats_row(section: RoleSection, group: SeatGroup) -> tuple[str, str, str, str]:
+    places = []
+    for node in group.nodes:
+        devices = [seat.device for seat in group.seats if seat.node == node and seat.device is not None]
+        places.append(f"GPU {_span(devices)}" if devices else "CPU")
+    nodes = _span(list(group.nodes))
+    return str(group.replica), _span([seat.rank for seat in group.seats]), nodes, "; ".join(dict.fromkeys(places))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """`3`, `0–7`, or, where they have gaps, `0, 2, 5`."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and list(numbers) == list(range(first, last + 1)):
+        return f"{first}–{last}"
+    return ", ".join(map(str, numbers))
 
 
 def _arithmetic(spec: Spec) -> str:

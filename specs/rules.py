@@ -13,6 +13,7 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.files import file_problems
 from specs.schema import (
+    Fsdp2Engine,
     ModelRole,
     Overlong,
     Regex,
@@ -23,6 +24,7 @@ from specs.schema import (
     Table,
     TorchRolloutEngine,
 )
+from specs.seats import mesh_of, straddling
 from specs.templates import template_columns
 
 __all__ = ["cross_field_problems", "cross_field_warnings", "file_problems"]
@@ -51,7 +53,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
             warnings.append(
                 Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(rollout, key)))
             )
-    return warnings
+    return [*warnings, *_straddling(spec)]
 
 
 def _no_effect(key: str, table: Table, why: str) -> Problem:
@@ -243,6 +245,69 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         yield Problem(key, message, f"set {role}.processes = {len(devices)}, or change the list", value)
 
 
+# ── meshes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _mesh(spec: Spec) -> Iterator[Problem]:
+    for role, section in _sections(spec):
+        engine = getattr(section, "engine", None)
+        if not isinstance(engine, Fsdp2Engine):
+            continue
+        yield from _mesh_size(role, section, engine)
+        if engine.offload == "cpu" and not section.devices:
+            yield _no_effect(f"{role}.engine.offload", engine, f"{role} runs on the CPU")
+        if role == "ref" and "sync_every_micro_batch" in engine.model_fields_set:
+            yield _no_effect(f"{role}.engine.sync_every_micro_batch", engine, "the reference has no gradients")
+
+
+def _mesh_size(role: RoleName, section: RoleSection, engine: Fsdp2Engine) -> Iterator[Problem]:
+    processes, shard, replicate = section.processes, engine.shard, engine.replicate
+    if shard is None:
+        if processes % replicate:
+            message = f"{processes} processes cannot be shared out to {replicate} groups"
+            hint = f"{role}.engine.replicate = {_listed(_divisors(processes))} would fit"
+            yield Problem(f"{role}.engine.replicate", message, hint, str(replicate))
+        return
+    if shard * replicate == processes:
+        return
+    message = f"shard × replicate = {shard} × {replicate} = {shard * replicate}, but {role} has {processes} processes"
+    fitting = f"{role}.processes = {shard * replicate} would fit"
+    if processes % shard == 0:
+        fitting += f", or {role}.engine.replicate = {processes // shard}"
+    else:
+        fitting += f"; {processes} processes take shard = {_listed(_divisors(processes))}"
+    yield Problem(f"{role}.engine.shard", message, fitting, str(shard))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(numbers: list[int], shown: int = 8) -> str:
+    """`1, 2 or 4`; of many the largest."""
+    *most, last = map(str, numbers[-shown:])
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _straddling(spec: Spec) -> Iterator[Problem]:
+    for role, section in _sections(spec):
+        groups, mesh = straddling(section), mesh_of(section)
+        if not groups or mesh is None:
+            continue
+        per_node = section.processes // section.nodes
+        message = (
+            f"{len(groups)} of {mesh.replicate} groups of {mesh.shard} ranks sit on more than one node "
+            f"({per_node} processes each), so what is gathered for every layer crosses the network"
+        )
+        if not isinstance(getattr(section, "engine", None), Fsdp2Engine):
+            hint = "fine where the model needs the memory of all; fsdp2 can keep its groups inside a node"
+            yield Problem(f"{role}.nodes", message, hint, str(section.nodes))
+            continue
+        inside = max(n for n in _divisors(per_node) if n <= mesh.shard)
+        hint = f"shard = {inside} and replicate = {section.processes // inside} stay inside, if the model fits"
+        yield Problem(f"{role}.engine.shard", message, hint, str(mesh.shard))
+
+
 def _attention(spec: Spec) -> Iterator[Problem]:
     dtypes = {"actor": spec.actor.dtype, "rollout": spec.rollout_dtype, "ref": spec.ref.dtype if spec.ref else ""}
     named: set[str] = set()
@@ -314,6 +379,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _reference,
     _optimizer,
     _roles,
+    _mesh,
     _attention,
     _fake,
     _eval,

@@ -20,6 +20,18 @@ def spec(tmp_path):
     return load_spec(path, ["algorithm.kl_coef=0.1", "actor.processes=2", "model.attn_implementation=sdpa"])
 
 
+@pytest.fixture
+def mesh_spec(tmp_path):
+    """The same with an engine that cuts the model across its two ranks."""
+
+    def make(kind):
+        path = tmp_path / "spec.toml"
+        path.write_text((files("specs") / "presets" / "quickstart.toml").read_text())
+        return load_spec(path, ["algorithm.kl_coef=0.1", "actor.processes=2", f"actor.engine.kind={kind}"])
+
+    return make
+
+
 def report(role, rank=0, engine="ddp", **model):
     built = {
         "model_class": "Qwen2ForCausalLM", "path": "/m", "parameters": 10, "trainable_parameters": 10, "hidden_size": 8,
@@ -79,6 +91,41 @@ def test_ref_must_be_the_actors_start(spec):
     reports = good()
     reports["ref"] = [report("ref", rank, weights_checksum="bb") for rank in range(2)]
     assert "it must start as the actor does" in as_built.differences(spec, reports, PATHS)[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "built", "words"),
+    [
+        ("fsdp2", {"replicate": 1, "shard": 1}, "actor rank 1: ranks along the mesh axis shard: asked 2, built 1"),
+        ("fsdp2", {"replicate": 2, "shard": 2}, "actor rank 1: ranks along the mesh axis replicate: asked 1, built 2"),
+        ("fsdp2", {"shard": 2}, "actor rank 1: ranks along the mesh axis replicate: asked 1, built 0"),
+        ("zero3", {"replicate": 1, "shard": 2}, "actor rank 1: ranks along the mesh axis replicate: asked 0, built 1"),
+        ("zero3", {}, "actor rank 1: ranks along the mesh axis shard: asked 2, built 0"),
+    ],
+)
+def test_another_mesh_on_one_rank_is_named(mesh_spec, engine, built, words):
+    mesh = {"shard": 2} if engine == "zero3" else {"replicate": 1, "shard": 2}
+    reports = good()
+    for role in ("actor", "ref"):
+        reports[role] = [report(role, rank, engine, mesh=mesh) for rank in range(2)]
+    assert as_built.differences(mesh_spec(engine), reports, PATHS) == []
+    reports["actor"][1] = report("actor", 1, engine, mesh=built)
+    assert as_built.differences(mesh_spec(engine), reports, PATHS) == [words]
+
+
+def test_the_table_shows_mesh_and_what_learns(mesh_spec, capsys):
+    from rich.console import Console
+
+    reports = good()
+    reports["actor"] = [
+        report("actor", rank, "fsdp2", mesh={"replicate": 1, "shard": 2}, trainable_parameters=4) for rank in range(2)
+    ]
+    Console(width=120).print(as_built.table(mesh_spec("fsdp2"), reports))
+    shown = capsys.readouterr().out
+    assert "2 × fsdp2, cpu" in shown
+    assert "replicate 1 × shard 2" in shown
+    assert "4 learn" in shown
+    assert shown.count("learn") == 1
 
 
 def test_a_missing_rank_is_found(spec):

@@ -45,7 +45,7 @@ def test_a_reference_appears_with_kl(spec: Path, capsys: pytest.CaptureFixture[s
 
 def test_json_of_a_broken_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = as_json(spec, capsys, "actor.gpus=1")
-    assert (code, found["ok"], found["roles"], found["batch"]) == (2, False, {}, {})
+    assert (code, found["ok"], found["roles"], found["seats"], found["batch"]) == (2, False, {}, {}, {})
     assert found["problems"] == [
         {"key": "actor.gpus", "value": "1", "message": "unknown key", "hint": "did you mean `actor.devices`?"}
     ]
@@ -93,3 +93,44 @@ def test_warnings_do_not_refuse(spec: Path) -> None:
 def test_markup_in_values_is_shown_as_it_is(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(spec, ("run.name=[bold]x[/bold]",), as_json=False) == 2
     assert "[bold]x[/bold]" in capsys.readouterr().err
+
+
+# ── engines that cut the model ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero", "zero3"])
+@pytest.mark.parametrize("wider", [(), ("actor.processes=2", "actor.launcher=torchrun")])
+def test_another_engine_is_one_change(
+    spec: Path, capsys: pytest.CaptureFixture[str], kind: str, wider: tuple[str, ...]
+) -> None:
+    code, found = as_json(spec, capsys, f"actor.engine.kind={kind}", *wider)
+    assert (code, found["problems"], found["warnings"]) == (0, [], [])
+    ranks = 2 if wider else 1
+    seats: dict[str, object] = found["seats"]["actor"]  # type: ignore[index]
+    assert (seats["replicate"], seats["shard"], len(seats["seats"])) == (1, ranks, ranks)  # type: ignore[arg-type]
+
+
+def test_who_sits_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("actor.engine.kind=fsdp2", "actor.processes=16", "actor.engine.shard=8", "actor.engine.replicate=2")
+    assert check(spec, mesh, as_json=False) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "actor replicate 2 × shard 8 0 0–7 0 CPU" in lines
+    assert "1 8–15 0 CPU" in lines
+
+
+def test_many_groups_are_cut_short(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("actor.engine.kind=fsdp2", "actor.processes=256", "actor.engine.replicate=64")
+    assert check(spec, mesh, as_json=False) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "… 57 more" in lines
+    assert "63 252–255 0 CPU" in lines
+    assert len(lines) < 30
+    _, found = as_json(spec, capsys, *mesh)
+    assert found["seats"]["actor"]["seats"][255] == {  # type: ignore[index]
+        "rank": 255, "node": 0, "local_rank": 255, "device": None, "replica": 63, "shard": 3
+    }  # fmt: skip
+
+
+def test_a_mesh_that_does_not_fit_is_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, ("actor.engine.kind=fsdp2", "actor.engine.shard=3", "actor.processes=4"), as_json=False) == 2
+    assert "actor.engine.shard = 3: shard × replicate = 3 × 1 = 3, but actor has 4" in capsys.readouterr().err
