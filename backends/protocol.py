@@ -120,10 +120,10 @@ class TrainEngine(ABC):
         """Undo `offload`. A second call does nothing."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Sequence[Path]:
         """Write weights (fp32 master where there is one), optimizer, schedule, skip count and RNG into the existing
-        empty `folder`. All ranks call it. Engines for Hugging Face models write `backends/train/shards.py`, so that
-        each reads what another wrote, on any number of ranks."""
+        empty `folder`; returns the files that this rank wrote. All ranks call it. Engines for Hugging Face models write
+        `backends/train/shards.py`, so that each reads what another wrote, on any number of ranks."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:

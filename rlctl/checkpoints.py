@@ -14,18 +14,22 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from rlctl import __version__
 from specs.errors import CheckpointError
 from specs.schema import Spec
+from specs.tensor_files import fsync
+from workers.saved_files import FileMark, mark
 
 FORMAT = 1
+ARRIVAL_TIMEOUT_S = 90.0  # a shared file system may show a new name late: NFS keeps a folder's listing for a minute
+
+Marks = Mapping[str, FileMark]  # by path relative to the role's folder
 
 
 @dataclass(frozen=True)
@@ -52,29 +56,32 @@ def save(
     *,
     state: Mapping[str, Any],
     about: Mapping[str, Any],
-    write_actor: Callable[[Path], None],
+    write_actor: Callable[[Path], Sequence[Marks]],
     keep: int,
 ) -> Path:
-    """Write checkpoint `step` and drop all but the `keep` newest. Any failure leaves the older ones and no debris."""
+    """Write checkpoint `step` and drop all but the `keep` newest. Any failure leaves the older ones and no debris.
+
+    `write_actor` has the actor's ranks write into a folder; it returns what each says it wrote. What a rank says goes
+    into the manifest: if something else arrives, the checkpoint is torn, and is found so.
+    """
     final, temporary = step_path(root, step), root / f".tmp_step_{step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         for folder in ("actor", "driver"):
             (temporary / folder).mkdir(parents=True)
-        write_actor(temporary / "actor")
+        reports = write_actor(temporary / "actor")
+        said = {f"actor/{name}": file for marks in reports for name, file in marks.items()}
+        _await(temporary, said)
         (temporary / "driver" / "state.json").write_text(json.dumps({"step": step, **state}))
-        files = {
-            str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "xxh3": _digest(path)}
-            for path in sorted(temporary.rglob("*"))
-            if path.is_file()
-        }
+        here = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
+        files = {name: said.get(name) or mark(temporary / name) for name in here}
         manifest = {"format": FORMAT, "rlctl": __version__, "step": step, "files": files, **about}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
         _fsync_tree(temporary)
         if final.exists():  # the same step saved again after a resume
             shutil.rmtree(final)
         os.replace(temporary, final)
-        _fsync(root)
+        fsync(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -101,7 +108,7 @@ def read(path: Path) -> Checkpoint:
             file = path / name
             if file.stat().st_size != want["bytes"]:
                 raise CheckpointError(f"{name} has {file.stat().st_size} bytes, {want['bytes']} were written")
-            if _digest(file) != want["xxh3"]:
+            if mark(file) != want:
                 raise CheckpointError(f"{name} was changed or damaged after it was written")
         state = json.loads((path / "driver" / "state.json").read_text())
         return Checkpoint(path, int(manifest["step"]), state, manifest)
@@ -120,23 +127,29 @@ def set_aside_after(root: Path, step: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+def _await(folder: Path, said: Marks) -> None:
+    """Wait until every file of a rank is here with its size. Raises CheckpointError naming one that never comes."""
+    deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+    for name, want in said.items():
+        while (size := _size(folder / name)) != want["bytes"]:
+            if time.monotonic() > deadline:
+                seen = "is not here" if size is None else f"has {size} bytes here"
+                raise CheckpointError(
+                    f"{name}, of which a rank wrote {want['bytes']} bytes, {seen}",
+                    hint="the run directory must lie on a file system that all hosts of the run share",
+                )
+            time.sleep(0.2)
+            os.listdir((folder / name).parent)  # has a network file system look again
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _size(path: Path) -> int | None:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _fsync_tree(root: Path) -> None:
     for path in root.rglob("*"):
-        _fsync(path)
-    _fsync(root)
+        fsync(path)
+    fsync(root)

@@ -216,9 +216,9 @@ class Run:
         self.progress.phase("checkpoint")
         prompts = self._proof_prompts()
 
-        def write_actor(folder: Path) -> None:
+        def write_actor(folder: Path) -> list[checkpoints.Marks]:
             body = {"folder": str(folder), "proof_prompts": prompts, "proof_tokens": PROOF_TOKENS}
-            self.groups["actor"].call(Verb.SAVE, body, step=self.done)
+            return [answer.body["files"] for answer in self.groups["actor"].call(Verb.SAVE, body, step=self.done)]
 
         checkpoints.save(
             self.run.checkpoints,

@@ -13,6 +13,7 @@ from backends.protocol import LossScale, Rank
 from specs.errors import RlctlError
 from specs.messages import Message, Verb
 from specs.schema import Grpo
+from workers.saved_files import settle
 from workers.serve import Emit, Handler, Reply
 from workers.trainer import Trainer
 from workers.weights import Exporter
@@ -55,10 +56,13 @@ class Actor(Trainer):
         return self.exporter.write(int(message.body["bucket"])), {}
 
     def save(self, message: Message, emit: Emit) -> Reply:
-        """Save into `folder`, with the greedy answers that an export must repeat."""
+        """Save into `folder`, with the greedy answers that an export must repeat; answers with marks of the files."""
         folder = Path(message.body["folder"])
+        if not folder.is_dir():
+            hint = "the run directory must lie on a file system that all hosts of the run share"
+            raise RlctlError(f"cannot write the checkpoint: this host has no {folder}", hint=hint)
         try:
-            self.engine.save(folder)
+            written = [*self.engine.save(folder)]
         except (OSError, SafetensorError) as error:
             hint = "older checkpoints are whole: free some space if the disk is full, then use --resume"
             raise RlctlError(f"cannot write the checkpoint {folder}: {error}", hint=hint) from error
@@ -69,7 +73,8 @@ class Actor(Trainer):
                 "answers": [{"tokens": answer.tokens, "margins": answer.margins} for answer in answers],
             }
             (folder / PROOF_FILE).write_text(json.dumps(proof))
-        return {}, {}
+            written.append(folder / PROOF_FILE)
+        return {"files": settle(folder, written)}, {}
 
     def load(self, message: Message, emit: Emit) -> Reply:
         self.engine.load(Path(message.body["folder"]))

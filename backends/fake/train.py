@@ -165,10 +165,11 @@ class FakeTrainEngine(TrainEngine):
     def onload(self) -> None:
         """Nothing to move: everything is in host memory."""
 
-    def save(self, folder: Path) -> None:
-        save_file(self.parameters, folder / "model.safetensors")
-        save_file(self.moments, folder / "optimizer.safetensors")
-        self.state.write(folder)
+    def save(self, folder: Path) -> list[Path]:
+        model, optimizer = folder / "model.safetensors", folder / "optimizer.safetensors"
+        save_file(self.parameters, model)
+        save_file(self.moments, optimizer)
+        return [model, optimizer, self.state.write(folder)]
 
     def load(self, folder: Path) -> None:
         state = TrainerState.read(folder)

@@ -214,14 +214,14 @@ class HfTrainEngine(TrainEngine):
 
     # ── disk ──────────────────────────────────────────────────────────────────────────────────────
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[Path]:
         rank, ranks = self.rank.rank, self.rank.world_size
-        write_shards(folder, "model", rank, ranks, self._weight_shards())
+        written = [write_shards(folder, "model", rank, ranks, self._weight_shards())]
         if self.config.optimizer is not None:
-            write_shards(folder, "optimizer", rank, ranks, self._moment_shards())
+            written.append(write_shards(folder, "optimizer", rank, ranks, self._moment_shards()))
         if rank == 0:
-            self.state.write(folder)
-        write_rng(folder, rank)
+            written.append(self.state.write(folder))
+        return [*written, write_rng(folder, rank)]
 
     def load(self, folder: Path) -> None:
         saved = TrainerState.read(folder)

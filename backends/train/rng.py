@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from specs.errors import CheckpointError
 
 
-def write_rng(folder: Path, rank: int) -> None:
+def write_rng(folder: Path, rank: int) -> Path:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     save_file(states, _path(folder, rank))
+    return _path(folder, rank)
 
 
 def read_rng(folder: Path, rank: int) -> None:

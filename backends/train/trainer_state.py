@@ -19,9 +19,10 @@ class TrainerState:
     optimizer_steps: int = 0
     skipped_steps: int = 0
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> Path:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
         (folder / FILE).write_text(text, encoding="utf-8")
+        return folder / FILE
 
     @classmethod
     def read(cls, folder: Path) -> TrainerState:

@@ -1,16 +1,22 @@
 """Checkpoints: atomic, found only when whole, pruned by age."""
 
 import json
+import threading
 
 import pytest
+import xxhash
 
 from rlctl import checkpoints
 from specs.errors import CheckpointError
+from workers.saved_files import settle
 
 
 def save(root, step, keep=5, text="weights"):
     def write_actor(folder):
-        (folder / "model.safetensors").write_text(f"{text} {step}")
+        written = [folder / f"model.rank{rank}" for rank in range(2)]
+        for path in written:
+            path.write_text(f"{text} {step}")
+        return [settle(folder, [path]) for path in written]
 
     return checkpoints.save(root, step, state={"position": step * 10}, about={}, write_actor=write_actor, keep=keep)
 
@@ -19,7 +25,11 @@ def test_round_trip(tmp_path):
     path = save(tmp_path, 20)
     found = checkpoints.newest(tmp_path, warn=pytest.fail)
     assert (found.path, found.step, found.state["position"]) == (path, 20, 200)
-    assert "actor/model.safetensors" in found.manifest["files"]
+    assert found.manifest["files"].keys() == {"actor/model.rank0", "actor/model.rank1", "driver/state.json"}
+    assert found.manifest["files"]["actor/model.rank1"] == {
+        "bytes": 10,
+        "xxh3": xxhash.xxh3_64_hexdigest(b"weights 20"),
+    }
 
 
 def test_keeps_the_newest(tmp_path):
@@ -31,9 +41,9 @@ def test_keeps_the_newest(tmp_path):
 @pytest.mark.parametrize(
     "tear",
     [
-        lambda path: (path / "actor/model.safetensors").write_text("short"),
-        lambda path: (path / "actor/model.safetensors").write_text("weights X"),  # same size, other bytes
-        lambda path: (path / "actor/model.safetensors").unlink(),
+        lambda path: (path / "actor/model.rank0").write_text("short"),
+        lambda path: (path / "actor/model.rank1").write_text("weights X"),  # one rank's file: same size, other bytes
+        lambda path: (path / "actor/model.rank1").unlink(),
         lambda path: (path / "manifest.json").write_text('{"files": '),
         lambda path: (path / "manifest.json").unlink(),
     ],
@@ -74,7 +84,47 @@ def test_leftover_of_a_killed_save_is_ignored(tmp_path):
 def test_read_names_the_damage(tmp_path):
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["actor/model.safetensors"]["bytes"] += 1
+    manifest["files"]["actor/model.rank1"]["bytes"] += 1
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has 9 bytes, 10 were written"):
+    with pytest.raises(CheckpointError, match=r"model\.rank1 has 9 bytes, 10 were written"):
         checkpoints.read(path)
+
+
+# ── ranks on other hosts ──────────────────────────────────────────────────────────────────────────
+
+
+def save_as_told(root, step, marks, arrive=lambda folder: None):
+    def write_actor(folder):
+        arrive(folder)
+        return marks
+
+    return checkpoints.save(root, step, state={}, about={}, write_actor=write_actor, keep=5)
+
+
+def test_the_manifest_holds_what_the_rank_wrote_not_what_arrived(tmp_path):
+    """A block that a file system lost on the way is found when the checkpoint is read."""
+    save(tmp_path, 1)
+    meant = {"bytes": 7, "xxh3": xxhash.xxh3_64_hexdigest(b"meant it")}
+    save_as_told(tmp_path, 2, [{"w": meant}], lambda folder: (folder / "w").write_bytes(b"mea\0\0\0\0"))
+    warnings = []
+    assert checkpoints.newest(tmp_path, warnings.append).step == 1
+    assert "actor/w was changed or damaged" in warnings[0]
+
+
+def test_a_file_that_shows_up_late_is_waited_for(tmp_path):
+    late = {"w": {"bytes": 4, "xxh3": xxhash.xxh3_64_hexdigest(b"late")}}
+    timers = []
+
+    def arrive(folder):
+        timers.append(threading.Timer(0.5, (folder / "w").write_bytes, [b"late"]))
+        timers[0].start()
+
+    assert checkpoints.read(save_as_told(tmp_path, 1, [late], arrive)).manifest["files"]["actor/w"] == late["w"]
+
+
+def test_a_file_that_never_comes_fails_the_save_and_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "ARRIVAL_TIMEOUT_S", 0.3)
+    with pytest.raises(CheckpointError, match=r"actor/w, of which a rank wrote 4 bytes, is not here") as caught:
+        save_as_told(tmp_path, 1, [{"w": {"bytes": 4, "xxh3": "0" * 16}}])
+    assert "share" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []

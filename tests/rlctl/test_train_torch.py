@@ -116,7 +116,7 @@ def test_a_failing_proof_leaves_nothing_behind(finished, tmp_path):
     _, run, _ = finished
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    from rlctl import checkpoints
+    from workers.saved_files import mark
 
     path = copy / "checkpoints" / "step_000006"
     proof = json.loads((path / "actor" / "greedy_proof.json").read_text())
@@ -126,7 +126,7 @@ def test_a_failing_proof_leaves_nothing_behind(finished, tmp_path):
     (path / "actor" / "greedy_proof.json").write_text(json.dumps(proof))
     manifest = json.loads((path / "manifest.json").read_text())
     file = path / "actor" / "greedy_proof.json"
-    manifest["files"]["actor/greedy_proof.json"] = {"bytes": file.stat().st_size, "xxh3": checkpoints._digest(file)}
+    manifest["files"]["actor/greedy_proof.json"] = mark(file)
     (path / "manifest.json").write_text(json.dumps(manifest))
     done = rlctl("export-checkpoint", copy, tmp_path / "out")
     assert done.returncode == 1
