@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from numpy.typing import NDArray
 from packaging.version import Version
 from torch import Tensor
@@ -44,6 +45,23 @@ def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
     else:
         model = _from_config(config, hf_config, dtype, implementation, draw=load_weights)
     return model.to(config.device).eval()
+
+
+def build_on_meta(config: ModelConfig) -> PreTrainedModel:
+    """The model with parameters that have shape and dtype but no memory, and with its buffers on the device.
+
+    In eval mode, without dropout. Raises ModelError.
+    """
+    hf_config = read_config(config)
+    implementation, _ = resolve_attention(config.attn_implementation, config.device, config.dtype)
+    attention.install()
+    with init_empty_weights(include_buffers=False):
+        model = _from_config(config, hf_config, DTYPES[config.dtype], implementation, draw=False)
+    model.tie_weights()  # the way to meta makes two of a tied pair
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(config.device)
+    return model.eval()
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:

@@ -13,17 +13,21 @@ from backends.protocol import Rank
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-def join_group(rank: Rank, device: str) -> None:
-    """Pick this rank's GPU and join the group that the launcher's environment names. One rank alone needs no group."""
+def join_group(rank: Rank, device: str, *, even_alone: bool = False) -> None:
+    """Pick this rank's GPU and join the group that the launcher's environment names. One rank alone needs no group,
+    but for an engine that cannot do without one (`even_alone`); that one has no address."""
     if device.startswith("cuda"):
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
-    if rank.world_size == 1 or dist.is_initialized():
+    if dist.is_initialized() or (rank.world_size == 1 and not even_alone):
+        return
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    if rank.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     if int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size)) == rank.world_size:
         # All ranks on one host: nothing has to listen beyond loopback.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-    backend = "nccl" if device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, rank=rank.rank, world_size=rank.world_size)
 
 

@@ -54,8 +54,8 @@ def stream_into(config: ModelConfig, aliases: Mapping[str, Sequence[str]], shard
 
 
 def _from_whole_model(config: ModelConfig, shards: Iterable[Shard]) -> None:
-    """Drawn or read on the host in fp32, as exact as there is."""
-    on_host = config.model_copy(update={"device": "cpu", "dtype": "fp32", "attn_implementation": "auto"})
+    """Drawn or read on the host in fp32, as exact as there is; the attention does not matter to weights."""
+    on_host = config.model_copy(update={"device": "cpu", "dtype": "fp32", "attn_implementation": "eager"})
     weights = named_weights(build_model(on_host, load_weights=True))
     for shard in shards:
         flat = weights[shard.name].detach().reshape(-1)

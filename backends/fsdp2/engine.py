@@ -1,0 +1,205 @@
+"""The `fsdp2` train engine: parameters, gradients and optimizer state are cut in rows across the ranks.
+
+A layer's parameters are gathered when it runs and let go of afterwards; gradients are summed and cut once per
+`forward_backward`. Each rank steps its own rows with a plain AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from backends.checksum import checksum_bytes, checksum_weights
+from backends.fsdp2.optimizer import RowsAdamW
+from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, shard_policy
+from backends.hf import (
+    DTYPES,
+    build_on_meta,
+    describe,
+    recompute_activations,
+    tensor_bytes,
+    wire_dtype,
+)
+from backends.protocol import Rank, StepResult
+from backends.train.engine import HfTrainEngine, TensorKind
+from backends.train.groups import join_group, leave_group
+from backends.train.hf_files import aliases_of, stream_into
+from backends.train.parking import Parking
+from backends.train.policy import Policy
+from backends.train.shards import Shard
+from backends.train.verify import verify_packing
+from specs.as_built import ModelBuilt
+from specs.role_config import TrainConfig
+from specs.schema import Fsdp2Engine
+
+
+class Fsdp2TrainEngine(HfTrainEngine):
+    """Any Hugging Face causal language model that has a list of decoder layers."""
+
+    def __init__(self, config: TrainConfig, rank: Rank) -> None:
+        super().__init__(config, rank)
+        assert isinstance(config.engine, Fsdp2Engine)
+        learns = config.optimizer is not None
+        self.engine, self.compute = config.engine, DTYPES[config.model.dtype]
+        self.mesh = Mesh(config.engine, rank, self.device)
+        # What learns is held in fp32 even when it computes in bf16: its master weights are exact.
+        held = config.model.model_copy(update={"dtype": "fp32"}) if learns else config.model
+        model = build_on_meta(held)
+        model.requires_grad_(learns)
+        if config.gradient_checkpointing:
+            recompute_activations(model)
+        aliases = aliases_of(model)
+        self.policy = Policy(model, config.engine.logits_chunk_tokens)
+        self.units = shard_policy(self.policy, self.mesh, config.engine, self.compute)
+        allocate(self.policy, config.engine, self.device)
+        self.weights = cut_tensors(model, self.mesh)
+        stream_into(config.model, aliases, self._weight_shards())
+        verify_packing(self._run, model, self.device, computes_in=self.compute)
+        self.optimizer: RowsAdamW | None = None
+        if config.optimizer is not None:
+            learned = {name: self.weights[name] for name in self._learned()}
+            matrices = {name for name, weight in learned.items() if weight.tensor.ndim >= 2}
+            rows = {name: weight.local for name, weight in learned.items()}
+            self.optimizer = RowsAdamW(rows, matrices, config.optimizer)
+        self.parking = Parking()
+
+    @classmethod
+    def build(cls, config: TrainConfig, rank: Rank) -> Fsdp2TrainEngine:
+        join_group(rank, config.model.device, even_alone=True)
+        return cls(config, rank)
+
+    def built(self) -> ModelBuilt:
+        """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
+        digests = [
+            (name, checksum_bytes(tensor_bytes(self._computed(name, full)))) for name, full in self._full_weights()
+        ]
+        about = describe(self.policy.model, self.config.model, checksum=False)
+        return about.model_copy(
+            update={
+                "dtype": wire_dtype(self._gathered_dtype()),
+                "mesh": self.mesh.axes,
+                "weights_checksum": checksum_weights(digests),
+            }
+        )
+
+    def _computed(self, name: str, full: Tensor) -> Tensor:
+        return full.to(self.compute) if isinstance(self.weights[name].tensor, torch.nn.Parameter) else full
+
+    def _gathered_dtype(self) -> torch.dtype:
+        """Read back from a layer that has been gathered: what its forward pass computes in."""
+        layer = self.units[0]
+        layer.unshard()
+        dtype = next(layer.parameters()).dtype  # type: ignore[attr-defined]
+        layer.reshard()
+        return dtype
+
+    def _let_go(self) -> None:
+        """Forget what is gathered. After a forward pass without a backward the root still is, and would stay as it was
+        when the rows change."""
+        for unit in self.units:
+            unit.reshard()
+
+    # ── learning ──────────────────────────────────────────────────────────────────────────────────
+
+    def _rounds(self, micro_batches: int) -> int:
+        """The most of any rank: every forward and backward pass gathers from all."""
+        most = torch.tensor(micro_batches, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        self.policy.set_requires_gradient_sync(last or self.engine.sync_every_micro_batch)
+        self.policy.set_requires_all_reduce(last)  # between replicas once is enough: what waits for it is cut already
+        loss.backward()
+
+    def optim_step(self) -> StepResult:
+        assert self.optimizer is not None, "this role does not learn"
+        assert self.config.optimizer is not None
+        self._let_go()
+        gradients = self._gradients()
+        norm = self._norm(gradients.values())
+        lr = self._learning_rate()
+        finite = math.isfinite(norm)
+        if finite:
+            limit = self.config.optimizer.max_grad_norm
+            if limit and norm > limit:
+                for gradient in gradients.values():
+                    gradient.mul_(limit / norm)
+            self.optimizer.step(gradients, lr)
+            self.state.optimizer_steps += 1
+        else:
+            self.state.skipped_steps += 1
+        self.policy.zero_grad()
+        return StepResult(norm, lr, not finite)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of this rank's rows, by name. Zeros where no micro-batch came."""
+        gradients = {}
+        for name in self._learned():
+            grad = self.weights[name].tensor.grad
+            gradients[name] = torch.zeros_like(self.weights[name].local) if grad is None else grad.to_local()
+        return gradients
+
+    def _norm(self, gradients: Iterable[Tensor]) -> float:
+        """Of the whole gradient, the same on all ranks. In fp64: over millions of values the fp32 sum is off in the
+        fourth digit."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        total = torch.stack(norms).square().sum().to(self.device)
+        dist.all_reduce(total, group=self.mesh.shard_group)
+        return math.sqrt(float(total))
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
+
+    def _weight_kinds(self) -> Mapping[str, TensorKind]:
+        return {name: (tuple(weight.tensor.shape), weight.tensor.dtype) for name, weight in self.weights.items()}
+
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, weight.full(self.device)) for name, weight in self.weights.items())
+
+    def _weight_shards(self) -> Iterator[Shard]:
+        return (weight.shard(name, weight.local) for name, weight in self.weights.items())
+
+    def _moment_shards(self) -> Iterator[Shard]:
+        moments = {} if self.optimizer is None else self.optimizer.moments()
+        for name, kinds in moments.items():
+            for kind, tensor in kinds.items():
+                yield self.weights[name].shard(f"{name}.{kind}", tensor)
+
+    def _learned(self) -> Sequence[str]:
+        return [name for name, weight in self.weights.items() if weight.tensor.requires_grad]
+
+    def _loaded(self, optimizer_steps: int) -> None:
+        self._let_go()
+        if self.optimizer is not None:
+            self.optimizer.set_steps(optimizer_steps)
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────
+
+    def offload(self) -> None:
+        if self.parking.parked:
+            return
+        self._let_go()
+        tensors = [weight.local for weight in self.weights.values()]
+        tensors += [grad.to_local() for weight in self.weights.values() if (grad := weight.tensor.grad) is not None]
+        if self.optimizer is not None:
+            tensors += [tensor for kinds in self.optimizer.moments().values() for tensor in kinds.values()]
+        self.parking.park(_storages(tensors), [])
+
+    def onload(self) -> None:
+        self.parking.unpark()
+
+    def close(self) -> None:
+        leave_group()
+
+
+def _storages(tensors: list[Tensor]) -> list[Tensor]:
+    """Each storage that they lie in, once and whole: rows are padded, and the gradients of a layer share one."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = tensor.new_empty(0).set_(storage)  # type: ignore[call-overload]
+    return [tensor for tensor in storages.values() if tensor.numel()]

@@ -1,0 +1,148 @@
+"""How FSDP2 cuts a model: which modules are gathered together, along which mesh, and where a rank's rows begin.
+
+(Zhao et al. 2023, "PyTorch FSDP"; `fully_shard` is its second, per-parameter form.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from backends.protocol import Rank
+from backends.train.policy import Policy
+from backends.train.shards import Shard, whole
+from specs.errors import ModelError
+from specs.schema import Fsdp2Engine
+
+
+class Mesh:
+    """`replicate` groups of `shard` ranks: each group holds the model once, cut in rows."""
+
+    def __init__(self, engine: Fsdp2Engine, rank: Rank, device: torch.device) -> None:
+        self.replicate = engine.replicate
+        self.shard = engine.shard or rank.world_size // engine.replicate
+        assert self.replicate * self.shard == rank.world_size, "specs/rules.py"
+        self.shard_index = rank.rank % self.shard
+        self.replicate_index = rank.rank // self.shard
+        self.device_mesh: DeviceMesh = (
+            init_device_mesh(device.type, (self.shard,), mesh_dim_names=("shard",))
+            if self.replicate == 1
+            else init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+        )
+        self.shard_group = self.device_mesh["shard"].get_group()
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"replicate": self.replicate, "shard": self.shard}
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that are gathered one at a time. Raises ModelError for a model that has none."""
+    count = model.config.get_text_config().num_hidden_layers
+    unsplit = set(model._no_split_modules or ())
+    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    named = [layers for layers in lists if {type(layer).__name__ for layer in layers} <= unsplit]
+    if not lists:
+        raise ModelError(
+            f"{type(model).__name__} has no list of its {count} decoder layers, by which fsdp2 cuts a model",
+            hint='use engine.kind = "ddp"',
+        )
+    return (named or lists)[0]
+
+
+def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Engine, compute: torch.dtype) -> list[FSDPModule]:
+    """Cut `policy`, whose parameters may be on meta, in place; returns the modules that gather, the root last.
+
+    Parameters keep their dtype and are gathered in `compute`; gradients are *summed* over the mesh, in fp32.
+    """
+    master = next(policy.parameters()).dtype
+    mixed = MixedPrecisionPolicy(
+        param_dtype=None if master == compute else compute,
+        reduce_dtype=None if master == compute else torch.float32,
+        cast_forward_inputs=False,  # it would round the advantages and log-probs of the loss, too
+    )
+    pinned = mesh.device_mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if engine.offload == "cpu" else OffloadPolicy()
+    shared = {"mesh": mesh.device_mesh, "mp_policy": mixed, "offload_policy": offload}
+    units: list[nn.Module] = [*decoder_layers(policy.model), policy]
+    for unit in units:
+        # The root stays gathered between forward and backward in any case: it is used last and first.
+        keep = {} if unit is policy else {"reshard_after_forward": engine.reshard_after_forward}
+        fully_shard(unit, **shared, **keep)
+    gathering = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for unit in gathering:
+        # The caller's loss is already divided by global counts. Plain sums, not FSDP's averages multiplied back.
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
+    return gathering
+
+
+def allocate(policy: Policy, engine: Fsdp2Engine, device: torch.device) -> None:
+    """Give the parameters, cut on meta, memory for this rank's rows. Buffers stay what they are."""
+    buffers = [(module, dict(module._buffers)) for module in policy.modules()]
+    policy.to_empty(device=torch.device("cpu") if engine.offload == "cpu" else device)
+    for module, kept in buffers:
+        module._buffers.update(kept)
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """A weight as this rank holds it: a parameter's rows, or a buffer, which every rank holds whole."""
+
+    name: str
+    tensor: Tensor
+    mesh: Mesh
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, without padding: a view of the memory that FSDP gathers from."""
+        tensor = self.tensor.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    @property
+    def start(self) -> int:
+        """The first of this rank's elements in the flattened tensor."""
+        if not isinstance(self.tensor, DTensor):
+            return 0
+        rows = self.tensor.shape[0]
+        first = min(rows, self.mesh.shard_index * -(-rows // self.mesh.shard))
+        return first * math.prod(self.tensor.shape[1:])
+
+    def shard(self, name: str, local: Tensor) -> Shard:
+        """Memory that lies along this tensor (itself, a moment), as a shard called `name`."""
+        if not isinstance(self.tensor, DTensor):
+            return whole(name, local, owned=self.mesh.shard_index == self.mesh.replicate_index == 0)
+        return Shard(name, tuple(self.tensor.shape), self.start, local.view(-1), self.mesh.replicate_index == 0)
+
+    def full(self, device: torch.device) -> Tensor:
+        """The whole tensor on `device`, on every rank: a collective. It may be the engine's own memory."""
+        tensor = self.tensor.detach()
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if self.local.device != device:  # rows in host memory are gathered through the device
+            moved = self.local.to(device)
+            tensor = DTensor.from_local(
+                moved, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+            )
+        return tensor.full_tensor()
+
+
+def cut_tensors(model: PreTrainedModel, mesh: Mesh) -> dict[str, CutTensor]:
+    """Parameters and saved buffers in the order of `state_dict`; a tied one once, under its first name."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        seen: set[int] = set()
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    return {name: CutTensor(name, tensor, mesh) for name, tensor in tensors()}
