@@ -1,15 +1,14 @@
 """Engines by kind. Nothing is imported before it is asked for.
 
-Another package adds an engine with an entry point in the group `rlctl.engines`, named `train.<kind>` or
-`rollout.<kind>`.
+Other packages bring theirs by entry points (`specs/foreign_engines.py`).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import entry_points
 
 from backends.protocol import RolloutEngine, TrainEngine
+from specs.foreign_engines import Family, foreign_engine, foreign_kinds
 
 TRAIN_ENGINES = {
     "ddp": "backends.ddp.engine:DdpTrainEngine",
@@ -36,11 +35,12 @@ def rollout_engine(kind: str) -> type[RolloutEngine]:
     return engine
 
 
-def _find(family: str, kind: str, known: dict[str, str]) -> type:
-    if kind in known:
-        module, _, name = known[kind].partition(":")
+def _find(family: Family, kind: str, own: dict[str, str]) -> type:
+    if kind in own:
+        module, _, name = own[kind].partition(":")
         return getattr(import_module(module), name)
-    for point in entry_points(group="rlctl.engines"):
-        if point.name == f"{family}.{kind}":
-            return point.load()
-    raise LookupError(f"no {family} engine of kind {kind!r}; known: {', '.join(known)}")
+    engine = foreign_engine(family, kind)
+    if engine is None:
+        known = ", ".join([*own, *foreign_kinds(family)])
+        raise LookupError(f"no {family} engine of kind {kind!r}; known: {known}")
+    return engine

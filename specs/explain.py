@@ -6,12 +6,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
+from specs.foreign_engines import foreign_kinds
 from specs.keys import (
     SYNONYMS,
     Path,
     chosen_tables,
     closest,
     dotted,
+    engine_family,
     homes,
     kind_of,
     known_keys,
@@ -79,7 +81,7 @@ def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
         name, words = BOUNDS[kind]
         return Problem(key, f"{words} {context[name]}", value=value)
     if kind in ("literal_error", "union_tag_invalid"):
-        return _not_one_of(path, error["input"], str(context.get("expected") or context.get("expected_tags")))
+        return _not_one_of(path, error["input"], str(context.get("expected") or context.get("expected_tags")), raw)
     if kind == "union_tag_not_found":
         kinds = [kind_of(table) for table in tables_at(path, raw)]
         return Problem(f"{key}.kind", "missing", f"add kind = {' or '.join(show(name) for name in kinds)}")
@@ -151,9 +153,12 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "a date or time")
 
 
-def _not_one_of(path: Path, given: Any, expected: str) -> Problem:
+def _not_one_of(path: Path, given: Any, expected: str, raw: dict[str, Any]) -> Problem:
     known = re.findall(r"'([^']*)'", expected) or [expected]
     by_kind = isinstance(given, dict)
+    family = engine_family(tables_at(path, raw)) if by_kind else None
+    if family:
+        known += foreign_kinds(family)
     key = dotted((*path, "kind")) if by_kind else dotted(path)
     wrong = given.get("kind") if by_kind else given
     near = closest(str(wrong), known)

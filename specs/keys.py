@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, get_args
 
-from specs.schema import Spec, Table
+from specs import foreign_engines
+from specs.schema import DdpEngine, Spec, Table, TorchRolloutEngine
 
 Path = tuple[str | int, ...]
 
@@ -73,10 +74,22 @@ def is_list(annotation: Any) -> bool:
     return getattr(annotation, "__origin__", None) is tuple
 
 
+def kinds_of(table: type[Table]) -> tuple[str, ...]:
+    """The kinds that choose this table: the first is its name, others are aliases. Empty where nothing is chosen."""
+    field = table.model_fields.get("kind")
+    return get_args(field.annotation) if field else ()
+
+
 def kind_of(table: type[Table]) -> str:
     """The `kind` that chooses this table, or ""."""
-    field = table.model_fields.get("kind")
-    return str(get_args(field.annotation)[0]) if field else ""
+    return next(iter(kinds_of(table)), "")
+
+
+def engine_family(tables: Sequence[type[Table]]) -> foreign_engines.Family | None:
+    """Whose engines a key takes that allows these tables; None where it takes no engine."""
+    if DdpEngine in tables:
+        return "train"
+    return "rollout" if TorchRolloutEngine in tables else None
 
 
 def tables_at(path: Sequence[str | int], raw: Any) -> tuple[type[Table], ...]:
@@ -92,9 +105,15 @@ def tables_at(path: Sequence[str | int], raw: Any) -> tuple[type[Table], ...]:
 
 
 def chosen_tables(tables: tuple[type[Table], ...], node: Any) -> tuple[type[Table], ...]:
-    """Those that the node's own `kind` chooses; all when it chooses none."""
+    """Those that the node's own `kind` chooses, another package's too; all when it chooses none."""
     kind = node.get("kind") if isinstance(node, dict) else None
-    return tuple(table for table in tables if kind_of(table) and kind_of(table) == kind) or tables
+    if not isinstance(kind, str):
+        return tables
+    if chosen := tuple(table for table in tables if kind in kinds_of(table)):
+        return chosen
+    family = engine_family(tables)
+    foreign = foreign_engines.foreign_table(family, kind) if family else None
+    return (foreign,) if foreign else tables
 
 
 def _child(node: Any, part: str | int) -> Any:

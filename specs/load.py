@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from specs.errors import Problem, SpecError
 from specs.explain import explain, show
+from specs.foreign_engines import tuples
 from specs.overrides import apply_overrides, fill_engine_kinds
 from specs.rules import cross_field_problems
 from specs.schema import SCHEMA_VERSION, Spec
@@ -35,7 +36,7 @@ def spec_from(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Spec:
     fill_engine_kinds(raw)
     try:
         # Strict: TOML has types of its own, so nothing needs guessing. TOML arrays are the schema's tuples.
-        spec = Spec.model_validate(_tuples(raw), strict=True)
+        spec = Spec.model_validate(tuples(raw), strict=True)
     except ValidationError as error:
         raise SpecError([*problems, *explain(error.errors(include_url=False), raw)]) from None
     problems += cross_field_problems(spec)
@@ -66,12 +67,6 @@ def _other_schema(version: Any) -> Problem:
     if type(version) is int and version > SCHEMA_VERSION:
         hint = "the spec is for a newer rlctl; upgrade, or " + hint + " and see what check-config says"
     return Problem("schema", f"this rlctl reads schema {SCHEMA_VERSION}", hint, show(version))
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _tuples(item) for name, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _place(message: str, text: str) -> tuple[int, int]:

@@ -12,7 +12,10 @@ from specs.data_files import is_hub_data
 from specs.errors import Problem
 from specs.explain import show
 from specs.files import file_problems
+from specs.node_rules import node_problems
 from specs.schema import (
+    FakeRolloutEngine,
+    FakeTrainEngine,
     Fsdp2Engine,
     ModelRole,
     Overlong,
@@ -240,9 +243,11 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         yield Problem(key, "GPU numbers start at 0", value=value)
     if len(set(devices)) != len(devices):
         yield Problem(key, "a GPU stands twice; each process has one of its own", value=value)
-    elif devices and len(devices) != section.processes:
-        message = f"{len(devices)} GPUs for {section.processes} processes; each process has one"
-        yield Problem(key, message, f"set {role}.processes = {len(devices)}, or change the list", value)
+    elif devices and len(devices) * section.nodes != section.processes:
+        on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
+        message = f"{len(devices)} GPUs{on_each} for {section.processes} processes; each process has one"
+        hint = f"set {role}.processes = {len(devices) * section.nodes}, or change the list"
+        yield Problem(key, message, hint, value)
 
 
 # ── meshes ────────────────────────────────────────────────────────────────────────────────────────
@@ -333,7 +338,7 @@ def _attention(spec: Spec) -> Iterator[Problem]:
 
 
 def _is_fake(section: RoleSection) -> bool:
-    return getattr(getattr(section, "engine", None), "kind", "") == "fake"
+    return isinstance(getattr(section, "engine", None), FakeTrainEngine | FakeRolloutEngine)
 
 
 def _fake(spec: Spec) -> Iterator[Problem]:
@@ -379,6 +384,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _reference,
     _optimizer,
     _roles,
+    node_problems,
     _mesh,
     _attention,
     _fake,

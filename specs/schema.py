@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, WrapValidator
+
+from specs import foreign_engines
 
 SCHEMA_VERSION = 1
 
@@ -265,8 +267,19 @@ class FakeRolloutEngine(Table):
     kind: Literal["fake"] = "fake"
 
 
-TrainEngineTable = Annotated[DdpEngine | Fsdp2Engine | ZeroEngine | FakeTrainEngine, Field(discriminator="kind")]
-RolloutEngineTable = Annotated[TorchRolloutEngine | FakeRolloutEngine, Field(discriminator="kind")]
+# Kinds that are none of these may be another package's (`specs/foreign_engines.py`).
+TrainEngineTable = Annotated[
+    DdpEngine | Fsdp2Engine | ZeroEngine | FakeTrainEngine,
+    Field(discriminator="kind"),
+    WrapValidator(foreign_engines.or_foreign("train")),
+    PlainSerializer(foreign_engines.dump),
+]
+RolloutEngineTable = Annotated[
+    TorchRolloutEngine | FakeRolloutEngine,
+    Field(discriminator="kind"),
+    WrapValidator(foreign_engines.or_foreign("rollout")),
+    PlainSerializer(foreign_engines.dump),
+]
 
 
 # ── roles ─────────────────────────────────────────────────────────────────────────────────────────
