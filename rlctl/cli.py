@@ -107,6 +107,19 @@ def export_checkpoint(
     ] = None,
     role: Annotated[str, typer.Option(help="Whose weights: actor.")] = "actor",
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    shard_gb: Annotated[
+        float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")
+    ] = 2.0,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-GiB",
+            min=0.01,
+            help="Memory that the proof may load the model into; a larger one is run from the disk. "
+            "Default: half of what is free.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
     from specs.errors import UsageError
@@ -114,9 +127,9 @@ def export_checkpoint(
     for option, value, known in (("--role", role, ("actor",)), ("--dtype", dtype, ("bf16", "fp32"))):
         if value not in known:
             raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
-    from rlctl.export import export
+    from rlctl.export import Limits, export
 
-    raise typer.Exit(export(run_dir, out_dir, step, role, dtype))
+    raise typer.Exit(export(run_dir, out_dir, step, role, dtype, Limits(shard_gb, memory_gib)))
 
 
 def main(arguments: list[str] | None = None) -> int:

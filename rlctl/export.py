@@ -5,35 +5,53 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rlctl import checkpoints
 from specs.errors import CheckpointError, ExportError, UsageError
 
-TIMEOUT_S = 3600.0
+STALL_S = 3600.0
 ROOT = Path(__file__).resolve().parent.parent
 
+Say = Callable[[str], None]
 
-def export(run_dir: Path, out_dir: Path, step: int | None, role: str, dtype: str) -> int:
+
+@dataclass(frozen=True)
+class Limits:
+    """How large the files may become, and how much memory the proof may take; None: half of what is free."""
+
+    shard_GB: float = 2.0
+    memory_GiB: float | None = None
+
+
+def export(run_dir: Path, out_dir: Path, step: int | None, role: str, dtype: str, limits: Limits | None = None) -> int:
     """Export the newest (or the given) checkpoint of `role`. Raises UsageError, CheckpointError or ExportError."""
     from rich.console import Console
 
     console = Console()
-    checkpoint = find(run_dir, step)
+    with console.status("checking the checkpoint"):
+        checkpoint = find(run_dir, step)
     folder = checkpoint.path / role
     if not folder.is_dir():
         raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with console.status(f"exporting step {checkpoint.step} as {dtype}, and loading it back"):
-        proof = _export(checkpoint, folder, out_dir, dtype)
+    with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
+        proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), status.update)
     console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}")
+    from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
     console.print(
-        f"proven: loads in transformers, {proof['tensors']} tensors with the trainer's values, "
+        f"proven: loads in transformers{from_disk}, {proof['tensors']} tensors with the trainer's values, "
         f"{proof['parameters']:,} parameters, {proof['greedy_tokens']} greedy tokens the same"
         + (f" ({proof['undecided_tokens']} near-ties left out)" if proof["undecided_tokens"] else "")
     )
@@ -64,11 +82,13 @@ def _roles(checkpoint: checkpoints.Checkpoint) -> list[str]:
     return sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
 
 
-def _export(checkpoint: checkpoints.Checkpoint, folder: Path, out_dir: Path, dtype: str) -> dict[str, Any]:
+def _export(
+    checkpoint: checkpoints.Checkpoint, folder: Path, out_dir: Path, dtype: str, limits: Limits, say: Say
+) -> dict[str, Any]:
     """Write beside `out_dir`, prove, and only then rename into place."""
     about = checkpoint.manifest
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
-        model, answer, request = Path(scratch) / "model", Path(scratch) / "answer.json", Path(scratch) / "request.json"
+        model, request = Path(scratch).absolute() / "model", Path(scratch) / "request.json"
         model.mkdir()
         body = {
             "checkpoint": str(folder.absolute()),
@@ -76,11 +96,14 @@ def _export(checkpoint: checkpoints.Checkpoint, folder: Path, out_dir: Path, dty
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],
             "dtype": dtype,
-            "out": str(model.absolute()),
-            "answer": str(answer.absolute()),
+            "out": str(model),
+            "shard_bytes": int(limits.shard_GB * 1e9),
+            "memory_bytes": int(limits.memory_GiB * 2**30) if limits.memory_GiB else _spare_memory_bytes(),
+            "answer": str(model.with_name("answer.json")),
+            "progress": str(model.with_name("progress.json")),
         }
         request.write_text(json.dumps(body))
-        proof = _run(about["python"], request, answer)
+        proof = _run(about["python"], Path(scratch), request, say)
         note = {"run": about["run"], "step": checkpoint.step, "dtype": dtype, "base_model": about["model_path"]}
         note["proof"] = proof
         (model / "rlctl_export.json").write_text(json.dumps(note, indent=2) + "\n")
@@ -90,17 +113,83 @@ def _export(checkpoint: checkpoints.Checkpoint, folder: Path, out_dir: Path, dty
     return proof
 
 
-def _run(python: str, request: Path, answer: Path) -> dict[str, Any]:
+def _run(python: str, scratch: Path, request: Path, say: Say) -> dict[str, Any]:
     ours = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
-    env = {**os.environ, **ours}
-    done = subprocess.run(
-        [python, "-m", "workers.export_model", str(request)],
-        env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    env, answer, log = {**os.environ, **ours}, scratch / "answer.json", scratch / "log.txt"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [python, "-m", "workers.export_model", str(request)],
+            env=env, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    try:
+        _follow(process, scratch / "progress.json", say)
+    finally:
+        process.kill()
+        process.wait()
     result = json.loads(answer.read_text()) if answer.is_file() else {}
     if "proof" in result:
         return dict(result["proof"])
     if "error" in result:
         raise ExportError(result["error"], hint=result["hint"] or "nothing was exported")
-    tail = "\n".join(done.stderr.splitlines()[-12:])
-    raise ExportError(f"the export process ended with code {done.returncode}:\n{tail}", hint="nothing was exported")
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+    raise ExportError(f"the export process ended with code {process.returncode}:\n{tail}", hint="nothing was exported")
+
+
+def _follow(process: subprocess.Popen[bytes], progress: Path, say: Say) -> None:
+    """Show how far the process is until it ends. Raises ExportError when it gets nowhere for `STALL_S`."""
+    pace = Pace()
+    while True:
+        try:
+            process.wait(0.2)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+        if progress.is_file():
+            say(pace.line(**json.loads(progress.read_text())))
+        if pace.stalled_s > STALL_S:
+            raise ExportError(f"the export process got nowhere for {STALL_S:.0f} s", hint="nothing was exported")
+
+
+class Pace:
+    """Turns bytes done into a line with the time that is left."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._moved = clock()
+        self._what, self._done = "", 0
+
+    @property
+    def stalled_s(self) -> float:
+        return self._clock() - self._moved
+
+    def line(self, what: str, done: int, total: int) -> str:
+        now = self._clock()
+        if what != self._what:
+            self._what, self._done, self._began, self._moved = what, done, now, now
+        elif done != self._done:
+            self._done, self._moved = done, now
+        if not total:
+            return what
+        left = f", {(now - self._began) * (total - done) / done:.0f} s left" if done and now > self._began else ""
+        return f"{what} {done / 1e9:.2f} of {total / 1e9:.2f} GB{left}"
+
+
+def _spare_memory_bytes() -> int:
+    """Half of the host memory that is free: the proof is nothing to press others out of memory for."""
+    import psutil
+
+    return int(psutil.virtual_memory().available) // 2
+
+
+@contextmanager
+def _ended_by_sigterm_too() -> Iterator[None]:
+    """SIGTERM cleans up as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

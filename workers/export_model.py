@@ -1,29 +1,54 @@
 """The process behind `rlctl export-checkpoint`: runs in the interpreter that trained the actor.
 
 Started as `python -m workers.export_model REQUEST.json`; writes `{"proof": …}` or `{"error": …}` to the file that the
-request names, so that nothing a library prints can be mistaken for the answer.
+request names, so that nothing a library prints can be mistaken for the answer, and `{"what", "done", "total"}` (bytes)
+to another as it goes along.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 from specs.errors import RlctlError
+from workers.watchdog import die_with_parent
+
+PROGRESS_EVERY_S = 0.2
+
+
+class ProgressFile:
+    """Says how far it is, in a file that is always whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._last, self._what = path, 0.0, ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what == self._what and now - self._last < PROGRESS_EVERY_S:
+            return
+        self._what, self._last = what, now
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_text(json.dumps({"what": what, "done": done, "total": total}))
+        os.replace(scratch, self._path)
 
 
 def main(request_path: str) -> int:
+    die_with_parent()
     request = json.loads(Path(request_path).read_text())
     answer = Path(request["answer"])
     try:
-        from backends.export import prove, write_model
+        from backends.export import Source, prove, write_model
 
         checkpoint, out = Path(request["checkpoint"]), Path(request["out"])
         trust = bool(request["trust_remote_code"])
-        write_model(checkpoint, request["model_path"], out, request["dtype"], trust)
-        proof = prove(out, checkpoint, Path(request["proof_file"]), request["dtype"], trust)
+        source = Source(checkpoint, request["model_path"], request["dtype"], trust)
+        progress = ProgressFile(Path(request["progress"]))
+        write_model(source, out, int(request["shard_bytes"]), progress)
+        proof = prove(source, out, Path(request["proof_file"]), int(request["memory_bytes"]), progress)
         answer.write_text(json.dumps({"proof": dataclasses.asdict(proof)}))
     except RlctlError as error:
         answer.write_text(json.dumps({"error": error.message, "hint": error.hint}))
