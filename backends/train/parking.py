@@ -22,16 +22,18 @@ class Parking:
 
     def park(self, keep: list[Tensor], drop: list[Tensor]) -> None:
         for tensor in keep:
-            storage = tensor.untyped_storage()
-            if tensor.device.type == "cpu":
+            if self._stays(tensor):
                 continue
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._parked.append((tensor, host, storage.nbytes()))
+            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+            self._parked.append((tensor, host, tensor.untyped_storage().nbytes()))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._parked += [(tensor, None, tensor.untyped_storage().nbytes()) for tensor in drop]
         for tensor, _, _ in self._parked:
             tensor.untyped_storage().resize_(0)
+
+    def _stays(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
 
     def unpark(self) -> None:
         for tensor, host, nbytes in self._parked:

@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from train_helpers import (
+    ENGINES,
     QWEN2,
     build_engine,
     grpo,
@@ -33,7 +34,7 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "toke
 FULL = {"kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0, "clip_high": 0.28}
 
 
-@pytest.fixture(params=["fake", "ddp"])
+@pytest.fixture(params=list(ENGINES))
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     folder = write_model(tmp_path / "model", QWEN2)
     return lambda **changes: build_engine(train_config(folder, request.param, **changes))

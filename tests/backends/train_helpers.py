@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from backends.protocol import LossScale, TrainEngine
 from backends.registry import train_engine
 from specs.batch import Batch
 from specs.role_config import ModelConfig, TrainConfig
-from specs.schema import DdpEngine, FakeTrainEngine, Grpo, Optimizer
+from specs.schema import DdpEngine, FakeTrainEngine, Fsdp2Engine, Grpo, Optimizer
 
 VOCAB = 23
 
@@ -48,6 +49,9 @@ GEMMA3 = {
 }
 GEMMA2 = {**GEMMA3, "model_type": "gemma2", "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}
 
+# Engines that run in the test's own process, with their default table.
+ENGINES: dict[str, Callable[[], Any]] = {"fake": FakeTrainEngine, "ddp": DdpEngine, "fsdp2": Fsdp2Engine}
+
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +78,7 @@ def train_config(folder: Path, kind: str = "ddp", **changes: Any) -> TrainConfig
     values: dict[str, Any] = {
         "role": "actor",
         "model": model_config(folder, **model_changes),
-        "engine": DdpEngine() if kind == "ddp" else FakeTrainEngine(),
+        "engine": ENGINES[kind](),
         # A large epsilon: with 1e-8 Adam takes the sign of gradients that are zero but for rounding.
         "optimizer": Optimizer(lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=1.0),
         "total_optimizer_steps": 10,
