@@ -1,0 +1,216 @@
+"""The `zero` train engine: DeepSpeed ZeRO cuts optimizer state, gradients and parameters across all ranks.
+
+Numbers are those of `ddp`: the gradient is the sum over ranks (DeepSpeed averages, so the loss is multiplied by the
+number of ranks), AdamW is torch's, weight decay is for matrices, and a step whose gradient norm is not finite changes
+nothing. A role that does not learn has nothing to cut at stages 1 and 2, and holds its model whole, without DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from backends.attention import RowCopies
+from backends.checksum import checksum_bytes, checksum_weights
+from backends.hf import build_model, build_on_meta, describe, named_weights, recompute_activations, tensor_bytes
+from backends.protocol import Rank, StepResult
+from backends.train.engine import HfTrainEngine, TensorKind
+from backends.train.groups import leave_group
+from backends.train.head import LogprobTask, LossTask
+from backends.train.hf_files import aliases_of, stream_into
+from backends.train.parking import Parking
+from backends.train.policy import Policy
+from backends.train.row import Row
+from backends.train.shards import Shard, whole
+from backends.train.verify import verify_packing
+from backends.zero.build import cut_model, start_deepspeed
+from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, full_shape
+from specs.as_built import ModelBuilt
+from specs.deepspeed_config import deepspeed_config
+from specs.role_config import TrainConfig
+from specs.schema import Optimizer, ZeroEngine
+
+
+class ZeroTrainEngine(HfTrainEngine):
+    """Any Hugging Face causal language model, under ZeRO stage 1, 2 or 3."""
+
+    def __init__(self, config: TrainConfig, rank: Rank) -> None:
+        super().__init__(config, rank)
+        assert isinstance(config.engine, ZeroEngine)
+        self.stage = config.engine.stage
+        deepspeed = start_deepspeed(rank, config.model.device)
+        ds_config = deepspeed_config(config.engine, config.model.dtype, config.optimizer, device=config.model.device)
+        cuts = self.stage == 3
+        model = build_on_meta(config.model) if cuts else build_model(config.model, load_weights=False)
+        if config.optimizer is None:
+            model.requires_grad_(False)
+        if cuts:
+            cut_model(deepspeed, model, ds_config, self.device)
+        if config.gradient_checkpointing:
+            recompute_activations(model)
+        self.policy = Policy(model, config.engine.logits_chunk_tokens)
+        self.adamw = None if config.optimizer is None else _adamw(self.policy, config.optimizer)
+        self.deepspeed: Any = None
+        self.parts: Partitions | None = None
+        if cuts or self.adamw is not None:
+            self.deepspeed, *_ = deepspeed.initialize(model=self.policy, optimizer=self.adamw, config=ds_config)
+            cut = CutParameters if cuts else SlicedGroups
+            self.parts = cut(self.deepspeed.optimizer, named_weights(model))
+        stream_into(config.model, aliases_of(model), self._weight_shards())
+        if self.parts is not None:
+            self.parts.refresh()
+        self._make_moments()
+        self.parking = Parking()
+        self.gradients_are_zero = True
+        verify_packing(self._run, model, self.device)
+
+    @classmethod
+    def build(cls, config: TrainConfig, rank: Rank) -> ZeroTrainEngine:
+        return cls(config, rank)
+
+    def built(self) -> ModelBuilt:
+        model, parts = self.policy.model, self.parts
+        mesh = {"shard": self.rank.world_size}
+        if not isinstance(parts, CutParameters):
+            return describe(model, self.config.model, checksum=True).model_copy(update={"mesh": mesh})
+        digests = ((name, checksum_bytes(tensor_bytes(parts.full(name, master=False)))) for name in parts.weights)
+        sizes = [(p.ds_numel, p.requires_grad) for p in model.parameters()]
+        found = {
+            "parameters": sum(size for size, _ in sizes),
+            "trainable_parameters": sum(size for size, learns in sizes if learns),
+            "weights_checksum": checksum_weights(digests),
+            "mesh": mesh,
+        }
+        return describe(model, self.config.model, checksum=False).model_copy(update=found)
+
+    # ── computing ─────────────────────────────────────────────────────────────────────────────────
+
+    def _rounds(self, micro_batches: int) -> int:
+        """At least one, so that DeepSpeed has seen a backward pass before it steps."""
+        count = torch.tensor([max(1, micro_batches)], device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return int(count)
+
+    def _run(self, row: Row, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
+        return (self.deepspeed or self.policy)(row, rows_N, task)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """Stage 1 sums over ranks in `optim_step`; 2 and 3 after every micro-batch, to let go of what others own."""
+        self.gradients_are_zero = False
+        self.deepspeed.backward(loss * self.rank.world_size)
+
+    # ── learning ──────────────────────────────────────────────────────────────────────────────────
+
+    def optim_step(self) -> StepResult:
+        assert self.adamw is not None, "this role does not learn"
+        lr = self._learning_rate()
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.deepspeed.step()
+        self.gradients_are_zero = True
+        norm, skipped = float(self.deepspeed.get_global_grad_norm()), bool(self.deepspeed.optimizer.overflow)
+        if skipped:
+            self.state.skipped_steps += 1
+        else:
+            self.state.optimizer_steps += 1
+        return StepResult(norm, lr, skipped)
+
+    def _make_moments(self) -> None:
+        """State exists from the start, so that a trainer that has not stepped yet saves and loads like any other."""
+        if self.adamw is None or self.parts is None:
+            return
+        for flat in self.parts.masters:
+            step = torch.zeros((), dtype=torch.float32, device=flat.device)
+            zeros = {name: torch.zeros_like(flat, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[flat] = {"step": step, **zeros}
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
+
+    def _weight_kinds(self) -> Mapping[str, TensorKind]:
+        weights, learned = named_weights(self.policy.model), set(self._learned())
+        return {
+            name: (full_shape(tensor), torch.float32 if name in learned else tensor.dtype)
+            for name, tensor in weights.items()
+        }
+
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        parts = self.parts
+        if parts is None:
+            return ((name, tensor.detach()) for name, tensor in named_weights(self.policy.model).items())
+        return ((name, parts.full(name, master=True)) for name in parts.weights)
+
+    def _weight_shards(self) -> Iterator[Shard]:
+        if self.parts is not None:
+            return self.parts.weight_shards()
+        return (whole(name, t, owned=self.rank.rank == 0) for name, t in named_weights(self.policy.model).items())
+
+    def _moment_shards(self) -> Iterator[Shard]:
+        if self.adamw is None or self.parts is None:
+            return
+        for kind in ("exp_avg", "exp_avg_sq"):
+            flats = [self.adamw.state[flat][kind] for flat in self.parts.masters]
+            for run in self.parts.runs:
+                yield run.shard(f"{run.name}.{kind}", flats)
+
+    def _learned(self) -> Sequence[str]:
+        return [] if self.parts is None else self.parts.learned
+
+    def _loaded(self, optimizer_steps: int) -> None:
+        if self.parts is None:
+            return
+        self.parts.refresh()
+        if self.adamw is not None:
+            for flat in self.parts.masters:
+                self.adamw.state[flat]["step"].fill_(optimizer_steps)
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────
+
+    def offload(self) -> None:
+        """By storage: DeepSpeed keeps many views of its flat tensors. What it left on the host stays where it is."""
+        if self.parking.parked:
+            return
+        if self.parts is None:
+            self.parking.park(_storages(list(named_weights(self.policy.model).values())), [])
+            return
+        keep = [*self.parts.compute_tensors(), *self.parts.masters]
+        if self.adamw is not None:
+            keep += [self.adamw.state[flat][kind] for flat in self.parts.masters for kind in ("exp_avg", "exp_avg_sq")]
+        grads = self.parts.gradient_tensors()
+        drop = grads if self.gradients_are_zero else []
+        self.parking.park(_storages(keep + (grads if not drop else [])), _storages(drop))
+
+    def onload(self) -> None:
+        self.parking.unpark()
+
+    def close(self) -> None:
+        if self.deepspeed is not None:
+            self.deepspeed.destroy()
+        leave_group()
+
+
+def _adamw(policy: Policy, config: Optimizer) -> torch.optim.AdamW:
+    """Weight decay on matrices only. DeepSpeed puts its flat master weights in the place of each group's parameters."""
+    learned: list[nn.Parameter] = [p for p in policy.parameters() if p.requires_grad]
+    matrices = [p for p in learned if len(full_shape(p)) >= 2]
+    others = [p for p in learned if len(full_shape(p)) < 2]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((matrices, config.weight_decay), (others, 0.0))
+        if parameters
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _storages(tensors: list[Tensor]) -> list[Tensor]:
+    """The bytes of each storage that the tensors lie in, once."""
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            found[storage.data_ptr()] = bytes_.set_(storage)  # type: ignore[call-overload]
+    return list(found.values())
