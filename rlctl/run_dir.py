@@ -7,21 +7,11 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from rlctl.resume import differences
 from specs.errors import RunDirError
 from specs.schema import Spec
-
-# What may differ between the attempts of one run: how it is watched and where it runs, not what it computes.
-MAY_CHANGE = (
-    *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s", "run.colocate"),
-    *("checkpoint", "eval", "tracking", "sync", "ref"),
-    *("reward.workers", "reward.timeout_s", "reward.threads", "reward.env", "reward.python"),
-    *("actor.env", "actor.python", "actor.threads", "actor.devices"),
-    *("actor.micro_batch_tokens", "actor.gradient_checkpointing"),
-    *("rollout.env", "rollout.python", "rollout.threads", "rollout.devices"),
-    *("rollout.processes", "rollout.engine", "rollout.max_probe_gap"),
-)
 
 
 class RunDir:
@@ -30,6 +20,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.attempt = 0
+        self.changes: list[str] = []  # of the spec since the first attempt, as `key: old → new`
         self._lock: IO[str] | None = None
 
     @property
@@ -104,11 +95,11 @@ class RunDir:
 
     def _same_run(self, spec: Spec) -> None:
         before = json.loads((self.path / "resolved.json").read_text())
-        changed = [key for key in differing_keys(before, spec.resolved()) if not _may_change(key)]
-        if changed:
-            listed = ", ".join(changed)
+        refused, self.changes = differences(before, spec.resolved())
+        if refused:
             raise RunDirError(
-                f"the spec differs from the one this run was started with, in: {listed}",
+                "the spec differs from the one this run was started with, in what may not change:\n"
+                + "\n".join(f"  - {line}" for line in refused),
                 hint=f"put these back as in {self.path / 'spec.toml'}, or start a new run with --run-dir",
             )
 
@@ -125,19 +116,3 @@ class RunDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def differing_keys(before: Any, after: Any, prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two resolved specs."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted(before.keys() | after.keys())
-        return [
-            found
-            for key in keys
-            for found in differing_keys(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
-        ]
-    return [] if before == after else [prefix]
-
-
-def _may_change(key: str) -> bool:
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)

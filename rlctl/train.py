@@ -22,6 +22,7 @@ from rlctl.plan import Plan, make_plan
 from rlctl.progress import Progress
 from rlctl.report import write_report
 from rlctl.residency import SLEEP_LEVEL, Residency
+from rlctl.resume import about_model, check_fits
 from rlctl.run_dir import RunDir
 from rlctl.step_metrics import idle_s
 from rlctl.sync import WeightSync
@@ -50,6 +51,8 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
         with Progress(spec.run.steps, 0, spec.run.name) as progress:
             for warning in [*cross_field_warnings(spec), *warnings]:
                 progress.warning(str(warning))
+            for change in run.changes:
+                progress.warning(f"resumed with another {change}")
             progress.message(f"run directory: {run.path}")
             Run(spec, spec_dir, run, make_plan(spec, spec_dir), progress).execute(resume)
     except OSError as error:
@@ -243,7 +246,7 @@ class Run:
             "run": spec.run.name,
             "attempt": self.run.attempt,
             "spec_sha256": checkpoints.spec_hash(spec),
-            "engine": spec.actor.engine.kind,
+            **about_model(spec, self.spec_dir),
             "actor_ranks": spec.actor.processes,
             "dtype": spec.actor.dtype,
             "model_path": model_paths(spec, self.spec_dir)["actor"],
@@ -257,6 +260,8 @@ class Run:
 
     def _checkpoint(self) -> checkpoints.Checkpoint | None:
         checkpoint = checkpoints.newest(self.run.checkpoints, self._warn)
+        if checkpoint is not None:
+            check_fits(checkpoint.manifest, self.spec, self.spec_dir)
         checkpoints.set_aside_after(self.run.checkpoints, checkpoint.step if checkpoint else 0)
         if checkpoint is None:
             self.progress.message("no checkpoint to resume from: starting at step 1")

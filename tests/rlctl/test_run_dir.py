@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rlctl.run_dir import RunDir, differing_keys
+from rlctl.run_dir import RunDir
 from specs.errors import RunDirError
 from specs.load import load_spec
 
@@ -30,6 +30,7 @@ def test_attempts_are_numbered_and_nothing_is_overwritten(tmp_path, spec_path):
     second = RunDir(tmp_path / "run")
     second.open(load_spec(spec_path, ["run.steps=99"]), spec_path, resume=True)
     assert (second.attempt, second.logs.name) == (2, "attempt_2")
+    assert second.changes == ["run.steps: 6 → 99"]
     second.release()
 
 
@@ -44,7 +45,7 @@ def test_refusals_change_nothing(tmp_path, spec_path):
     run.release()
     with pytest.raises(RunDirError, match="already holds a run"):
         RunDir(tmp_path / "run").open(spec, spec_path, resume=False)
-    with pytest.raises(RunDirError, match=r"differs .* in: actor\.optimizer\.lr"):
+    with pytest.raises(RunDirError, match=r"differs .*\n  - actor\.optimizer\.lr: 0\.05 → 0\.5"):
         RunDir(tmp_path / "run").open(load_spec(spec_path, ["actor.optimizer.lr=0.5"]), spec_path, resume=True)
     assert [p.name for p in (tmp_path / "run" / "logs").iterdir()] == ["attempt_1"]
     (tmp_path / "mine").mkdir()
@@ -80,7 +81,3 @@ def test_a_directory_in_use_is_refused(tmp_path, spec_path):
     other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "in use by another rlctl (process" in other.stdout
     run.release()
-
-
-def test_differing_keys():
-    assert differing_keys({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "d": 3, "e": 1}) == ["a.c", "e"]
