@@ -1,4 +1,4 @@
-"""The driver's end of the channel: one ROUTER socket on loopback.
+"""The driver's end of the channel: one ROUTER socket, on loopback unless ranks are on other hosts.
 
 The driver may be busy for long (saving, plotting); its ranks still hear it, and it still notices their silence.
 """
@@ -63,7 +63,8 @@ class _Peer:
 
 
 class Hub:
-    """Binds a port on 127.0.0.1 at once. `curve=True` encrypts, for ranks that are not on this host's loopback.
+    """Binds a free port of the address `host` at once, and of no other. `curve=True` encrypts, for ranks that are not
+    on this host's loopback.
 
     `send` and `next` are for the driver's main thread, which uses the socket itself; a second thread beats and
     listens while the first is busy. One lock passes the socket between them.
@@ -74,6 +75,7 @@ class Hub:
         *,
         heartbeat_timeout_s: float = 30.0,
         driver_silence_s: float | None = None,
+        host: str = "127.0.0.1",
         curve: bool = False,
         secret: str = "",
     ) -> None:
@@ -88,7 +90,7 @@ class Hub:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._server_key = _encrypt(self._router) if curve else ""
-        self.address = f"tcp://127.0.0.1:{_bind(self._router)}"
+        self.address = f"tcp://{host}:{_bind(self._router, host)}"
         self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
         self._events: deque[Event] = deque()
         self._peers: dict[bytes, _Peer] = {}
@@ -208,13 +210,13 @@ class Hub:
             log.debug("a message was not delivered: %s", error)
 
 
-def _bind(router: zmq.Socket[bytes]) -> int:
+def _bind(router: zmq.Socket[bytes], host: str) -> int:
     import zmq
 
     router.setsockopt(zmq.SNDHWM, 0)
     router.setsockopt(zmq.RCVHWM, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return router.bind_to_random_port("tcp://127.0.0.1")
+    return router.bind_to_random_port(f"tcp://{host}")
 
 
 def _encrypt(router: zmq.Socket[bytes]) -> str:

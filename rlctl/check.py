@@ -50,7 +50,8 @@ def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
     try:
         plan = make_plan(spec, spec_dir)
     except SpecError as error:
-        return Findings([*problems, *error.problems], warnings, spec)
+        more = [problem for problem in error.problems if problem not in problems]
+        return Findings([*problems, *more], warnings, spec)
     return Findings(problems, warnings, spec, plan)
 
 
@@ -108,6 +109,7 @@ def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
         "attn_implementation": spec.attention(name) if holds_model else None,
         "launcher": placed.launcher,
         "processes": placed.processes,
+        "nodes": placed.nodes,
         "devices": list(placed.devices),
         "threads": placed.threads,
         "python": placed.python,
@@ -191,7 +193,8 @@ def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
         path = spec.model_path(name)  # type: ignore[arg-type]
         devices = ", ".join(map(str, role["devices"])) or "CPU"
         cells = (role["engine"], path if role["engine"] else "", role["dtype"], role["attn_implementation"])
-        places = (f"{role['processes']} × {role['launcher']}", devices, role["threads"])
+        nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
+        places = (f"{role['processes']} × {role['launcher']}{nodes}", devices, role["threads"])
         table.add_row(name, *(str(cell or "–") for cell in cells), *map(str, places))
     return table
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlctl.plan import RolePlan, make_plan
@@ -29,12 +29,39 @@ def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
 
 
 def describe(role: RolePlan) -> list[str]:
-    """One role as lines: `started` counts commands, of which torchrun makes all ranks and python one each."""
-    started = 1 if role.launcher == "torchrun" else role.processes
+    """One role as lines, host by host: what is run there, on which devices, with which environment."""
     devices = ", ".join(f"GPU {device}" for device in role.devices) or "CPU"
-    processes = "process" if role.processes == 1 else "processes"
-    threads = "thread" if role.threads == 1 else "threads"
-    head = f"[{role.role}] {role.processes} {processes} on {devices}, {role.threads} {threads} each"
-    command = f"  command  {shlex.join(role.command)}" + (f"    (× {started})" if started > 1 else "")
-    env = [f"  env      {name}={shlex.quote(value)}" for name, value in sorted(role.env.items())]
-    return [head, command, *env]
+    each = " of each host" if role.nodes > 1 and role.devices else ""
+    head = f"[{role.role}] {_count(role.processes, 'process', 'processes')} on {devices}{each}"
+    head += f", {_count(role.threads, 'thread', 'threads')} each" + (f", {role.nodes} nodes" if role.nodes > 1 else "")
+    times = f"    (× {role.processes})" if role.launcher == "python" and role.processes > 1 else ""
+    lines = [head, *_where(role), f"  command  {shlex.join(role.command)}{times}", *_env(role.env)]
+    for node in role.remote:
+        here = {name: value for name, value in node.env.items() if role.env.get(name) != value}
+        lines += [
+            f"  node {node.node_rank}   {node.host}, {_ranks(role, node.node_rank)}, through: {shlex.join(node.shell)}",
+            f"  command  {shlex.join(node.command)}",
+            *(_env(here) or ["  env      as on node 0"]),
+        ]
+    return lines
+
+
+def _where(role: RolePlan) -> list[str]:
+    if role.nodes == 1:
+        return []
+    if role.launcher == "srun":
+        return [f"  nodes    0 to {role.nodes - 1}: this host and the next ones of the SLURM job"]
+    return [f"  node 0   this host, {_ranks(role, 0)}"]
+
+
+def _ranks(role: RolePlan, node: int) -> str:
+    ranks = role.ranks_of(node)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _env(env: Mapping[str, str]) -> list[str]:
+    return [f"  env      {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

@@ -14,7 +14,7 @@ from rlctl.calls import Body, Call, Tensors, frames_by_rank
 from rlctl.channel import Event, Hub, Joined, Silent
 from rlctl.failures import Evidence, Verdicts, from_error
 from rlctl.launch import Launcher, Started, blamed_by_torchrun, describe_exit, tail
-from rlctl.plan import Plan
+from rlctl.plan import LOOPBACK, Plan
 from specs.errors import ChannelError, RoleFailure
 from specs.messages import Kind, Message, Verb, parse
 
@@ -106,7 +106,8 @@ class Groups:
         hub: Hub | None = None,
     ) -> None:
         self.plan = plan
-        self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s)
+        far = bool(plan.address)
+        self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK, curve=far)
         self.verb_timeout_s = verb_timeout_s
         self.members: dict[tuple[str, int], Member] = {}
         self.busy: list[tuple[float, float]] = []  # when ranks were at work, in no order; whoever reads it clears it
@@ -242,6 +243,7 @@ class Groups:
         return RoleFailure(
             role,
             rank,
+            host=self._host_of(role, rank),
             verb=verb,
             step=step,
             cause=evidence.cause,
@@ -250,6 +252,12 @@ class Groups:
             remote_kind=evidence.kind,
             remote_hint=evidence.hint or hint,
         )
+
+    def _host_of(self, role: str, rank: int) -> str:
+        """Where a rank of a role on several hosts is; empty for a role on one."""
+        plan, member = self.plan.role(role), self.members.get((role, rank))
+        here = member.host if member else ""
+        return (plan.host_of(rank) or here) if plan.nodes > 1 else ""
 
 
 def _evidence_of_end(started: Started, code: int) -> Evidence:
@@ -260,5 +268,5 @@ def _evidence_of_end(started: Started, code: int) -> Evidence:
         return Evidence(role, rank, describe_exit(code), weight=0 if code < 0 else 1, permanent=True, hint=hint)
     if blamed := blamed_by_torchrun(started.log_path):
         return Evidence(role, blamed[0], describe_exit(blamed[1]), permanent=True)
-    cause = f"torchrun: {describe_exit(code)}"
+    cause = f"{started.launcher}: {describe_exit(code)}"
     return Evidence(role, rank, cause, weight=0 if code < 0 else 1, permanent=True, log_name=started.log_path.name)

@@ -6,38 +6,49 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.plan import LAUNCHER_VARIABLES, RolePlan, package_root
+from rlctl.plan import FREE_PORT, LAUNCHER_VARIABLES, RemoteNode, RolePlan, package_root
 from specs.errors import Problem, SpecError
+from workers.watchdog import kill_marked, pids_marked
 
 log = logging.getLogger("rlctl.launch")
 
-_OUR_VARIABLES = ("RLCTL_LOG_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_CURVE_KEY")
+_OUR_VARIABLES = ("RLCTL_LOG_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_CURVE_KEY", "RLCTL_DEVICES")
+# What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
+_SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
 _PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
+_FAR_GRACE_S = 10.0
 _TORCHRUN_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Started:
-    """A process the driver started: one rank, or a launcher of several."""
+    """A process the driver started: one rank, or a launcher of several, perhaps on another `host`.
+
+    `on_a_line`: it ends, with all that it started, when its standard input does.
+    """
 
     role: str
     ranks: tuple[int, ...]
     process: subprocess.Popen[bytes]
     log_path: Path
+    launcher: str = ""  # torchrun, deepspeed, srun
+    host: str = ""
+    on_a_line: bool = False
 
     @property
     def is_launcher(self) -> bool:
-        return self.log_path.name == "launcher.log"
+        return bool(self.launcher)
 
 
 class Launcher:
@@ -57,34 +68,69 @@ class Launcher:
 
         `module` ("module:function") makes the role's handlers instead of `workers/<role>.py`.
         """
-        folder = self.log_dir / plan.role
+        folder = self.log_dir.absolute() / plan.role
         folder.mkdir(parents=True, exist_ok=True)
-        command = (*plan.command, *(("--module", module) if module else ()))
+        more = ("--module", module) if module else ()
         env = self._environment(plan)
-        if plan.launcher == "torchrun":
-            env["RLCTL_LOG_DIR"] = str(folder)
-            self._spawn(plan.role, tuple(range(plan.processes)), command, env, folder / "launcher.log")
+        port = str(plan.meeting.port or _free_port()) if plan.world_size_of_group > 1 else ""
+        if plan.launcher == "python":
+            for rank in range(plan.processes):
+                place = _place(plan, rank, port)
+                self._spawn(plan.role, (rank,), (*plan.command, *more), env | place, folder / f"rank{rank}.log")
             return
-        port = str(_free_port()) if plan.world_size_of_group > 1 else ""
-        for rank in range(plan.processes):
-            place = _place(plan, rank, port)
-            self._spawn(plan.role, (rank,), command, env | place, folder / f"rank{rank}.log")
+        env["RLCTL_LOG_DIR"] = str(folder)
+        command = (*(word.replace(FREE_PORT, port or str(_free_port())) for word in plan.command), *more)
+        log_path = folder / "launcher.log"
+        if plan.launcher == "srun":
+            env |= {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
+            keeper = (sys.executable, "-m", "workers.node")  # srun does not end by itself when the driver dies
+            ranks = tuple(range(plan.processes))
+            self._spawn(plan.role, ranks, (*keeper, *command), env, log_path, launcher="srun", on_a_line=True)
+            return
+        self._spawn(plan.role, plan.ranks_of(0), command, env, log_path, launcher=plan.launcher)
+        for node in plan.remote:
+            self._start_remote(plan, node, more, env["RLCTL_LOG_DIR"])
+
+    def _start_remote(self, plan: RolePlan, node: RemoteNode, more: tuple[str, ...], log_dir: str) -> None:
+        """Start a node of a role through the remote shell, which reads what to run, secrets too, from its input."""
+        ours = self._ours(plan) | {"RLCTL_LOG_DIR": log_dir}
+        shared = {name: value for name, value in os.environ.items() if name.startswith(_SHARED_PREFIXES)}
+        script = remote_script(shared | node.env | ours, (plan.python, "-m", "workers.node", *node.command, *more))
+        self._spawn(
+            plan.role,
+            plan.ranks_of(node.node_rank),
+            node.shell,
+            dict(os.environ),
+            Path(log_dir) / f"launcher_{node.host}.log",
+            launcher=plan.launcher,
+            host=node.host,
+            on_a_line=True,
+        )
+        line = self.started[-1].process.stdin
+        assert line is not None
+        try:
+            line.write(script.encode())
+            line.flush()
+        except BrokenPipeError:
+            pass  # it has ended already, which is noticed like any end
 
     def log_path(self, role: str, rank: int) -> Path:
         return self.log_dir / role / f"rank{rank}.log"
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything: SIGTERM to each process group, `grace_s` to obey, SIGKILL, then a search for stragglers."""
-        self._signal_groups(signal.SIGTERM)
-        self._signal_groups(signal.SIGCONT)  # a stopped process obeys only once it goes on
+        here = [started for started in self.started if not started.on_a_line]
+        far = [started for started in self.started if started.on_a_line]
+        for started in far:
+            _hang_up(started.process)
+        _signal_groups(here, signal.SIGTERM)
+        _signal_groups(self.started, signal.SIGCONT)  # a stopped process obeys only once it goes on
         self.wait(grace_s)
-        self._signal_groups(signal.SIGKILL)
+        _signal_groups(here, signal.SIGKILL)
+        self.wait(_FAR_GRACE_S)  # a remote shell that is killed early leaves nobody to say that its host is clean
+        _signal_groups(far, signal.SIGKILL)
         self.wait(_KILL_TIMEOUT_S)
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while (left := self.leftover()) and time.monotonic() < deadline:
-            for pid in left:
-                _kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        left = kill_marked(self._mark, _KILL_TIMEOUT_S)
         if left:
             log.error("processes that could not be ended: %s", left)
 
@@ -99,17 +145,21 @@ class Launcher:
 
     def leftover(self) -> list[int]:
         """Processes of this run that still exist, found by the mark in their environment (Linux)."""
-        mark = f"RLCTL_RUN_ID={self.run_id}".encode()
-        return [pid for pid in _all_pids() if mark in _environ_of(pid)]
+        return pids_marked(self._mark)
+
+    @property
+    def _mark(self) -> str:
+        return f"RLCTL_RUN_ID={self.run_id}"
 
     def _environment(self, plan: RolePlan) -> dict[str, str]:
         base = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *_OUR_VARIABLES)}
-        ours = {
-            "RLCTL_RUN_ID": self.run_id,
-            "RLCTL_PARENT_PID": str(os.getpid()),
-            "RLCTL_GROUP_SIZE": str(plan.world_size_of_group),
-        }
-        return base | plan.env | self._home | ours | {"PYTHONPATH": self._python_path(plan)}
+        ours = self._ours(plan)
+        return base | plan.env | ours | {"RLCTL_PARENT_PID": str(os.getpid())}
+
+    def _ours(self, plan: RolePlan) -> dict[str, str]:
+        """What makes a process a rank of this run, on any host."""
+        place = {"RLCTL_RUN_ID": self.run_id, "RLCTL_GROUP_SIZE": str(plan.world_size_of_group)}
+        return self._home | place | {"PYTHONPATH": self._python_path(plan)}
 
     def _python_path(self, plan: RolePlan) -> str:
         """The plan's path; but where our packages lie in a site-packages folder, another interpreter gets a folder of
@@ -125,14 +175,23 @@ class Launcher:
         return path.replace(str(root), str(links), 1)
 
     def _spawn(
-        self, role: str, ranks: tuple[int, ...], command: tuple[str, ...], env: dict[str, str], log_path: Path
+        self,
+        role: str,
+        ranks: tuple[int, ...],
+        command: tuple[str, ...],
+        env: dict[str, str],
+        log_path: Path,
+        *,
+        launcher: str = "",
+        host: str = "",
+        on_a_line: bool = False,
     ) -> None:
         with log_path.open("ab") as output:
             try:
                 process = subprocess.Popen(
                     command,
                     env=env,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE if on_a_line else subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
@@ -141,14 +200,29 @@ class Launcher:
                 hint = "name an interpreter that exists, or leave the key out"
                 reason = f"cannot be started: {error.strerror}"
                 raise SpecError([Problem(f"{role}.python", reason, hint, command[0])]) from None
-        self.started.append(Started(role, ranks, process, log_path))
+        self.started.append(Started(role, ranks, process, log_path, launcher, host, on_a_line))
 
-    def _signal_groups(self, number: signal.Signals) -> None:
-        for started in self.started:
-            try:
-                os.killpg(started.process.pid, number)  # also after its leader's end: its children may live
-            except (ProcessLookupError, PermissionError):
-                continue
+
+def remote_script(env: Mapping[str, str], command: Sequence[str]) -> str:
+    """What a POSIX shell on another host reads to become `command`, in the driver's folder."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
+    return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit 1", *exports, f"exec {shlex.join(command)}", ""])
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.close()
+    except BrokenPipeError:
+        return
+
+
+def _signal_groups(those: Iterable[Started], number: signal.Signals) -> None:
+    for started in those:
+        try:
+            os.killpg(started.process.pid, number)  # also after its leader's end: its children may live
+        except (ProcessLookupError, PermissionError):
+            continue
 
 
 def describe_exit(code: int) -> str:
@@ -183,32 +257,10 @@ def _place(plan: RolePlan, rank: int, port: str) -> dict[str, str]:
     if not port:
         return place
     group = {"RANK": str(rank), "WORLD_SIZE": str(plan.processes), "LOCAL_WORLD_SIZE": str(plan.processes)}
-    return place | group | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return place | group | {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _all_pids() -> Iterable[int]:
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return []
-    return [int(name) for name in names if name.isdecimal() and int(name) != os.getpid()]
-
-
-def _environ_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
-    except OSError:
-        return b""
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return

@@ -17,8 +17,9 @@ from rlctl import __version__, as_built, checkpoints
 from rlctl.build import build_bodies, model_paths
 from rlctl.driver import Driver
 from rlctl.groups import Groups
+from rlctl.hosts import plan_for_hosts
 from rlctl.metrics import MetricsWriter, truncate_after
-from rlctl.plan import Plan, make_plan
+from rlctl.plan import Plan
 from rlctl.progress import Progress
 from rlctl.report import write_report
 from rlctl.residency import SLEEP_LEVEL, Residency
@@ -46,6 +47,7 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
     if errors:
         raise SpecError(errors)
     run = RunDir(run_dir or Path(spec.run.dir) / spec.run.name)
+    plan = plan_for_hosts(spec, spec_dir, run.path)
     run.open(spec, spec_path, resume=resume)
     try:
         with Progress(spec.run.steps, 0, spec.run.name) as progress:
@@ -54,7 +56,7 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
             for change in run.changes:
                 progress.warning(f"resumed with another {change}")
             progress.message(f"run directory: {run.path}")
-            Run(spec, spec_dir, run, make_plan(spec, spec_dir), progress).execute(resume)
+            Run(spec, spec_dir, run, plan, progress).execute(resume)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

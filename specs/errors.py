@@ -118,7 +118,8 @@ class ExportError(RlctlError):
 class RoleFailure(RlctlError):
     """A rank died, raised, hung or missed a deadline.
 
-    `role`, `rank`, `step`, `verb` and `cause` name it; `log_path` and `log_tail` show its last words.
+    `role`, `rank`, `host` (of a role on several), `step`, `verb` and `cause` name it; `log_path` and `log_tail` show
+    its last words.
     """
 
     def __init__(
@@ -129,15 +130,17 @@ class RoleFailure(RlctlError):
         verb: str,
         step: int | None,
         cause: str,
+        host: str = "",
         log_path: str = "",
         log_tail: str = "",
         remote_kind: str = "",
         remote_hint: str = "",
     ) -> None:
-        self.role, self.rank, self.verb, self.step = role, rank, verb, step
+        self.role, self.rank, self.verb, self.step, self.host = role, rank, verb, step, host
         self.cause, self.log_path, self.log_tail = cause, log_path, log_tail
         self.remote_kind = remote_kind
-        where = f"{role} rank {rank}, verb {verb}" + ("" if step is None else f", step {step}")
+        place = f"{role} rank {rank}" + (f" on {host}" if host else "")
+        where = f"{place}, verb {verb}" + ("" if step is None else f", step {step}")
         lines = [f"{where}: {cause}"]
         if log_tail:
             lines += ["", "last log lines:", *(f"  | {line}" for line in log_tail.splitlines())]

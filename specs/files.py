@@ -9,6 +9,7 @@ import ast
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from specs.data_files import check_data
@@ -16,6 +17,7 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.keys import closest
 from specs.model_files import ModelCheck
+from specs.node_rules import hostfile_problems
 from specs.schema import Function, RoleName, RoleSection, Spec
 
 
@@ -27,6 +29,7 @@ def file_problems(spec: Spec, spec_dir: Path, *, starting: bool = False) -> tupl
     errors, warnings = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
     errors += data_errors + _functions(spec, spec_dir) + _interpreters(spec, spec_dir)
+    errors += _launchers(spec) + hostfile_problems(spec, spec_dir)
     warnings += data_warnings
     (errors if starting else warnings).extend(_devices(spec))
     return errors, warnings
@@ -160,6 +163,16 @@ def _interpreters(spec: Spec, spec_dir: Path) -> list[Problem]:
         elif not os.access(file, os.X_OK):
             problems.append(Problem(f"{role}.python", "is not executable", "", show(section.python)))
     return problems
+
+
+def _launchers(spec: Spec) -> list[Problem]:
+    """Launchers that come from packages which need not be there. Another interpreter than ours is not asked."""
+    sections: list[tuple[RoleName, RoleSection | None]] = [("actor", spec.actor), ("ref", spec.ref)]
+    wanting = [role for role, section in sections if section and section.launcher == "deepspeed" and not section.python]
+    if not wanting or find_spec("deepspeed") is not None:
+        return []
+    hint = "scripts/setup-engine deepspeed adds it, and torchrun starts every engine too"
+    return [Problem(f"{role}.launcher", "deepspeed is not installed", hint, '"deepspeed"') for role in wanting]
 
 
 def has_nvidia_driver() -> bool:

@@ -2,9 +2,11 @@
 that sets the same environment.
 
     RLCTL_ADDRESS, RLCTL_SECRET   where the driver listens, and the proof that this rank belongs to the run
-    RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun sets them
+    RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun and deepspeed
+                                  set them, else SLURM_PROCID and SLURM_NTASKS
     RLCTL_GROUP_SIZE              1 for independent replicas (rollout, reward): RANK and WORLD_SIZE are then hidden
-    RLCTL_PARENT_PID              the driver: the rank leaves when it is gone
+    RLCTL_PARENT_PID              the driver, or its deputy on this host: the rank leaves when it is gone
+    RLCTL_DEVICES                 what CUDA_VISIBLE_DEVICES should be where the launcher overwrites that
     RLCTL_LOG_DIR                 redirect stdout and stderr to rank<N>.log in it
 """
 
@@ -22,6 +24,7 @@ from pathlib import Path
 from backends.protocol import Rank
 from specs.errors import ChannelError
 from workers.channel import Dial, Link
+from workers.network import interface_towards
 from workers.serve import Handlers, error_message, serve
 from workers.watchdog import die_with_parent, set_process_name, watch_process
 
@@ -35,10 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="module:function that makes the role's handlers from its rank; default: workers.<role>:handlers",
     )
     args = parser.parse_args(argv)
+    _adopt_slurm_place()
     index, rank = place_from_env()
     _redirect_output(index)
     _obey_the_driver(args.role, index)
     _see_own_device(rank.local_rank)
+    _use_interface_of_group(rank)
     link = Link(Dial.from_env(args.role, index))
     try:
         link.connect()
@@ -49,6 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _work(link, args.module or f"workers.{args.role}:handlers", rank)
     finally:
         link.close()
+
+
+def _adopt_slurm_place() -> None:
+    """Under srun, take the place it gives as if torchrun had given it: engines read those variables."""
+    env = os.environ
+    if "SLURM_PROCID" not in env or "RANK" in env or "RLCTL_RANK" in env:
+        return
+    env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_NTASKS"], env["SLURM_LOCALID"]
+    env.pop("RLCTL_PARENT_PID", None)  # a process of the driver's host, which need not be this one
 
 
 def place_from_env() -> tuple[int, Rank]:
@@ -108,9 +122,20 @@ def _obey_the_driver(role: str, index: int) -> None:
 
 def _see_own_device(local_rank: int) -> None:
     """Of the role's GPUs, leave this rank its own visible: to every engine it is device 0."""
+    if (asked := os.environ.get("RLCTL_DEVICES")) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = asked
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if len(visible) > 1 and local_rank < len(visible):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
+
+
+def _use_interface_of_group(rank: Rank) -> None:
+    """Ranks on several hosts meet on the network that leads to the first of them, not where the host's name points."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+    if local_size == rank.world_size or not (interface := interface_towards(os.environ.get("MASTER_ADDR", ""))):
+        return
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
 
 
 if __name__ == "__main__":

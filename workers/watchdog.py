@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 EXIT_ORPHANED = 75
 
@@ -37,6 +39,44 @@ def watch_process(pid: int) -> threading.Thread:
     thread = threading.Thread(target=_wait_then_exit, args=(pid,), name="watchdog", daemon=True)
     thread.start()
     return thread
+
+
+def pids_marked(variable: str) -> list[int]:
+    """Other processes that were started with `NAME=value` in their environment (Linux)."""
+    mark = variable.encode()
+    return [pid for pid in _all_pids() if mark in _environ_of(pid).split(b"\0")]
+
+
+def kill_marked(variable: str, timeout_s: float) -> list[int]:
+    """SIGKILL every process that `pids_marked` finds until there is none; returns those that would not end."""
+    deadline = time.monotonic() + timeout_s
+    while (left := pids_marked(variable)) and time.monotonic() < deadline:
+        for pid in left:
+            _kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return left
+
+
+def _all_pids() -> Iterable[int]:
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return []
+    return [int(name) for name in names if name.isdecimal() and int(name) != os.getpid()]
+
+
+def _environ_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
+    except OSError:
+        return b""
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
 
 
 def _wait_then_exit(pid: int) -> None:

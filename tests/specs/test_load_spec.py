@@ -67,7 +67,6 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"reward.terms.0.pattern": "x"}, "reward.terms.0.pattern", 'kind "regex"'),
     ({"rollout.gradient_checkpointing": True}, "rollout.gradient_checkpointing", "`actor.gradient_checkpointing`"),
     ({"critic": {"lr": 1.0}}, "critic", "grpo has no critic"),
-    ({"actor.nodes": 2}, "actor.nodes", "one machine"),
     ({"zzz": 1}, "zzz", "knows: schema, run"),
     ({"schema_": 1}, "schema_", "`schema`"),
     # missing
@@ -106,7 +105,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"actor.processes": 0}, "actor.processes", "must be at least 1"),
     ({"actor.optimizer.betas": [0.9]}, "actor.optimizer.betas", "needs 2 entries"),
     ({"actor.optimizer.schedule": "cosin"}, "actor.optimizer.schedule", 'did you mean "cosine"?'),
-    ({"actor.launcher": "deepspeed"}, "actor.launcher", "known: python, torchrun"),
+    ({"actor.launcher": "mpirun"}, "actor.launcher", "known: python, torchrun, deepspeed, srun"),
     ({"actor.engine": {"kind": "dpp"}}, "actor.engine.kind", 'did you mean "ddp"?'),
     ({"reward.terms.0.kind": "exact-match"}, "reward.terms.0.kind", 'did you mean "exact_match"?'),
     ({"algorithm.kind": "ppo"}, "algorithm.kind", "unknown kind; known: grpo"),
@@ -142,6 +141,35 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"reward.devices": [0]}, "reward.devices", "CPU"),
     ({"reward.launcher": "torchrun"}, "reward.launcher", "one process"),
     ({"rollout.launcher": "torchrun"}, "rollout.launcher", "independent"),
+    # nodes
+    ({"rollout.nodes": 2}, "rollout.nodes", "stays on the driver's host"),
+    ({"reward.nodes": 2}, "reward.nodes", "stays on the driver's host"),
+    (
+        {"actor.nodes": 2, "actor.processes": 3, "actor.launcher": "srun"},
+        "actor.processes",
+        "use a multiple of 2, e.g. 4",
+    ),
+    ({"actor.nodes": 2, "actor.processes": 2}, "actor.launcher", "on this host only"),
+    ({"actor.nodes": 2, "actor.processes": 2, "actor.launcher": "torchrun"}, "cluster.hostfile", "nothing names them"),
+    ({"cluster": {"hostfile": "hosts"}}, "cluster.hostfile", "every role has nodes = 1"),
+    (
+        {"actor": {"nodes": 2, "processes": 2, "launcher": "srun"}, "cluster": {"hostfile": "hosts"}},
+        "cluster.hostfile",
+        "srun knows the hosts",
+    ),
+    (
+        {
+            "actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"},
+            "cluster": {"remote_shell": ["ssh", "b"], "hostfile": "h"},
+        },
+        "cluster.remote_shell",
+        "names no host",
+    ),
+    (
+        {"actor": {"nodes": 2, "processes": 2, "launcher": "srun", "devices": [0, 1]}},
+        "actor.devices",
+        "2 GPUs on each of 2 nodes for 2 processes",
+    ),
     ({"actor.devices": [0, 1]}, "actor.devices", "2 GPUs for 1 processes"),
     ({"actor.devices": [0, 0], "actor.processes": 2}, "actor.devices", "stands twice"),
     ({"actor.devices": [-1]}, "actor.devices", "start at 0"),

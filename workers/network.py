@@ -1,0 +1,38 @@
+"""Which network interface leads to another host."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+
+_SIOCGIFADDR = 0x8915
+
+
+def address_towards(host: str) -> str:
+    """This host's IPv4 address on the way to `host`; nothing is sent. Raises OSError when there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_towards(host: str) -> str:
+    """Name of the interface on the way to `host`; empty when none can be told (not Linux, no way)."""
+    try:
+        wanted = address_towards(host)
+        return next((name for _, name in socket.if_nameindex() if _address_of(name) == wanted), "")
+    except OSError:
+        return ""
+
+
+def _address_of(interface: str) -> str:
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:  # it has no IPv4 address
+            return ""
+    return socket.inet_ntoa(answer[20:24])
