@@ -83,7 +83,7 @@ class Driver:
         self.position, self.updating = position, False
         total_s = time.perf_counter() - started
         metrics = step_metrics.collect(number, batch, scored, updates, synced, clock.seconds, total_s)
-        return StepRecord(metrics, scored.samples)
+        return StepRecord(metrics | self.residency.take_memory(), scored.samples)
 
     @contextmanager
     def phase(self, name: Phase, number: int) -> Iterator[None]:

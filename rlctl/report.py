@@ -112,9 +112,12 @@ def _charts(records: Records) -> str:
         series = {label: points(records, key) for label, key in keys.items()}
         figures.append(line_chart(title, {n: s for n, s in series.items() if any(y for _, y in s)}, unit=unit))
     memory = {
-        key[4:-9]: key for record in records for key in record if key.startswith("mem/") and key.endswith("_peak_GiB")
+        key[len("mem/") : -len("_GiB")].replace("_", " "): key
+        for record in records
+        for key in record
+        if key.startswith("mem/") and "_before_" not in key
     }
-    figures.append(line_chart("Peak memory", {n: points(records, key) for n, key in memory.items()}, unit="GiB"))
+    figures.append(line_chart("Memory", {n: points(records, key) for n, key in memory.items()}, unit="GiB"))
     return f"<section class=charts>{''.join(figures)}</section>"
 
 

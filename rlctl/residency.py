@@ -8,6 +8,12 @@
 
 Trainers hand the device back before the KV cache takes it: `enter("generate")` waits until *all* ranks have
 offloaded. When the roles do not share devices every move is a no-op and everything stays where it is.
+
+Each move of a trainer is measured (GiB of the device, or of the host where the role runs on the CPU; the largest of its
+ranks), and the step's metrics have it:
+
+    mem/ROLE_before_offload_GiB   mem/ROLE_offloaded_GiB        learned and synced; the device is free for the rollout
+    mem/ROLE_before_onload_GiB    mem/ROLE_onloaded_GiB         about to learn
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ class Residency:
         self.trainers_on = True
         self.tags: frozenset[str] = frozenset()
         self.phase: Phase | None = None
+        self._memory: dict[str, float] = {}
 
     def enter(self, phase: Phase, *, step: int | None = None) -> None:
         """Bring every role to where `phase` wants it; leavers move before comers."""
@@ -47,19 +54,27 @@ class Residency:
             return
         want_trainers, want_tags = TABLE[phase]
         if self.trainers_on and not want_trainers:
-            calls = [group.post(Verb.OFFLOAD, step=step) for group in self.trainers]
-            for call in calls:
-                call.result()
+            self._move_trainers(Verb.OFFLOAD, step)
             self.trainers_on = False
         if not want_tags and self.tags:
             self.rollout.call(Verb.SLEEP, {"level": SLEEP_LEVEL}, step=step)
             self.tags = frozenset()
         if want_trainers and not self.trainers_on:
-            calls = [group.post(Verb.ONLOAD, step=step) for group in self.trainers]
-            for call in calls:
-                call.result()
+            self._move_trainers(Verb.ONLOAD, step)
             self.trainers_on = True
         missing = want_tags - self.tags
         if missing:
             self.rollout.call(Verb.WAKE, {"tags": sorted(missing)}, step=step)
             self.tags = self.tags | missing
+
+    def take_memory(self) -> dict[str, float]:
+        """Metrics of the moves since the last call; of several moves the last."""
+        taken, self._memory = self._memory, {}
+        return taken
+
+    def _move_trainers(self, verb: Verb, step: int | None) -> None:
+        calls = [(group.role, group.post(verb, step=step)) for group in self.trainers]
+        for role, call in calls:
+            bodies = [answer.body for answer in call.result()]
+            for what, key in ((f"before_{verb}", "before_GiB"), (f"{verb}ed", "after_GiB")):
+                self._memory[f"mem/{role}_{what}_GiB"] = max(float(body[key]) for body in bodies)

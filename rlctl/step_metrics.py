@@ -97,4 +97,5 @@ def update_metrics(updates: RankReports) -> dict[str, Any]:
         "rollout/logprob_gap_max": gap_max,
         "perf/micro_batches": int(sums["micro_batches"]),
         "perf/micro_batch_tokens_max": int(widest),
+        "mem/actor_peak_GiB": max(report["peak_GiB"] for ranks in updates for report in ranks),
     }

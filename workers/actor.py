@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 
+from backends import memory
 from backends.protocol import LossScale, Rank
 from specs.errors import RlctlError
 from specs.messages import Message, Verb
@@ -40,7 +41,13 @@ class Actor(Trainer):
         algorithm = Grpo.model_validate(message.body["algorithm"])
         sums = self.engine.forward_backward(message.batch, algorithm, scale)
         step = self.engine.optim_step()
-        return {"sums": dict(sums), "grad_norm": step.grad_norm, "lr": step.lr, "skipped": step.skipped}, {}
+        return {
+            "sums": dict(sums),
+            "grad_norm": step.grad_norm,
+            "lr": step.lr,
+            "skipped": step.skipped,
+            "peak_GiB": memory.peak_GiB(self.device),
+        }, {}
 
     def probe(self, message: Message, emit: Emit) -> Reply:
         batch = message.batch

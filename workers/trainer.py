@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from backends import memory
 from backends.protocol import Rank, TrainEngine
 from backends.registry import train_engine
 from specs.messages import Message, Verb
@@ -18,6 +19,7 @@ class Trainer:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self._engine: TrainEngine | None = None
+        self.device = "cpu"
 
     @property
     def engine(self) -> TrainEngine:
@@ -26,6 +28,7 @@ class Trainer:
 
     def build(self, message: Message, emit: Emit) -> Reply:
         config = TrainConfig.model_validate(message.body)
+        self.device = config.model.device
         self._engine = train_engine(config.engine.kind).build(config, self.rank)
         report = as_built(
             config.role, self.rank, engine=config.engine.kind, device=config.model.device, model=self.engine.built()
@@ -36,12 +39,17 @@ class Trainer:
         return {}, {"logprob_T": self.engine.forward(message.batch)}
 
     def offload(self, message: Message, emit: Emit) -> Reply:
+        """Leave the device to other roles. Answers the memory held before and after, in GiB."""
+        before = memory.held_GiB(self.device)
         self.engine.offload()
-        return {}, {}
+        memory.hand_back(self.device)
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
 
     def onload(self, message: Message, emit: Emit) -> Reply:
+        """Undo `offload`, and answer as it does."""
+        before = memory.held_GiB(self.device)
         self.engine.onload()
-        return {}, {}
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
 
     def close(self, message: Message, emit: Emit) -> Reply:
         if self._engine is not None:

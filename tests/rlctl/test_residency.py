@@ -1,14 +1,15 @@
-"""The residency table: who moves when, and in which order."""
+"""The residency table: who moves when, in which order, and what memory that takes and gives."""
 
 from rlctl.residency import Residency
-from specs.messages import Verb
+from specs.messages import Kind, Message, Verb
 
 
 class Recorder:
-    """Notes verbs; `log` is shared, so that the order between roles shows."""
+    """Notes verbs; `log` is shared, so that the order between roles shows. Two ranks, which hold 1 and 2 GiB before
+    the first move and a GiB more after each."""
 
     def __init__(self, role, log):
-        self.role, self.log = role, log
+        self.role, self.log, self.held = role, log, [1.0, 2.0]
 
     def post(self, verb, body=None, *, step=None):
         self.log.append((self.role, verb, (body or {}).get("tags") or (body or {}).get("level")))
@@ -20,7 +21,9 @@ class Recorder:
 
     def result(self):
         self.log.append((self.role, "done", None))
-        return []
+        bodies = [{"before_GiB": held, "after_GiB": held + 1} for held in self.held]
+        self.held = [held + 1 for held in self.held]
+        return [Message(Kind.ANSWER, body) for body in bodies]
 
 
 def make(shared):
@@ -61,3 +64,15 @@ def test_order_of_a_step_on_shared_devices():
     log.clear()
     residency.enter("sync")
     assert log == []
+
+
+def test_every_move_of_a_trainer_is_measured_by_its_largest_rank():
+    residency, _ = make(shared=True)
+    residency.enter("sync")
+    assert residency.take_memory() == {}
+    residency.enter("generate")
+    residency.enter("learn")
+    measured = {"before_offload": 2.0, "offloaded": 3.0, "before_onload": 3.0, "onloaded": 4.0}
+    expected = {f"mem/{role}_{what}_GiB": value for role in ("actor", "ref") for what, value in measured.items()}
+    assert residency.take_memory() == expected
+    assert residency.take_memory() == {}

@@ -9,7 +9,7 @@ def report(tokens, entropy, loss, norm, gap, skipped=False):
     names = ("kl", "clipped", "logprob_gap", "approx_kl", "ratio")
     sums = {"tokens": tokens, "entropy": entropy, "loss": loss, "micro_batches": 1, **dict.fromkeys(names, 0.0)}
     sums |= {"logprob_gap_max": gap, "micro_batch_tokens_max": 10 * gap}
-    return {"sums": sums, "grad_norm": norm, "lr": 0.1, "skipped": skipped}
+    return {"sums": sums, "grad_norm": norm, "lr": 0.1, "skipped": skipped, "peak_GiB": norm / 2}
 
 
 def test_ranks_and_updates_of_unequal_size_are_weighed_by_their_tokens():
@@ -25,6 +25,7 @@ def test_ranks_and_updates_of_unequal_size_are_weighed_by_their_tokens():
     assert metrics["rollout/logprob_gap_max"] == 0.5
     assert metrics["perf/micro_batches"] == 4
     assert metrics["actor/skipped_updates"] == 0
+    assert metrics["mem/actor_peak_GiB"] == 2.5
 
 
 def test_idle_time_is_what_no_rank_worked_in():

@@ -70,6 +70,11 @@ def test_replicas_and_shared_devices_do_not_change_the_run(spec, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     assert trajectory(tmp_path / "three_replicas") == trajectory(tmp_path / "one")
     assert trajectory(tmp_path / "taking_turns") == trajectory(tmp_path / "one")
+    moves = [f"mem/actor_{what}_GiB" for what in ("before_offload", "offloaded", "before_onload", "onloaded")]
+    for line in metrics(tmp_path / "taking_turns")[1:]:
+        assert all(0.01 < line[key] < 4 for key in moves), line
+    assert not any(key in line for line in metrics(tmp_path / "one") for key in moves), "nothing moved"
+    assert all(0.01 < line["mem/actor_peak_GiB"] < 4 for line in metrics(tmp_path / "one")[1:])
 
 
 # ── resuming ──────────────────────────────────────────────────────────────────────────────────────

@@ -85,6 +85,10 @@ def test_taking_turns_on_one_device_changes_nothing(finished, tmp_path):
     done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *turns)
     assert done.returncode == 0, done.stdout + done.stderr
     assert trajectory(tmp_path / "run") == trajectory(run)[:3]
+    for line in metrics(tmp_path / "run")[1:]:
+        for role in ("actor", "ref"):
+            held = [line[f"mem/{role}_{what}_GiB"] for what in ("before_offload", "offloaded", "onloaded")]
+            assert all(0.05 < GiB < 8 for GiB in held), held
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
