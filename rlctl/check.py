@@ -191,7 +191,7 @@ def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
     )
     for name, role in roles(spec, plan, spec_dir).items():
         path = spec.model_path(name)  # type: ignore[arg-type]
-        devices = ", ".join(map(str, role["devices"])) or "CPU"
+        devices = _span(role["devices"]) if role["devices"] else "CPU"
         cells = (role["engine"], path if role["engine"] else "", role["dtype"], role["attn_implementation"])
         nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
         places = (f"{role['processes']} × {role['launcher']}{nodes}", devices, role["threads"])

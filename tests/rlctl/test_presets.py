@@ -14,7 +14,7 @@ from specs.files import file_problems
 from specs.load import load_spec
 from specs.rules import cross_field_warnings
 
-NAMES = ["fake", "grpo-1gpu", "gsm8k-cpu", "quickstart"]
+NAMES = ["fake", "fsdp2-8gpu", "grpo-1gpu", "gsm8k-cpu", "quickstart"]
 
 
 def test_these_ship() -> None:
@@ -34,7 +34,7 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         rows.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
     errors, warnings = file_problems(spec, tmp_path)
     assert errors == []
-    assert name == "grpo-1gpu" or warnings == []
+    assert name.endswith("gpu") or warnings == []
     assert spec.run.name == name
 
 
