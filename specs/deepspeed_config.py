@@ -85,11 +85,8 @@ class _Setting:
 def deepspeed_config(
     engine: ZeroEngine, dtype: DType, optimizer: Optimizer | None, *, device: str = "cpu"
 ) -> dict[str, Any]:
-    """The whole configuration of a role's engine. `optimizer` None: a role that does not learn. Raises ValueError
-    where `engine.deepspeed` contradicts the spec; `deepspeed_problems` says so first."""
-    problems = list(deepspeed_problems(engine, dtype, optimizer, role="actor", device=device))
-    if problems:
-        raise ValueError(str(problems[0]))
+    """The whole configuration of a role's engine, whose own keys `deepspeed_problems` has found nothing wrong with.
+    `optimizer` None: a role that does not learn."""
     config: dict[str, Any] = {}
     for setting in _derived(engine, dtype, optimizer, device):
         _put(config, setting.path, setting.value)
@@ -111,10 +108,12 @@ def deepspeed_problems(
     for path, value in _leaves(engine.deepspeed):
         if path.partition(".")[0] not in top_level:
             continue
-        yield from _leaf_problems(role, path, value, derived)
+        yield from _leaf_problems(role, optimizer, path, value, derived)
 
 
-def _leaf_problems(role: str, path: str, value: object, derived: Mapping[str, _Setting]) -> Iterator[Problem]:
+def _leaf_problems(
+    role: str, optimizer: Optimizer | None, path: str, value: object, derived: Mapping[str, _Setting]
+) -> Iterator[Problem]:
     key = f"{role}.engine.deepspeed.{path}"
     if any(name.startswith(f"{path}.") for name in derived):
         yield Problem(key, "is a table in DeepSpeed's configuration", "write the keys below it", show(value))
@@ -123,7 +122,9 @@ def _leaf_problems(role: str, path: str, value: object, derived: Mapping[str, _S
     if setting is not None and (value == setting.value or not setting.fixed):
         return
     by = _decider(path)
-    if by is not None:
+    if by is not None and optimizer is None and by.startswith("{role}.optimizer"):
+        yield Problem(key, f"has no effect: {role} does not learn", "remove the key", show(value))
+    elif by is not None:
         owner = by.format(role=role)
         said = f"there it makes {path} = {show(setting.value)}" if setting else f"DeepSpeed's {path} is not used"
         yield Problem(key, f"contradicts {owner}: {said}", f"remove the key and set {owner}", show(value))

@@ -29,6 +29,7 @@ from specs.schema import (
 )
 from specs.seats import mesh_of, straddling
 from specs.templates import template_columns
+from specs.zero_rules import zero_problems
 
 __all__ = ["cross_field_problems", "cross_field_warnings", "file_problems"]
 
@@ -386,6 +387,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _roles,
     node_problems,
     _mesh,
+    zero_problems,
     _attention,
     _fake,
     _eval,
