@@ -1,0 +1,199 @@
+"""What engines with several ranks must do: the same training, whoever holds the model and on how many ranks.
+
+Real processes over gloo; one launch per number of ranks works through every case (`sharded_worker.CASES`). The
+reference is `ddp` on one rank, in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sharded_worker
+from sharded_worker import CASES, EMPTY_STEP, STEPS, UNEVEN_STEP
+from train_helpers import QWEN2, write_model
+
+from backends.protocol import Rank
+
+# Odd sizes: rows that no number of ranks divides, and (9 rows on 4 ranks) a rank without any.
+MODEL = {
+    **QWEN2,
+    "hidden_size": 30,
+    "intermediate_size": 9,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all launches, on a machine that others may use
+
+TWO = [name for name in CASES if not name.startswith("4:")]
+FOUR = [name for name in CASES if name.startswith("4:")]
+# Resumed from another engine, or another number of ranks: (case, number of ranks, what was saved).
+RESUMED = [
+    ("ddp", 1, "fsdp2"),
+    ("ddp", 1, "4:fsdp2 2x2"),
+    ("fsdp2", 1, "fsdp2"),
+    ("fsdp2", 2, "fsdp2"),
+    ("fsdp2", 2, "one rank"),
+    ("fsdp2", 2, "ddp"),
+    ("ddp", 2, "fsdp2"),
+    ("4:fsdp2 2x2", 4, "fsdp2"),
+    ("4:fsdp2", 4, "fsdp2"),
+]
+# On CPU a storage that numpy has seen cannot be emptied, as ddp's has been here: its turn is on a GPU.
+OFFLOADED = ["fsdp2"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks of a job reported, and the weights after its last step."""
+
+    ranks: list[dict[str, Any]]
+    weights: dict[str, np.ndarray]
+
+    def losses(self) -> list[float]:
+        return [sum(rank["history"][i]["loss"] for rank in self.ranks) for i in range(len(self.ranks[0]["history"]))]
+
+    def norms(self) -> list[float]:
+        return [step["grad_norm"] for step in self.ranks[0]["history"]]
+
+    def logprobs(self, step: int) -> np.ndarray:
+        """Of all tokens of the step's batch, put together from the ranks."""
+        found = {int(token): value for rank in self.ranks for token, value in rank["history"][step]["logprobs"].items()}
+        return np.array([found[token] for token in range(len(found))])
+
+
+def resumed_name(case: str, ranks: int, saved: str) -> str:
+    return f"{saved} resumed by {case} on {ranks}".replace(":", "-")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All jobs are run; each left its outcome in a folder of its name."""
+    root = tmp_path_factory.mktemp("sharded")
+    write_model(root / "model", MODEL)
+
+    def resume(ranks: int) -> list[dict[str, Any]]:
+        return [
+            {"case": case, "out": str(root / resumed_name(case, n, saved)), "load": str(root / saved / "state")}
+            for case, n, saved in RESUMED
+            if n == ranks
+        ]
+
+    alone({"case": "ddp", "out": str(root / "one rank")}, root)
+    offloaded = [{"case": case, "out": str(root / f"{case} offloaded"), "offload": True} for case in OFFLOADED]
+    torchrun(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + offloaded + resume(2))
+    torchrun(root, 4, [{"case": case, "out": str(root / case)} for case in FOUR] + resume(4))
+    for job in resume(1):
+        alone(job, root)
+    return root
+
+
+def alone(job: dict[str, Any], root: Path) -> None:
+    sharded_worker.run(root / "model", job, Rank())
+
+
+def torchrun(root: Path, processes: int, jobs: list[dict[str, Any]]) -> None:
+    jobs_file = root / f"jobs{processes}.json"
+    jobs_file.write_text(json.dumps({"model": str(root / "model"), "jobs": jobs}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    arguments = [*command, str(Path(__file__).with_name("sharded_worker.py")), str(jobs_file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[:6000]
+
+
+def outcome(root: Path, name: str) -> Outcome:
+    folder = root / name
+    reports = [json.loads((folder / f"rank{i}.json").read_text()) for i in range(len(list(folder.glob("rank*.json"))))]
+    with np.load(folder / "weights.npz") as weights:
+        return Outcome(reports, dict(weights))
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path) -> Outcome:
+    return outcome(root, "one rank")
+
+
+def farthest(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
+    assert first.keys() == second.keys()
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
+def test_training_is_that_of_one_rank(root: Path, reference: Outcome, case: str) -> None:
+    """Losses, gradient norms, log-probs and weights over six steps, one of them with a rank that has nothing to do
+    and one with far more micro-batches on one rank than on the others; after a step that all skip."""
+    ours = outcome(root, case)
+    uneven = [rank["history"][UNEVEN_STEP]["micro_batches"] for rank in ours.ranks]
+    assert uneven[0] > 2 * uneven[1] > 0
+    assert ours.ranks[-1]["history"][EMPTY_STEP]["micro_batches"] == 0
+    assert ours.losses() == pytest.approx(reference.losses(), rel=1e-5, abs=1e-6)
+    assert ours.norms() == pytest.approx(reference.norms(), rel=1e-5)
+    for step in range(STEPS + 1):
+        np.testing.assert_allclose(ours.logprobs(step), reference.logprobs(step), rtol=0, atol=2e-5)
+    # Adam divides small differences of small gradients by their size: a hundredth of one step of lr = 1e-2 at most,
+    # where 6 steps moved weights by more than a fifth of that rate each.
+    assert farthest(ours.weights, reference.weights) < 2e-5
+
+
+def test_bf16_is_that_of_ddp(root: Path) -> None:
+    """Both hold fp32 masters and compute in bf16; the sums over ranks are fp32 in both."""
+    ours, theirs = outcome(root, "fsdp2 bf16"), outcome(root, "ddp bf16")
+    assert ours.losses() == pytest.approx(theirs.losses(), rel=2e-2, abs=2e-3)
+    assert ours.norms() == pytest.approx(theirs.norms(), rel=2e-2)
+    assert farthest(ours.weights, theirs.weights) < 2e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree_and_skip_together(root: Path, case: str) -> None:
+    ranks = outcome(root, case).ranks
+    first = ranks[0]
+    assert len(ranks) == (4 if case in FOUR else 2)
+    for rank in ranks:
+        assert rank["skipped"]
+        assert rank["unchanged"]
+        assert not any(step["skipped"] for step in rank["history"])
+        assert [step["grad_norm"] for step in rank["history"]] == [step["grad_norm"] for step in first["history"]]
+        assert (rank["checksum"], rank["end"], rank["greedy"]) == (first["checksum"], first["end"], first["greedy"])
+        state = root / case / "state" / "trainer.json"
+        assert json.loads(state.read_text())["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
+def test_greedy_is_the_same(root: Path, reference: Outcome, case: str) -> None:
+    assert outcome(root, case).ranks[0]["greedy"] == reference.ranks[0]["greedy"]
+
+
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_offload_in_every_step_changes_no_bit(root: Path, case: str) -> None:
+    plain, moved = outcome(root, case), outcome(root, f"{case} offloaded")
+    assert [rank["end"] for rank in moved.ranks] == [rank["end"] for rank in plain.ranks]
+    assert moved.norms() == plain.norms()
+    assert farthest(moved.weights, plain.weights) == 0
+
+
+@pytest.mark.parametrize(("case", "ranks", "saved"), RESUMED)
+def test_resumed_by_others(root: Path, case: str, ranks: int, saved: str) -> None:
+    """Whatever wrote the state, the weights are the same to the bit and the next step is the same."""
+    before, after = outcome(root, saved), outcome(root, resumed_name(case, ranks, saved))
+    assert len(after.ranks) == ranks
+    assert {rank["checksum"] for rank in after.ranks} == {before.ranks[0]["checksum"]}
+    assert after.losses() == pytest.approx(before.losses()[STEPS:], rel=1e-5, abs=1e-6)
+    assert after.norms() == pytest.approx(before.norms()[STEPS:], rel=1e-5)
+    assert farthest(after.weights, before.weights) < 1e-5
+    if (case, ranks) == (saved, 2):  # the same engine on as many ranks
+        assert after.ranks[0]["end"] == before.ranks[0]["end"]
+
+
+def test_meshes_are_as_asked(root: Path) -> None:
+    assert outcome(root, "fsdp2").ranks[0]["mesh"] == {"replicate": 1, "shard": 2}
+    assert outcome(root, "fsdp2 replicas").ranks[0]["mesh"] == {"replicate": 2, "shard": 1}
+    assert outcome(root, "4:fsdp2 2x2").ranks[0]["mesh"] == {"replicate": 2, "shard": 2}
