@@ -14,7 +14,7 @@ from specs.files import file_problems
 from specs.load import load_spec
 from specs.rules import cross_field_warnings
 
-NAMES = ["fake", "fsdp2-8gpu", "grpo-1gpu", "gsm8k-cpu", "quickstart"]
+NAMES = ["fake", "fsdp2-8gpu", "grpo-1gpu", "gsm8k-cpu", "quickstart", "zero3-8gpu", "zero3-cpu"]
 
 
 def test_these_ship() -> None:
