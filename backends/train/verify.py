@@ -25,9 +25,8 @@ def verify_packing(
     """Packed rows and our head must give the logits of the model's own forward pass, one sequence at a time.
 
     `run` is `Policy.forward` through the engine; all ranks call this together. `computes_in`: precision of the forward
-    pass, where that is not the parameters' own. Catches models that mix sequences of a
-    row (state space layers, biases that depend on the place in the row) and models whose logits are not simply
-    head(hidden). Raises ModelError.
+    pass, where that is not the parameters' own. Catches models that mix sequences of a row (state space layers, biases
+    that depend on the place in the row) and models whose logits are not simply head(hidden). Raises ModelError.
     """
     vocab = model.config.get_text_config().vocab_size
     tokens_T = np.random.default_rng(0).integers(0, vocab, sum(_LENGTHS))

@@ -49,6 +49,22 @@ RESUMED = [
 ]
 # On CPU a storage that numpy has seen cannot be emptied, as ddp's has been here: its turn is on a GPU.
 OFFLOADED = ["fsdp2"]
+if "zero3" in CASES:  # DeepSpeed is installed
+    RESUMED += [
+        ("ddp", 1, "zero1"),
+        ("ddp", 1, "zero3"),
+        ("zero1", 1, "zero3"),
+        ("zero3", 1, "zero3"),
+        ("zero3", 2, "one rank"),
+        ("zero1", 2, "zero1"),
+        ("zero2", 2, "zero2"),
+        ("zero3", 2, "zero3"),
+        ("zero3", 2, "ddp"),
+        ("zero2", 2, "fsdp2"),
+        ("fsdp2", 2, "zero3"),
+        ("zero3 bf16", 2, "zero2 bf16"),
+    ]
+    OFFLOADED += ["zero3", "zero3 bf16", "zero3 small ones whole"]
 
 
 @dataclass(frozen=True)
@@ -139,17 +155,16 @@ def test_training_is_that_of_one_rank(root: Path, reference: Outcome, case: str)
     assert ours.norms() == pytest.approx(reference.norms(), rel=1e-5)
     for step in range(STEPS + 1):
         np.testing.assert_allclose(ours.logprobs(step), reference.logprobs(step), rtol=0, atol=2e-5)
-    # Adam divides small differences of small gradients by their size: a hundredth of one step of lr = 1e-2 at most,
-    # where 6 steps moved weights by more than a fifth of that rate each.
-    assert farthest(ours.weights, reference.weights) < 2e-5
+    # In fp32 the order of sums differs: 1e-6 was seen, where each step moves a weight by up to lr = 1e-2.
+    assert farthest(ours.weights, reference.weights) < 5e-6
 
 
-def test_bf16_is_that_of_ddp(root: Path) -> None:
+def test_bf16_is_that_of_ddp(root: Path, case: str) -> None:
     """Both hold fp32 masters and compute in bf16; the sums over ranks are fp32 in both."""
-    ours, theirs = outcome(root, "fsdp2 bf16"), outcome(root, "ddp bf16")
-    assert ours.losses() == pytest.approx(theirs.losses(), rel=2e-2, abs=2e-3)
-    assert ours.norms() == pytest.approx(theirs.norms(), rel=2e-2)
-    assert farthest(ours.weights, theirs.weights) < 2e-2
+    ours, theirs = outcome(root, case), outcome(root, "ddp bf16")
+    assert ours.losses() == pytest.approx(theirs.losses(), rel=1e-4, abs=1e-5)
+    assert ours.norms() == pytest.approx(theirs.norms(), rel=1e-4)
+    assert farthest(ours.weights, theirs.weights) < 1e-4
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -197,3 +212,5 @@ def test_meshes_are_as_asked(root: Path) -> None:
     assert outcome(root, "fsdp2").ranks[0]["mesh"] == {"replicate": 1, "shard": 2}
     assert outcome(root, "fsdp2 replicas").ranks[0]["mesh"] == {"replicate": 2, "shard": 1}
     assert outcome(root, "4:fsdp2 2x2").ranks[0]["mesh"] == {"replicate": 2, "shard": 2}
+    for case in (case for case in CASES if case.startswith("zero")):
+        assert outcome(root, case).ranks[0]["mesh"] == {"shard": 2}
