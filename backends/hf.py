@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from backends import attention
+from backends.adapter_names import base_name, is_adapter
 from backends.checksum import checksum_bytes, checksum_weights
 from specs.as_built import ModelBuilt
 from specs.errors import ModelError
@@ -235,12 +236,15 @@ def attention_modules(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
 
 
 def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> ModelBuilt:
-    """What the model is, read back from it. `checksum` reads every weight once."""
+    """What the model is, read back from it: adapters count as trainable, but not as parameters, nor in the checksum.
+    `checksum` reads every weight once."""
     text = model.config.get_text_config()
     implementations = {m.config._attn_implementation for m in attention_modules(model)} or {text._attn_implementation}
-    parameters = list(model.parameters())
-    dtypes = sorted({wire_dtype(p.dtype) for p in parameters})
-    digests = ((name, checksum_bytes(tensor_bytes(t))) for name, t in named_weights(model).items()) if checksum else ()
+    parameters = [p for name, p in model.named_parameters() if not is_adapter(name)]
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    dtypes = sorted({wire_dtype(p.dtype) for p in model.parameters()})
+    own = {base_name(name): tensor for name, tensor in named_weights(model).items() if not is_adapter(name)}
+    digests = ((name, checksum_bytes(tensor_bytes(t))) for name, t in own.items()) if checksum else ()
     tied = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )
@@ -248,7 +252,7 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
         model_class=type(model).__name__,
         path=str(getattr(model.config, "_name_or_path", "") or config.path),
         parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable_parameters=trainable,
         hidden_size=text.hidden_size,
         layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,

@@ -56,6 +56,12 @@ def differences(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str
     return found
 
 
+def _learner(model: ModelBuilt) -> str:
+    if model.trainable_parameters == model.parameters:
+        return "all parameters"
+    return "adapters" if 0 < model.trainable_parameters < model.parameters else "nothing"
+
+
 def _axes(section: RoleSection, model: ModelBuilt) -> list[tuple[str, int, int]]:
     """(axis, ranks asked, ranks built) of the mesh; 0 where one side lacks the axis. Nothing where the spec asks for no
     mesh."""
@@ -72,6 +78,9 @@ def _across_roles(spec: Spec, reports: Reports) -> list[str]:
     for what in ("parameters", "hidden_size", "layers", "vocab_size", "tied_embeddings"):
         if getattr(actor, what) != getattr(rollout, what):
             found.append(f"rollout: {what}: actor has {getattr(actor, what)}, rollout {getattr(rollout, what)}")
+    asked = "all parameters" if spec.actor.lora is None else "adapters"
+    if _learner(actor) != asked:
+        found.append(f"actor: what learns: asked {asked}, built {_learner(actor)}")
     ref = reports["ref"][0].model if "ref" in reports else None
     if ref is not None:
         if ref.vocab_size != actor.vocab_size:

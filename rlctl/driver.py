@@ -147,20 +147,26 @@ class Driver:
 
     def with_logprobs(self, batch: Batch, number: int) -> Batch:
         """Add the log-probs that the loss needs: the actor's before the update, and the reference's."""
-        wanted: dict[str, Group] = {}
+        wanted: dict[str, tuple[Group, bool]] = {}  # column → who computes it, and whether with adapters
         if not self.spec.algorithm.on_policy:
-            wanted["old_logprob_T"] = self.actor
+            wanted["old_logprob_T"] = (self.actor, True)
         if self.ref is not None:
-            wanted["ref_logprob_T"] = self.ref
-        calls = {name: self._post_logprobs(group, batch, number) for name, group in wanted.items()}
+            wanted["ref_logprob_T"] = (self.ref, True)
+        elif self.spec.ref_is_actor:
+            wanted["ref_logprob_T"] = (self.actor, False)
+        calls = {
+            name: self._post_logprobs(group, adapters, batch, number) for name, (group, adapters) in wanted.items()
+        }
         columns = {name: self._unshard(call, shards, batch) for name, (call, shards) in calls.items()}
         return batch.with_columns(**columns)
 
-    def _post_logprobs(self, group: Group, batch: Batch, number: int) -> tuple[Call, list[NDArray[np.int64]]]:
+    def _post_logprobs(
+        self, group: Group, adapters: bool, batch: Batch, number: int
+    ) -> tuple[Call, list[NDArray[np.int64]]]:
         shards = balanced_shards(batch["length_B"], group.size, batch["group_B"])
         needed = batch.only(COLUMNS[Verb.LOGPROBS].needs)
         tensors = [needed.select(shard).columns for shard in shards]
-        return group.post(Verb.LOGPROBS, tensors=tensors, step=number), shards
+        return group.post(Verb.LOGPROBS, {"adapters": adapters}, tensors=tensors, step=number), shards
 
     @staticmethod
     def _unshard(call: Call, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from specs.schema import Table
 
 
@@ -10,8 +12,8 @@ class ModelBuilt(Table):
 
     model_class: str
     path: str  # config._name_or_path, or the folder that was read
-    parameters: int  # every parameter counted once, tied ones too
-    trainable_parameters: int
+    parameters: int  # every parameter counted once, tied ones too; without adapters
+    trainable_parameters: int  # what the optimizer changes: all, or the adapters
     hidden_size: int
     layers: int
     vocab_size: int
@@ -19,7 +21,7 @@ class ModelBuilt(Table):
     attn_implementation: str  # what the layers' own config says; several are joined with ","
     attn_function: str  # module and name of the function that is really called
     tied_embeddings: bool
-    mesh: dict[str, int] = {}  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty where nothing is cut
+    mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: nothing is cut
     weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync
 
 

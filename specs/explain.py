@@ -44,7 +44,7 @@ BOUNDS = {
 }
 NEVER_KEYS = {
     "critic": ("grpo has no critic", "remove the [critic] section; groups are the baseline"),
-    "lora": ("this version trains full weights only", "remove the key"),
+    "lora": ("only the actor has adapters", "write it as actor.lora"),
     "nodes": ("this version runs on one machine", "remove the key"),
 }
 PATTERNS = {

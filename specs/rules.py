@@ -117,6 +117,9 @@ def _lengths(spec: Spec) -> Iterator[Problem]:
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:
+    if spec.ref_is_actor and spec.ref is not None:
+        message = "has no effect: with actor.lora the reference is the actor without its adapters"
+        yield Problem("[ref]", message, "remove the section, or name another model in ref.model")
     if spec.needs_ref:
         return
     if spec.ref is not None:
@@ -124,6 +127,18 @@ def _reference(spec: Spec) -> Iterator[Problem]:
         yield Problem("[ref]", "has no effect: algorithm.kl_coef is 0, so no reference is loaded", hint)
     if "kl_estimator" in spec.algorithm.model_fields_set:
         yield _no_effect("algorithm.kl_estimator", spec.algorithm, "algorithm.kl_coef is 0")
+
+
+def _lora(spec: Spec) -> Iterator[Problem]:
+    lora = spec.actor.lora
+    if lora is None:
+        return
+    if spec.actor.engine.kind == "fake":
+        yield _no_effect("actor.lora", spec.actor, "the fake engine has no linear layers")
+    if len(lora.targets) > 1 and "all-linear" in lora.targets:
+        yield Problem("actor.lora.targets", "all-linear already means every layer", "name it alone", show(lora.targets))
+    elif len(set(lora.targets)) < len(lora.targets):
+        yield Problem("actor.lora.targets", "a layer stands twice", value=show(lora.targets))
 
 
 def _optimizer(spec: Spec) -> Iterator[Problem]:
@@ -383,6 +398,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _data,
     _reward,
     _reference,
+    _lora,
     _optimizer,
     _roles,
     node_problems,

@@ -482,12 +482,19 @@ class Spec(Table):
 
     @property
     def needs_ref(self) -> bool:
+        """Whether the loss compares the actor with a reference."""
         return self.algorithm.kl_coef > 0
 
     @property
+    def ref_is_actor(self) -> bool:
+        """Whether the actor itself, without its adapters, is the reference."""
+        own_model = self.ref is not None and self.ref.model
+        return self.needs_ref and self.actor.lora is not None and not own_model
+
+    @property
     def ref_section(self) -> RefSection | None:
-        """The reference's section when one is needed: the spec's own, or one shaped like the actor."""
-        if not self.needs_ref:
+        """The section of the role `ref` when there is one: the spec's own, or one shaped like the actor."""
+        if not self.needs_ref or self.ref_is_actor:
             return None
         if self.ref is not None:
             return self.ref
@@ -525,7 +532,7 @@ class Spec(Table):
     def roles(self) -> tuple[RoleName, ...]:
         """Roles of this run, in the order in which they are started."""
         names: tuple[RoleName, ...] = ("reward", "rollout", "actor")
-        return (*names, "ref") if self.needs_ref else names
+        return (*names, "ref") if self.ref_section is not None else names
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its effective value, as written to `resolved.json`."""

@@ -36,7 +36,9 @@ class Trainer:
         return report.model_dump(), {}
 
     def logprobs(self, message: Message, emit: Emit) -> Reply:
-        return {}, {"logprob_T": self.engine.forward(message.batch)}
+        """Of the model as it is, or, with `adapters` false, of the one that its adapters started from."""
+        adapters = bool(message.body.get("adapters", True))
+        return {}, {"logprob_T": self.engine.forward(message.batch, adapters=adapters)}
 
     def offload(self, message: Message, emit: Emit) -> Reply:
         """Leave the device to other roles. Answers the memory held before and after, in GiB."""

@@ -34,9 +34,11 @@ class DdpTrainEngine(HfTrainEngine):
         super().__init__(config, rank)
         assert isinstance(config.engine, DdpEngine)
         learns = config.optimizer is not None
-        # A model that learns is read in fp32 even when it computes in bf16: its master weights are exact.
-        source = config.model.model_copy(update={"dtype": "fp32"}) if learns else config.model
+        # Weights that learn are read in fp32 even when the model computes in bf16: their masters are exact.
+        all_learn = learns and config.lora is None
+        source = config.model.model_copy(update={"dtype": "fp32"}) if all_learn else config.model
         model = build_model(source, load_weights=True)
+        self._add_adapters(model)
         self.flat = FlatParameters(model, DTYPES[config.model.dtype], learns=learns)
         if not learns:
             model.requires_grad_(False)
@@ -125,7 +127,8 @@ class DdpTrainEngine(HfTrainEngine):
     def offload(self) -> None:
         if self.parking.parked:
             return
-        keep = [self.flat.compute_P]
+        frozen = [p.data for p in self.policy.model.parameters() if self.adapters is not None and not p.requires_grad]
+        keep = [self.flat.compute_P, *frozen]
         if self.optimizer is not None:
             keep += self.optimizer.tensors()
             if self.flat.master_P is not None and self.flat.master_P is not self.flat.compute_P:

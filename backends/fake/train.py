@@ -55,7 +55,7 @@ class FakeTrainEngine(TrainEngine):
     def _log_softmax(self, micro: MicroBatch) -> NDArray[np.float64]:
         return bigram.log_softmax(self.parameters, micro.tokens_T[micro.hidden_N], self.config.temperature)
 
-    def forward(self, batch: Batch) -> NDArray[np.float32]:
+    def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         for micro in micro_batches(batch, self.config.micro_batch_tokens):
             logp_NV = self._log_softmax(micro)

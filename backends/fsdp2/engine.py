@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from backends.adapter_names import base_name, is_adapter
 from backends.checksum import checksum_bytes, checksum_weights
 from backends.fsdp2.optimizer import RowsAdamW
 from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, shard_policy
@@ -27,7 +28,7 @@ from backends.hf import (
 from backends.protocol import Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.groups import join_group, leave_group
-from backends.train.hf_files import aliases_of, stream_into
+from backends.train.hf_files import aliases_of
 from backends.train.parking import Parking
 from backends.train.policy import Policy
 from backends.train.shards import Shard
@@ -53,11 +54,12 @@ class Fsdp2TrainEngine(HfTrainEngine):
         if config.gradient_checkpointing:
             recompute_activations(model)
         aliases = aliases_of(model)
+        self._add_adapters(model)
         self.policy = Policy(model, config.engine.logits_chunk_tokens)
         self.units = shard_policy(self.policy, self.mesh, config.engine, self.compute)
         allocate(self.policy, config.engine, self.device)
         self.weights = cut_tensors(model, self.mesh)
-        stream_into(config.model, aliases, self._weight_shards())
+        self._read_weights(aliases)
         verify_packing(self._run, model, self.device, computes_in=self.compute)
         self.optimizer: RowsAdamW | None = None
         if config.optimizer is not None:
@@ -75,7 +77,9 @@ class Fsdp2TrainEngine(HfTrainEngine):
     def built(self) -> ModelBuilt:
         """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
         digests = [
-            (name, checksum_bytes(tensor_bytes(self._computed(name, full)))) for name, full in self._full_weights()
+            (base_name(name), checksum_bytes(tensor_bytes(self._computed(name, full))))
+            for name, full in self._full_weights()
+            if not is_adapter(name)
         ]
         about = describe(self.policy.model, self.config.model, checksum=False)
         return about.model_copy(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from backends.adapter_names import base_name, is_adapter
 from backends.attention import RowCopies
 from backends.protocol import GreedyAnswer, LossScale, Rank, TrainEngine, Weight, WeightSpec
 from backends.train import weights
 from backends.train.head import LogprobTask, LossResult, LossTask
+from backends.train.hf_files import stream_into
+from backends.train.lora import Adapters
 from backends.train.losses import LOSS_SUMS, TokenColumns
 from backends.train.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches, pack
 from backends.train.policy import Policy
@@ -52,11 +58,28 @@ class HfTrainEngine(TrainEngine):
     """Any Hugging Face causal language model. A subclass sets `policy` and implements the hooks below."""
 
     policy: Policy
+    adapters: Adapters | None = None
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         self.config, self.rank = config, rank
         self.device = torch.device(config.model.device)
         self.state = TrainerState()
+
+    def _add_adapters(self, model: PreTrainedModel) -> None:
+        """Put adapters into the model when the spec asks for them; all else is frozen then. To be called before the
+        model is wrapped."""
+        if self.config.lora is not None:
+            seed, path = self.config.model.seed, self.config.model.path
+            self.adapters = Adapters(model, self.config.lora, seed=seed, path=path)
+
+    def _read_weights(self, aliases: Mapping[str, Sequence[str]]) -> None:
+        """Fill this rank's memory: the model's own weights from disk, adapters as they start. `aliases`: those of the
+        model before it got adapters."""
+        shards = list(self._weight_shards())
+        own = (replace(shard, name=base_name(shard.name)) for shard in shards if not is_adapter(shard.name))
+        stream_into(self.config.model, aliases, own)
+        if self.adapters is not None:
+            self.adapters.fill(shard for shard in shards if is_adapter(shard.name))
 
     # ── what an engine says about itself ──────────────────────────────────────────────────────────
 
@@ -79,11 +102,12 @@ class HfTrainEngine(TrainEngine):
 
     @abstractmethod
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, in the order of `_weight_kinds`, one at a time; all ranks iterate together."""
+        """Every weight whole, in the order of `_weight_kinds`, one at a time; all ranks iterate together. That order is
+        the model's own: a layer's adapter follows its weight."""
 
     @abstractmethod
     def _weight_shards(self) -> Iterator[Shard]:
-        """This rank's memory of the weights that a checkpoint keeps (master weights where there are any)."""
+        """This rank's memory of every weight (the master where there is one)."""
 
     @abstractmethod
     def _moment_shards(self) -> Iterator[Shard]:
@@ -108,8 +132,16 @@ class HfTrainEngine(TrainEngine):
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
+    def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
+        with self._without_adapters() if not adapters else nullcontext():
+            return self._logprobs(batch)
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        assert self.adapters is not None, "this model has no adapters"
+        return self.adapters.off()
+
     @torch.no_grad()
-    def forward(self, batch: Batch) -> NDArray[np.float32]:
+    def _logprobs(self, batch: Batch) -> NDArray[np.float32]:
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         micros = self._micro_batches(batch)
         for number in range(self._rounds(len(micros))):
@@ -207,26 +239,32 @@ class HfTrainEngine(TrainEngine):
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
     def export_weights(self, dtype: DType) -> Iterator[Weight]:
-        return weights.stream(self._full_weights(), dtype)
+        full = self._full_weights()
+        return weights.stream(full if self.adapters is None else self.adapters.merged(full), dtype)
 
     def weight_specs(self, dtype: DType) -> Sequence[WeightSpec]:
-        return [weights.spec_of(name, kind, dtype) for name, kind in self._weight_kinds().items()]
+        kinds = self._weight_kinds() if self.adapters is None else self.adapters.merged_kinds(self._weight_kinds())
+        return [weights.spec_of(name, kind, dtype) for name, kind in kinds.items()]
 
     # ── disk ──────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, folder: Path) -> list[Path]:
         rank, ranks = self.rank.rank, self.rank.world_size
-        written = [write_shards(folder, "model", rank, ranks, self._weight_shards())]
+        written = [write_shards(folder, "model", rank, ranks, self._saved_shards())]
         if self.config.optimizer is not None:
             written.append(write_shards(folder, "optimizer", rank, ranks, self._moment_shards()))
         if rank == 0:
             written.append(self.state.write(folder))
+            if self.adapters is not None:
+                written.append(self.adapters.write(folder))
         return [*written, write_rng(folder, rank)]
 
     def load(self, folder: Path) -> None:
         saved = TrainerState.read(folder)
-        kinds = self._checkpoint_kinds()
-        ShardReader(folder, "model").load(self._weight_shards(), kinds)
+        if self.adapters is not None:
+            self.adapters.check(folder)
+        kinds = {name: kind for name, kind in self._weight_kinds().items() if self._is_saved(name)}
+        ShardReader(folder, "model").load(self._saved_shards(), kinds)
         if self.config.optimizer is not None:
             moments = {
                 f"{name}.{moment}": (kinds[name][0], torch.float32)
@@ -238,9 +276,12 @@ class HfTrainEngine(TrainEngine):
         self._loaded(saved.optimizer_steps)
         read_rng(folder, self.rank.rank)
 
-    def _checkpoint_kinds(self) -> Mapping[str, TensorKind]:
-        """Shape and dtype of every weight that a checkpoint keeps."""
-        return self._weight_kinds()
+    def _saved_shards(self) -> Iterator[Shard]:
+        return (shard for shard in self._weight_shards() if self._is_saved(shard.name))
+
+    def _is_saved(self, name: str) -> bool:
+        """With adapters, a checkpoint keeps them alone: the model's own weights never change."""
+        return self.adapters is None or is_adapter(name)
 
     @abstractmethod
     def _learned(self) -> Sequence[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from backends.adapter_names import base_name, is_adapter
 from backends.attention import RowCopies
 from backends.checksum import checksum_bytes, checksum_weights
 from backends.hf import build_model, build_on_meta, describe, named_weights, recompute_activations, tensor_bytes
@@ -21,7 +22,7 @@ from backends.protocol import Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.groups import leave_group
 from backends.train.head import LogprobTask, LossTask
-from backends.train.hf_files import aliases_of, stream_into
+from backends.train.hf_files import aliases_of
 from backends.train.parking import Parking
 from backends.train.policy import Policy
 from backends.train.row import Row
@@ -48,6 +49,8 @@ class ZeroTrainEngine(HfTrainEngine):
         model = build_on_meta(config.model) if cuts else build_model(config.model, load_weights=False)
         if config.optimizer is None:
             model.requires_grad_(False)
+        aliases = aliases_of(model)
+        self._add_adapters(model)
         if cuts:
             cut_model(deepspeed, model, ds_config, self.device)
         if config.gradient_checkpointing:
@@ -60,7 +63,7 @@ class ZeroTrainEngine(HfTrainEngine):
             self.deepspeed, *_ = deepspeed.initialize(model=self.policy, optimizer=self.adamw, config=ds_config)
             cut = CutParameters if cuts else SlicedGroups
             self.parts = cut(self.deepspeed.optimizer, named_weights(model))
-        stream_into(config.model, aliases_of(model), self._weight_shards())
+        self._read_weights(aliases)
         if self.parts is not None:
             self.parts.refresh()
         self._make_moments()
@@ -77,11 +80,12 @@ class ZeroTrainEngine(HfTrainEngine):
         mesh = {"shard": self.rank.world_size}
         if not isinstance(parts, CutParameters):
             return describe(model, self.config.model, checksum=True).model_copy(update={"mesh": mesh})
-        digests = ((name, checksum_bytes(tensor_bytes(parts.full(name, master=False)))) for name in parts.weights)
-        sizes = [(p.ds_numel, p.requires_grad) for p in model.parameters()]
+        own = {base_name(name): name for name in parts.weights if not is_adapter(name)}
+        digests = ((name, checksum_bytes(tensor_bytes(parts.full(held, master=False)))) for name, held in own.items())
+        sizes = {name: (p.ds_numel, p.requires_grad) for name, p in model.named_parameters()}
         found = {
-            "parameters": sum(size for size, _ in sizes),
-            "trainable_parameters": sum(size for size, learns in sizes if learns),
+            "parameters": sum(size for name, (size, _) in sizes.items() if not is_adapter(name)),
+            "trainable_parameters": sum(size for size, learns in sizes.values() if learns),
             "weights_checksum": checksum_weights(digests),
             "mesh": mesh,
         }

@@ -1,0 +1,201 @@
+"""LoRA adapters (Hu et al. 2021) inside a Hugging Face model: y = W x + (alpha / rank) · B (A x), only A and B learn.
+
+peft puts them into the model in place; the model stays what it is, with longer names (`backends/adapter_names.py`).
+Outside, adapters do not show: weights travel and are compared merged, under the names of the model without them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from backends.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of
+from backends.train.shards import Shard
+from specs.errors import CheckpointError, ModelError
+from specs.schema import Lora
+
+ALL_LINEAR = "all-linear"
+CONFIG_FILE = "adapter_config.json"
+
+TensorKind = tuple[tuple[int, ...], torch.dtype]
+
+
+class Adapters:
+    """The adapters of one model. Making it puts them into `model` and freezes everything else.
+
+    A model on the meta device gets adapters on meta; whoever gives them memory fills it from `initial`.
+    """
+
+    def __init__(self, model: PreTrainedModel, lora: Lora, *, seed: int, path: str) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        chosen = chosen_layers(model, lora.targets)
+        modules = dict(model.named_modules())
+        self.transposed = frozenset(name for name in chosen if isinstance(modules[name], Conv1D))
+        self.seed, self.scale = seed, lora.alpha / lora.rank
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes and stores any number
+            target_modules=chosen,
+            fan_in_fan_out=bool(self.transposed),
+            base_model_name_or_path=path,
+            task_type="CAUSAL_LM",
+        )
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        assert sorted(self.layers) == chosen
+        self.config = _plain(config)
+        for name, layer in self.layers.items():
+            device = layer.get_base_layer().weight.device
+            if device.type != "meta":
+                self._fill(name, layer, device)
+
+    def _fill(self, layer_name: str, layer: Any, device: torch.device) -> None:
+        pairs = ((down_of(layer_name), layer.lora_A["default"]), (up_of(layer_name), layer.lora_B["default"]))
+        for name, linear in pairs:
+            linear.weight = nn.Parameter(self.initial(name, tuple(linear.weight.shape)).to(device))
+
+    def initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Starting value of an adapter's weight, fp32 on CPU: B zero; A uniform in ± 1 / sqrt(in), as peft draws it,
+        from the run's seed and the weight's name alone, so that engines and ranks agree."""
+        if not is_down(name):
+            return torch.zeros(shape)
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed}:{name}".encode()))
+        bound = 1.0 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    @torch.no_grad()
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Starting values into an engine's memory of adapters."""
+        for shard in shards:
+            values = self.initial(shard.name, shard.shape).view(-1)
+            shard.flat.copy_(values[shard.start : shard.start + shard.flat.numel()])
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model without its adapters. (peft's own switch also turns off gradients, which wrapped parameters do
+        not take well.)"""
+        self._switch(False)
+        try:
+            yield
+        finally:
+            self._switch(True)
+
+    def _switch(self, on: bool) -> None:
+        for layer in self.layers.values():
+            layer._disable_adapters = not on
+
+    # ── merged: what leaves the trainer ───────────────────────────────────────────────────────────
+
+    def merged_kinds(self, kinds: Mapping[str, TensorKind]) -> dict[str, TensorKind]:
+        """Names, shapes and dtypes of `merged`, in its order, from those of the model's own weights."""
+        found = {}
+        for name, kind in kinds.items():
+            if is_adapter(name):
+                if not is_down(name):
+                    found[f"{layer_of(name)}.weight"] = (kinds[f"{layer_of(name)}.base_layer.weight"][0], torch.float32)
+            elif not self._is_adapted(name):
+                found[base_name(name)] = kind
+        return found
+
+    def merged(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return merge(weights, self.layers.keys(), self.scale, self.transposed)
+
+    def _is_adapted(self, name: str) -> bool:
+        return _adapted_layer(name) in self.layers
+
+    # ── disk ──────────────────────────────────────────────────────────────────────────────────────
+
+    def write(self, folder: Path) -> Path:
+        """`adapter_config.json`, in peft's own format."""
+        path = folder / CONFIG_FILE
+        path.write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return path
+
+    def check(self, folder: Path) -> None:
+        """Raises CheckpointError when the checkpoint's adapters are not of this kind."""
+        saved = read_config(folder)
+        for key in ("r", "lora_alpha", "target_modules"):
+            if saved[key] != self.config[key]:
+                raise CheckpointError(f"{folder} has adapters with {key} {saved[key]}, this run {self.config[key]}")
+
+
+def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]:
+    """Names of the linear layers that `targets` mean, sorted. A target is a layer's name or the end of it. Raises
+    ModelError for one that no layer has."""
+    head = model.get_output_embeddings()
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    if ALL_LINEAR in targets:
+        return sorted(linear)
+    chosen: set[str] = set()
+    for target in targets:
+        fitting = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not fitting:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ModelError(
+                f'actor.lora.targets: {type(model).__name__} has no linear layer "{target}" below its head',
+                hint=f"it has: {known}",
+            )
+        chosen.update(fitting)
+    return sorted(chosen)
+
+
+@torch.no_grad()
+def merge(
+    weights: Iterator[tuple[str, Tensor]], adapted: Collection[str], scale: float, transposed: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model without adapters, under its names: W + scale · B A, made in fp32, one at a time.
+
+    `weights`: those of the model with adapters in its own order, in which a layer's A and B follow its W. A tensor may
+    be gone as soon as the next one is asked for.
+    """
+    base_VE = down_RE = torch.empty(0)  # of the layer that is under way
+    for name, tensor in weights:
+        if not is_adapter(name):
+            if _adapted_layer(name) in adapted:
+                base_VE = tensor.detach().to(torch.float32, copy=True)
+            else:
+                yield base_name(name), tensor
+        elif is_down(name):
+            down_RE = tensor.detach().float().clone()
+        else:
+            into = base_VE.T if layer_of(name) in transposed else base_VE
+            into.addmm_(tensor.detach().float(), down_RE, alpha=scale)
+            yield f"{layer_of(name)}.weight", base_VE
+
+
+def _adapted_layer(name: str) -> str:
+    """The layer of which this is the frozen matrix, or ""."""
+    return name.removesuffix(".base_layer.weight") if name.endswith(".base_layer.weight") else ""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`adapter_config.json` of a checkpoint. Raises CheckpointError."""
+    path = folder / CONFIG_FILE
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        {config[key] for key in ("r", "lora_alpha")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error!r}", hint="was this run trained with actor.lora?") from None
+    return config
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """peft's configuration as JSON, the same for the same adapters."""
+    plain = {key: value for key, value in config.to_dict().items() if not callable(value)}
+    return {
+        key: sorted(value) if isinstance(value, set) else getattr(value, "value", value) for key, value in plain.items()
+    } | {"inference_mode": True}
