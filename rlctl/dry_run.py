@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlctl.plan import RolePlan, make_plan
+from specs.deepspeed_config import deepspeed_config
 from specs.errors import SpecError
 from specs.load import load_spec
 from specs.rules import file_problems
+from specs.schema import ActorSection, ModelRole, Spec, ZeroEngine
 
 
 def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
@@ -21,7 +25,7 @@ def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
         raise SpecError(errors)
     plan = make_plan(spec, spec_dir)
     for role in plan.roles:
-        print("\n".join(describe(role)) + "\n")
+        print("\n".join([*describe(role), *_deepspeed(spec, role)]) + "\n")
     turns = "take turns on their devices" if plan.colocated else "keep their devices"
     print(f"trainers and rollout {turns}; addresses, ports and the run's secret are made at the start")
     for warning in warnings:
@@ -44,6 +48,17 @@ def describe(role: RolePlan) -> list[str]:
             *(_env(here) or ["  env      as on node 0"]),
         ]
     return lines
+
+
+def _deepspeed(spec: Spec, role: RolePlan) -> list[str]:
+    """The configuration that a ZeRO engine hands to DeepSpeed, derived keys and the spec's own."""
+    section = spec.role(role.role)
+    engine = getattr(section, "engine", None)
+    if not isinstance(engine, ZeroEngine) or not isinstance(section, ModelRole):
+        return []
+    optimizer = section.optimizer if isinstance(section, ActorSection) else None
+    config = deepspeed_config(engine, section.dtype, optimizer, device="cuda" if section.devices else "cpu")
+    return ["  deepspeed", *textwrap.indent(json.dumps(config, indent=2), "    ").splitlines()]
 
 
 def _where(role: RolePlan) -> list[str]:
