@@ -75,8 +75,7 @@ class KvCache:
             self.values[layer] = torch.zeros(
                 slots, shape.kv_heads, max_len, shape.value_dim, device=device, dtype=dtype
             )
-        self._kv_heads = sorted({shape.kv_heads for shape in shapes.values()})
-        self._rows: dict[int, Tensor] = {}
+        self._slots = torch.arange(slots, device=device)
         self._segments: list[Segment] = []
         self._positions: Tensor | None = None
         self._ragged: list[bool] = []
@@ -86,14 +85,9 @@ class KvCache:
 
     def begin_step(self, position_B: NDArray[np.int64], positions: Tensor, segments: list[Segment]) -> None:
         """The next forward writes slot i at `position_B[i]` and reads all up to it. `positions`: on the device."""
-        n = len(position_B)
         self._segments, self._positions = segments, positions
         self._ragged = [bool((position_B[s.start : s.stop] + 1 != s.length).any()) for s in segments]
         self._masks = {}
-        slot_B = np.arange(n, dtype=np.int64)[:, None]
-        for heads in self._kv_heads:
-            rows = (slot_B * heads + np.arange(heads)) * self.max_len + position_B[:, None]
-            self._rows[heads] = torch.from_numpy(rows.reshape(-1)).to(self.device)
 
     def attend(
         self,
@@ -107,11 +101,10 @@ class KvCache:
     ) -> Tensor:
         layer = _layer(module)
         keys, values = self.keys[layer], self.values[layer]
-        heads = keys.shape[1]
-        rows = self._rows[heads]
-        keys.view(-1, keys.shape[3]).index_copy_(0, rows, key.transpose(1, 2).reshape(-1, keys.shape[3]))
-        values.view(-1, values.shape[3]).index_copy_(0, rows, value.transpose(1, 2).reshape(-1, values.shape[3]))
-        n = query.shape[2]
+        heads, n = keys.shape[1], query.shape[2]
+        slots = self._slots[:n]
+        keys[slots, :, self._positions] = key[0].transpose(0, 1)
+        values[slots, :, self._positions] = value[0].transpose(0, 1)
         # Query heads that share a key/value head stand as G queries of one head: nothing is repeated.
         q = query.transpose(1, 2).reshape(n, heads, -1, query.shape[3])
         outputs = [
@@ -188,9 +181,13 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
     if not products or n < 16 or per_head * keys.shape[2] > 512:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
     q, k, v = (t.flatten(0, 1) for t in (query, keys, values))
-    scores = torch.bmm(q * (dim**-0.5 if scaling is None else scaling), k.transpose(1, 2))
-    if mask is not None:
-        scores.unflatten(0, query.shape[:2]).add_(mask)
+    factor = dim**-0.5 if scaling is None else scaling
+    if mask is None:
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(factor)
+    else:
+        scores = torch.baddbmm(
+            mask.expand(-1, query.shape[1], -1, -1).flatten(0, 1), q, k.transpose(1, 2), alpha=factor
+        )
     return torch.bmm(scores.softmax(-1), v).unflatten(0, query.shape[:2])
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from backends.attention import RowCopies, copy_rows
 from backends.train.head import Head, LogprobTask, LossTask
+from backends.train.norm import use_fast_norms
 from backends.train.row import Row
 
 
@@ -19,6 +20,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head = Head(model, logits_chunk_tokens)
+        use_fast_norms(model)
 
     def forward(self, row: Row, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
         """The task at rows `rows_N` of a packed row: `LossResult` or log-probs [N]; without a task the logits [N, V];
