@@ -53,15 +53,29 @@ def init(
     preset: Annotated[str, typer.Option(help="Which preset to write.")] = "quickstart",
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    launcher: Annotated[
+        str, typer.Option(help="slurm: write a batch script beside the spec too.", show_default=False)
+    ] = "",
 ) -> None:
     """Write a commented spec to start from."""
-    from rlctl.init import print_presets, write_preset
+    from rlctl.init import print_presets, write_batch_script, write_preset
+    from specs.errors import UsageError
+
+    if launcher not in ("", "slurm"):
+        hint = "write slurm; how a role's processes are started is the spec's own, e.g. actor.launcher"
+        raise UsageError(f'--launcher "{launcher}": not a choice', hint=hint)
 
     if list_presets:
         print_presets()
         return
     target = spec or Path(f"{preset}.toml")
     write_preset(preset, target, force=force)
+    if launcher == "slurm":
+        batch_script = write_batch_script(target, force=force)
+        typer.echo(
+            f"wrote {target}\nwrote {batch_script}\n\nnext: rlctl check-config {target}\n      sbatch {batch_script}"
+        )
+        return
     typer.echo(f"wrote {target}\n\nnext: rlctl check-config {target}\n      rlctl train {target}")
 
 

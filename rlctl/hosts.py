@@ -67,7 +67,7 @@ def _check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
     if not roles:
         return
     key = f"{roles[0]}.launcher"
-    if "SLURM_JOB_ID" not in env:
+    if not env.get("SLURM_JOB_ID"):
         hint = "run it from a batch script (rlctl init --launcher slurm writes one), or use another launcher"
         raise SpecError([Problem(key, "this is not a SLURM job", hint, '"srun"')])
     has = int(env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", "1")))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import specs
 from specs.errors import UsageError
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
+BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
 
 
 def presets() -> dict[str, Path]:
@@ -35,6 +37,25 @@ def print_presets() -> None:
     Console().print(table)
 
 
+def write_batch_script(spec: Path, *, force: bool) -> Path:
+    """Write the SLURM batch script that trains `spec` beside it, with hosts for its actor; returns the path.
+
+    Raises UsageError when a file is in the way, SpecError when the spec cannot be read.
+    """
+    from specs.load import load_spec
+
+    actor = load_spec(spec, []).actor
+    each = actor.processes // actor.nodes
+    gpus = f"#SBATCH --gpus-per-node={len(actor.devices)}\n" if actor.devices else ""
+    values = {"{name}": spec.stem, "{nodes}": str(actor.nodes), "{each}": str(each), "{gpus}": gpus}
+    text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
+    for word, value in values.items():
+        text = text.replace(word, value)
+    target = spec.with_suffix(".sbatch")
+    _write(target, text, force=force)
+    return target
+
+
 def write_preset(name: str, target: Path, *, force: bool) -> None:
     """Write preset `name` to `target`. Raises UsageError when there is none, or a file is in the way."""
     known = presets()
@@ -44,9 +65,13 @@ def write_preset(name: str, target: Path, *, force: bool) -> None:
         near = closest(name, list(known))
         hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise UsageError(f'--preset "{name}": no such preset', hint=hint)
+    _write(target, known[name].read_text(encoding="utf-8"), force=force)
+
+
+def _write(target: Path, text: str, *, force: bool) -> None:
     try:
         with open(target, "w" if force else "x", encoding="utf-8") as file:
-            file.write(known[name].read_text(encoding="utf-8"))
+            file.write(text)
     except FileExistsError:
         raise UsageError(f"{target}: exists already", hint="name another file, or add --force") from None
     except FileNotFoundError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import subprocess
 import sys
@@ -114,3 +116,54 @@ def test_planning_imports_nothing_heavy(repo_root: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_nodes_of_a_torchrun_group(tmp_path: Path) -> None:
+    role = _two_nodes(tmp_path, "torchrun", devices=[0, 1]).role("actor")
+    place = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "29400")
+    worker = ("--nproc-per-node", "2", "-m", "workers.main", "--role", "actor")
+    assert role.command == (sys.executable, "-m", "torch.distributed.run", *place, *worker)
+    (there,) = role.remote
+    assert there.command == tuple("1" if word == "0" else word for word in role.command)
+    assert (there.host, there.shell) == ("b", ("ssh", "-o", "BatchMode=yes", "b"))
+    assert there.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "GLOO_SOCKET_IFNAME" not in role.env  # each host finds its own
+    assert [role.host_of(rank) for rank in range(4)] == ["", "", "b", "b"]
+    assert role.ranks_of(1) == (2, 3)
+
+
+def test_nodes_of_a_deepspeed_group_know_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    role = _two_nodes(tmp_path, "deepspeed", devices=[0, 1]).role("actor")
+    words = role.command
+    info = json.loads(base64.urlsafe_b64decode(words[words.index("--world_info") + 1]))
+    assert info == {"a": ["6", "7"], "b": ["0", "1"]}  # what a scheduler left this host says nothing of the other
+    assert words[-5:] == ("--module", "--no_local_rank", "workers.main", "--role", "actor")
+    assert role.env["LOCAL_WORLD_SIZE"] == "2"
+    alone = plan(actor={"processes": 2, "launcher": "deepspeed"}).role("actor")
+    assert alone.env["DS_ACCELERATOR"] == "cpu"
+    assert alone.command[alone.command.index("--master_port") + 1] == "{port}"
+
+
+def test_srun_starts_all_nodes_with_one_command() -> None:
+    made = plan(actor={"processes": 8, "nodes": 2, "launcher": "srun", "devices": [0, 1, 2, 3]})
+    role = made.role("actor")
+    words = " ".join(role.command)
+    assert words.startswith("srun --nodes 2 --ntasks 8 --ntasks-per-node 4 --relative 0 --distribution block")
+    assert words.endswith(f"--kill-on-bad-exit=1 {sys.executable} -m workers.main --role actor")
+    assert role.remote == ()
+    assert role.env["RLCTL_DEVICES"] == "0,1,2,3"
+    assert made.address == "{address}"
+    assert plan().address == ""
+
+
+def test_two_groups_on_two_nodes_meet_at_two_ports(tmp_path: Path) -> None:
+    made = _two_nodes(tmp_path, "torchrun", algorithm={"kl_coef": 0.1})
+    assert [made.role(name).meeting.port for name in ("actor", "ref")] == [29400, 29401]
+    assert made.hosts == ("b",)
+
+
+def _two_nodes(tmp_path: Path, launcher: str, devices: Any = (), **sections: Any) -> Plan:
+    (tmp_path / "hosts").write_text("a slots=2  # this one\n\nb slots=2\n")
+    actor = {"processes": 4, "nodes": 2, "launcher": launcher, "devices": devices}
+    return plan(actor=actor, cluster={"hostfile": str(tmp_path / "hosts"), "address": "10.0.0.1"}, **sections)
