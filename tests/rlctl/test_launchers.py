@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probe_groups import SUPPORT, probe_groups, wait_until
+from probe_groups import SUPPORT, probe_groups
 from running import preset, rlctl
 from test_plan import plan as make
 
@@ -22,7 +22,7 @@ from rlctl.launch import remote_script
 from rlctl.plan import RolePlan, package_root
 from specs.errors import RoleFailure
 from specs.messages import Verb
-from workers.watchdog import pids_marked
+from workers.watchdog import kill_marked, pids_marked
 
 BOUND_S = 40.0
 WANTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
@@ -145,8 +145,11 @@ def test_a_node_ends_with_its_line_to_the_driver(tmp_path: Path) -> None:
         assert node.stdout.readline() == "ready\n"
         assert len(pids_marked(f"SECRET={secret}")) == 3
         node.stdin.close()
-        assert node.wait(20) == 128 + signal.SIGKILL
-    assert wait_until(lambda: not pids_marked(f"SECRET={secret}"), 5)
+        try:
+            assert node.wait(20) == 128 + signal.SIGKILL
+            assert pids_marked(f"SECRET={secret}") == []
+        finally:
+            kill_marked(f"SECRET={secret}", 10)
 
 
 def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path) -> None:
