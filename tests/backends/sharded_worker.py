@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from backends.protocol import Rank, TrainEngine  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
 from backends.train.parking import Parking  # noqa: E402
 from specs.batch import Batch, balanced_shards  # noqa: E402
-from specs.schema import DdpEngine, Fsdp2Engine  # noqa: E402
+from specs.schema import DdpEngine, Fsdp2Engine, ZeroEngine  # noqa: E402
 
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
 # Changes to `train_config`, by the name of a case. One that starts with "4:" runs on four ranks, others on two.
@@ -45,6 +46,21 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "4:fsdp2": {"engine": Fsdp2Engine()},
 }
+if find_spec("deepspeed") is not None:
+    # By default stage 3 leaves parameters of less than 100,000 elements whole, and these models have no others.
+    CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    ZERO3, ON_HOST = {"stage": 3, "deepspeed": CUT_ALL}, {"offload_optimizer": True}
+    CASES |= {
+        "zero1": {"engine": ZeroEngine(stage=1)},
+        "zero2": {"engine": ZeroEngine(stage=2)},
+        "zero3": {"engine": ZeroEngine(**ZERO3)},
+        "zero2 bf16": {"engine": ZeroEngine(stage=2), **BF16},
+        "zero3 bf16": {"engine": ZeroEngine(**ZERO3), **BF16},
+        "zero2 offload": {"engine": ZeroEngine(stage=2, **ON_HOST)},
+        "zero3 offload": {"engine": ZeroEngine(**ZERO3, **ON_HOST, offload_parameters=True)},
+        "zero3 recompute": {"engine": ZeroEngine(**ZERO3), "gradient_checkpointing": True},
+        "zero3 small ones whole": {"engine": ZeroEngine(stage=3)},
+    }
 STEPS = 5
 EMPTY_STEP, UNEVEN_STEP = 3, 2
 ALGORITHM = grpo(kl_coef=0.1, entropy_coef=0.01, loss_aggregation="seq-mean-token-mean")
