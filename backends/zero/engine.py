@@ -77,7 +77,7 @@ class ZeroTrainEngine(HfTrainEngine):
 
     def built(self) -> ModelBuilt:
         model, parts = self.policy.model, self.parts
-        mesh = {"shard": self.rank.world_size}
+        mesh = {"shard": self.rank.world_size if parts is None else parts.shards}
         if not isinstance(parts, CutParameters):
             return describe(model, self.config.model, checksum=True).model_copy(update={"mesh": mesh})
         own = {base_name(name): name for name in parts.weights if not is_adapter(name)}

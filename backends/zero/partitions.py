@@ -54,6 +54,11 @@ class Partitions(ABC):
     def masters(self) -> list[Tensor]:
         """The flat fp32 master weights of each group."""
 
+    @property
+    @abstractmethod
+    def shards(self) -> int:
+        """Into how many parts the master weights are cut, read back from the sizes of what is there."""
+
     @abstractmethod
     def _groups(self) -> list[list[nn.Parameter]]: ...
 
@@ -101,6 +106,10 @@ class SlicedGroups(Partitions):
     def masters(self) -> list[Tensor]:
         flats: list[Tensor] = self.optimizer.single_partition_of_fp32_groups
         return flats
+
+    @property
+    def shards(self) -> int:
+        return int(self.optimizer.bit16_groups_flat[0].numel() // self.masters[0].numel())
 
     def _groups(self) -> list[list[nn.Parameter]]:
         groups: list[list[nn.Parameter]] = self.optimizer.round_robin_bit16_groups
@@ -154,6 +163,11 @@ class CutParameters(Partitions):
     def masters(self) -> list[Tensor]:
         flats: list[Tensor] = getattr(self.optimizer, "fp32_partitioned_groups_flat", [])
         return flats
+
+    @property
+    def shards(self) -> int:
+        parameter: Any = next(tensor for tensor in self.weights.values() if hasattr(tensor, "ds_tensor"))
+        return int(parameter.ds_numel_aligned // parameter.ds_tensor.numel())
 
     def _groups(self) -> list[list[nn.Parameter]]:
         groups: list[list[nn.Parameter]] = getattr(self.optimizer, "fp16_groups", [])
