@@ -4,6 +4,7 @@ there is memory for it."""
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from backends.export_adapters import adapter_weights, compare_adapters, holds_adapters, load_adapted, merged_weights
 from backends.export_folder import FolderReader, write_folder
 from backends.hf import named_weights
 from backends.tensor_files import LazyTensor
@@ -52,6 +54,10 @@ class Proof:
 
 def trained_weights(source: Source) -> list[LazyTensor]:
     """The weights that training left, by the model's own names, in the dtype asked for; each read when it is loaded."""
+    if holds_adapters(source.checkpoint):
+        return merged_weights(
+            source.checkpoint, _on_meta(source), source.model_path, source.trust_remote_code, DTYPES[source.dtype]
+        )
     reader, dtype = ShardReader(source.checkpoint, "model"), DTYPES[source.dtype]
 
     def lazy(name: str) -> LazyTensor:
@@ -190,6 +196,16 @@ def prove(source: Source, out: Path, proof_file: Path, memory_bytes: int, progre
         # Of the model on meta: one that is partly on the disk shows tied parameters twice.
         parameters = sum(parameter.numel() for parameter in meta.parameters())
         return Proof(len(published), parameters, compared, undecided, "memory" if in_memory else "disk")
+
+
+def prove_adapters(source: Source, out: Path, proof_file: Path) -> Proof:
+    """Load `out` onto the base model as a user of peft does, and have them repeat the trainer. Raises ExportError."""
+    weights = adapter_weights(source.checkpoint)
+    model = load_adapted(source.model_path, out, DTYPES[source.dtype], source.trust_remote_code)
+    compare_adapters(model, weights)
+    compared, undecided = _greedy(model, json.loads(proof_file.read_text()), DECIDED[source.dtype])
+    parameters = sum(math.prod(weight.shape) for weight in weights)
+    return Proof(len(weights), parameters, compared, undecided, "memory")
 
 
 def _compare_files(folder: FolderReader, wanted: Sequence[LazyTensor], told: Callable[[int], None]) -> None:

@@ -134,6 +134,9 @@ def export_checkpoint(
             show_default=False,
         ),
     ] = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Only the LoRA adapters, as a folder for peft; else they are merged.")
+    ] = False,
 ) -> None:
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
     from specs.errors import UsageError
@@ -143,7 +146,7 @@ def export_checkpoint(
             raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
     from rlctl.export import Limits, export
 
-    raise typer.Exit(export(run_dir, out_dir, step, role, dtype, Limits(shard_gb, memory_gib)))
+    raise typer.Exit(export(run_dir, out_dir, step, role, dtype, Limits(shard_gb, memory_gib), adapter_only))
 
 
 def main(arguments: list[str] | None = None) -> int:

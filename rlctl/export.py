@@ -33,8 +33,17 @@ class Limits:
     memory_GiB: float | None = None
 
 
-def export(run_dir: Path, out_dir: Path, step: int | None, role: str, dtype: str, limits: Limits | None = None) -> int:
-    """Export the newest (or the given) checkpoint of `role`. Raises UsageError, CheckpointError or ExportError."""
+def export(
+    run_dir: Path,
+    out_dir: Path,
+    step: int | None,
+    role: str,
+    dtype: str,
+    limits: Limits | None = None,
+    adapter_only: bool = False,
+) -> int:
+    """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. Raises
+    UsageError, CheckpointError or ExportError."""
     from rich.console import Console
 
     console = Console()
@@ -43,15 +52,19 @@ def export(run_dir: Path, out_dir: Path, step: int | None, role: str, dtype: str
     folder = checkpoint.path / role
     if not folder.is_dir():
         raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
+    if adapter_only and not (folder / "adapter_config.json").is_file():
+        hint = "leave it out: the whole model was trained"
+        raise UsageError("--adapter-only: this run was not trained with actor.lora", hint=hint)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
-        proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), status.update)
+        proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), adapter_only, status.update)
     console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}")
+    by = "peft" if adapter_only else "transformers"
     from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
     console.print(
-        f"proven: loads in transformers{from_disk}, {proof['tensors']} tensors with the trainer's values, "
+        f"proven: loads in {by}{from_disk}, {proof['tensors']} tensors with the trainer's values, "
         f"{proof['parameters']:,} parameters, {proof['greedy_tokens']} greedy tokens the same"
         + (f" ({proof['undecided_tokens']} near-ties left out)" if proof["undecided_tokens"] else "")
     )
@@ -83,7 +96,13 @@ def _roles(checkpoint: checkpoints.Checkpoint) -> list[str]:
 
 
 def _export(
-    checkpoint: checkpoints.Checkpoint, folder: Path, out_dir: Path, dtype: str, limits: Limits, say: Say
+    checkpoint: checkpoints.Checkpoint,
+    folder: Path,
+    out_dir: Path,
+    dtype: str,
+    limits: Limits,
+    adapter_only: bool,
+    say: Say,
 ) -> dict[str, Any]:
     """Write beside `out_dir`, prove, and only then rename into place."""
     about = checkpoint.manifest
@@ -96,6 +115,7 @@ def _export(
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],
             "dtype": dtype,
+            "adapter_only": adapter_only,
             "out": str(model),
             "shard_bytes": int(limits.shard_GB * 1e9),
             "memory_bytes": int(limits.memory_GiB * 2**30) if limits.memory_GiB else _spare_memory_bytes(),

@@ -135,6 +135,9 @@ def _lora(spec: Spec) -> Iterator[Problem]:
         return
     if spec.actor.engine.kind == "fake":
         yield _no_effect("actor.lora", spec.actor, "the fake engine has no linear layers")
+    elif spec.model.from_scratch:
+        message = "adapters need a trained model below them, and checkpoints do not hold the random one"
+        yield Problem("actor.lora", message, "set model.from_scratch = false, or train the whole model")
     if len(lora.targets) > 1 and "all-linear" in lora.targets:
         yield Problem("actor.lora.targets", "all-linear already means every layer", "name it alone", show(lora.targets))
     elif len(set(lora.targets)) < len(lora.targets):

@@ -41,14 +41,20 @@ def main(request_path: str) -> int:
     request = json.loads(Path(request_path).read_text())
     answer = Path(request["answer"])
     try:
-        from backends.export import Source, prove, write_model
+        from backends.export import Source, prove, prove_adapters, write_model
+        from backends.export_adapters import write_adapters
 
         checkpoint, out = Path(request["checkpoint"]), Path(request["out"])
         trust = bool(request["trust_remote_code"])
         source = Source(checkpoint, request["model_path"], request["dtype"], trust)
         progress = ProgressFile(Path(request["progress"]))
-        write_model(source, out, int(request["shard_bytes"]), progress)
-        proof = prove(source, out, Path(request["proof_file"]), int(request["memory_bytes"]), progress)
+        proof_file = Path(request["proof_file"])
+        if request["adapter_only"]:
+            write_adapters(checkpoint, out)
+            proof = prove_adapters(source, out, proof_file)
+        else:
+            write_model(source, out, int(request["shard_bytes"]), progress)
+            proof = prove(source, out, proof_file, int(request["memory_bytes"]), progress)
         answer.write_text(json.dumps({"proof": dataclasses.asdict(proof)}))
     except RlctlError as error:
         answer.write_text(json.dumps({"error": error.message, "hint": error.hint}))

@@ -172,9 +172,13 @@ def merge(
         elif is_down(name):
             down_RE = tensor.detach().float().clone()
         else:
-            into = base_VE.T if layer_of(name) in transposed else base_VE
-            into.addmm_(tensor.detach().float(), down_RE, alpha=scale)
+            add_adapter(base_VE.T if layer_of(name) in transposed else base_VE, down_RE, tensor.detach().float(), scale)
             yield f"{layer_of(name)}.weight", base_VE
+
+
+def add_adapter(weight_VE: Tensor, down_RE: Tensor, up_VR: Tensor, scale: float) -> None:
+    """W += scale · B A, in place. All in fp32."""
+    weight_VE.addmm_(up_VR, down_RE, alpha=scale)
 
 
 def _adapted_layer(name: str) -> str:
