@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sharded_worker
 import torch
 from train_helpers import (
     GPT2,
@@ -273,3 +277,26 @@ def test_adapters_do_not_load_a_whole_models_checkpoint(tmp_path: Path, qwen2: P
     engine_of(qwen2, None).save(tmp_path)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
         engine_of(qwen2).load(tmp_path)
+
+
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
+    """Norms, merged weights, log-probs without adapters and counts of parameters, over real gloo processes."""
+    cases = [case for case in ("ddp", "fsdp2", "zero1", "zero3") if case in sharded_worker.CASES]
+    worker = str(Path(__file__).with_name("lora_worker.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", worker]
+    arguments = [*command, str(qwen2), str(tmp_path), *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=170, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, batch = engine_of(qwen2), make_batch()
+    start_T, norms, built = alone.forward(batch), learn(alone)[1::2], alone.built()
+    for case in cases:
+        with np.load(tmp_path / f"{case}.npz") as file:
+            found = dict(file)
+        assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
+        np.testing.assert_allclose(found.pop("base_T"), start_T, atol=1e-5, err_msg=case)
+        assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
+        assert largest_gap(found, weights_of(alone)) < 2e-5, case
