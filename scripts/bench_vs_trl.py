@@ -5,8 +5,9 @@
 
 The same model folder (2.4M-parameter Qwen2, random weights, fp32), the same prompts, group size, token limit and
 thread count; learning rate 0, so that lengths stay put; steps after the third; the sides take turns, so that both see
-the same machine; each side runs with the OMP_WAIT_POLICY that was faster for it. TRL is 1.16 with transformers
-generation, in its own environment (`.venv-trl`, made on the first call).
+the same machine; each side runs with the OMP_WAIT_POLICY that was faster for it in a short trial. With
+`--data-parallel`, each side also tries as many data-parallel processes as threads, and keeps the best. TRL is 1.16 with
+transformers generation, in its own environment (`.venv-trl`, made on the first call).
 
 rlctl's side is `rlctl train` itself, its numbers are those of `metrics.jsonl`: processes, wire, rewards, verified
 weight sync and all.
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,17 @@ TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 TRL_PACKAGES = ("trl==1.16.*", "transformers==5.23.0", "datasets", "accelerate")
 TORCH = "torch==2.13.0"
 WARM_UP = 3  # steps left out
-POLICIES = ("PASSIVE", "ACTIVE")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a side uses the threads it is given. On rlctl's side, `processes` is that of the actor and of the rollout."""
+
+    policy: str  # OMP_WAIT_POLICY
+    processes: int
+
+    def __str__(self) -> str:
+        return f"{self.processes} × {self.policy}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ class Bench:
     work: Work
     folder: Path
     threads: int
+    data_parallel: bool
 
     @property
     def prompts(self) -> list[str]:
@@ -87,38 +100,47 @@ class Bench:
         reward = "def score(prompt: str, completion: str, row: dict) -> float:\n    return float(len(completion) % 2)\n"
         (self.folder / "reward.py").write_text(reward)
 
-    def environment(self, policy: str) -> dict[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": policy, "HF_HUB_OFFLINE": "1"}
+    @property
+    def layouts(self) -> list[Layout]:
+        counts = {1, self.threads} if self.data_parallel else {1}
+        return [Layout(policy, processes) for processes in sorted(counts) for policy in ("PASSIVE", "ACTIVE")]
 
-    def run_trl(self, timings: Timings, steps: int, policy: str, accumulate: int = 1) -> None:
+    def environment(self, layout: Layout) -> dict[str, str]:
+        threads = str(self.threads // layout.processes)
+        return {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": layout.policy, "HF_HUB_OFFLINE": "1"}
+
+    def run_trl(self, timings: Timings, steps: int, layout: Layout) -> None:
         order = {
             "model": str(self.folder / "model"),
             "prompts": self.prompts,
             "group": self.work.group,
             "limit": self.work.limit,
             "steps": WARM_UP + steps,
-            "threads": self.threads,
-            "accumulate": accumulate,
+            "threads": self.threads // layout.processes,
+            "processes": layout.processes,
             "seed": len(timings.step_s),
             "out": str(self.folder / "trl"),
         }
-        text = call([TRL_PYTHON, ROOT / "scripts" / "trl_side.py", json.dumps(order)], self.environment(policy))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", layout.processes]
+        python = [TRL_PYTHON, *(launcher if layout.processes > 1 else [])]
+        text = call([*python, ROOT / "scripts" / "trl_side.py", json.dumps(order)], self.environment(layout))
         found = json.loads(next(line for line in text.splitlines() if line.startswith("RESULT "))[7:])
         timings.add(found["step_s"], found["generate_s"], found["length"])
 
-    def run_rlctl(self, timings: Timings, steps: int, policy: str) -> None:
+    def run_rlctl(self, timings: Timings, steps: int, layout: Layout) -> None:
         spec = self.folder / "spec.toml"
-        spec.write_text(self.spec(WARM_UP + steps, policy, seed=len(timings.step_s)))
+        spec.write_text(self.spec(WARM_UP + steps, layout, seed=len(timings.step_s)))
         run_dir = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
-        call([sys.executable, "-m", "rlctl", "train", spec, "--run-dir", run_dir], self.environment(policy))
+        call([sys.executable, "-m", "rlctl", "train", spec, "--run-dir", run_dir], self.environment(layout))
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         timings.add(
             *([record[key] for record in records] for key in ("time/step_s", "time/rollout_s", "rollout/length_mean"))
         )
 
-    def spec(self, steps: int, policy: str, seed: int) -> str:
-        work = self.work
-        role = f"threads = {self.threads}\nenv = {{ OMP_WAIT_POLICY = {policy!r} }}"
+    def spec(self, steps: int, layout: Layout, seed: int) -> str:
+        work, processes = self.work, layout.processes
+        threads = self.threads // processes
+        role = f"processes = {processes}\nthreads = {threads}\nenv = {{ OMP_WAIT_POLICY = {layout.policy!r} }}"
         return f"""schema = 1
 [run]
 name = "bench"
@@ -139,6 +161,7 @@ group_size = {work.group}
 [actor]
 micro_batch_tokens = 4096
 optimizer = {{ lr = 0.0 }}
+launcher = "{"torchrun" if processes > 1 else "python"}"
 {role}
 [rollout]
 {role}
@@ -202,30 +225,29 @@ def ensure_trl() -> None:
     call([TRL_PYTHON, "-m", "pip", "install", TORCH, *TRL_PACKAGES], environment)
 
 
-def best_policy(run: Any, label: str) -> str:
-    """The wait policy with the smaller median step in a short trial."""
-    trial: dict[str, float] = {}
-    for policy in POLICIES:
+def best_layout(bench: Bench, run: Callable[[Timings, int, Layout], None], label: str) -> Layout:
+    """The layout with the smallest median step in a short trial."""
+    trial: dict[Layout, float] = {}
+    for layout in bench.layouts:
         timings = Timings()
-        run(timings, 2, policy)
-        trial[policy] = statistics.median(timings.step_s)
-    best = min(trial, key=lambda policy: trial[policy])
-    print(f"{label}: OMP_WAIT_POLICY {', '.join(f'{p} {s:.2f} s' for p, s in trial.items())} → {best}")
+        run(timings, 3, layout)
+        trial[layout] = statistics.median(timings.step_s)
+    best = min(trial, key=lambda layout: trial[layout])
+    print(f"{label}: {', '.join(f'{layout} {seconds:.2f} s' for layout, seconds in trial.items())} → {best}")
     return best
 
 
-def measure(work: Work, rounds: int, steps: int, threads: int) -> tuple[Timings, Timings]:
+def measure(bench: Bench, rounds: int, steps: int) -> tuple[Timings, Timings]:
     """(TRL, rlctl), taking turns."""
-    with tempfile.TemporaryDirectory(prefix="rlctl-bench-") as folder:
-        bench = Bench(work, Path(folder), threads)
-        bench.lay_out()
-        trl, ours = Timings(), Timings()
-        trl_policy, our_policy = best_policy(bench.run_trl, "TRL"), best_policy(bench.run_rlctl, "rlctl")
-        for number in range(rounds):
-            bench.run_trl(trl, steps, trl_policy)
-            bench.run_rlctl(ours, steps, our_policy)
-            print(f"{work.name}, round {number + 1}: TRL {statistics.median(trl.step_s):.2f} s, "
-                  f"rlctl {statistics.median(ours.step_s):.2f} s per step")  # fmt: skip
+    bench.lay_out()
+    trl, ours = Timings(), Timings()
+    trl_layout = best_layout(bench, bench.run_trl, "TRL")
+    our_layout = best_layout(bench, bench.run_rlctl, "rlctl")
+    for number in range(rounds):
+        bench.run_trl(trl, steps, trl_layout)
+        bench.run_rlctl(ours, steps, our_layout)
+        print(f"{bench.work.name}, round {number + 1}: TRL {statistics.median(trl.step_s):.2f} s, "
+              f"rlctl {statistics.median(ours.step_s):.2f} s per step")  # fmt: skip
     return trl, ours
 
 
@@ -258,10 +280,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="measured steps per round")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--data-parallel", action="store_true", help="each side may also run one process per thread")
     asked = parser.parse_args()
     ensure_trl()
-    chosen = list(WORKS) if asked.work == "all" else [asked.work]
-    show({name: measure(WORKS[name], asked.rounds, asked.steps, asked.threads) for name in chosen})
+    results = {}
+    for name in WORKS if asked.work == "all" else [asked.work]:
+        with tempfile.TemporaryDirectory(prefix="rlctl-bench-") as folder:
+            bench = Bench(WORKS[name], Path(folder), asked.threads, asked.data_parallel)
+            results[name] = measure(bench, asked.rounds, asked.steps)
+    show(results)
 
 
 if __name__ == "__main__":

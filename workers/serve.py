@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import traceback
@@ -40,6 +41,11 @@ def serve(peer: Peer, handlers: Handlers) -> None:
         _answer(peer, handlers, message)
         if message.verb is Verb.CLOSE:
             return
+        if message.verb is Verb.BUILD:
+            # What libraries and models made will live as long as the process. Left to the garbage collector, its every
+            # full pass walks through all of it: 5 % of the time of decoding on a CPU.
+            gc.collect()
+            gc.freeze()
 
 
 def _answer(peer: Peer, handlers: Handlers, call: Message) -> None:
