@@ -42,7 +42,8 @@ REFUSED = {
 @pytest.mark.parametrize("change", [*ALLOWED, *REFUSED])
 def test_what_may_change(tmp_path, change):
     spec = preset("quickstart", tmp_path)
-    before, after = load_spec(spec).resolved(), load_spec(spec, [change]).resolved()
+    trained = "model.from_scratch=false"  # adapters want it
+    before, after = load_spec(spec, [trained]).resolved(), load_spec(spec, [trained, change]).resolved()
     refused, allowed = differences(before, after)
     if change in ALLOWED:
         assert ALLOWED[change] in allowed
@@ -95,7 +96,7 @@ def test_another_config_is_named(here, tmp_path):
 
 
 def test_adapters_are_no_whole_model(here, tmp_path):
-    spec_path, overrides = here
+    spec_path, overrides = here[0], [*here[1], "model.from_scratch=false"]
     manifest = {"step": 3, **about_model(load_spec(spec_path, [*overrides, "actor.lora.rank=4"]), tmp_path)}
     with pytest.raises(CheckpointError, match=r"actor.lora: {.*} → unset"):
         check_fits(manifest, load_spec(spec_path, overrides), tmp_path)
