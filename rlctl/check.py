@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.plan import Plan, make_plan
 from specs.errors import Problem, SpecError
+from specs.interpreters import SHOWN, look_at
 from specs.load import load_spec
 from specs.model_files import resolve_model
 from specs.rules import cross_field_warnings, file_problems
@@ -113,7 +115,16 @@ def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
         "devices": list(placed.devices),
         "threads": placed.threads,
         "python": placed.python,
+        "versions": _versions(section, placed.python),
     }
+
+
+def _versions(section: RoleSection, python: str) -> dict[str, str]:
+    """What the role's own interpreter has installed, Python first; empty where the role runs in ours, or it did not
+    answer."""
+    if not section.python or (found := look_at(python)).failure:
+        return {}
+    return {"python": found.python, **{name: found.versions[name] for name in SHOWN if name in found.versions}}
 
 
 def seats(spec: Spec) -> dict[str, dict[str, Any]]:
@@ -156,6 +167,9 @@ def _print(findings: Findings, spec_path: Path) -> None:
     if findings.spec and findings.plan:
         out.print(_roles_table(findings.spec, findings.plan, spec_path.absolute().parent))
         out.print()
+        if any(findings.spec.role(name).python for name in findings.spec.roles):
+            out.print(_interpreters_table(findings.spec, findings.plan, spec_path.absolute().parent))
+            out.print()
         if any(mesh_of(findings.spec.role(name)) for name in findings.spec.roles):
             out.print(_seats_table(findings.spec))
             out.print()
@@ -196,6 +210,18 @@ def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
         nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
         places = (f"{role['processes']} × {role['launcher']}{nodes}", devices, role["threads"])
         table.add_row(name, *(str(cell or "–") for cell in cells), *map(str, places))
+    return table
+
+
+def _interpreters_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
+    """Roles that run in another interpreter than ours, and what it has installed."""
+    from rich.table import Table
+
+    table = Table("role", "interpreter", "has", box=None, pad_edge=False)
+    for name, role in roles(spec, plan, spec_dir).items():
+        if spec.role(name).python:  # type: ignore[arg-type]
+            packages = ", ".join(f"{package} {version}" for package, version in role["versions"].items())
+            table.add_row(name, os.path.relpath(role["python"], spec_dir), packages or "–")
     return table
 
 

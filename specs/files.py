@@ -8,13 +8,13 @@ from __future__ import annotations
 import ast
 import os
 import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from specs.data_files import check_data
 from specs.errors import Problem
 from specs.explain import show
+from specs.interpreters import interpreter_problems
 from specs.keys import closest
 from specs.model_files import ModelCheck
 from specs.node_rules import hostfile_problems
@@ -28,7 +28,8 @@ def file_problems(spec: Spec, spec_dir: Path, *, starting: bool = False) -> tupl
     """
     errors, warnings = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
-    errors += data_errors + _functions(spec, spec_dir) + _interpreters(spec, spec_dir)
+    errors += data_errors + _functions(spec, spec_dir)
+    errors += interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver())
     errors += _launchers(spec) + hostfile_problems(spec, spec_dir)
     warnings += data_warnings
     (errors if starting else warnings).extend(_devices(spec))
@@ -88,7 +89,7 @@ def _smaller_vocabulary(actor: ModelCheck, ref: ModelCheck) -> list[Problem]:
     return [Problem("ref.model", message, "use a model with the same tokenizer", show(ref.path))]
 
 
-# ── reward functions, interpreters, devices ───────────────────────────────────────────────────────
+# ── reward functions, launchers, devices ──────────────────────────────────────────────────────────
 
 
 def _functions(spec: Spec, spec_dir: Path) -> list[Problem]:
@@ -149,24 +150,8 @@ def _takes_three(arguments: ast.arguments) -> bool:
     return least <= 3 and (most >= 3 or arguments.vararg is not None) and not required_by_name
 
 
-def _interpreters(spec: Spec, spec_dir: Path) -> list[Problem]:
-    problems = []
-    sections: list[tuple[RoleName, RoleSection | None]] = [("actor", spec.actor), ("ref", spec.ref)]
-    for role, section in [*sections, ("rollout", spec.rollout), ("reward", spec.reward)]:
-        if section is None or not section.python:
-            continue
-        file = spec_dir / Path(section.python).expanduser()
-        if not file.is_file():
-            message = f"no such interpreter ({os.path.abspath(file)})"
-            hint = f"leave it out to use {sys.executable}"
-            problems.append(Problem(f"{role}.python", message, hint, show(section.python)))
-        elif not os.access(file, os.X_OK):
-            problems.append(Problem(f"{role}.python", "is not executable", "", show(section.python)))
-    return problems
-
-
 def _launchers(spec: Spec) -> list[Problem]:
-    """Launchers that come from packages which need not be there. Another interpreter than ours is not asked."""
+    """Launchers that come from packages which need not be there. Another interpreter is asked elsewhere."""
     sections: list[tuple[RoleName, RoleSection | None]] = [("actor", spec.actor), ("ref", spec.ref)]
     wanting = [role for role, section in sections if section and section.launcher == "deepspeed" and not section.python]
     if not wanting or find_spec("deepspeed") is not None:

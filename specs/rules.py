@@ -13,6 +13,7 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.files import file_problems
 from specs.node_rules import node_problems
+from specs.rollout_rules import rollout_problems
 from specs.schema import (
     FakeRolloutEngine,
     FakeTrainEngine,
@@ -27,7 +28,7 @@ from specs.schema import (
     Table,
     TorchRolloutEngine,
 )
-from specs.seats import mesh_of, straddling
+from specs.seats import devices_of_a_process, mesh_of, straddling
 from specs.templates import template_columns
 from specs.zero_rules import zero_problems
 
@@ -262,10 +263,16 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         yield Problem(key, "GPU numbers start at 0", value=value)
     if len(set(devices)) != len(devices):
         yield Problem(key, "a GPU stands twice; each process has one of its own", value=value)
-    elif devices and len(devices) * section.nodes != section.processes:
+    each = devices_of_a_process(section)
+    if devices and len(set(devices)) == len(devices) and len(devices) * section.nodes != section.processes * each:
         on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
-        message = f"{len(devices)} GPUs{on_each} for {section.processes} processes; each process has one"
-        hint = f"set {role}.processes = {len(devices) * section.nodes}, or change the list"
+        has = "one" if each == 1 else f"{each} (tensor_parallel)"
+        message = f"{len(devices)} GPUs{on_each} for {section.processes} processes; each process has {has}"
+        fitting = len(devices) * section.nodes
+        if fitting % each:
+            hint = f"name {section.processes * each} GPUs, or change {role}.engine.tensor_parallel"
+        else:
+            hint = f"set {role}.processes = {fitting // each}, or change the list"
         yield Problem(key, message, hint, value)
 
 
@@ -405,6 +412,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _optimizer,
     _roles,
     node_problems,
+    rollout_problems,
     _mesh,
     zero_problems,
     _attention,

@@ -17,6 +17,7 @@ SCHEMA_VERSION = 1
 RoleName = Literal["actor", "ref", "reward", "rollout"]
 DType = Literal["fp32", "bf16"]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
+OWN_ATTENTION = ("vllm", "sglang")  # rollout engines that choose their attention themselves
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -513,8 +514,10 @@ class Spec(Table):
         return 2e-3 if self.rollout_dtype == self.actor.dtype == "fp32" else 0.15
 
     def attention(self, role: RoleName) -> Attention:
-        """Attention asked for a role: its own key, else the model's."""
+        """Attention asked for a role: its own key, else the model's; none where the engine chooses it."""
         section = self.role(role)
+        if role == "rollout" and self.rollout.engine.kind in OWN_ATTENTION:
+            return "auto"
         own = getattr(section, "attn_implementation", None)
         return own or self.model.attn_implementation
 

@@ -51,6 +51,11 @@ class SeatGroup:
         return tuple(dict.fromkeys(seat.node for seat in self.seats))
 
 
+def devices_of_a_process(section: RoleSection) -> int:
+    """GPUs that each process of a role has: one, or all that its replica is cut across."""
+    return int(getattr(getattr(section, "engine", None), "tensor_parallel", 1))
+
+
 def mesh_of(section: RoleSection) -> Mesh | None:
     """The mesh that a role's engine asks for; None where every rank holds the whole model, or the engine is not ours.
 

@@ -121,12 +121,15 @@ def _obey_the_driver(role: str, index: int) -> None:
 
 
 def _see_own_device(local_rank: int) -> None:
-    """Of the role's GPUs, leave this rank its own visible: to every engine it is device 0."""
+    """Of the role's GPUs on this host, leave this rank its share visible: to every engine they count from 0. The share
+    is one GPU, or those that a replica is cut across."""
     if (asked := os.environ.get("RLCTL_DEVICES")) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = asked
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    if len(visible) > 1 and local_rank < len(visible):
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("RLCTL_SIZE", str(len(visible)))))
+    if len(visible) > 1 and local_rank < processes <= len(visible):
+        each = len(visible) // processes
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[local_rank * each : (local_rank + 1) * each])
 
 
 def _use_interface_of_group(rank: Rank) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,9 @@ def test_interpreters_must_be_there_and_executable(tmp_path: Path) -> None:
     (tmp_path / "python").write_text("")
     assert "not executable" in only_error(tmp_path, "rollout.python=python")
     (tmp_path / "python").chmod(0o755)
-    assert check(tmp_path, "rollout.python=python") == ([], [])
+    assert "does not start" in only_error(tmp_path, "rollout.python=python")
+    (tmp_path / "python").unlink()
+    assert check(tmp_path, f"rollout.python={sys.executable}") == ([], [])
 
 
 @pytest.mark.parametrize("driver", [True, False])

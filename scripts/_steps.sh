@@ -1,0 +1,42 @@
+# Sourced by the scripts that make an environment, from the repository root: what they say and how they run pip.
+# $VENV names the environment that is being made; the log of a step is kept in it.
+
+say() { printf '%s\n' "$*" >&2; }
+stopped() { say ""; say "interrupted; the next run starts the set-up again"; exit 130; }
+die() { say "error: $1"; [ -n "${2:-}" ] && say "" && say "hint: $2"; exit 1; }
+
+# First interpreter of version 3.11 or newer; RLCTL_PYTHON overrides.
+find_python() {
+    local candidate
+    for candidate in ${RLCTL_PYTHON:-python3.11 python3.12 python3.13 python3 python}; do
+        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+
+has_gpu() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
+
+# step TEXT COMMAND...: run quietly, show what pip is at and for how long; the log appears only on failure.
+step() {
+    local text="$1" log="$VENV/install.log" started=$SECONDS pid
+    shift
+    "$@" >"$log" 2>&1 &
+    pid=$!
+    trap 'kill "$pid" 2>/dev/null; stopped' INT TERM
+    if [ -t 2 ]; then
+        while kill -0 "$pid" 2>/dev/null; do
+            printf '\r\033[K  %s  %ds  %.60s' "$text" $((SECONDS - started)) "$(tail -n 1 "$log" 2>/dev/null | tr -d '\r')" >&2
+            sleep 0.5
+        done
+        printf '\r\033[K' >&2
+    fi
+    if ! wait "$pid"; then
+        tail -n 25 "$log" >&2
+        die "$text failed" "the whole log is $log; run the script again after fixing the cause"
+    fi
+    trap stopped INT TERM
+    say "  $text  done in $((SECONDS - started)) s"
+}

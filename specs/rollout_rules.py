@@ -1,0 +1,27 @@
+"""Rules of rollout engines that come from other projects: what they decide themselves, and the GPUs of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.explain import show
+from specs.schema import OWN_ATTENTION, Spec
+from specs.seats import devices_of_a_process
+
+
+def rollout_problems(spec: Spec) -> Iterator[Problem]:
+    """Everything that is wrong with the rollout's engine and what surrounds it."""
+    rollout, kind = spec.rollout, spec.rollout.engine.kind
+    if kind in OWN_ATTENTION and rollout.attn_implementation is not None:
+        message = f"has no effect: {kind} chooses its attention itself, by device, dtype and head size"
+        hint = "remove the key; as_built.json says what it took"
+        yield Problem("rollout.attn_implementation", message, hint, show(rollout.attn_implementation))
+    each = devices_of_a_process(rollout)
+    if each > 1 and not rollout.devices:
+        message = "cuts the model across GPUs, and rollout runs on the CPU"
+        hint = f"remove the key, or name {each * rollout.processes} GPUs in rollout.devices"
+        yield Problem("rollout.engine.tensor_parallel", message, hint, str(each))
+    elif each > 1 and rollout.nodes > 1:
+        message = "replicas that are cut across GPUs on several nodes have not been tried"
+        yield Problem("rollout.engine.tensor_parallel", message, "set rollout.nodes = 1", str(each))
