@@ -8,24 +8,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import init_empty_weights
-from numpy.typing import NDArray
 from packaging.version import Version
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from backends import attention
 from backends.adapter_names import base_name, is_adapter
 from backends.checksum import checksum_bytes, checksum_weights
+from backends.tensors import DTYPES, named_weights, tensor_bytes, wire_dtype
 from specs.as_built import ModelBuilt
 from specs.errors import ModelError
 from specs.role_config import ModelConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -205,27 +201,6 @@ def _flash_obstacle(device: str, dtype: str) -> str:
 
 
 # ── reading back ──────────────────────────────────────────────────────────────────────────────────
-
-
-def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Weights as they are saved: parameters and persistent buffers; a tied one once, under its first name."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
-
-
-def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Bytes of a tensor on the host; a view where the tensor is a contiguous CPU tensor."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
-def wire_dtype(dtype: torch.dtype) -> str:
-    """Name of a dtype on the wire: "fp32", "bf16", or the numpy name of others."""
-    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[torch.nn.Module]:

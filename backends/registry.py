@@ -19,6 +19,7 @@ TRAIN_ENGINES = {
 }
 ROLLOUT_ENGINES = {
     "torch": "backends.torch_rollout.engine:TorchRolloutEngine",
+    "vllm": "backends.vllm_rollout.engine:VllmRolloutEngine",
     "fake": "backends.fake.rollout:FakeRolloutEngine",
 }
 

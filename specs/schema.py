@@ -262,6 +262,32 @@ class TorchRolloutEngine(Table):
     prefill_tokens: int = Field(8192, gt=0, description="Most prompt tokens that go through the model at once.")
 
 
+class VllmEngine(Table):
+    """vLLM in the role's own process: for models and batches where its kernels pay, usually on GPUs."""
+
+    kind: Literal["vllm"] = "vllm"
+    tensor_parallel: int = Field(1, gt=0, description="GPUs that hold the model together.")
+    gpu_memory_utilization: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that vLLM takes for weights, activations and KV cache. A GPU of its own "
+        "can give 0.9; shared with a trainer, what the trainer leaves during a sync.",
+    )
+    kv_cache_GiB: float | None = Field(
+        None,
+        gt=0,
+        description="Size of the KV cache; unset: 1 on the CPU, on a GPU what `gpu_memory_utilization` leaves.",
+    )
+    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time.")
+    prefix_caching: bool = Field(True, description="Compute the prompt of a group once for all of its answers.")
+    enforce_eager: bool | None = Field(
+        None,
+        description="Run the model without compiling it and without CUDA graphs; unset: only on the CPU, where "
+        "compiling takes longer than it saves.",
+    )
+
+
 class FakeRolloutEngine(Table):
     """Samples from the fake trainer's bigram model."""
 
@@ -276,7 +302,7 @@ TrainEngineTable = Annotated[
     PlainSerializer(foreign_engines.dump),
 ]
 RolloutEngineTable = Annotated[
-    TorchRolloutEngine | FakeRolloutEngine,
+    TorchRolloutEngine | VllmEngine | FakeRolloutEngine,
     Field(discriminator="kind"),
     WrapValidator(foreign_engines.or_foreign("rollout")),
     PlainSerializer(foreign_engines.dump),

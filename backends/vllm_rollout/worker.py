@@ -1,0 +1,171 @@
+"""What runs inside vLLM's worker, next to the model: vLLM adds these methods to its worker class
+(`worker_extension_cls`). With tensor parallelism every worker has a part of each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backends.tensors import tensor_bytes, torch_dtype, wire_dtype
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a weight, read back from vLLM's own tensor, and where in the whole weight it lies (in elements)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class WorkerModel:
+    """The model as this worker built it."""
+
+    model_class: str
+    parameters: int  # of this worker, without vLLM's padding of the vocabulary; a tied one once
+    dtypes: tuple[str, ...]
+    attention: tuple[str, ...]  # vLLM's names of the backends that the layers hold
+    attention_classes: tuple[str, ...]
+    tied_embeddings: bool
+
+
+class WorkerExtension:
+    """Methods for `collective_rpc`. `self` is vLLM's worker."""
+
+    vllm_config: Any
+    model_runner: Any
+    get_model: Any
+
+    @torch.inference_mode()
+    def rlctl_load(self, name: str, dtype: str, shape: tuple[int, ...], buffer: NDArray[np.uint8]) -> list[Piece]:
+        """Load a Hugging Face weight through the model's own loader, and read back every place that it was copied to.
+
+        Fused projections and shards are vLLM's business: what its loader copies is watched, not guessed.
+        """
+        # A buffer may be read-only shared memory; it is only read here.
+        source = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
+        if source.data_ptr() % torch_dtype(dtype).itemsize:
+            source = source.clone()  # a view needs aligned memory
+        with CopiesFrom(source) as copies:
+            self.get_model().load_weights([(name, source.view(torch_dtype(dtype)).view(shape))])
+        return [
+            Piece(tuple(part.shape), part.stride(), part.storage_offset(), tensor_bytes(target))
+            for target, part in copies.found
+        ]
+
+    def rlctl_temperature(self, temperature: float | None) -> None:
+        """Divide logits by `temperature` where they leave the model, until None: vLLM reports log-probs of prompts
+        without any temperature."""
+        model = self.get_model()
+        model.__dict__.pop("compute_logits", None)
+        if temperature is not None:
+            compute_logits = model.compute_logits
+            model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs) / temperature
+
+    def rlctl_release(self, tag: str) -> None:
+        """Free the memory of "weights" or "kv_cache" under the tensors that use it. For platforms without vLLM's sleep
+        mode."""
+        released: dict[str, ReleasedCache | ReleasedWeights] = self.__dict__.setdefault("_rlctl_released", {})
+        assert tag not in released, f"{tag} was released twice"
+        weights = self.get_model().parameters()
+        released[tag] = ReleasedCache(self._kv_tensors()) if tag == "kv_cache" else ReleasedWeights(weights)
+
+    def rlctl_reclaim(self, tag: str) -> None:
+        """Give the tensors of `tag` memory again. What was in it is gone."""
+        self.__dict__["_rlctl_released"].pop(tag).restore()
+
+    def _kv_tensors(self) -> Iterable[Tensor]:
+        for layer in self._attention_layers():
+            yield from _tensors(layer.kv_cache)
+        yield from _tensors(self.model_runner.kv_caches)
+
+    def _attention_layers(self) -> list[Any]:
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        return [layer for layer in layers if hasattr(layer, "kv_cache") and hasattr(layer, "get_attn_backend")]
+
+    def rlctl_describe(self) -> WorkerModel:
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        model: nn.Module = self.get_model()
+        tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+        layers = self._attention_layers()
+        classes = {type(layer.impl) for layer in layers}
+        return WorkerModel(
+            model_class=type(model).__name__,
+            parameters=_count(model, padded=tables),
+            dtypes=tuple(sorted({wire_dtype(p.dtype) for p in model.parameters()})),
+            attention=tuple(sorted({layer.get_attn_backend().get_name() for layer in layers})),
+            attention_classes=tuple(sorted(f"{one.__module__}.{one.__qualname__}" for one in classes)),
+            tied_embeddings=len({id(table.weight) for table in tables}) == 1,
+        )
+
+
+class CopiesFrom(TorchDispatchMode):
+    """Watches `copy_` out of one tensor's memory: `found` is (target, view of the source), in order."""
+
+    def __init__(self, source: Tensor) -> None:
+        super().__init__()
+        self.memory = source.untyped_storage().data_ptr()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.memory:
+            self.found.append((args[0], args[1]))
+        return out
+
+
+class ReleasedCache:
+    """Memory that tensors had, views of it too. They keep their shapes, and are not to be touched until `restore`."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self.storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        for storage, nbytes in self.storages:
+            storage.resize_(nbytes)
+
+
+class ReleasedWeights:
+    """Memory that parameters had. Not by their storage: memory that numpy has seen cannot be resized."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [(parameter, parameter.shape, parameter.stride()) for parameter in parameters]
+        for parameter, _, _ in self.parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+    def restore(self) -> None:
+        for parameter, shape, strides in self.parameters:
+            parameter.data = torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
+
+
+def _tensors(held: Any) -> Iterable[Tensor]:
+    """Tensors of a cache: one, or lists of them."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, (list, tuple)):
+        for one in held:
+            yield from _tensors(one)
+
+
+def _count(model: nn.Module, padded: list[Any]) -> int:
+    count, seen = 0, set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                rows = module.org_vocab_size if module in padded else parameter.shape[0]
+                count += parameter.numel() // parameter.shape[0] * rows
+    return count
