@@ -29,7 +29,7 @@ from backends.protocol import Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.groups import join_group, leave_group
 from backends.train.hf_files import aliases_of
-from backends.train.parking import Parking
+from backends.train.parking import Parking, storages_of
 from backends.train.policy import Policy
 from backends.train.shards import Shard
 from backends.train.verify import verify_packing
@@ -191,19 +191,10 @@ class Fsdp2TrainEngine(HfTrainEngine):
         tensors += [grad.to_local() for weight in self.weights.values() if (grad := weight.tensor.grad) is not None]
         if self.optimizer is not None:
             tensors += [tensor for kinds in self.optimizer.moments().values() for tensor in kinds.values()]
-        self.parking.park(_storages(tensors), [])
+        self.parking.park(storages_of(tensors), [])
 
     def onload(self) -> None:
         self.parking.unpark()
 
     def close(self) -> None:
         leave_group()
-
-
-def _storages(tensors: list[Tensor]) -> list[Tensor]:
-    """Each storage that they lie in, once and whole: rows are padded, and the gradients of a layer share one."""
-    storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = tensor.new_empty(0).set_(storage)  # type: ignore[call-overload]
-    return [tensor for tensor in storages.values() if tensor.numel()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -45,3 +47,14 @@ class Parking:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._parked = []
+
+
+def storages_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The bytes of each storage that the tensors lie in, once and whole: views may be many, padded, or share one."""
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            found[storage.data_ptr()] = whole.set_(storage)  # type: ignore[call-overload]
+    return list(found.values())

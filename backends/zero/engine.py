@@ -23,7 +23,7 @@ from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.groups import leave_group
 from backends.train.head import LogprobTask, LossTask
 from backends.train.hf_files import aliases_of
-from backends.train.parking import Parking
+from backends.train.parking import Parking, storages_of
 from backends.train.policy import Policy
 from backends.train.row import Row
 from backends.train.shards import Shard, whole
@@ -178,14 +178,14 @@ class ZeroTrainEngine(HfTrainEngine):
         if self.parking.parked:
             return
         if self.parts is None:
-            self.parking.park(_storages(list(named_weights(self.policy.model).values())), [])
+            self.parking.park(storages_of(list(named_weights(self.policy.model).values())), [])
             return
         keep = [*self.parts.compute_tensors(), *self.parts.masters]
         if self.adamw is not None:
             keep += [self.adamw.state[flat][kind] for flat in self.parts.masters for kind in ("exp_avg", "exp_avg_sq")]
         grads = self.parts.gradient_tensors()
         drop = grads if self.gradients_are_zero else []
-        self.parking.park(_storages(keep + (grads if not drop else [])), _storages(drop))
+        self.parking.park(storages_of(keep + (grads if not drop else [])), storages_of(drop))
 
     def onload(self) -> None:
         self.parking.unpark()
@@ -207,14 +207,3 @@ def _adamw(policy: Policy, config: Optimizer) -> torch.optim.AdamW:
         if parameters
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _storages(tensors: list[Tensor]) -> list[Tensor]:
-    """The bytes of each storage that the tensors lie in, once."""
-    found: dict[int, Tensor] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            found[storage.data_ptr()] = bytes_.set_(storage)  # type: ignore[call-overload]
-    return list(found.values())
