@@ -52,7 +52,7 @@ def type_of(annotation: Any) -> str:
         inner = "table" if tables_of(annotation) else type_of(parts[0])
         return f"list of {inner}s" if many else f"list of {len(parts)} {inner}s"
     if origin is dict:
-        return "table of texts"
+        return "table of texts" if parts[1] is str else "table"
     if tables_of(annotation):
         return "table"
     inner = [part for part in parts if part is not type(None)]
