@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -217,11 +216,13 @@ def _interpreters_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
     """Roles that run in another interpreter than ours, and what it has installed."""
     from rich.table import Table
 
-    table = Table("role", "interpreter", "has", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("role", "interpreter", "has"):
+        table.add_column(column, overflow="fold")
     for name, role in roles(spec, plan, spec_dir).items():
         if spec.role(name).python:  # type: ignore[arg-type]
             packages = ", ".join(f"{package} {version}" for package, version in role["versions"].items())
-            table.add_row(name, os.path.relpath(role["python"], spec_dir), packages or "–")
+            table.add_row(name, role["python"], packages or "–")
     return table
 
 

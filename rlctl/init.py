@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import specs
 from specs.errors import UsageError
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
+CHECKOUT = PRESET_FOLDER.parent.parent  # where scripts/setup-engine makes environments
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
 
 
@@ -65,7 +68,15 @@ def write_preset(name: str, target: Path, *, force: bool) -> None:
         near = closest(name, list(known))
         hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise UsageError(f'--preset "{name}": no such preset', hint=hint)
-    _write(target, known[name].read_text(encoding="utf-8"), force=force)
+    _write(target, _with_interpreters(known[name].read_text(encoding="utf-8"), target), force=force)
+
+
+def _with_interpreters(text: str, target: Path) -> str:
+    """Presets name interpreters of `scripts/setup-engine` as seen from the checkout; elsewhere by their full path."""
+    if target.absolute().parent == CHECKOUT:
+        return text
+    named = re.compile(r'^python = "(\.venv-[^"]+)"', re.MULTILINE)
+    return named.sub(lambda found: f"python = {json.dumps(str(CHECKOUT / found[1]))}", text)
 
 
 def _write(target: Path, text: str, *, force: bool) -> None:

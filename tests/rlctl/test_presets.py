@@ -14,7 +14,18 @@ from specs.files import file_problems
 from specs.load import load_spec
 from specs.rules import cross_field_warnings
 
-NAMES = ["fake", "fsdp2-8gpu", "grpo-1gpu", "gsm8k-cpu", "quickstart", "zero3-8gpu", "zero3-cpu"]
+NAMES = [
+    "fake",
+    "fsdp2-8gpu",
+    "grpo-1gpu",
+    "grpo-8gpu-colocated",
+    "grpo-8gpu-separate",
+    "gsm8k-cpu",
+    "quickstart",
+    "vllm-cpu",
+    "zero3-8gpu",
+    "zero3-cpu",
+]
 
 
 def test_these_ship() -> None:
@@ -32,9 +43,11 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         rows = tmp_path / spec.data.train
         rows.parent.mkdir(parents=True)
         rows.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    if spec.rollout.python and not Path(spec.rollout.python).exists():
+        pytest.skip(f"scripts/setup-engine {spec.rollout.engine.kind} makes {spec.rollout.python}")
     errors, warnings = file_problems(spec, tmp_path)
     assert errors == []
-    assert name.endswith("gpu") or warnings == []
+    assert "gpu" in name or warnings == []
     assert spec.run.name == name
 
 
@@ -44,6 +57,18 @@ def test_a_preset_is_commented_and_summed_up(name: str) -> None:
     assert file.read_text().startswith("# ")
     assert 20 < len(summary(file)) < 120
     assert max(len(line) for line in file.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_interpreters_are_named_as_seen_from_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    monkeypatch.setattr("rlctl.init.CHECKOUT", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "spec.toml" if here else tmp_path / "elsewhere" / "spec.toml"
+    write_preset("vllm-cpu", file, force=False)
+    python = ".venv-vllm/bin/python" if here else str(tmp_path / ".venv-vllm" / "bin" / "python")
+    assert load_spec(file).rollout.python == python
 
 
 def test_the_gsm8k_preset_fits_the_real_rows(tmp_path: Path) -> None:
