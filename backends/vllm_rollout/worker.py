@@ -164,8 +164,11 @@ def _count(model: nn.Module, padded: list[Any]) -> int:
     count, seen = 0, set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                rows = module.org_vocab_size if module in padded else parameter.shape[0]
-                count += parameter.numel() // parameter.shape[0] * rows
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            count += parameter.numel()
+            if module in padded:
+                extra_rows = parameter.shape[0] - module.org_vocab_size
+                count -= extra_rows * parameter[0].numel()
     return count

@@ -1,4 +1,5 @@
-"""What every rollout engine promises (`backends.protocol.RolloutEngine`), fake and torch alike."""
+"""What every rollout engine promises (`backends.protocol.RolloutEngine`). vLLM runs in its own interpreter, one process
+for all tests (`vllm_process.py`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollout_helpers import END, MAX_TOKENS, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
+from vllm_process import RemoteVllm, needs_vllm, shared_folder
 
 from backends.checksum import checksum_bytes
 from backends.protocol import Rank, RolloutEngine, WeightSpec
@@ -17,14 +19,14 @@ from specs.messages import SAMPLE_COLUMNS
 from specs.role_config import Sampling
 
 
-@pytest.fixture(params=["fake", "torch"])
+@pytest.fixture(params=["fake", "torch", pytest.param("vllm", marks=needs_vllm)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
+def folder(kind: str, tmp_path: Path) -> Path:
+    return shared_folder() if kind == "vllm" else write_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -33,9 +35,13 @@ def engine(kind: str, folder: Path) -> RolloutEngine:
 
 
 def build(kind: str, folder: Path, **table: int) -> RolloutEngine:
-    built = rollout_engine(kind).build(rollout_config(folder, kind, **table), Rank())
+    built = engine_class(kind).build(rollout_config(folder, kind, **table), Rank())
     give_weights(built)
     return built
+
+
+def engine_class(kind: str) -> type[RolloutEngine]:
+    return RemoteVllm if kind == "vllm" else rollout_engine(kind)
 
 
 def test_every_sample_comes_once_with_its_columns(engine: RolloutEngine) -> None:
@@ -165,7 +171,7 @@ def test_bad_imports_name_the_weight(engine: RolloutEngine) -> None:
 
 
 def test_an_incomplete_import_is_refused(kind: str, folder: Path) -> None:
-    fresh = rollout_engine(kind).build(rollout_config(folder, kind), Rank())
+    fresh = engine_class(kind).build(rollout_config(folder, kind), Rank())
     with pytest.raises(SyncError, match="no complete set"):
         answer(fresh, make_prompts())
     specs = fresh.weight_specs()
@@ -220,6 +226,8 @@ def test_greedy_ignores_seed_and_id(engine: RolloutEngine) -> None:
 
 
 def test_a_stop_text_must_be_one_token(kind: str) -> None:
+    if kind == "vllm":
+        pytest.skip("another model wants a process of its own: test_vllm_rollout.py has one")
     tiny = Path(__file__).parents[2] / "specs" / "builtin" / "tiny-digits"
     config = rollout_config(tiny, kind, stop=("12",))
     config = config.model_copy(update={"model": config.model.model_copy(update={"max_sequence_tokens": 32})})
