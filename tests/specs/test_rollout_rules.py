@@ -1,0 +1,84 @@
+"""Rules of rollout engines that come from other projects: attention, GPUs of a replica, launchers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specs.errors import Problem, SpecError
+from specs.load import spec_from
+from specs.schema import Spec
+
+GPUS = {"kind": "vllm", "tensor_parallel": 2}
+
+
+def spec(rollout: dict[str, Any], *overrides: str) -> Spec:
+    return spec_from(
+        {
+            "schema": 1,
+            "run": {"name": "test", "steps": 10},
+            "model": {"path": "builtin:tiny-digits", "from_scratch": True},
+            "data": {
+                "train": "builtin:sort-digits",
+                "prompts_per_step": 8,
+                "max_prompt_tokens": 8,
+                "max_response_tokens": 8,
+            },
+            "reward": {"terms": [{"kind": "exact_match"}]},
+            "algorithm": {"kind": "grpo", "group_size": 4},
+            "rollout": {"engine": {"kind": "vllm"}, **rollout},
+        },
+        list(overrides),
+    )
+
+
+def only_problem(rollout: dict[str, Any]) -> Problem:
+    with pytest.raises(SpecError) as caught:
+        spec(rollout)
+    (found,) = caught.value.problems
+    assert found.hint
+    return found
+
+
+def test_vllm_chooses_its_own_attention() -> None:
+    found = only_problem({"attn_implementation": "sdpa"})
+    assert (found.key, found.value) == ("rollout.attn_implementation", '"sdpa"')
+    assert "vllm chooses its attention itself" in found.message
+
+
+def test_the_attention_of_the_model_is_that_of_the_other_roles() -> None:
+    checked = spec({}, "model.attn_implementation=eager")
+    assert (checked.attention("actor"), checked.attention("rollout")) == ("eager", "auto")
+    assert spec({"engine": {"kind": "torch"}}, "model.attn_implementation=eager").attention("rollout") == "eager"
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_replica_that_is_cut_has_several_gpus(processes: int) -> None:
+    fine = spec({"engine": GPUS, "processes": processes, "devices": list(range(2 * processes))})
+    assert len(fine.rollout.devices) == 2 * processes
+
+
+@pytest.mark.parametrize(
+    ("devices", "hint"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7], "set rollout.processes = 4, or change the list"),
+        ([0, 1, 2], "name 4 GPUs, or change rollout.engine.tensor_parallel"),
+    ],
+)
+def test_gpus_that_do_not_share_out(devices: list[int], hint: str) -> None:
+    found = only_problem({"engine": GPUS, "processes": 2, "devices": devices})
+    assert found.key == "rollout.devices"
+    assert found.message == f"{len(devices)} GPUs for 2 processes; each process has 2 (tensor_parallel)"
+    assert found.hint == hint
+
+
+def test_a_model_is_not_cut_on_the_cpu() -> None:
+    found = only_problem({"engine": GPUS, "processes": 2})
+    assert (found.key, found.value) == ("rollout.engine.tensor_parallel", "2")
+    assert "name 4 GPUs in rollout.devices" in found.hint
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_replicas_need_no_launcher(launcher: str) -> None:
+    assert only_problem({"launcher": launcher}).key == "rollout.launcher"
