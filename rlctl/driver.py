@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl import advantages, step_metrics
+from rlctl.gap_budget import Gap, GapBudget
 from rlctl.residency import Phase, Residency
 from rlctl.sync import WeightSync
 from specs.batch import Batch, balanced_shards
@@ -54,9 +55,16 @@ class Driver:
     """Drives the roles through the algorithm. Knows no processes, sockets or files: tests drive fake roles with it."""
 
     def __init__(
-        self, spec: Spec, groups: Mapping[str, Group], residency: Residency, sync: WeightSync, progress: Progress
+        self,
+        spec: Spec,
+        groups: Mapping[str, Group],
+        residency: Residency,
+        sync: WeightSync,
+        gap_budget: GapBudget,
+        progress: Progress,
     ) -> None:
         self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
+        self.gap_budget = gap_budget
         self.actor, self.rollout, self.reward = groups["actor"], groups["rollout"], groups["reward"]
         self.ref = groups.get("ref")
         self.position = 0  # prompt draws so far: the data cursor
@@ -75,7 +83,6 @@ class Driver:
         with self.phase("learn", number), clock.measure("update"):
             batch = self.with_logprobs(samples, number)
             batch = self.with_advantages(batch, scored)
-            self.updating = True
             updates = self.update(batch, number)
         with self.phase("sync", number), clock.measure("sync"):
             synced = self.sync.run(number)
@@ -83,7 +90,8 @@ class Driver:
         self.position, self.updating = position, False
         total_s = time.perf_counter() - started
         metrics = step_metrics.collect(number, batch, scored, updates, synced, clock.seconds, total_s)
-        return StepRecord(metrics | self.residency.take_memory(), scored.samples)
+        metrics |= self.gap_budget.note(metrics, number) | self.residency.take_memory()
+        return StepRecord(metrics, scored.samples)
 
     @contextmanager
     def phase(self, name: Phase, number: int) -> Iterator[None]:
@@ -184,10 +192,13 @@ class Driver:
 
     def update(self, batch: Batch, number: int) -> list[list[Mapping[str, Any]]]:
         """All optimizer steps of this step; returns each rank's report for each."""
-        algorithm, reports = self.spec.algorithm, []
+        algorithm = self.spec.algorithm
+        reports: list[list[Mapping[str, Any]]] = []
         columns = COLUMNS[Verb.UPDATE]
         batch.require(columns.needs, Verb.UPDATE)
         needed = batch.only([*columns.needs, *(name for name in columns.optional if name in batch)])
+        if not algorithm.on_policy:
+            self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), number)
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, number, epoch)
             for chosen in mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed):
@@ -199,8 +210,22 @@ class Driver:
                     tensors=[mini.select(shard).columns for shard in shards],
                     step=number,
                 )
-                reports.append([answer.body for answer in answers])
+                if algorithm.on_policy:
+                    self.check_gap(batch, Gap.of_sums(answer.body["sums"] for answer in answers), number)
+                self.updating = True
+                steps = self.actor.call(Verb.STEP, step=number)
+                reports.append([{**sums.body, **done.body} for sums, done in zip(answers, steps, strict=True)])
         return reports
+
+    def check_gap(self, batch: Batch, gap: Gap, number: int) -> None:
+        """Refuse to learn from samples on which sampler and trainer disagree. Raises LogprobGapError."""
+        if not self.gap_budget.broken_by(gap):
+            return
+        if "old_logprob_T" not in batch:  # on-policy: the trainer's are still the current ones
+            batch = batch.with_columns(
+                old_logprob_T=self._unshard(*self._post_logprobs(self.actor, True, batch, number), batch)
+            )
+        raise self.gap_budget.stop(gap, batch, batch["old_logprob_T"], number)
 
     def loss_scale(self, mini: Batch) -> dict[str, int]:
         """Global counts of a mini-batch: what every rank divides by."""

@@ -9,11 +9,13 @@
 Trainers hand the device back before the KV cache takes it: `enter("generate")` waits until *all* ranks have
 offloaded. When the roles do not share devices every move is a no-op and everything stays where it is.
 
-Each move of a trainer is measured (GiB of the device, or of the host where the role runs on the CPU; the largest of its
-ranks), and the step's metrics have it:
+Each move is measured (GiB of the device, or of the host where the role runs on the CPU; the largest of its ranks), and
+the step's metrics have it. What is held after a role has left the device must not grow (rlctl/memory_watch.py).
 
-    mem/ROLE_before_offload_GiB   mem/ROLE_offloaded_GiB        learned and synced; the device is free for the rollout
-    mem/ROLE_before_onload_GiB    mem/ROLE_onloaded_GiB         about to learn
+    mem/ROLE_before_offload_GiB     mem/ROLE_offloaded_GiB            learned and synced; the device is free
+    mem/ROLE_before_onload_GiB      mem/ROLE_onloaded_GiB             about to learn
+    mem/rollout_before_sleep_GiB    mem/rollout_asleep_GiB            sampled; the device is free
+    mem/rollout_before_wake_GiB     mem/rollout_awake_GiB             the last of two wakes: weights, then KV cache
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from typing import TYPE_CHECKING, Literal
 from specs.messages import Verb
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rlctl.groups import Group
+    from specs.messages import Message
 
 Phase = Literal["generate", "learn", "sync"]
 
@@ -57,14 +62,16 @@ class Residency:
             self._move_trainers(Verb.OFFLOAD, step)
             self.trainers_on = False
         if not want_tags and self.tags:
-            self.rollout.call(Verb.SLEEP, {"level": SLEEP_LEVEL}, step=step)
+            answers = self.rollout.call(Verb.SLEEP, {"level": SLEEP_LEVEL}, step=step)
+            self._note("rollout", "before_sleep", "asleep", answers)
             self.tags = frozenset()
         if want_trainers and not self.trainers_on:
             self._move_trainers(Verb.ONLOAD, step)
             self.trainers_on = True
         missing = want_tags - self.tags
         if missing:
-            self.rollout.call(Verb.WAKE, {"tags": sorted(missing)}, step=step)
+            answers = self.rollout.call(Verb.WAKE, {"tags": sorted(missing)}, step=step)
+            self._note("rollout", "before_wake", "awake", answers)
             self.tags = self.tags | missing
 
     def take_memory(self) -> dict[str, float]:
@@ -75,6 +82,8 @@ class Residency:
     def _move_trainers(self, verb: Verb, step: int | None) -> None:
         calls = [(group.role, group.post(verb, step=step)) for group in self.trainers]
         for role, call in calls:
-            bodies = [answer.body for answer in call.result()]
-            for what, key in ((f"before_{verb}", "before_GiB"), (f"{verb}ed", "after_GiB")):
-                self._memory[f"mem/{role}_{what}_GiB"] = max(float(body[key]) for body in bodies)
+            self._note(role, f"before_{verb}", f"{verb}ed", call.result())
+
+    def _note(self, role: str, before: str, after: str, answers: Sequence[Message]) -> None:
+        for what, key in ((before, "before_GiB"), (after, "after_GiB")):
+            self._memory[f"mem/{role}_{what}_GiB"] = max(float(answer.body[key]) for answer in answers)

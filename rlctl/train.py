@@ -16,8 +16,10 @@ from typing import Any
 from rlctl import __version__, as_built, checkpoints
 from rlctl.build import build_bodies, model_paths
 from rlctl.driver import Driver
-from rlctl.groups import Groups
+from rlctl.gap_budget import GapBudget
+from rlctl.groups import Group, Groups
 from rlctl.hosts import plan_for_hosts
+from rlctl.memory_watch import MemoryWatch
 from rlctl.metrics import MetricsWriter, truncate_after
 from rlctl.plan import Plan
 from rlctl.progress import Progress
@@ -29,7 +31,7 @@ from rlctl.step_metrics import idle_s
 from rlctl.sync import WeightSync
 from rlctl.tracking import open_tracker
 from specs.as_built import AsBuilt
-from specs.errors import Interrupted, RlctlError, SpecError
+from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, RlctlError, SpecError
 from specs.load import load_spec
 from specs.messages import Verb
 from specs.rules import cross_field_warnings, file_problems
@@ -75,6 +77,7 @@ class Run:
         self.done = 0  # steps completed
         self.saved = -1  # step of the newest checkpoint of this attempt
         self.driver: Driver | None = None
+        self.memory_watch = MemoryWatch(spec.run.max_memory_growth_GiB, self._warn)
         self.groups: Groups
 
     def execute(self, resume: bool) -> None:
@@ -94,7 +97,10 @@ class Run:
                     self._restore(checkpoint)
                 self._steps()
             except Interrupted:
-                self._save_on_interrupt()
+                self._save_last_step("interrupted")
+                raise
+            except (LogprobGapError, MemoryGrowthError):
+                self._save_last_step("stopped")
                 raise
             finally:
                 write_report(self.run.path)
@@ -147,7 +153,13 @@ class Run:
             max_gap=spec.probe_gap,
             vocab=self.vocab_size,
         )
-        self.driver = Driver(spec, {role: groups[role] for role in spec.roles}, residency, sync, self.progress)
+        roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
+        self.driver = Driver(spec, roles, residency, sync, self._gap_budget(bodies), self.progress)
+
+    def _gap_budget(self, bodies: Mapping[RoleName, dict[str, Any]]) -> GapBudget:
+        sampling = {key: getattr(self.spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
+        about = {**sampling, "rollout_dtype": self.spec.rollout_dtype, "actor": bodies["actor"]}
+        return GapBudget(*self.spec.logprob_gaps, self.run.path, about, self._warn)
 
     def _build(self, bodies: Any) -> dict[RoleName, list[AsBuilt]]:
         """Build all roles at once; on shared devices the rollout builds first and sleeps before the trainers come."""
@@ -200,6 +212,7 @@ class Run:
                 self._log(record.metrics)
                 self._write_samples(number, record.samples)
                 self.progress.step(record.metrics)
+            self.memory_watch.see(record.metrics, number)
             if number % spec.checkpoint.every == 0 or last:
                 self.save()
             self.interrupt.check()
@@ -277,11 +290,11 @@ class Run:
         self.progress.start_at(self.done)
         self.progress.message(f"resumed from {checkpoint.path}")
 
-    def _save_on_interrupt(self) -> None:
-        """Ctrl-C: keep what the last finished step reached. A second Ctrl-C ends it here."""
+    def _save_last_step(self, why: str) -> None:
+        """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""
         if self.done <= max(self.saved, 0) or self.driver is None or self.driver.updating:
             return
-        self.progress.message("interrupted: saving the last finished step (press Ctrl-C again to drop it)")
+        self.progress.message(f"{why}: saving the last finished step (Ctrl-C drops it)")
         self.interrupt.forget()
         try:
             self.save()

@@ -107,6 +107,14 @@ class SyncError(RlctlError):
     """Weights arrived wrong, or the sampler does not behave like the trainer. Always fatal."""
 
 
+class LogprobGapError(RlctlError):
+    """Sampler and trainer give the sampled tokens log-probs that differ by more than the spec allows."""
+
+
+class MemoryGrowthError(RlctlError):
+    """A role holds more and more memory where it should have let go of it."""
+
+
 class AsBuiltError(RlctlError):
     """A rank built something else than the spec asked for. Training is refused."""
 

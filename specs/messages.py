@@ -36,7 +36,8 @@ class Verb(StrEnum):
     WAKE = "wake"
     # actor, ref
     LOGPROBS = "logprobs"
-    UPDATE = "update"
+    UPDATE = "update"  # loss and gradients of a mini-batch
+    STEP = "step"  # the optimizer step with these gradients
     OFFLOAD = "offload"
     ONLOAD = "onload"
     SAVE = "save"

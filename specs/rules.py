@@ -160,6 +160,15 @@ def _optimizer(spec: Spec) -> Iterator[Problem]:
 # ── data, reward and what surrounds them ──────────────────────────────────────────────────────────
 
 
+def _logprob_gap(spec: Spec) -> Iterator[Problem]:
+    warn_at, limit = spec.logprob_gaps
+    if warn_at is not None and limit is not None and warn_at > limit:
+        hint = f"use at most {limit:g}, or raise rollout.max_logprob_gap"
+        message = f"the run would stop (rollout.max_logprob_gap = {limit:g}) before it warns"
+        if spec.rollout.warn_logprob_gap is not None:
+            yield Problem("rollout.warn_logprob_gap", message, hint, show(spec.rollout.warn_logprob_gap))
+
+
 def _data(spec: Spec) -> Iterator[Problem]:
     data, given = spec.data, spec.data.model_fields_set
     if "split" in given and not is_hub_data(data.train):
@@ -410,6 +419,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _reference,
     _lora,
     _optimizer,
+    _logprob_gap,
     _roles,
     node_problems,
     rollout_problems,

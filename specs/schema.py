@@ -6,6 +6,7 @@ every depth. Rules that span several keys live in `specs/rules.py`; reading file
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, WrapValidator
@@ -43,6 +44,12 @@ class RunSection(Table):
         "auto",
         description="Whether trainers and rollouts take turns on their devices (offload and sleep between phases). "
         "`auto`: when they name the same GPU. `always` also works on CPU, where it saves host memory.",
+    )
+    max_memory_growth_GiB: float = Field(
+        4.0,
+        gt=0,
+        description="How much more than at first a role may hold after it has left a shared device, if it grows "
+        "steadily, step by step; then the run stops.",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds a role may take to start and build its model.")
     verb_timeout_s: float = Field(1800.0, gt=0, description="Seconds any single request to a role may take.")
@@ -406,6 +413,18 @@ class RolloutSection(RoleSection):
         gt=0,
         description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16.",
     )
+    warn_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="Mean log-prob difference between sampler and trainer on a step's sampled tokens above which the "
+        "run warns; unset: 1e-4 in fp32, 0.03 in bf16, more with `top_p`, none with `top_k`.",
+    )
+    max_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="The same, above which the run stops before it learns from the step and keeps the batch; unset: "
+        "1e-2 in fp32, 0.3 in bf16, more with `top_p`, none with `top_k`.",
+    )
 
 
 class RewardSection(RoleSection):
@@ -538,6 +557,22 @@ class Spec(Table):
         if self.rollout.max_probe_gap is not None:
             return self.rollout.max_probe_gap
         return 2e-3 if self.rollout_dtype == self.actor.dtype == "fp32" else 0.15
+
+    @property
+    def logprob_gaps(self) -> tuple[float | None, float | None]:
+        """Mean gaps between sampler and trainer above which to warn and to stop; None: never.
+
+        With `top_p` the sampler's log-probs are those of a set with at least that much probability, so that they lie up
+        to -ln(top_p) above the trainer's. `top_k` has no such bound.
+        """
+        rollout = self.rollout
+        warn_at, limit = rollout.warn_logprob_gap, rollout.max_logprob_gap
+        if rollout.top_k == 0:
+            cut = -math.log(rollout.top_p)
+            exact = self.rollout_dtype == self.actor.dtype == "fp32"
+            warn_at = warn_at or cut + (1e-4 if exact else 0.03)
+            limit = limit or cut + (1e-2 if exact else 0.3)
+        return warn_at, limit
 
     def attention(self, role: RoleName) -> Attention:
         """Attention asked for a role: its own key, else the model's; none where the engine chooses it."""

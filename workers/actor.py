@@ -36,13 +36,15 @@ class Actor(Trainer):
         return self._exporter
 
     def update(self, message: Message, emit: Emit) -> Reply:
-        """One optimizer step on this rank's share of the mini-batch."""
+        """Loss and gradients of this rank's share of the mini-batch; nothing is learned yet."""
         scale = LossScale(**message.body["scale"])
         algorithm = Grpo.model_validate(message.body["algorithm"])
-        sums = self.engine.forward_backward(message.batch, algorithm, scale)
+        return {"sums": dict(self.engine.forward_backward(message.batch, algorithm, scale))}, {}
+
+    def step(self, message: Message, emit: Emit) -> Reply:
+        """The optimizer step with what `update` left."""
         step = self.engine.optim_step()
         return {
-            "sums": dict(sums),
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "skipped": step.skipped,
@@ -96,6 +98,7 @@ class Actor(Trainer):
         return {
             **super().handlers(),
             Verb.UPDATE: self.update,
+            Verb.STEP: self.step,
             Verb.PROBE: self.probe,
             Verb.EXPORT_BEGIN: self.export_begin,
             Verb.EXPORT_BUCKET: self.export_bucket,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from backends import memory
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
 from specs.batch import Batch
@@ -21,6 +22,7 @@ class Rollout:
         self.rank = rank
         self._engine: RolloutEngine | None = None
         self._importer: Importer | None = None
+        self.device = "cpu"
 
     @property
     def engine(self) -> RolloutEngine:
@@ -35,6 +37,7 @@ class Rollout:
 
     def build(self, message: Message, emit: Emit) -> Reply:
         config = RolloutConfig.model_validate(message.body)
+        self.device = config.model.device
         self._engine = rollout_engine(config.engine.kind).build(config, self.rank)
         report = as_built(
             "rollout", self.rank, engine=config.engine.kind, device=config.model.device, model=self.engine.built()
@@ -65,12 +68,17 @@ class Rollout:
         return {"weights": self.importer.end()}, {}
 
     def sleep(self, message: Message, emit: Emit) -> Reply:
+        """Leave the device to trainers. Answers the memory held before and after, in GiB."""
+        before = memory.held_GiB(self.device)
         self.engine.sleep(int(message.body["level"]))
-        return {}, {}
+        memory.hand_back(self.device)
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
 
     def wake(self, message: Message, emit: Emit) -> Reply:
+        """Bring back what `tags` name, and answer as `sleep` does."""
+        before = memory.held_GiB(self.device)
         self.engine.wake(message.body["tags"])
-        return {}, {}
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
 
     def close(self, message: Message, emit: Emit) -> Reply:
         if self._importer is not None:

@@ -17,10 +17,13 @@ class Recorder:
 
     def call(self, verb, body=None, *, step=None):
         self.post(verb, body, step=step)
-        return []
+        return self._answers()
 
     def result(self):
         self.log.append((self.role, "done", None))
+        return self._answers()
+
+    def _answers(self):
         bodies = [{"before_GiB": held, "after_GiB": held + 1} for held in self.held]
         self.held = [held + 1 for held in self.held]
         return [Message(Kind.ANSWER, body) for body in bodies]
@@ -66,13 +69,16 @@ def test_order_of_a_step_on_shared_devices():
     assert log == []
 
 
-def test_every_move_of_a_trainer_is_measured_by_its_largest_rank():
+def test_every_move_is_measured_by_its_largest_rank():
     residency, _ = make(shared=True)
-    residency.enter("sync")
     assert residency.take_memory() == {}
+    residency.enter("sync")
     residency.enter("generate")
     residency.enter("learn")
     measured = {"before_offload": 2.0, "offloaded": 3.0, "before_onload": 3.0, "onloaded": 4.0}
     expected = {f"mem/{role}_{what}_GiB": value for role in ("actor", "ref") for what, value in measured.items()}
+    # Of the two wakes the last one, of the KV cache.
+    slept = {"before_wake": 3.0, "awake": 4.0, "before_sleep": 4.0, "asleep": 5.0}
+    expected |= {f"mem/rollout_{what}_GiB": value for what, value in slept.items()}
     assert residency.take_memory() == expected
     assert residency.take_memory() == {}

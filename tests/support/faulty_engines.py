@@ -1,0 +1,98 @@
+"""A package of rollout engines that really misbehave: what `pip install` would leave of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LEAKED_MIB = 12  # kept of every sleep
+LIES_FROM = 3  # the call of `generate` from which on log-probs are wrong: before the first step there is none
+
+TABLES = '''
+"""Spec tables: those of the engines that are spoiled, under other names."""
+
+from typing import Literal
+
+from specs.schema import FakeRolloutEngine, TorchRolloutEngine
+
+
+class LeakingTable(FakeRolloutEngine):
+    kind: Literal["leaking"] = "leaking"
+
+
+class LyingFakeTable(FakeRolloutEngine):
+    kind: Literal["lying-fake"] = "lying-fake"
+    nats: float = 1.0
+    after: int = 1
+
+
+class LyingTorchTable(TorchRolloutEngine):
+    kind: Literal["lying-torch"] = "lying-torch"
+    nats: float = 1.0
+    after: int = 1
+'''
+
+FAKE = f'''
+import numpy as np
+
+from backends.fake.rollout import FakeRolloutEngine
+
+
+class Leaking(FakeRolloutEngine):
+    """Keeps memory of each sleep for good."""
+
+    def sleep(self, level):
+        super().sleep(level)
+        self.kept = [*getattr(self, "kept", ()), np.ones({LEAKED_MIB} * 2**17)]
+
+
+def lying(base):
+    class Lying(base):
+        """Reports log-probs of the second answer of a step that are `nats` too low after its first `after` tokens."""
+
+        def generate(self, prompts, sampling, emit):
+            self.calls = getattr(self, "calls", 0) + 1
+            second = np.sort(prompts["id_B"])[1]
+
+            def spoil(batch):
+                logprob_T = batch["rollout_logprob_T"].copy()
+                for index in np.flatnonzero(batch["id_B"] == second) if self.calls >= {LIES_FROM} else ():
+                    start, stop = batch.offsets[index], batch.offsets[index + 1]
+                    answer = start + np.flatnonzero(batch["loss_mask_T"][start:stop])
+                    logprob_T[answer[self.config.engine.after :]] -= self.config.engine.nats
+                emit(type(batch)({{**batch.columns, "rollout_logprob_T": logprob_T}}))
+
+            return super().generate(prompts, sampling, spoil)
+
+    return Lying
+
+
+LyingFake = lying(FakeRolloutEngine)
+'''
+
+TORCH = """
+from backends.torch_rollout.engine import TorchRolloutEngine
+from faulty_engines_package.fake import lying
+
+LyingTorch = lying(TorchRolloutEngine)
+"""
+
+ENTRY_POINTS = """[rlctl.engines]
+rollout.leaking = faulty_engines_package.fake:Leaking
+rollout.lying-fake = faulty_engines_package.fake:LyingFake
+rollout.lying-torch = faulty_engines_package.with_torch:LyingTorch
+table.rollout.leaking = faulty_engines_package.tables:LeakingTable
+table.rollout.lying-fake = faulty_engines_package.tables:LyingFakeTable
+table.rollout.lying-torch = faulty_engines_package.tables:LyingTorchTable
+"""
+
+
+def install(folder: Path) -> Path:
+    """Write the distribution into `folder`, which belongs on PYTHONPATH."""
+    package, info = folder / "faulty_engines_package", folder / "faulty_engines-1.0.dist-info"
+    for made in (package, info):
+        made.mkdir(parents=True)
+    for name, text in {"__init__": "", "tables": TABLES, "fake": FAKE, "with_torch": TORCH}.items():
+        (package / f"{name}.py").write_text(text)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-engines\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    return folder
