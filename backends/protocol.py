@@ -21,6 +21,8 @@ from specs.batch import Batch
 from specs.role_config import RolloutConfig, Sampling, TrainConfig
 from specs.schema import DType, Grpo
 
+Buffer = Any  # flat bytes: NDArray[np.uint8] in host memory, or a one-dimensional uint8 torch.Tensor on a device
+
 
 @dataclass(frozen=True)
 class WeightSpec:
@@ -42,8 +44,8 @@ class Weight(ABC):
         """xxh3-64 (hex) of the bytes in wire dtype, computed from the engine's own tensor, not from the copy."""
 
     @abstractmethod
-    def copy_to(self, buffer: NDArray[np.uint8]) -> None:
-        """Write the bytes in wire dtype into `buffer`, which is exactly `spec.nbytes` long."""
+    def copy_to(self, buffer: Buffer) -> str:
+        """Write the bytes in wire dtype into `buffer`, which is exactly `spec.nbytes` long; returns `checksum()`."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,11 @@ class RolloutEngine(ABC):
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         """Load one weight from wire bytes; returns the xxh3-64 (hex) of the bytes *read back from the engine's own
         tensor*. Raises SyncError naming the weight when name, dtype or shape is not what the engine holds."""
+
+    def import_from_device(self, spec: WeightSpec, buffer: Buffer) -> str:
+        """As `import_weight`, from a uint8 tensor on a device. An engine whose weights are there spares the way
+        over the host."""
+        return self.import_weight(spec, buffer.cpu().numpy())
 
     @abstractmethod
     def finish_import(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specs.as_built import AsBuilt, ModelBuilt
 from specs.errors import AsBuiltError
@@ -14,6 +14,8 @@ from specs.seats import built_mesh
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from rlctl.roads import Road
 
 Reports = Mapping[RoleName, Sequence[AsBuilt]]
 
@@ -117,8 +119,11 @@ def check_same_start(reports: Reports, earlier: Path) -> None:
             )
 
 
-def write(reports: Reports, path: Path) -> None:
-    listed = {role: [report.model_dump() for report in ranks] for role, ranks in reports.items()}
+def write(reports: Reports, path: Path, road: Road | None = None) -> None:
+    """Every rank's report by role, and which way weights go (`sync`)."""
+    listed: dict[str, Any] = {role: [report.model_dump() for report in ranks] for role, ranks in reports.items()}
+    if road is not None:
+        listed["sync"] = {"road": road.kind, "why": road.why, **road.options}
     path.write_text(json.dumps(listed, indent=2) + "\n")
 
 

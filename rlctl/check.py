@@ -13,6 +13,7 @@ from specs.errors import Problem, SpecError
 from specs.interpreters import SHOWN, look_at
 from specs.load import load_spec
 from specs.model_files import resolve_model
+from specs.road_rules import choose_road
 from specs.rules import cross_field_warnings, file_problems
 from specs.schema import RoleSection, Spec
 from specs.seats import SeatGroup, mesh_of, seat_groups
@@ -87,6 +88,7 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "roles": roles(spec, plan, spec_path.absolute().parent) if spec and plan else {},
         "seats": seats(spec) if spec and plan else {},
         "batch": batch(spec) if spec else {},
+        "sync": dict(zip(("road", "why"), choose_road(spec), strict=True)) if spec else {},
     }
 
 
@@ -266,10 +268,12 @@ def _arithmetic(spec: Spec) -> str:
     numbers = batch(spec)
     cut = f" → {numbers['mini_batches_per_step']} mini-batches of {numbers['samples_per_mini_batch']}"
     epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
+    road, why = choose_road(spec)
     return (
         f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} answers = "
         f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}\n"
         f"run    {numbers['steps']} steps = {numbers['optimizer_steps']} optimizer steps\n"
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
-        f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass"
+        f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
+        f"sync   weights travel by {road} ({why}), in buckets of {spec.sync.bucket_MiB:g} MiB"
     )

@@ -12,6 +12,7 @@ from rlctl.plan import RolePlan, make_plan
 from specs.deepspeed_config import deepspeed_config
 from specs.errors import SpecError
 from specs.load import load_spec
+from specs.road_rules import choose_road
 from specs.rules import file_problems
 from specs.schema import ActorSection, ModelRole, Spec, ZeroEngine
 
@@ -28,6 +29,8 @@ def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
         print("\n".join([*describe(role), *_deepspeed(spec, role)]) + "\n")
     turns = "take turns on their devices" if plan.colocated else "keep their devices"
     print(f"trainers and rollout {turns}; addresses, ports and the run's secret are made at the start")
+    road, why = choose_road(spec)
+    print(f"weights travel from actor to rollout by {road} ({why})")
     for warning in warnings:
         print(f"\nwarning: {warning}")
 

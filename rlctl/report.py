@@ -155,7 +155,7 @@ def _as_built(reports: Any) -> str:
         return ""
     head = "".join(f"<th>{name}</th>" for name, _ in COLUMNS)
     rows = []
-    for ranks in reports.values():
+    for ranks in (ranks for ranks in reports.values() if isinstance(ranks, list)):
         for rank in ranks:
             cells = (escape(read(rank, rank.get("model") or {})) for _, read in COLUMNS)
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")

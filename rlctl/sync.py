@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.roads import Road
 from specs.batch import Batch
 from specs.errors import SyncError
 from specs.messages import Verb
 from specs.schema import DType
+from workers.roads import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from rlctl.calls import Call
     from rlctl.groups import Group
 
+SHM = Road("shm")
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
 
 
@@ -56,43 +59,57 @@ class WeightSync:
         actor: Group,
         rollout: Group,
         *,
+        road: Road = SHM,
         dtype: DType,
         bucket_bytes: int,
         temperature: float,
         max_gap: float,
         vocab: int,
     ) -> None:
-        self.actor, self.rollout = actor, rollout
+        self.actor, self.rollout, self.road = actor, rollout, road
         self.dtype, self.bucket_bytes = dtype, bucket_bytes
         self.temperature, self.max_gap = temperature, max_gap
         self.probe_batch = probe_batch(vocab)
-        self._readers_know_segments = False
+        self._readers_are_new = True
+        self._leftovers: Sequence[Mapping[str, str]] = ()
 
     def run(self, step: int | None = None) -> SyncReport:
         """One verified sync. Raises SyncError (or RoleFailure) and leaves nothing half-trusted: the run must end."""
         started = time.perf_counter()
-        offer = self.actor.call(
-            Verb.EXPORT_BEGIN,
-            {"dtype": self.dtype, "bucket_bytes": self.bucket_bytes, "renew": not self._readers_know_segments},
-            step=step,
-        )[0].body
-        self.rollout.call(Verb.IMPORT_BEGIN, {"specs": offer["specs"], "segments": offer["segments"]}, step=step)
-        self._readers_know_segments = True
-        self._move(offer, step)
-        self.rollout.call(Verb.IMPORT_END, step=step)
+        try:
+            offer = self._begin(step)
+            self._move(offer, step)
+            self.rollout.call(Verb.IMPORT_END, step=step)
+            self.actor.call(Verb.EXPORT_END, step=step)
+        finally:
+            sweep(self._leftovers)
         moved = time.perf_counter()
         gap = self._probe(step)
         done = time.perf_counter()
         nbytes = sum(int(spec["nbytes"]) for spec in offer["specs"])
         return SyncReport(len(offer["specs"]), nbytes, done - started, done - moved, gap)
 
+    def forget_readers(self) -> None:
+        """A replica was started anew: the next sync meets every replica as if for the first time."""
+        self._readers_are_new = True
+
+    def _begin(self, step: int | None) -> Mapping[str, Any]:
+        road = {"road": self.road.kind, "options": dict(self.road.options)}
+        how = {"dtype": self.dtype, "bucket_bytes": self.bucket_bytes, "readers": self.rollout.size}
+        body = {**road, **how, "renew": self._readers_are_new}
+        offer = self.actor.call(Verb.EXPORT_BEGIN, body, step=step)[0].body
+        self._leftovers = offer["offer"]["leftovers"]
+        self.rollout.call(Verb.IMPORT_BEGIN, {**road, "specs": offer["specs"], "offer": offer["offer"]}, step=step)
+        self._readers_are_new = False
+        return offer
+
     def _move(self, offer: Mapping[str, Any], step: int | None) -> None:
-        """Buckets through two segments: the actor fills the next while the rollouts read the last."""
+        """Buckets through two windows: the actor fills the next while the rollouts read the last."""
         announced = [spec["name"] for spec in offer["specs"]]
         arrived: list[str] = []
         reading: tuple[Call, Sequence[dict[str, Any]]] | None = None
         for bucket in range(int(offer["buckets"])):
-            if reading is not None and len(offer["segments"]) < 2:
+            if reading is not None and int(offer["windows"]) < 2:
                 arrived += self._compare(*reading)
                 reading = None
             entries = self.actor.call(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)[0].body["entries"]

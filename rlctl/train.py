@@ -26,6 +26,7 @@ from rlctl.progress import Progress
 from rlctl.report import write_report
 from rlctl.residency import SLEEP_LEVEL, Residency
 from rlctl.resume import about_model, check_fits
+from rlctl.roads import plan_road, prepare
 from rlctl.run_dir import RunDir
 from rlctl.step_metrics import idle_s
 from rlctl.sync import WeightSync
@@ -73,6 +74,7 @@ class Run:
 
     def __init__(self, spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, progress: Progress) -> None:
         self.spec, self.spec_dir, self.run, self.plan, self.progress = spec, spec_dir, run, plan, progress
+        self.road = plan_road(spec, spec_dir, run.path, plan)
         self.interrupt = Interrupt()
         self.done = 0  # steps completed
         self.saved = -1  # step of the newest checkpoint of this attempt
@@ -135,7 +137,7 @@ class Run:
         reports = self._build(bodies)
         as_built.check(spec, reports, model_paths(spec, self.spec_dir))
         as_built.check_same_start(reports, self.run.as_built)
-        as_built.write(reports, self.run.as_built)
+        as_built.write(reports, self.run.as_built, self.road)
         self.progress.table(as_built.table(spec, reports))
         data = groups["reward"].call(Verb.OPEN_DATA, {})[0].body
         self._say_data(data)
@@ -143,10 +145,13 @@ class Run:
         assert model is not None
         self.vocab_size = model.vocab_size
         trainers = [groups[role] for role in ("actor", "ref") if role in spec.roles]
+        prepare(self.road, self.run.path)
+        self.progress.message(f"weight road: {self.road}")
         residency = Residency(self.plan.colocated, trainers, groups["rollout"])
         sync = WeightSync(
             groups["actor"],
             groups["rollout"],
+            road=self.road,
             dtype=spec.rollout_dtype,
             bucket_bytes=int(spec.sync.bucket_MiB * 2**20),
             temperature=spec.rollout.temperature,

@@ -45,6 +45,7 @@ class Verb(StrEnum):
     # weights: actor exports, rollout imports, bucket by bucket; then both score the same tokens
     EXPORT_BEGIN = "export_begin"
     EXPORT_BUCKET = "export_bucket"
+    EXPORT_END = "export_end"
     IMPORT_BEGIN = "import_begin"
     IMPORT_BUCKET = "import_bucket"
     IMPORT_END = "import_end"

@@ -13,6 +13,7 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.files import file_problems
 from specs.node_rules import node_problems
+from specs.road_rules import road_problems
 from specs.rollout_rules import rollout_problems
 from specs.schema import (
     FakeRolloutEngine,
@@ -423,6 +424,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _roles,
     node_problems,
     rollout_problems,
+    road_problems,
     _mesh,
     zero_problems,
     _attention,

@@ -17,6 +17,7 @@ SCHEMA_VERSION = 1
 
 RoleName = Literal["actor", "ref", "reward", "rollout"]
 DType = Literal["fp32", "bf16"]
+RoadKind = Literal["shm", "folder", "group", "cuda_ipc"]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
 OWN_ATTENTION = ("vllm", "sglang")  # rollout engines that choose their attention themselves
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
@@ -465,7 +466,18 @@ class CheckpointSection(Table):
 class SyncSection(Table):
     """How weights travel from actor to rollout. Every sync is verified; that cannot be switched off."""
 
-    bucket_MiB: float = Field(64.0, gt=0, description="Size of a bucket in shared memory; two exist at a time.")
+    bucket_MiB: float = Field(
+        64.0, gt=0, description="Most that travels at once; a larger weight travels alone. Two exist at a time."
+    )
+    road: Literal["auto", "shm", "folder", "group", "cuda_ipc"] = Field(
+        "auto",
+        description="`shm`: shared memory of one host. `folder`: safetensors files in a folder that both reach. "
+        "`group`: a process group (NCCL between GPUs, else gloo). `cuda_ipc`: memory of the one GPU that actor and "
+        "rollout share. `auto`: from where they are.",
+    )
+    folder: str = Field(
+        "", description="Folder of the road `folder`, relative to the spec file; empty: `sync` in the run directory."
+    )
 
 
 class ClusterSection(Table):

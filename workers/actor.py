@@ -31,8 +31,7 @@ class Actor(Trainer):
 
     @property
     def exporter(self) -> Exporter:
-        if self._exporter is None:
-            self._exporter = Exporter(self.engine, self.rank.rank)
+        assert self._exporter is not None, "export_begin comes first"
         return self._exporter
 
     def update(self, message: Message, emit: Emit) -> Reply:
@@ -59,10 +58,17 @@ class Actor(Trainer):
 
     def export_begin(self, message: Message, emit: Emit) -> Reply:
         body = message.body
-        return self.exporter.begin(body["dtype"], int(body["bucket_bytes"]), bool(body["renew"])), {}
+        if self._exporter is None:
+            self._exporter = Exporter(self.engine, self.rank.rank, body["road"], body["options"])
+        size, readers = int(body["bucket_bytes"]), int(body["readers"])
+        return self.exporter.begin(body["dtype"], size, readers, bool(body["renew"])), {}
 
     def export_bucket(self, message: Message, emit: Emit) -> Reply:
         return self.exporter.write(int(message.body["bucket"])), {}
+
+    def export_end(self, message: Message, emit: Emit) -> Reply:
+        self.exporter.end()
+        return {}, {}
 
     def save(self, message: Message, emit: Emit) -> Reply:
         """Save into `folder`, with the greedy answers that an export must repeat; answers with marks of the files."""
@@ -102,6 +108,7 @@ class Actor(Trainer):
             Verb.PROBE: self.probe,
             Verb.EXPORT_BEGIN: self.export_begin,
             Verb.EXPORT_BUCKET: self.export_bucket,
+            Verb.EXPORT_END: self.export_end,
             Verb.SAVE: self.save,
             Verb.LOAD: self.load,
         }

@@ -31,8 +31,7 @@ class Rollout:
 
     @property
     def importer(self) -> Importer:
-        if self._importer is None:
-            self._importer = Importer(self.engine)
+        assert self._importer is not None, "import_begin comes first"
         return self._importer
 
     def build(self, message: Message, emit: Emit) -> Reply:
@@ -57,8 +56,10 @@ class Rollout:
         return {}, {"logprob_T": self.engine.score(message.batch, float(message.body["temperature"]))}
 
     def import_begin(self, message: Message, emit: Emit) -> Reply:
-        specs = [from_json(spec) for spec in message.body["specs"]]
-        self.importer.begin(specs, message.body["segments"])
+        body = message.body
+        if self._importer is None:
+            self._importer = Importer(self.engine, self.rank.rank, body["road"], body["options"])
+        self.importer.begin([from_json(spec) for spec in body["specs"]], body["offer"])
         return {}, {}
 
     def import_bucket(self, message: Message, emit: Emit) -> Reply:

@@ -1,20 +1,22 @@
-"""Both ends of the weight road over shared memory: buckets out of the actor, buckets into a rollout.
+"""Both ends of a sync, over any road (`workers/roads/`): buckets out of the actor, buckets into a rollout.
 
-Two segments take turns, so that the actor fills one while the rollouts read the other. The driver paces both ends
+Two windows take turns, so that the actor fills one while the rollouts read the other. The driver paces both ends
 and compares the checksums (`rlctl/sync.py`); data never passes through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from backends.protocol import RolloutEngine, TrainEngine, Weight, WeightSpec
 from specs.errors import SyncError
-from specs.schema import DType
-from workers.shm import Segment
+from specs.schema import DType, RoadKind
+from workers.roads import ALIGNMENT, Reader, Writer, open_reader, open_writer
 
-ALIGNMENT = 64  # bytes; keeps every tensor aligned for vector loads
+WINDOWS = 2
 
 
 def to_json(spec: WeightSpec) -> dict[str, Any]:
@@ -47,70 +49,74 @@ def plan_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[range]:
 class Exporter:
     """The actor's end. Every rank walks the stream (sharded engines gather in it); rank 0 writes."""
 
-    def __init__(self, engine: TrainEngine, rank: int) -> None:
+    def __init__(self, engine: TrainEngine, rank: int, road: RoadKind, options: Mapping[str, Any]) -> None:
         self.engine, self.rank = engine, rank
-        self.segments: list[Segment] = []
+        self.writer: Writer | None = open_writer(road, options) if rank == 0 else None
         self.stream: Iterator[Weight] = iter(())
         self.specs: Sequence[WeightSpec] = ()
         self.buckets: list[range] = []
 
-    def begin(self, dtype: DType, bucket_bytes: int, renew: bool) -> dict[str, Any]:
-        """Start a pass over all weights. `renew`: a reader does not know the segments yet, make new ones."""
+    def begin(self, dtype: DType, bucket_bytes: int, readers: int, renew: bool) -> dict[str, Any]:
+        """Start a pass over all weights to `readers` replicas. `renew`: one of them is new, nothing is known to it."""
         self.specs = self.engine.weight_specs(dtype)
         self.buckets = plan_buckets(self.specs, bucket_bytes)
         self.stream = self.engine.export_weights(dtype)
-        if self.rank != 0:
+        if self.writer is None:
             return {}
-        largest = max((sum(_aligned(self.specs[i].nbytes) for i in bucket) for bucket in self.buckets), default=0)
-        if renew or any(segment.nbytes < largest for segment in self.segments) or not self.segments:
-            self.close()
-            self.segments = [Segment.create(max(largest, 1)) for _ in range(min(2, max(1, len(self.buckets))))]
+        sizes = [sum(_aligned(self.specs[i].nbytes) for i in bucket) for bucket in self.buckets]
+        windows = min(WINDOWS, max(1, len(self.buckets)))
         return {
             "specs": [to_json(spec) for spec in self.specs],
             "buckets": len(self.buckets),
-            "segments": [{"path": str(segment.path), "nbytes": segment.nbytes} for segment in self.segments],
+            "windows": windows,
+            "offer": self.writer.begin(sizes, windows, readers, renew=renew),
         }
 
     def write(self, bucket: int) -> dict[str, Any]:
-        """Fill one bucket; returns where each weight lies and the checksum of the engine's own tensor."""
-        entries = []
+        """Send one bucket; returns where each weight lies in it and the checksum of the engine's own tensor."""
+        entries: list[dict[str, Any]] = []
         offset = 0
+        window = self.writer.window(bucket) if self.writer is not None else None
         for index in self.buckets[bucket]:
             weight = next(self.stream, None)
             if weight is None:
                 raise SyncError(f"the actor's weight stream ended before {self.specs[index].name}")
             if weight.spec != self.specs[index]:
                 raise SyncError(f"the actor streamed {weight.spec} where {self.specs[index]} was announced")
-            if self.rank != 0:
+            if window is None:
                 continue
-            segment = self.segments[bucket % len(self.segments)]
-            segment.unlink()
-            weight.copy_to(segment.bytes_U[offset : offset + weight.spec.nbytes])
-            entries.append({**to_json(weight.spec), "offset": offset, "checksum": weight.checksum()})
+            checksum = weight.copy_to(window[offset : offset + weight.spec.nbytes])
+            entries.append({**to_json(weight.spec), "offset": offset, "checksum": checksum})
             offset += _aligned(weight.spec.nbytes)
         last = bucket == len(self.buckets) - 1
         if last and next(self.stream, None) is not None:
             raise SyncError("the actor streamed more weights than it announced")
+        if self.writer is not None:
+            self.writer.send(bucket, entries)
         return {"entries": entries}
 
+    def end(self) -> None:
+        """Every replica has everything."""
+        self.stream = iter(())
+        if self.writer is not None:
+            self.writer.rest()
+
     def close(self) -> None:
-        for segment in self.segments:
-            segment.close()
-        self.segments = []
+        if self.writer is not None:
+            self.writer.close()
 
 
 class Importer:
     """A rollout's end."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine, replica: int, road: RoadKind, options: Mapping[str, Any]) -> None:
         self.engine = engine
-        self.segments: dict[str, Segment] = {}
+        self.reader: Reader = open_reader(road, options, replica)
         self.missing: set[str] = set()
         self.expected: dict[str, WeightSpec] = {}
-        self.order: list[str] = []
 
-    def begin(self, specs: Sequence[WeightSpec], segments: Sequence[dict[str, Any]]) -> None:
-        """Check that what will come is what this engine holds, and map the segments."""
+    def begin(self, specs: Sequence[WeightSpec], offer: Mapping[str, Any]) -> None:
+        """Check that what will come is what this engine holds, and meet the writer."""
         self.expected = {spec.name: spec for spec in self.engine.weight_specs()}
         offered = {spec.name for spec in specs}
         if len(offered) != len(specs):
@@ -119,12 +125,7 @@ class Importer:
             raise SyncError(f"weight {name} is held by the rollout but not sent by the actor")
         for spec in specs:
             self._check(spec)
-        self.order = [segment["path"] for segment in segments]
-        for path in set(self.segments) - set(self.order):
-            self.segments.pop(path).close()
-        for segment in segments:
-            if segment["path"] not in self.segments:
-                self.segments[segment["path"]] = Segment.open(segment["path"], int(segment["nbytes"]))
+        self.reader.begin(offer)
         self.missing = set(self.expected)
 
     def _check(self, spec: WeightSpec) -> None:
@@ -139,15 +140,18 @@ class Importer:
 
     def read(self, bucket: int, entries: Sequence[dict[str, Any]]) -> dict[str, str]:
         """Load one bucket; returns the checksum read back from the engine for each weight."""
-        segment = self.segments[self.order[bucket % len(self.order)]]
-        checksums = {}
-        for entry in entries:
-            spec, offset = from_json(entry), int(entry["offset"])
+        specs = [from_json(entry) for entry in entries]
+        for spec in specs:
             self._check(spec)
-            data = segment.bytes_U[offset : offset + spec.nbytes]
+        window = self.reader.receive(bucket, entries)
+        load = self.engine.import_weight if isinstance(window, np.ndarray) else self.engine.import_from_device
+        checksums = {}
+        for spec, entry in zip(specs, entries, strict=True):
+            offset = int(entry["offset"])
+            data = window[offset : offset + spec.nbytes]
             if len(data) != spec.nbytes:
                 raise SyncError(f"weight {spec.name} is truncated: {len(data)} of {spec.nbytes} bytes")
-            checksums[spec.name] = self.engine.import_weight(spec, data)
+            checksums[spec.name] = load(spec, data)
             self.missing.discard(spec.name)
         return checksums
 
@@ -156,10 +160,9 @@ class Importer:
         if self.missing:
             names = sorted(self.missing)
             raise SyncError(f"weight {names[0]} did not arrive ({len(names)} missing)")
+        self.reader.rest()
         self.engine.finish_import()
         return len(self.expected)
 
     def close(self) -> None:
-        for segment in self.segments.values():
-            segment.close()
-        self.segments = {}
+        self.reader.close()

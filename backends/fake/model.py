@@ -108,9 +108,10 @@ class BigramWeight(Weight):
     def checksum(self) -> str:
         return checksum_bytes(wire_bytes(self._value, self.spec.dtype))
 
-    def copy_to(self, buffer: NDArray[np.uint8]) -> None:
+    def copy_to(self, buffer: NDArray[np.uint8]) -> str:
         assert buffer.nbytes == self.spec.nbytes, (self.spec.name, buffer.nbytes, self.spec.nbytes)
         buffer.view(np.uint8).reshape(-1)[:] = wire_bytes(self._value, self.spec.dtype)
+        return self.checksum()
 
 
 def weight_specs(vocab_size: int, dtype: str) -> list[WeightSpec]:

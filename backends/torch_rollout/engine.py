@@ -17,9 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from backends.answers import Answers
 from backends.attention import PackedLayout
-from backends.checksum import checksum_bytes
+from backends.checksum import checksum_bytes, copy_with_checksum
 from backends.hf import build_model, describe, named_weights, tensor_bytes, wire_dtype
-from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.protocol import Buffer, Emit, Rank, RolloutEngine, WeightSpec
 from backends.stops import stop_tokens, token_ids
 from backends.torch_rollout.cache import KvCache
 from backends.torch_rollout.check import attention_shapes, check_decoding
@@ -86,18 +86,35 @@ class TorchRolloutEngine(RolloutEngine):
             raise SyncError(
                 f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
             )
+        self._check_fits(spec, tensor, buffer)
+        self._ready = False
+        self._imported.add(spec.name)
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            held_U = tensor_bytes(tensor)
+            return copy_with_checksum(buffer, held_U, of=held_U)
+        # A buffer may be read-only shared memory; it is only read here.
+        source = torch.from_numpy(np.asarray(buffer)) if buffer.flags.writeable else torch.from_numpy(buffer.copy())
+        tensor.copy_(_typed(source, tensor))
+        return checksum_bytes(tensor_bytes(tensor))
+
+    @torch.inference_mode()
+    def import_from_device(self, spec: WeightSpec, buffer: Tensor) -> str:
+        tensor = self._weights.get(spec.name)
+        if tensor is None or tensor.device != buffer.device or self._dropped:
+            return super().import_from_device(spec, buffer)
+        self._check_fits(spec, tensor, buffer)
+        self._ready = False
+        self._imported.add(spec.name)
+        tensor.copy_(_typed(buffer, tensor))
+        return checksum_bytes(tensor_bytes(tensor))
+
+    def _check_fits(self, spec: WeightSpec, tensor: Tensor, buffer: Buffer) -> None:
         held = (wire_dtype(tensor.dtype), self._shapes[spec.name], tensor.nbytes)
         if (spec.dtype, tuple(spec.shape), len(buffer)) != held:
             raise SyncError(
                 f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
                 f"the rollout holds {held[0]} {list(held[1])}, {held[2]} bytes"
             )
-        self._ready = False
-        # A buffer may be read-only shared memory; it is only read here.
-        source = torch.from_numpy(np.asarray(buffer)) if buffer.flags.writeable else torch.from_numpy(buffer.copy())
-        tensor.copy_(_typed(source, tensor))
-        self._imported.add(spec.name)
-        return checksum_bytes(tensor_bytes(tensor))
 
     @torch.inference_mode()
     def finish_import(self) -> None:

@@ -1,0 +1,30 @@
+"""A rollout's end of a road in a process of its own, told what to do by lines of JSON: for tests that kill it.
+
+`{"begin": offer, "road": …, "options": …, "replica": …}` and `{"read": bucket, "entries": […]}`, which answers the
+bytes' checksum of each weight; every answer is a line too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from backends.checksum import checksum_bytes
+from workers.roads import open_reader
+
+
+def main() -> None:
+    reader = None
+    for line in sys.stdin:
+        told = json.loads(line)
+        answer: object = "ok"
+        if "begin" in told:
+            reader = reader or open_reader(told["road"], told["options"], told["replica"])
+            reader.begin(told["begin"])
+        else:
+            window_U = reader.receive(told["read"], told["entries"])
+            answer = [checksum_bytes(window_U[e["offset"] : e["offset"] + e["nbytes"]]) for e in told["entries"]]
+        print(json.dumps(answer), flush=True)
+
+
+main()

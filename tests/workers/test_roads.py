@@ -1,0 +1,361 @@
+"""Every weight road: whole syncs over it, five faults that must each end the run, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_group import LocalCall, LocalGroup
+
+from backends.checksum import checksum_bytes
+from backends.protocol import Rank
+from rlctl.roads import Road
+from rlctl.sync import WeightSync
+from specs.errors import RlctlError, SyncError
+from specs.messages import Verb
+from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
+from specs.schema import DdpEngine, Optimizer, TorchRolloutEngine
+from workers.actor import Actor
+from workers.roads import open_writer, sweep
+from workers.rollout import Rollout
+from workers.shm import Segment
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "specs" / "builtin" / "tiny-digits"
+ROADS = ("shm", "folder", "group")
+BUCKET_BYTES = 1 << 16
+
+
+def road_of(kind, folder):
+    options = {"folder": {"folder": str(folder)}, "group": {"address": "127.0.0.1", "device": "cpu"}}
+    return Road(kind, "", options.get(kind, {}))
+
+
+class SideBySide(LocalGroup):
+    """Ranks in threads where they are on the road, on which those of a process group wait for one another."""
+
+    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None):
+        if verb not in (Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET):
+            return super().post(verb, body, tensors, step=step)
+        alone = [LocalGroup(self.role, [handlers]) for handlers in self.handlers]
+        with ThreadPoolExecutor(len(alone)) as pool:
+            calls = list(pool.map(lambda group: group.post(verb, body, tensors, step=step), alone))
+        return LocalCall([call.result()[0] for call in calls], [])
+
+
+class Roles:
+    """An actor and two rollouts with their real handlers, and what a sync over a road needs."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+        self.actor, self.rollouts = Actor(Rank()), [Rollout(Rank(rank=rank)) for rank in range(2)]
+        config = TrainConfig(
+            role="actor", model=self.model(1, "fp32"), engine=DdpEngine(), optimizer=Optimizer(lr=0.1),
+            total_optimizer_steps=10, micro_batch_tokens=256, gradient_checkpointing=False, temperature=0.7,
+        )  # fmt: skip
+        sampler = RolloutConfig(
+            model=self.model(2, dtype), engine=TorchRolloutEngine(max_sequences=4), max_prompt_tokens=12,
+            max_response_tokens=12, stop=(),
+        )  # fmt: skip
+        handlers = [rollout.handlers() for rollout in self.rollouts]
+        self.groups = LocalGroup("actor", [self.actor.handlers()]), SideBySide("rollout", handlers)
+        built = self.groups[0].call(Verb.BUILD, config.model_dump(mode="json"))[0].body
+        self.vocab = built["model"]["vocab_size"]
+        self.groups[1].call(Verb.BUILD, sampler.model_dump(mode="json"))
+
+    @staticmethod
+    def model(seed, dtype):
+        return ModelConfig(
+            path=str(TINY), from_scratch=True, seed=seed, dtype=dtype, attn_implementation="auto",
+            trust_remote_code=False, device="cpu", max_sequence_tokens=24,
+        )  # fmt: skip
+
+    def sync(self, road, bucket_bytes=BUCKET_BYTES):
+        gap = 2e-3 if self.dtype == "fp32" else 0.15
+        return WeightSync(
+            *self.groups, road=road, dtype=self.dtype, bucket_bytes=bucket_bytes, temperature=0.7, max_gap=gap,
+            vocab=self.vocab,
+        )  # fmt: skip
+
+    def leave_road(self):
+        for role, name in ((self.actor, "_exporter"), *((rollout, "_importer") for rollout in self.rollouts)):
+            if (end := getattr(role, name)) is not None:
+                end.close()
+            setattr(role, name, None)
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def both(request):
+    return Roles(request.param)
+
+
+@pytest.fixture(scope="module")
+def fp32():
+    return Roles("fp32")
+
+
+@pytest.fixture(params=ROADS)
+def road(request, tmp_path, monkeypatch):
+    """Afterwards neither a file of the folder nor a name of a segment may be left."""
+    made, create = [], Segment.create
+
+    def noted(nbytes):
+        made.append(create(nbytes))
+        return made[-1]
+
+    monkeypatch.setattr(Segment, "create", noted)
+    yield road_of(request.param, tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert bool(made) == (request.param == "shm")
+    assert not any(segment.path.exists() for segment in made)
+
+
+@pytest.fixture
+def roles(fp32):
+    yield fp32
+    fp32.leave_road()
+
+
+# ── whole syncs ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, BUCKET_BYTES, 1 << 30])
+def test_every_weight_arrives_and_again_after_a_change(both, road, bucket_bytes):
+    sync, engine = both.sync(road, bucket_bytes), both.actor.engine
+    for step in range(3):
+        for parameter in engine.policy.parameters():
+            parameter.data.mul_(1 + 0.001 * step)
+        report = sync.run(step)
+        assert report.nbytes == sum(spec.nbytes for spec in engine.weight_specs(both.dtype))
+        for rollout in both.rollouts:
+            for weight in engine.export_weights(both.dtype):
+                sent_U = np.empty(weight.spec.nbytes, dtype=np.uint8)
+                weight.copy_to(sent_U)
+                assert held_bytes(rollout.engine, weight.spec.name).tobytes() == sent_U.tobytes(), weight.spec.name
+    both.leave_road()
+
+
+def held_bytes(engine, name):
+    import torch
+
+    return engine._weights[name].detach().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def test_readers_started_anew_are_met_again(roles, road):
+    sync = roles.sync(road)
+    sync.run(0)
+    for rollout in roles.rollouts:
+        rollout.importer.close()
+        rollout._importer = None
+    sync.forget_readers()
+    assert sync.run(1).weights > 0
+
+
+# ── five faults ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Spoiled:
+    """The actor's stream with one weight's bytes on the road replaced: its checksum stays that of the engine."""
+
+    def __init__(self, monkeypatch, engine, name, bytes_of):
+        export = engine.export_weights
+
+        def spoiled(dtype):
+            for weight in export(dtype):
+                if weight.spec.name == name:
+                    write = weight.copy_to
+
+                    def copy_to(buffer, weight=weight, write=write):
+                        write(buffer)
+                        buffer[:] = bytes_of(buffer.copy())
+                        return weight.checksum()
+
+                    weight.copy_to = copy_to
+                yield weight
+
+        monkeypatch.setattr(engine, "export_weights", spoiled)
+
+
+def entries_spoiled(monkeypatch, roles, spoil):
+    """What the actor says of a bucket, spoiled on its way to driver and rollouts."""
+    inner = roles.groups[0].handlers[0][Verb.EXPORT_BUCKET]
+
+    def handler(message, emit):
+        body, tensors = inner(message, emit)
+        return {"entries": spoil(body["entries"])}, tensors
+
+    monkeypatch.setattr(roles.groups[0], "handlers", [{**roles.groups[0].handlers[0], Verb.EXPORT_BUCKET: handler}])
+
+
+def test_dropped(roles, road, monkeypatch):
+    name = roles.actor.engine.weight_specs("fp32")[-1].name
+    entries_spoiled(monkeypatch, roles, lambda entries: [entry for entry in entries if entry["name"] != name])
+    with pytest.raises(SyncError, match=f"weight {name} was announced but never sent"):
+        roles.sync(road).run()
+
+
+def test_swapped(roles, road, monkeypatch):
+    """Two weights of one shape change places on the road."""
+    specs = roles.actor.engine.weight_specs("fp32")
+    first, second = next((a, b) for a in specs for b in specs if a.name < b.name and a.shape == b.shape)
+    bytes_of = {
+        weight.spec.name: held_bytes_of(weight)
+        for weight in roles.actor.engine.export_weights("fp32")
+        if weight.spec in (first, second)
+    }
+    bytes_of[first.name][0] ^= 1  # a fresh model's norms are all alike; these two must not be
+    for one, other in ((first, second), (second, first)):
+        Spoiled(monkeypatch, roles.actor.engine, one.name, lambda _, other=other: bytes_of[other.name])
+    with pytest.raises(SyncError, match=f"weight ({first.name}|{second.name}) differs"):
+        roles.sync(road).run()
+
+
+def held_bytes_of(weight):
+    buffer_U = np.empty(weight.spec.nbytes, dtype=np.uint8)
+    weight.copy_to(buffer_U)
+    return buffer_U
+
+
+def test_stale(roles, road, monkeypatch):
+    """What lies on the road is the last step's weight."""
+    sync, engine = roles.sync(road), roles.actor.engine
+    sync.run(0)
+    name = engine.weight_specs("fp32")[0].name
+    old_U = next(held_bytes_of(weight) for weight in engine.export_weights("fp32"))
+    for parameter in engine.policy.parameters():
+        parameter.data.add_(0.01)
+    Spoiled(monkeypatch, engine, name, lambda _: old_U)
+    with pytest.raises(SyncError, match=f"weight {name} differs"):
+        sync.run(1)
+
+
+def test_truncated(roles, road, monkeypatch):
+    """The second half did not make it."""
+    name = roles.actor.engine.weight_specs("fp32")[0].name
+
+    def cut(buffer_U):
+        buffer_U[len(buffer_U) // 2 :] = 0
+        return buffer_U
+
+    Spoiled(monkeypatch, roles.actor.engine, name, cut)
+    with pytest.raises(SyncError, match=f"weight {name} differs"):
+        roles.sync(road).run()
+
+
+def test_announced_shorter_than_it_is(roles, road, monkeypatch):
+    name = roles.actor.engine.weight_specs("fp32")[0].name
+
+    def shorten(entries):
+        return [{**entry, "nbytes": entry["nbytes"] - 4} if entry["name"] == name else entry for entry in entries]
+
+    entries_spoiled(monkeypatch, roles, shorten)
+    with pytest.raises(SyncError, match=f"weight {name} comes as"):
+        roles.sync(road).run()
+
+
+def test_wrong_dtype(roles, road, monkeypatch):
+    specs = roles.actor.engine.weight_specs
+    first = specs("fp32")[0]
+
+    def half(dtype):
+        listed = specs(dtype)
+        listed[0] = replace(first, dtype="bf16", nbytes=first.nbytes // 2)
+        return listed
+
+    monkeypatch.setattr(roles.actor.engine, "weight_specs", half)
+    with pytest.raises(SyncError, match=f"weight {first.name} comes as bf16"):
+        roles.sync(road).run()
+
+
+def test_file_cut_short(roles, tmp_path, monkeypatch):
+    """A file system that lost the end of a bucket."""
+    sync = roles.sync(road_of("folder", tmp_path))
+
+    def cut(entries):
+        for path in tmp_path.iterdir():
+            os.truncate(path, path.stat().st_size - 1)
+        return entries
+
+    entries_spoiled(monkeypatch, roles, cut)
+    with pytest.raises(SyncError, match="a bucket of weights is truncated"):
+        sync.run()
+    assert os.listdir(tmp_path) == []
+
+
+# ── nothing stays behind ──────────────────────────────────────────────────────────────────────────
+
+
+def test_never_more_than_two_buckets_on_disk(roles, tmp_path, monkeypatch):
+    most = []
+
+    def look(entries):
+        most.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+        return entries
+
+    entries_spoiled(monkeypatch, roles, look)
+    roles.sync(road_of("folder", tmp_path)).run()
+    specs = roles.actor.engine.weight_specs("fp32")
+    assert len(most) > 4
+    assert max(most) < 2 * (max(BUCKET_BYTES, *(spec.nbytes for spec in specs)) + 4096)
+
+
+def test_full_disk_is_told(roles, tmp_path):
+    roles.sync(road_of("folder", tmp_path)).run(0)
+    roles.actor.exporter.writer.folder = tmp_path / "gone"
+    with pytest.raises(RlctlError, match=r"cannot write weights to .*gone") as caught:
+        roles.actor.exporter.writer.send(0, [])
+    assert "sync.folder" in caught.value.hint
+
+
+class ReaderProcess:
+    """`road_reader.py`."""
+
+    def __init__(self):
+        command = [sys.executable, str(Path(__file__).with_name("road_reader.py"))]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def ask(self, told):
+        print(json.dumps(told), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def end(self, number=signal.SIGKILL):
+        self.process.send_signal(number)
+        self.process.communicate(timeout=30)
+
+
+def test_a_killed_reader_leaves_nothing_and_another_takes_its_place(road):
+    """The writer goes on with a new reader; the old one's death in the middle of a pass leaves no file and no hang."""
+    content_U = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
+    entries = [{"name": "w", "dtype": "fp32", "shape": [1024], "nbytes": 4096, "offset": 0}]
+    writer = open_writer(road.kind, road.options)
+    for _ in range(2):
+        reader = ReaderProcess()
+        try:
+            offer = writer.begin([4096, 4096], 2, 1, renew=True)
+            begin = {"begin": offer, "road": road.kind, "options": dict(road.options), "replica": 0}
+            assert reader.ask(begin) == "ok"
+            writer.window(0)[: len(content_U)] = content_U
+            writer.send(0, entries)
+            assert reader.ask({"read": 0, "entries": entries}) == [checksum_bytes(content_U)]
+            writer.window(1)[: len(content_U)] = content_U
+            writer.send(1, entries)  # on its way to a reader that is about to die
+        finally:
+            reader.end()
+        sweep(offer["leftovers"])
+    writer.close()
+
+
+def test_sweep_takes_its_own_files_only(tmp_path):
+    for name in ("rlctl-sync-a-1-0.safetensors", "rlctl-sync-b-1-0.safetensors", "other"):
+        (tmp_path / name).touch()
+    sweep([{"folder": str(tmp_path), "prefix": "rlctl-sync-a-"}, {"folder": str(tmp_path / "gone"), "prefix": ""}])
+    assert sorted(os.listdir(tmp_path)) == ["other", "rlctl-sync-b-1-0.safetensors"]
