@@ -132,18 +132,23 @@ class VllmRolloutEngine(RolloutEngine):
         self._usable("generate", (WEIGHTS, KV_CACHE))
         answers = Answers(prompts, emit)
         if len(prompts) == 0:
-            return {"generated_tokens": 0, "decode_steps": 0}
+            return {"generated_tokens": 0, "decode_steps": 0, "cached_prompt_tokens": 0}
         self._check_lengths(prompts, sampling)
         key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
         requests = [(str(i), answers.prompt_tokens[i], self._params(sampling, int(key_B[i]))) for i in answers.queue]
-        steps = 0
+        steps = cached = 0
         for finished in self._run(requests):
             steps += 1
             for output in finished:
                 answers.finish(int(output.request_id), *_answer(output))
+                cached += output.num_cached_tokens or 0
             answers.flush()
         answers.close()
-        return {"generated_tokens": answers.generated_tokens, "decode_steps": steps}
+        return {
+            "generated_tokens": answers.generated_tokens,
+            "decode_steps": steps,
+            "cached_prompt_tokens": cached,  # of prompts, found in the prefix cache instead of computed
+        }
 
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
         """Through vLLM's log-probs of prompts, with the logits divided by `temperature` where they leave the model.

@@ -36,6 +36,12 @@ def start_vllm(config: RolloutConfig, table: VllmEngine, model: HfModel, *, plai
 
     Raises ModelError when vLLM is not installed, or refuses the model or the settings.
     """
+    on_cpu = config.model.device == "cpu"
+    if on_cpu and table.tensor_parallel > 1:
+        raise ModelError(
+            f"rollout.engine.tensor_parallel = {table.tensor_parallel} needs GPUs",
+            hint="on the CPU use more replicas (rollout.processes) or threads (rollout.threads)",
+        )
     os.environ.update(_ENVIRONMENT)
     try:
         from vllm import LLM
@@ -44,12 +50,6 @@ def start_vllm(config: RolloutConfig, table: VllmEngine, model: HfModel, *, plai
             f"vLLM cannot be imported in this role's interpreter: {error}",
             hint="run scripts/setup-engine vllm, and set rollout.python to the interpreter that it names",
         ) from None
-    on_cpu = config.model.device == "cpu"
-    if on_cpu and table.tensor_parallel > 1:
-        raise ModelError(
-            f"rollout.engine.tensor_parallel = {table.tensor_parallel} needs GPUs",
-            hint="on the CPU use more replicas (rollout.processes) or threads (rollout.threads)",
-        )
     _check_platform(on_cpu)
     if on_cpu and plain_weights:
         keep_weights_plain()

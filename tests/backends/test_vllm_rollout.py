@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, needs_vllm, shared_folder
 
 from backends.checksum import checksum_bytes
-from backends.tensors import named_weights, tensor_bytes
+from backends.protocol import Rank, WeightSpec
+from backends.tensors import named_weights, tensor_bytes, wire_dtype
+from backends.vllm_rollout.engine import VllmRolloutEngine
+from backends.vllm_rollout.read_back import checksum_of
+from backends.vllm_rollout.worker import Piece
 from specs.batch import Batch
 from specs.errors import ModelError, SyncError
 from specs.role_config import Sampling
@@ -132,6 +137,18 @@ def test_finished_groups_leave_while_others_are_written(engine: RemoteVllm) -> N
     assert engine.unfinished[0] > 0
     assert engine.unfinished[-1] == 0
     assert engine.unfinished == sorted(engine.unfinished, reverse=True)
+
+
+def test_a_group_computes_its_prompt_once(engine: RemoteVllm, reference: Reference) -> None:
+    """A prompt of 70 tokens is two whole blocks of 32 and a rest: three of four samples find the blocks."""
+    prompt = np.random.default_rng(2).integers(2, 23, 70)
+    prompts = batch_of([prompt] * 4, np.arange(4), np.zeros(4, dtype=np.int64))
+    parts: list[Batch] = []
+    counters = engine.generate(prompts, Sampling(seed=1, max_response_tokens=8), parts.append)
+    assert counters["cached_prompt_tokens"] == 3 * 64
+    batch = Batch.concat(parts)
+    inside = batch["loss_mask_T"] == 1
+    np.testing.assert_allclose(batch["rollout_logprob_T"][inside], reference.logprobs(batch, 1.0)[inside], atol=EXACT)
 
 
 def test_a_failing_receiver_leaves_no_request_behind(engine: RemoteVllm) -> None:
@@ -265,13 +282,69 @@ def test_without_the_cure_a_tied_head_stays_stale_and_only_the_probe_sees_it(tie
 
 
 def test_what_cannot_be_built_is_refused() -> None:
+    """Before vLLM is imported, so also without it."""
+    config = rollout_config(shared_folder(), "vllm", tensor_parallel=2)
+    with pytest.raises(ModelError, match=r"tensor_parallel = 2 needs GPUs"):
+        VllmRolloutEngine.build(config, Rank())
+    longer = config.model.model_copy(update={"max_sequence_tokens": 129})
+    with pytest.raises(ModelError, match="takes at most 128 tokens"):
+        VllmRolloutEngine.build(config.model_copy(update={"model": longer}), Rank())
+
+
+# ── reading back ──────────────────────────────────────────────────────────────────────────────────
+
+
+def pieces_of(whole: torch.Tensor, *parts: torch.Tensor) -> list[Piece]:
+    """Views of `whole` as workers would report them."""
+    return [Piece(tuple(p.shape), p.stride(), p.storage_offset(), tensor_bytes(p)) for p in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_put_together_from_shards(dtype: torch.dtype) -> None:
+    whole = torch.randn(6, 8).to(dtype)
+    spec = WeightSpec("w", wire_dtype(dtype), (6, 8), whole.nbytes)
+    want = checksum_bytes(tensor_bytes(whole))
+    for parts in (
+        (whole,),
+        (whole[:2], whole[2:]),
+        (whole[:, :3], whole[:, 3:]),
+        (whole, whole),
+        (whole[:4], whole[2:]),
+    ):
+        assert checksum_of(spec, pieces_of(whole, *parts)) == want
+    with pytest.raises(SyncError, match="weight w: vLLM copied 40 of its 48 numbers"):
+        checksum_of(spec, pieces_of(whole, whole[:5]))
+    other = pieces_of(whole, whole[2:])[0]
+    changed = other.data.copy()
+    changed[3] ^= 1
+    with pytest.raises(SyncError, match="different values"):
+        checksum_of(spec, [*pieces_of(whole, whole), replace(other, data=changed)])
+    assert checksum_of(spec, [*pieces_of(whole, whole[:2]), replace(other, data=changed)]) != want
+
+
+# ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_sleep_mode_on_a_gpu(tensor_parallel: int, reference: Reference) -> None:
+    """Level 2, weights awake, import, probe, cache awake: in the order of a sync on a shared GPU."""
+    if torch.cuda.device_count() < tensor_parallel:
+        pytest.skip(f"needs {tensor_parallel} GPUs")
+    config = rollout_config(shared_folder(), "vllm", tensor_parallel=tensor_parallel)
     process = VllmProcess()
     try:
-        with pytest.raises(ModelError, match=r"tensor_parallel = 2 needs GPUs"):
-            RemoteVllm(process, rollout_config(shared_folder(), "vllm", tensor_parallel=2))
-        config = rollout_config(shared_folder(), "vllm")
-        longer = config.model.model_copy(update={"max_sequence_tokens": 129})
-        with pytest.raises(ModelError, match="takes at most 128 tokens"):
-            RemoteVllm(process, config.model_copy(update={"model": longer}))
+        engine = RemoteVllm(
+            process, config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+        )
+        reference.send_to(engine)
+        before = answer(engine, make_prompts())
+        engine.sleep(2)
+        engine.wake(["weights"])
+        reference.send_to(engine)
+        batch = Batch({"tokens_T": np.arange(2, 22), "length_B": np.array([20])})
+        np.testing.assert_allclose(engine.score(batch, 0.8), reference.logprobs(batch, 0.8), atol=1e-3)
+        engine.wake(["kv_cache"])
+        assert {k: v[0] for k, v in answer(engine, make_prompts()).items()} == {k: v[0] for k, v in before.items()}
     finally:
         process.close()
