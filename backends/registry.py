@@ -20,6 +20,7 @@ TRAIN_ENGINES = {
 ROLLOUT_ENGINES = {
     "torch": "backends.torch_rollout.engine:TorchRolloutEngine",
     "vllm": "backends.vllm_rollout.engine:VllmRolloutEngine",
+    "sglang": "backends.sglang_rollout.engine:SglangRolloutEngine",
     "fake": "backends.fake.rollout:FakeRolloutEngine",
 }
 

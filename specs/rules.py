@@ -30,6 +30,7 @@ from specs.schema import (
     TorchRolloutEngine,
 )
 from specs.seats import devices_of_a_process, mesh_of, straddling
+from specs.sglang_rules import sglang_problems
 from specs.templates import template_columns
 from specs.zero_rules import zero_problems
 
@@ -424,6 +425,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _roles,
     node_problems,
     rollout_problems,
+    sglang_problems,
     road_problems,
     _mesh,
     zero_problems,

@@ -296,6 +296,36 @@ class VllmEngine(Table):
     )
 
 
+class SglangEngine(Table):
+    """An SGLang server per replica, as a child of the role's process, spoken to over HTTP. Needs GPUs."""
+
+    kind: Literal["sglang"] = "sglang"
+    tensor_parallel: int = Field(1, gt=0, description="GPUs that hold the model together.")
+    memory_fraction: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Share of the GPU's memory for weights and KV cache together. A GPU of its own can give 0.85; "
+        "shared with a trainer, what the trainer leaves during a sync.",
+    )
+    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time.")
+    prefix_caching: bool = Field(True, description="Compute the prompt of a group once for all of its answers.")
+    deterministic: bool = Field(
+        True,
+        description="SGLang's deterministic inference: a sample depends on `run.seed` and its number alone. Without it "
+        "sampling is faster, and SGLang takes no seed of a sample.",
+    )
+    weights_backup: bool = Field(
+        False,
+        description="Let the weights survive a sleep in host memory. A run does without: a sync follows every sleep.",
+    )
+    weights_dir: str = Field(
+        "",
+        description="Folder that a sync passes the weights through, whole, as safetensors; the server must see it, and "
+        "it is emptied after each sync. Empty: shared memory (`/dev/shm`).",
+    )
+
+
 class FakeRolloutEngine(Table):
     """Samples from the fake trainer's bigram model."""
 
@@ -310,7 +340,7 @@ TrainEngineTable = Annotated[
     PlainSerializer(foreign_engines.dump),
 ]
 RolloutEngineTable = Annotated[
-    TorchRolloutEngine | VllmEngine | FakeRolloutEngine,
+    TorchRolloutEngine | VllmEngine | SglangEngine | FakeRolloutEngine,
     Field(discriminator="kind"),
     WrapValidator(foreign_engines.or_foreign("rollout")),
     PlainSerializer(foreign_engines.dump),

@@ -1,5 +1,5 @@
 """What every rollout engine promises (`backends.protocol.RolloutEngine`). vLLM runs in its own interpreter, one process
-for all tests (`vllm_process.py`)."""
+for all tests (`vllm_process.py`); sglang speaks to a server of ours (`tests/support/sglang_server.py`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollout_helpers import END, MAX_TOKENS, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
+from sglang_helpers import SharedSglang
 from vllm_process import RemoteVllm, needs_vllm, shared_folder
 
 from backends.checksum import checksum_bytes
@@ -19,7 +20,7 @@ from specs.messages import SAMPLE_COLUMNS
 from specs.role_config import Sampling
 
 
-@pytest.fixture(params=["fake", "torch", pytest.param("vllm", marks=needs_vllm)])
+@pytest.fixture(params=["fake", "torch", "sglang", pytest.param("vllm", marks=needs_vllm)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -41,7 +42,8 @@ def build(kind: str, folder: Path, **table: int) -> RolloutEngine:
 
 
 def engine_class(kind: str) -> type[RolloutEngine]:
-    return RemoteVllm if kind == "vllm" else rollout_engine(kind)
+    elsewhere: dict[str, type[RolloutEngine]] = {"vllm": RemoteVllm, "sglang": SharedSglang}
+    return elsewhere.get(kind) or rollout_engine(kind)
 
 
 def test_every_sample_comes_once_with_its_columns(engine: RolloutEngine) -> None:
@@ -89,7 +91,8 @@ def test_samples_depend_on_seed_and_id_only(kind: str, folder: Path, engine: Rol
     whole = answer(engine, prompts)
     shuffled = prompts.select(np.random.default_rng(1).permutation(len(prompts)))
     halves = [prompts.select(np.arange(0, 24, 2)), prompts.select(np.arange(1, 24, 2))]
-    few_slots = build(kind, folder, **({"max_sequences": 3, "prefill_tokens": 8} if kind == "torch" else {}))
+    few = {"torch": {"max_sequences": 3, "prefill_tokens": 8}, "sglang": {"max_sequences": 3}}
+    few_slots = build(kind, folder, **few.get(kind, {}))
     others = [
         answer(engine, shuffled),
         answer(few_slots, prompts),
@@ -117,12 +120,12 @@ def test_logprobs_equal_score(engine: RolloutEngine, temperature: float) -> None
     assert (others < 0).all(), "every token but each first has a log-prob"
 
 
-def test_sampling_follows_the_distribution(engine: RolloutEngine) -> None:
+def test_sampling_follows_the_distribution(kind: str, engine: RolloutEngine) -> None:
     """Pearson's χ² of 4000 first tokens against score's probabilities. The seed is fixed, so this cannot flake."""
     count = 4000
     prompt = np.array([5, 9])
     prompts = batch_of([prompt] * count, np.arange(count), np.zeros(count, dtype=np.int64))
-    for temperature, top_k in ((1.0, 0), (1.3, 4)):
+    for temperature, top_k in ((1.0, 0), (1.3, 0 if kind == "sglang" else 4)):  # sglang refuses top_k
         found = answer(engine, prompts, Sampling(seed=11, temperature=temperature, top_k=top_k, max_response_tokens=1))
         seen = np.bincount([tokens[0] for tokens, _, _ in found.values()], minlength=23)
         pairs = batch_of([np.array([5, 9, token]) for token in range(23)], np.arange(23), np.arange(23))
@@ -232,8 +235,8 @@ def test_a_stop_text_must_be_one_token(kind: str) -> None:
     config = rollout_config(tiny, kind, stop=("12",))
     config = config.model_copy(update={"model": config.model.model_copy(update={"max_sequence_tokens": 32})})
     with pytest.raises(ModelError, match="'12' is 2 tokens"):
-        rollout_engine(kind).build(config, Rank())
-    single = rollout_engine(kind).build(config.model_copy(update={"stop": ("7",)}), Rank())
+        engine_class(kind).build(config, Rank())
+    single = engine_class(kind).build(config.model_copy(update={"stop": ("7",)}), Rank())
     give_weights(single)
     found = answer(single, batch_of([np.array([4])] * 64, np.arange(64), np.zeros(64, dtype=np.int64)))
     ends = {tokens[-1] for tokens, _, finished in found.values() if finished}

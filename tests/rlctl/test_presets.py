@@ -22,6 +22,7 @@ NAMES = [
     "grpo-8gpu-separate",
     "gsm8k-cpu",
     "quickstart",
+    "sglang-1gpu",
     "vllm-cpu",
     "zero3-8gpu",
     "zero3-cpu",

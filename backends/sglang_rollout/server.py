@@ -1,0 +1,131 @@
+"""The SGLang server of one replica: started on loopback with a key of its own, watched, ended with the role.
+
+It writes to this role's log. Its memory is on the role's GPU; this process holds none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from backends.sglang_rollout.client import Client
+from specs.errors import ModelError, RlctlError
+from specs.role_config import RolloutConfig
+from specs.schema import SglangEngine
+
+START_LIMIT_S = 3600.0  # `run.start_timeout_s` ends a slow start long before; this one holds where there is no driver
+END_LIMIT_S = 20.0
+_POLL_S = 0.2
+_HEALTH_S = 30.0  # the server answers /health by generating a token
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# SGLang cuts answers short at `context-length` less the prompt and two, and refuses prompts closer to it than six.
+_CONTEXT_MARGIN = 8
+
+
+class Server:
+    """A running server. `client` speaks to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], client: Client) -> None:
+        self.process, self.client = process, client
+
+    @classmethod
+    def start(cls, config: RolloutConfig) -> Server:
+        """Returns when the server is healthy. Raises ModelError when it ends instead."""
+        key, port = secrets.token_urlsafe(24), _free_port()
+        with tempfile.TemporaryDirectory(prefix="rlctl-sglang-") as folder:
+            # Command lines can be read by every user of the host; a file of mode 0600 cannot.
+            key_file = Path(folder) / "key.yaml"
+            key_file.touch(mode=0o600)
+            key_file.write_text(json.dumps({"api-key": key}))  # JSON is YAML
+            launch = (sys.executable, "-m", "backends.sglang_rollout.launch", str(os.getpid()), "--")
+            command = [*launch, "--config", str(key_file), *arguments(config, port)]
+            # A session of its own, so that `stop` reaches SGLang's own children too.
+            process = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True)
+            server = cls(process, Client(port, key))
+            try:
+                server._wait_until_healthy()
+            except BaseException:
+                server.stop()
+                raise
+        return server
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self.client.healthy(_HEALTH_S):
+            if (code := self.process.poll()) is not None:
+                raise ModelError(
+                    f"the SGLang server ended with exit code {code} before it was ready",
+                    hint="its own words stand above in this role's log; is sglang installed in [rollout] python?",
+                )
+            if time.monotonic() > deadline:
+                raise ModelError(f"the SGLang server was not ready after {START_LIMIT_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    def check_alive(self) -> None:
+        """Raises RlctlError when the server is gone."""
+        if (code := self.process.poll()) is not None:
+            raise RlctlError(
+                f"the SGLang server ended with exit code {code}", hint="its last words stand in this role's log"
+            )
+
+    def stop(self) -> None:
+        """End the server and its children. Twice is once."""
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, sign)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_LIMIT_S)
+
+
+def arguments(config: RolloutConfig, port: int) -> list[str]:
+    """Command line of `python -m sglang.launch_server`, without the key."""
+    table, model = config.engine, config.model
+    assert isinstance(table, SglangEngine)
+    named = {
+        "model-path": model.path,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": DTYPES[model.dtype],
+        "load-format": "dummy",  # weights come by sync
+        "context-length": model.max_sequence_tokens + _CONTEXT_MARGIN,
+        "tp-size": table.tensor_parallel,
+        "mem-fraction-static": table.memory_fraction,
+        "max-running-requests": table.max_sequences,
+        "random-seed": model.seed,
+        "log-level": "info",
+    }
+    flags = {
+        "skip-tokenizer-init": True,  # tokens in, tokens out
+        "skip-server-warmup": True,
+        "enable-memory-saver": True,  # else /release_memory_occupation frees nothing
+        "enable-weights-cpu-backup": table.weights_backup,
+        "enable-deterministic-inference": table.deterministic,
+        "disable-radix-cache": not table.prefix_caching,
+        "trust-remote-code": model.trust_remote_code,
+    }
+    pairs = [part for name, value in named.items() for part in (f"--{name}", str(value))]
+    return pairs + [f"--{name}" for name, on in flags.items() if on]
+
+
+def _environment() -> dict[str, str]:
+    """The role's, with the two variables that decide what log-probs mean and how long a sequence may be."""
+    return {
+        **os.environ,
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of the distribution sampled from, after the temperature
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the margin; lengths are checked here
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

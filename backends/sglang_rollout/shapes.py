@@ -1,0 +1,75 @@
+"""What the model is, from its config alone: names, dtypes and shapes of its weights, without memory for them.
+
+Uses only what transformers 5.19 (SGLang 0.5.23 pins it) and later have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from backends.protocol import WeightSpec
+from backends.stops import token_ids
+from backends.tensors import DTYPES, named_weights, wire_dtype
+from specs.errors import ModelError
+from specs.role_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Weights by Hugging Face name in the order of the state dict (a tied one once, under its first name)."""
+
+    weights: Mapping[str, WeightSpec]
+    parameters: int
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    tied_embeddings: bool
+    end_tokens: frozenset[int]  # of config and generation config
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """Raises ModelError where the folder holds no causal language model, or one for shorter sequences."""
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(f"model {config.path}: {said}", hint="model.path must hold a causal language model") from None
+    model.tie_weights()
+    text = hf_config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and config.max_sequence_tokens > limit:
+        raise ModelError(
+            f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
+            hint="lower data.max_prompt_tokens or data.max_response_tokens",
+        )
+    return ModelShape(
+        weights={name: _spec(name, tensor) for name, tensor in named_weights(model).items()},
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        hidden_size=text.hidden_size,
+        layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        end_tokens=_end_tokens(config, text.eos_token_id),
+        tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+    )
+
+
+def _spec(name: str, tensor: torch.Tensor) -> WeightSpec:
+    nbytes = prod(tensor.shape) * tensor.element_size()
+    return WeightSpec(name, wire_dtype(tensor.dtype), tuple(tensor.shape), nbytes)
+
+
+def _end_tokens(config: ModelConfig, own: object) -> frozenset[int]:
+    ends = set(token_ids(own))
+    with suppress(OSError):  # the file is optional
+        ends |= set(token_ids(GenerationConfig.from_pretrained(config.path).eos_token_id))
+    return frozenset(ends)

@@ -1,0 +1,77 @@
+"""The folder that a sync goes through: one safetensors file, in memory where the host has room, gone when it is loaded.
+
+SGLang's other road for a client, /update_weights_from_tensor, unpickles what it is sent; this one reads safetensors.
+The file has no name of its own, only a link to this process's descriptor: it is gone with the process, however that
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.checksum import checksum_bytes
+from backends.protocol import WeightSpec
+from specs.errors import SyncError
+from specs.tensor_files import make_header, read_header
+
+CODES = {"fp32": "F32", "bf16": "BF16", "float16": "F16", "float64": "F64"} | {
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+}
+SHARED_MEMORY = Path("/dev/shm")
+_NAME = "model.safetensors"
+
+
+class WeightsFolder:
+    """Filled weight by weight, in any order. `path` is what the server is told."""
+
+    def __init__(self, weights: Mapping[str, WeightSpec], parent: str) -> None:
+        """Raises SyncError where there is no room for a whole copy of the weights."""
+        where = Path(parent) if parent else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        header, _ = make_header([(spec.name, CODES[spec.dtype], spec.shape) for spec in weights.values()], {})
+        nbytes = len(header) + sum(spec.nbytes for spec in weights.values())
+        try:
+            free = shutil.disk_usage(where).free
+            if free < nbytes:
+                raise OSError(f"{nbytes} bytes needed, {free} free")
+            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115, closed by `delete`
+        except OSError as error:
+            raise SyncError(
+                f"no folder for the weights under {where}: {error}",
+                hint="name one with room for the whole model in rollout.engine.weights_dir",
+            ) from None
+        self.path = Path(tempfile.mkdtemp(prefix="rlctl-weights-"))  # mode 0700
+        (self.path / _NAME).symlink_to(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+        os.ftruncate(self._file.fileno(), nbytes)
+        os.pwrite(self._file.fileno(), header, 0)
+        self._entries = read_header(self.path / _NAME).entries
+        self.checksums: dict[str, str] = {}
+
+    def write(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
+        """Returns the checksum of the bytes read back from the file."""
+        entry = self._entries[spec.name]
+        assert entry.nbytes == len(buffer), spec.name
+        for offset in range(0, entry.nbytes, _PIECE):
+            _write_all(self._file.fileno(), buffer[offset : offset + _PIECE], entry.start + offset)
+        back = np.memmap(self._file, dtype=np.uint8, mode="r", offset=entry.start, shape=(entry.nbytes,))
+        self.checksums[spec.name] = checksum_bytes(back)
+        return self.checksums[spec.name]
+
+    def delete(self) -> None:
+        self._file.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+_PIECE = 2**30  # Linux writes at most 2 GiB at a time
+
+
+def _write_all(descriptor: int, data: NDArray[np.uint8], offset: int) -> None:
+    wrote = os.pwrite(descriptor, memoryview(np.ascontiguousarray(data)), offset)
+    if wrote != len(data):
+        raise SyncError(f"only {wrote} of {len(data)} bytes of a weight could be written: is the disk full?")
