@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--bucket-MiB", type=float, default=64.0)
     parser.add_argument("--roads", nargs="+", default=["shm", "folder", "group"])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--passes", type=int, default=7)
+    parser.add_argument("--passes", type=int, default=40)
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
