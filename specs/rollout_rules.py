@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.explain import show
-from specs.schema import OWN_ATTENTION, Spec
+from specs.schema import OWN_ATTENTION, Spec, VllmEngine
 from specs.seats import devices_of_a_process
 
 
@@ -17,6 +17,13 @@ def rollout_problems(spec: Spec) -> Iterator[Problem]:
         message = f"has no effect: {kind} chooses its attention itself, by device, dtype and head size"
         hint = "remove the key; as_built.json says what it took"
         yield Problem("rollout.attn_implementation", message, hint, show(rollout.attn_implementation))
+    engine = rollout.engine
+    if isinstance(engine, VllmEngine) and "gpu_memory_utilization" in engine.model_fields_set:
+        why = "" if rollout.devices else "rollout runs on the CPU"
+        why = why or ("rollout.engine.kv_cache_GiB says how large the KV cache is" if engine.kv_cache_GiB else "")
+        if why:
+            share = show(engine.gpu_memory_utilization)
+            yield Problem("rollout.engine.gpu_memory_utilization", f"has no effect: {why}", "remove the key", share)
     each = devices_of_a_process(rollout)
     if each > 1 and not rollout.devices:
         message = "cuts the model across GPUs, and rollout runs on the CPU"

@@ -82,3 +82,15 @@ def test_a_model_is_not_cut_on_the_cpu() -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_replicas_need_no_launcher(launcher: str) -> None:
     assert only_problem({"launcher": launcher}).key == "rollout.launcher"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({}, "runs on the CPU"), ({"devices": [0]}, "kv_cache_GiB says how large")],
+)
+def test_a_share_of_gpu_memory_needs_a_gpu_to_share(more: dict[str, Any], why: str) -> None:
+    engine = {"kind": "vllm", "gpu_memory_utilization": 0.5, **({"kv_cache_GiB": 2.0} if more else {})}
+    found = only_problem({"engine": engine, **more})
+    assert found.key == "rollout.engine.gpu_memory_utilization"
+    assert why in found.message
+    assert spec({"engine": {"kind": "vllm", "gpu_memory_utilization": 0.5}, "devices": [0]})
