@@ -88,7 +88,7 @@ def test_an_unknown_kind_lists_it_and_the_closest(site: str, spec: Path) -> None
 def test_a_rollout_engine_it_is_not(site: str, spec: Path) -> None:
     code, found = check(site, spec, "rollout.engine.kind=shout")
     assert code == 2
-    assert found["problems"][0]["message"] == "unknown kind; known: torch, fake"  # type: ignore[index]
+    assert found["problems"][0]["message"] == "unknown kind; known: torch, vllm, sglang, fake"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

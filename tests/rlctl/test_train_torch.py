@@ -48,6 +48,7 @@ def test_metrics(finished):
 def test_as_built(finished):
     _, run, output = finished
     built = json.loads((run / "as_built.json").read_text())
+    assert built.pop("sync")["road"] == "shm"
     assert {role: ranks[0]["model"] and ranks[0]["model"]["attn_implementation"] for role, ranks in built.items()} == {
         "actor": "sdpa", "ref": "sdpa", "rollout": "sdpa", "reward": None
     }  # fmt: skip
