@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from backends.answers import Answers
 from backends.checksum import checksum_bytes
 from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import end_tokens_of, stop_tokens
 from backends.uniform import sample_keys, uniform
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
-from specs.errors import BatchError, ModelError, RlctlError, SyncError
+from specs.errors import ModelError, SyncError
 from specs.role_config import RolloutConfig, Sampling
 
 BIGRAM, BIAS = "bigram.weight", "bias.weight"
@@ -98,9 +99,11 @@ class FakeRolloutEngine(RolloutEngine):
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
     def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        self._usable("generate", ("weights", "kv_cache"))
+        check_usable("generate", ("weights", "kv_cache"), self._awake, self._ready)
         answers = Answers(prompts, emit)
-        self._check_lengths(answers, sampling)
+        longest = max((len(prompt) for prompt in answers.prompt_tokens), default=0)
+        if answers.queue:
+            check_lengths(longest, sampling, self.config.model.max_sequence_tokens)
         key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
         for index, key in zip(answers.queue, key_B[answers.queue], strict=True):
             answers.finish(index, *self._answer(answers.prompt_tokens[index].astype(np.int64), key, sampling))
@@ -110,7 +113,7 @@ class FakeRolloutEngine(RolloutEngine):
         return {"generated_tokens": answers.generated_tokens, "decode_steps": longest}
 
     def score(self, batch: Batch, temperature: float) -> Floats:
-        self._usable("score", ("weights",))
+        check_usable("score", ("weights",), self._awake, self._ready)
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
             tokens = batch["tokens_T"][start:stop].astype(np.int64)
@@ -134,24 +137,6 @@ class FakeRolloutEngine(RolloutEngine):
 
     def _logits(self, previous: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._weights[BIGRAM][previous].astype(np.float64) + self._weights[BIAS]
-
-    def _usable(self, verb: str, tags: Sequence[str]) -> None:
-        for tag in tags:
-            if tag not in self._awake:
-                raise RlctlError(f"the rollout cannot {verb}: its {tag} are asleep", hint=f'call wake(["{tag}"]) first')
-        if not self._ready:
-            raise SyncError(
-                f"the rollout cannot {verb}: it holds no complete set of weights", hint="sync the weights first"
-            )
-
-    def _check_lengths(self, answers: Answers, sampling: Sampling) -> None:
-        longest = max((len(prompt) for prompt in answers.prompt_tokens), default=0)
-        total, limit = longest + sampling.max_response_tokens, self.config.model.max_sequence_tokens
-        if answers.queue and total > limit:
-            raise BatchError(
-                f"a prompt of {longest} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
-                f"tokens; the rollout was built for {limit}"
-            )
 
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 from packaging.version import Version
 
 from backends.answers import Answers
+from backends.model_shape import ModelShape, model_shape
 from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.rollout_checks import check_lengths, check_usable
 from backends.sglang_rollout.answers import Sample, parse_sample, parse_scores
 from backends.sglang_rollout.client import ServerError
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
 from backends.sglang_rollout.server import DTYPES, Server
-from backends.sglang_rollout.shapes import ModelShape, model_shape
 from backends.sglang_rollout.weights_folder import WeightsFolder
 from backends.stops import stop_tokens
 from backends.uniform import sample_keys
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
-from specs.errors import BatchError, ModelError, RlctlError, SyncError
+from specs.errors import ModelError, RlctlError, SyncError
 from specs.role_config import RolloutConfig, Sampling
 from specs.schema import SglangEngine
 
@@ -138,7 +139,7 @@ class SglangRolloutEngine(RolloutEngine):
 
     def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
         """Raises RlctlError for top_p or top_k: SGLang's log-probs leave them out."""
-        self._usable("generate", (WEIGHTS, KV_CACHE))
+        check_usable("generate", (WEIGHTS, KV_CACHE), self._awake, self._ready)
         if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k):
             raise RlctlError(
                 f"top_p {sampling.top_p:g}, top_k {sampling.top_k}: the log-probs that SGLang returns leave both out",
@@ -148,7 +149,7 @@ class SglangRolloutEngine(RolloutEngine):
         groups = _groups(answers, prompts)
         if not groups:
             return {"generated_tokens": 0, "cached_tokens": 0}
-        self._check_lengths(prompts, sampling)
+        check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
         seeds = (sample_keys(sampling.seed, prompts["id_B"].astype(np.int64)) >> np.uint64(1)).tolist()
         cached = 0
         # As many groups in flight as the server has slots, so that it never waits for us and queues by itself.
@@ -195,7 +196,7 @@ class SglangRolloutEngine(RolloutEngine):
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
         """Each token as the next one of its prefix: what SGLang returns for tokens of a prompt knows no temperature.
         Needs a KV cache: a sleeping one gets memory for as long as it takes."""
-        self._usable("score", (WEIGHTS,))
+        check_usable("score", (WEIGHTS,), self._awake, self._ready)
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         prefixes, tokens, places = [], [], []
         for first, sequence in zip(batch.offsets[:-1], batch.sequences("tokens_T"), strict=True):
@@ -213,24 +214,6 @@ class SglangRolloutEngine(RolloutEngine):
             with self._cache_for_a_moment():
                 logprob_T[places] = parse_scores(self._post("/generate", body, timeout_s=None), tokens)
         return logprob_T
-
-    def _usable(self, verb: str, tags: Sequence[str]) -> None:
-        for tag in tags:
-            if tag not in self._awake:
-                raise RlctlError(f"the rollout cannot {verb}: its {tag} are asleep", hint=f'call wake(["{tag}"]) first')
-        if not self._ready:
-            raise SyncError(
-                f"the rollout cannot {verb}: it holds no complete set of weights", hint="sync the weights first"
-            )
-
-    def _check_lengths(self, prompts: Batch, sampling: Sampling) -> None:
-        longest = int(prompts["length_B"].max())
-        total, limit = longest + sampling.max_response_tokens, self.config.model.max_sequence_tokens
-        if total > limit:
-            raise BatchError(
-                f"a prompt of {longest} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
-                f"tokens; the rollout was built for {limit}"
-            )
 
     def _abort(self) -> None:
         """Have the server drop what it still writes; the error that led here counts, not this one's."""

@@ -20,6 +20,7 @@ from backends.attention import PackedLayout
 from backends.checksum import checksum_bytes, copy_with_checksum
 from backends.hf import build_model, describe, named_weights, tensor_bytes, wire_dtype
 from backends.protocol import Buffer, Emit, Rank, RolloutEngine, WeightSpec
+from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import stop_tokens, token_ids
 from backends.torch_rollout.cache import KvCache
 from backends.torch_rollout.check import attention_shapes, check_decoding
@@ -28,7 +29,7 @@ from backends.torch_rollout.fused import choose_forward
 from backends.torch_rollout.runner import Forward, packed_positions
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
-from specs.errors import BatchError, ModelError, RlctlError, SyncError
+from specs.errors import ModelError, SyncError
 from specs.role_config import RolloutConfig, Sampling
 from specs.schema import TorchRolloutEngine as TorchRolloutTable
 
@@ -133,11 +134,11 @@ class TorchRolloutEngine(RolloutEngine):
 
     @torch.inference_mode()
     def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        forward = self._usable("generate")
+        forward = self._usable("generate", (WEIGHTS, KV_CACHE))
         answers = Answers(prompts, emit)
         if len(prompts) == 0:
             return {"generated_tokens": 0, "decode_steps": 0, "prefilled_tokens": 0}
-        self._check_lengths(prompts, sampling)
+        check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
         cache = self._cache_for(min(self.table.max_sequences, len(prompts)))
         decoder = Decoder(forward, cache, answers, sampling, self.stops, self.table.prefill_tokens)
         decoder.run()
@@ -150,7 +151,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @torch.inference_mode()
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
-        forward = self._usable("score")
+        forward = self._usable("score", (WEIGHTS,))
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         offsets = batch.offsets
         for index, tokens in enumerate(batch.sequences("tokens_T")):
@@ -163,24 +164,10 @@ class TorchRolloutEngine(RolloutEngine):
             logprob_T[offsets[index] + 1 : offsets[index + 1]] = scores.cpu().numpy()
         return logprob_T
 
-    def _usable(self, verb: str) -> Forward:
-        for tag in (WEIGHTS, KV_CACHE) if verb == "generate" else (WEIGHTS,):
-            if tag not in self._awake:
-                raise RlctlError(f"the rollout cannot {verb}: its {tag} are asleep", hint=f'call wake(["{tag}"]) first')
-        if not self._ready or self._forward is None:
-            raise SyncError(
-                f"the rollout cannot {verb}: it holds no complete set of weights", hint="sync the weights first"
-            )
+    def _usable(self, verb: str, needs: Sequence[str]) -> Forward:
+        check_usable(verb, needs, self._awake, self._ready)
+        assert self._forward is not None, "it is made when the weights are complete"
         return self._forward
-
-    def _check_lengths(self, prompts: Batch, sampling: Sampling) -> None:
-        longest = int(prompts["length_B"].max())
-        total, limit = longest + sampling.max_response_tokens, self.config.model.max_sequence_tokens
-        if total > limit:
-            raise BatchError(
-                f"a prompt of {longest} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
-                f"tokens; the rollout was built for {limit}"
-            )
 
     def _cache_for(self, slots: int) -> KvCache:
         """The cache with at least that many slots. Made at the first use and kept until a sync or sleep."""

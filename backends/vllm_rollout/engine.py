@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 
 from backends.answers import Answers
 from backends.memory import hand_back
+from backends.model_shape import ModelShape, model_shape
 from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import stop_tokens
 from backends.uniform import sample_keys
-from backends.vllm_rollout.hf_names import HfModel, read_model
 from backends.vllm_rollout.read_back import checksum_of
 from backends.vllm_rollout.start import has_sleep_mode, start_vllm
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
-from specs.errors import BatchError, ModelError, RlctlError, SyncError
+from specs.errors import ModelError, SyncError
 from specs.role_config import RolloutConfig, Sampling
 from specs.schema import VllmEngine
 
@@ -37,7 +38,7 @@ class VllmRolloutEngine(RolloutEngine):
 
     PLAIN_WEIGHTS = True  # see `start.keep_weights_plain`
 
-    def __init__(self, config: RolloutConfig, table: VllmEngine, model: HfModel, llm: LLM) -> None:
+    def __init__(self, config: RolloutConfig, table: VllmEngine, model: ModelShape, llm: LLM) -> None:
         self.config, self.table, self.model, self.llm = config, table, model, llm
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
         self._imported: set[str] = set()
@@ -51,7 +52,7 @@ class VllmRolloutEngine(RolloutEngine):
     def build(cls, config: RolloutConfig, rank: Rank) -> VllmRolloutEngine:
         """Raises ModelError when vLLM is not there or cannot run the model so."""
         assert isinstance(config.engine, VllmEngine)
-        model = read_model(config.model)
+        model = model_shape(config.model)
         stop_tokens(model.end_tokens, config, ask_tokenizer=True)  # raises before the wait
         llm = start_vllm(config, config.engine, model, plain_weights=cls.PLAIN_WEIGHTS)
         return cls(config, config.engine, model, llm)
@@ -129,11 +130,11 @@ class VllmRolloutEngine(RolloutEngine):
 
         Each request has a seed of its own, made of `sampling.seed` and the sample's id.
         """
-        self._usable("generate", (WEIGHTS, KV_CACHE))
+        check_usable("generate", (WEIGHTS, KV_CACHE), self._awake, self._ready)
         answers = Answers(prompts, emit)
         if len(prompts) == 0:
             return {"generated_tokens": 0, "decode_steps": 0, "cached_prompt_tokens": 0}
-        self._check_lengths(prompts, sampling)
+        check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
         key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
         requests = [(str(i), answers.prompt_tokens[i], self._params(sampling, int(key_B[i]))) for i in answers.queue]
         steps = cached = 0
@@ -155,7 +156,7 @@ class VllmRolloutEngine(RolloutEngine):
         Needs cache blocks: a sleeping cache gets memory for as long as it takes."""
         from vllm import SamplingParams
 
-        self._usable("score", (WEIGHTS,))
+        check_usable("score", (WEIGHTS,), self._awake, self._ready)
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         sequences = batch.sequences("tokens_T")
@@ -206,24 +207,6 @@ class VllmRolloutEngine(RolloutEngine):
         finally:
             if waiting:
                 engine.abort_request(list(waiting), internal=True)
-
-    def _usable(self, verb: str, tags: Sequence[str]) -> None:
-        for tag in tags:
-            if tag not in self._awake:
-                raise RlctlError(f"the rollout cannot {verb}: its {tag} are asleep", hint=f'call wake(["{tag}"]) first')
-        if not self._ready:
-            raise SyncError(
-                f"the rollout cannot {verb}: it holds no complete set of weights", hint="sync the weights first"
-            )
-
-    def _check_lengths(self, prompts: Batch, sampling: Sampling) -> None:
-        longest = int(prompts["length_B"].max())
-        total, limit = longest + sampling.max_response_tokens, self.config.model.max_sequence_tokens
-        if total > limit:
-            raise BatchError(
-                f"a prompt of {longest} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
-                f"tokens; the rollout was built for {limit}"
-            )
 
     @contextlib.contextmanager
     def _logits_over(self, temperature: float) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch._dynamo
 
-from backends.vllm_rollout.hf_names import HfModel
+from backends.model_shape import ModelShape
 from specs.errors import ModelError
 from specs.role_config import RolloutConfig
 from specs.schema import VllmEngine
@@ -31,7 +31,7 @@ _ENVIRONMENT = {
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def start_vllm(config: RolloutConfig, table: VllmEngine, model: HfModel, *, plain_weights: bool) -> LLM:
+def start_vllm(config: RolloutConfig, table: VllmEngine, model: ModelShape, *, plain_weights: bool) -> LLM:
     """vLLM with weights that have shape and dtype, but no meaning yet. `plain_weights`: see `keep_weights_plain`.
 
     Raises ModelError when vLLM is not installed, or refuses the model or the settings.
@@ -66,7 +66,7 @@ def start_vllm(config: RolloutConfig, table: VllmEngine, model: HfModel, *, plai
         ) from error
 
 
-def _arguments(config: RolloutConfig, table: VllmEngine, model: HfModel, on_cpu: bool) -> dict[str, Any]:
+def _arguments(config: RolloutConfig, table: VllmEngine, model: ModelShape, on_cpu: bool) -> dict[str, Any]:
     kv_cache_GiB = table.kv_cache_GiB
     if on_cpu and kv_cache_GiB is None:
         kv_cache_GiB = CPU_KV_CACHE_GIB

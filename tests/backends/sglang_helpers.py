@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rollout_helpers import rollout_config
 
+from backends.model_shape import model_shape
 from backends.protocol import Rank
 from backends.sglang_rollout.client import ServerError
 from backends.sglang_rollout.engine import SglangRolloutEngine
 from backends.sglang_rollout.fingerprints import Fingerprints
 from backends.sglang_rollout.server import Server, arguments
-from backends.sglang_rollout.shapes import model_shape
 from backends.stops import stop_tokens
 from specs.role_config import RolloutConfig
 from specs.schema import SglangEngine

@@ -18,12 +18,12 @@ from rollout_helpers import END, answer, batch_of, give_weights, make_prompts, r
 from sglang_helpers import build_sglang, fault, sglang_installed
 
 from backends.hf import build_model, named_weights
+from backends.model_shape import model_shape
 from backends.protocol import Rank
 from backends.sglang_rollout.answers import parse_sample
 from backends.sglang_rollout.client import Client, ServerError
 from backends.sglang_rollout.engine import SglangRolloutEngine
 from backends.sglang_rollout.server import arguments
-from backends.sglang_rollout.shapes import model_shape
 from specs.batch import Batch
 from specs.errors import ModelError, RlctlError, SyncError
 from specs.role_config import Sampling

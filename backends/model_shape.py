@@ -1,6 +1,7 @@
 """What the model is, from its config alone: names, dtypes and shapes of its weights, without memory for them.
 
-Uses only what transformers 5.19 (SGLang 0.5.23 pins it) and later have in common.
+For engines that hold the model themselves (vLLM, SGLang), in their own interpreters: uses only what transformers 5.19
+and later have in common.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from specs.role_config import ModelConfig
 class ModelShape:
     """Weights by Hugging Face name in the order of the state dict (a tied one once, under its first name)."""
 
+    architecture: str  # class name
     weights: Mapping[str, WeightSpec]
     parameters: int
     hidden_size: int
@@ -53,6 +55,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
             hint="lower data.max_prompt_tokens or data.max_response_tokens",
         )
     return ModelShape(
+        architecture=type(model).__name__,
         weights={name: _spec(name, tensor) for name, tensor in named_weights(model).items()},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden_size=text.hidden_size,
