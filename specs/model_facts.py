@@ -1,0 +1,60 @@
+"""What a model's `config.json` says of its shape: heads, layers, widths, vocabulary, experts. Reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The shape of a decoder. Numbers that the config does not give, and that have no usual default, are 0."""
+
+    model_type: str
+    architecture: str  # first of `architectures`, or ""
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int  # heads where the config names none
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    experts: int  # 0: a dense model
+    max_positions: int  # 0: no limit is given
+    sliding_window: int  # 0: none is in effect
+    tied_embeddings: bool
+    dtype: str  # of the stored weights as the config has it: "bfloat16", "float32", ...; "" where it does not say
+
+
+def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
+    """Facts of a parsed `config.json` (that of a multimodal model: of its text part). None where it names no heads,
+    layers or width as Hugging Face decoders do."""
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, Mapping) else dict(config)
+
+    def number(*names: str) -> int:
+        found = next((merged[name] for name in names if isinstance(merged.get(name), int)), 0)
+        return int(found)
+
+    hidden, layers = number("hidden_size", "n_embd", "d_model"), number("num_hidden_layers", "n_layer", "num_layers")
+    heads = number("num_attention_heads", "n_head", "num_heads")
+    if not (hidden and layers and heads):
+        return None
+    window = number("sliding_window")
+    return ModelFacts(
+        model_type=str(merged.get("model_type", "")),
+        architecture=next(iter(config.get("architectures") or ()), ""),
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=number("num_key_value_heads") or heads,
+        head_dim=number("head_dim") or hidden // heads,
+        intermediate_size=number("intermediate_size", "n_inner"),
+        vocab_size=number("vocab_size"),
+        experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+        max_positions=number("max_position_embeddings", "n_positions"),
+        sliding_window=window if merged.get("use_sliding_window", True) else 0,
+        tied_embeddings=bool(merged.get("tie_word_embeddings", False)),
+        dtype=str(merged.get("dtype") or merged.get("torch_dtype") or ""),
+    )
