@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# What a config leaves out where it is the usual value of its family.
+_HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
+_TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2", "starcoder2")
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -41,20 +45,21 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     heads = number("num_attention_heads", "n_head", "num_heads")
     if not (hidden and layers and heads):
         return None
-    window = number("sliding_window")
+    window, kind = number("sliding_window"), str(merged.get("model_type", ""))
+    tied = merged.get("tie_word_embeddings", kind in _TIED)
     return ModelFacts(
-        model_type=str(merged.get("model_type", "")),
+        model_type=kind,
         architecture=next(iter(config.get("architectures") or ()), ""),
         hidden_size=hidden,
         layers=layers,
         heads=heads,
         kv_heads=number("num_key_value_heads") or heads,
-        head_dim=number("head_dim") or hidden // heads,
+        head_dim=number("head_dim") or _HEAD_DIM.get(kind) or hidden // heads,
         intermediate_size=number("intermediate_size", "n_inner"),
         vocab_size=number("vocab_size"),
         experts=number("num_experts", "num_local_experts", "n_routed_experts"),
         max_positions=number("max_position_embeddings", "n_positions"),
         sliding_window=window if merged.get("use_sliding_window", True) else 0,
-        tied_embeddings=bool(merged.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(tied),
         dtype=str(merged.get("dtype") or merged.get("torch_dtype") or ""),
     )
