@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ Tensors = Mapping[str, NDArray[np.generic]] | Batch
 
 
 class Call:
-    """Handle of a posted verb. `result` and `parts` wait; while they do, every rank of every role is watched."""
+    """Handle of a posted verb. `result` waits; while it does, every rank of every role is watched."""
 
     def __init__(
         self,
@@ -30,6 +29,7 @@ class Call:
         step: int | None,
         timeout_s: float,
         tick: Callable[[], None],
+        on_part: Callable[[Message], None] | None = None,
     ) -> None:
         self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
         self.frames = frames  # by rank; let go of once sent
@@ -37,7 +37,7 @@ class Call:
         self.answers: dict[int, Message] = {}
         self.failed = False
         self._deadline: float | None = None
-        self._parts: deque[Message] = deque()
+        self._on_part = on_part
         self._tick = tick
 
     @property
@@ -64,15 +64,6 @@ class Call:
             self._tick()
         return [self.answers[rank] for rank in range(self.size)]
 
-    def parts(self) -> Iterator[Message]:
-        """Parts of all ranks in the order in which they arrive; ends when all ranks have answered."""
-        while True:
-            while self._parts:
-                yield self._parts.popleft()
-            if self.done:
-                return
-            self._tick()
-
     def start(self) -> list[list[Buffer]]:
         """The clock starts. Returns the frames to send, by rank."""
         self._deadline = time.monotonic() + self.timeout_s
@@ -80,9 +71,10 @@ class Call:
         return frames
 
     def take(self, rank: int, message: Message) -> None:
-        """File a PART or an ANSWER."""
+        """Hand on a PART, file an ANSWER."""
         if message.kind is Kind.PART:
-            self._parts.append(message)
+            assert self._on_part is not None, f"nobody takes the parts of {self.verb}"
+            self._on_part(message)
         else:
             self.answers[rank] = message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,33 +14,17 @@ from numpy.typing import NDArray
 from rlctl import advantages, step_metrics
 from rlctl.gap_budget import Gap, GapBudget
 from rlctl.residency import Phase, Residency
+from rlctl.sampling import SAMPLES_SHOWN, Sampler, Scored
+from rlctl.step_metrics import Clock
 from rlctl.sync import WeightSync
 from specs.batch import Batch, balanced_shards
 from specs.messages import COLUMNS, Verb
-from specs.role_config import Sampling
 from specs.schema import Spec
 
 if TYPE_CHECKING:
     from rlctl.calls import Call
     from rlctl.groups import Group
     from rlctl.progress import Progress
-
-SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl
-
-
-@dataclass
-class Clock:
-    """Seconds by phase of one step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -65,7 +49,8 @@ class Driver:
     ) -> None:
         self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
         self.gap_budget = gap_budget
-        self.actor, self.rollout, self.reward = groups["actor"], groups["rollout"], groups["reward"]
+        self.actor = groups["actor"]
+        self.sampler = Sampler(spec, groups["rollout"], groups["reward"])
         self.ref = groups.get("ref")
         self.position = 0  # prompt draws so far: the data cursor
         self.updating = False  # between the first optimizer step of a step and its end: not a state to save
@@ -76,10 +61,11 @@ class Driver:
     def step(self, number: int) -> StepRecord:
         """Generate, score, learn, sync. `number` counts from 1. The cursor moves only when the step is done."""
         clock, started = Clock(), time.perf_counter()
-        prompts, position = self.draw_prompts(number)
+        sampler = self.sampler
+        prompts, position = sampler.draw_step(self.position, number)
 
         with self.phase("generate", number), clock.measure("rollout"):
-            samples, scored = self.generate_and_score(prompts, number, clock)
+            samples, scored = sampler.start(prompts, sampler.training(), number, show=SAMPLES_SHOWN).finish(clock)
         with self.phase("learn", number), clock.measure("update"):
             batch = self.with_logprobs(samples, number)
             batch = self.with_advantages(batch, scored)
@@ -98,58 +84,6 @@ class Driver:
         self.progress.phase(name)
         self.residency.enter(name, step=number)
         yield
-
-    # ── prompts, samples, scores ──────────────────────────────────────────────────────────────────
-
-    def draw_prompts(self, number: int) -> tuple[Batch, int]:
-        """This step's prompts, each repeated for its group, and the cursor after them."""
-        spec = self.spec
-        body = {
-            "what": "train",
-            "position": self.position,
-            "count": spec.data.prompts_per_step,
-            "group_size": spec.algorithm.group_size,
-        }
-        answer = self.reward.call(Verb.PROMPTS, body, step=number)[0]
-        return answer.batch, int(answer.body["position"])
-
-    def generate_and_score(self, prompts: Batch, number: int, clock: Clock) -> tuple[Batch, Scored]:
-        """Samples in the order of their ids, judged while others are still being written."""
-        spec = self.spec
-        sampling = Sampling(
-            seed=spec.run.seed,
-            temperature=spec.rollout.temperature,
-            top_p=spec.rollout.top_p,
-            top_k=spec.rollout.top_k,
-            max_response_tokens=spec.data.max_response_tokens,
-        )
-        parts, judging = [], []
-        for part in self.generate(prompts, sampling, number):
-            parts.append(part)
-            judging.append(self.score(part, "train", number, SAMPLES_SHOWN if len(parts) == 1 else 0))
-        with clock.measure("reward"):  # what judging costs beyond generation
-            scored = Scored.gather(parts, judging)
-        return in_id_order(Batch.concat(parts)), scored
-
-    def generate(self, prompts: Batch, sampling: Sampling, number: int) -> Iterator[Batch]:
-        """Batches of finished groups, as they finish. Whole groups are dealt out to the replicas in turn."""
-        shards = group_shards(prompts["group_B"], self.rollout.size)
-        prompts.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
-        call = self.rollout.post(
-            Verb.GENERATE,
-            {"sampling": sampling.model_dump()},
-            tensors=[prompts.select(shard).columns for shard in shards],
-            step=number,
-        )
-        count = 0
-        for part in call.parts():
-            count += len(part.batch)
-            yield part.batch
-        assert count == len(prompts), f"{len(prompts)} prompts went out, {count} answers came back"
-
-    def score(self, samples: Batch, what: str, number: int, show: int) -> Call:
-        columns = samples.only(COLUMNS[Verb.SCORE].needs).columns
-        return self.reward.post(Verb.SCORE, {"what": what, "samples": show}, tensors=columns, step=number)
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
@@ -244,54 +178,11 @@ class Driver:
         assert section is not None
         with self.phase("generate", number):
             self.progress.phase("eval")
+            sampler = self.sampler
             if self.eval_prompts is None:
-                body = {"what": "eval", "position": 0, "count": section.prompts, "group_size": 1}
-                self.eval_prompts = self.reward.call(Verb.PROMPTS, body, step=number)[0].batch
-            sampling = Sampling(
-                seed=self.spec.run.seed, greedy=True, max_response_tokens=self.spec.data.max_response_tokens
-            )
-            parts = list(self.generate(self.eval_prompts, sampling, number))
-            scored = Scored.gather(parts, [self.score(part, "eval", number, 0) for part in parts])
+                self.eval_prompts, _ = sampler.draw("eval", 0, section.prompts, 1, number)
+            _, scored = sampler.start(self.eval_prompts, sampler.greedy(), number, "eval").finish(Clock())
         return {f"eval/{section.name}/reward_mean": float(scored.reward_B.mean())}
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Scores in the order of sample ids, and what judging had to say."""
-
-    reward_B: NDArray[np.float32]
-    scored_B: NDArray[np.bool_]  # False: judging failed and the fallback stands
-    failures: dict[str, int]
-    terms: dict[str, float]
-    samples: list[dict[str, Any]]
-
-    @staticmethod
-    def gather(parts: Sequence[Batch], calls: Sequence[Call]) -> Scored:
-        answers = [call.result()[0] for call in calls]
-        order = np.argsort(np.concatenate([part["id_B"] for part in parts]), kind="stable")
-        columns = {
-            name: np.concatenate([answer.tensors[name] for answer in answers])[order] for name in answers[0].tensors
-        }
-        failures: dict[str, int] = {}
-        for answer in answers:
-            for cause, count in answer.body["failures"].items():
-                failures[cause] = failures.get(cause, 0) + int(count)
-        terms = {
-            name: float(column.mean()) for name, column in columns.items() if name.startswith("term_") and len(column)
-        }
-        samples = [sample for answer in answers for sample in answer.body.get("samples", ())]
-        return Scored(columns["reward_B"], columns["scored_B"].astype(bool), failures, terms, samples)
-
-
-def in_id_order(batch: Batch) -> Batch:
-    """Samples in the order of their ids: which replica finished first must not change a bit of the step."""
-    return batch.select(np.argsort(batch["id_B"], kind="stable"))
-
-
-def group_shards(group_B: NDArray[Any], shards: int) -> list[NDArray[np.int64]]:
-    """Whole groups to each shard, in turn."""
-    _, inverse_B = np.unique(group_B, return_inverse=True)
-    return [np.flatnonzero(inverse_B % shards == shard) for shard in range(shards)]
 
 
 def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:

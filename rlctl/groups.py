@@ -55,12 +55,16 @@ class Group:
         *,
         step: int | None = None,
         timeout_s: float | None = None,
+        on_part: Callable[[Message], None] | None = None,
     ) -> Call:
-        """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line."""
+        """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line.
+
+        `on_part` gets each PART as it arrives, while the driver waits for whichever role. It may post, but not wait.
+        """
         groups = self._groups
         self._number += 1
         frames = frames_by_rank(verb, self._number, self.size, body, tensors)
-        call = Call(verb, self._number, frames, step, timeout_s or groups.verb_timeout_s, groups.tick)
+        call = Call(verb, self._number, frames, step, timeout_s or groups.verb_timeout_s, groups.tick, on_part)
         self.line.append(call)
         self.send_next()
         return call

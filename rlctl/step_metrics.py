@@ -5,7 +5,10 @@ Engines report sums over their tokens; sums of all ranks and updates are added, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import numpy as np
 from rlctl.advantages import silent_group_share
 
 if TYPE_CHECKING:
-    from rlctl.driver import Scored
+    from rlctl.sampling import Scored
     from rlctl.sync import SyncReport
     from specs.batch import Batch
 
@@ -29,6 +32,21 @@ PER_TOKEN = {
     "rollout/logprob_gap": "logprob_gap",
 }
 SUMMED = ("loss", "tokens", "micro_batches", *PER_TOKEN.values())
+
+
+@dataclass
+class Clock:
+    """Seconds by phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 def collect(

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rlctl.driver import group_shards, in_id_order, mini_batches
+from rlctl.driver import mini_batches
+from rlctl.sampling import group_shards, in_id_order
 from specs.batch import Batch
 
 

@@ -16,7 +16,7 @@ from probe_groups import SUPPORT, probe_groups, role_plan, wait_until
 
 from rlctl.groups import Groups
 from specs.errors import BatchError, Interrupted, RoleFailure, SpecError
-from specs.messages import Verb
+from specs.messages import Message, Verb
 
 BOUND_S = 20.0  # generous: the machine may be busy
 
@@ -44,10 +44,10 @@ def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
 def test_large_tensors_and_parts_arrive_whole(tmp_path: Path) -> None:
     big = np.arange(84 * 2**20 // 4, dtype=np.int32)
     with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        call = groups["actor"].post(Verb.PING, {"parts": 1}, {"x": big})
-        parts = list(call.parts())
+        parts: list[Message] = []
+        answers = groups["actor"].post(Verb.PING, {"parts": 1}, {"x": big}, on_part=parts.append).result()
         assert [part.body["part"] for part in parts] == [0]
-        for message in (*parts, *call.result()):
+        for message in (*parts, *answers):
             assert np.array_equal(message.tensors["x"], big)
 
 
@@ -174,7 +174,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from probe_groups import probe_groups, role_plan
-from specs.messages import Verb
+from specs.messages import Message, Verb
 with probe_groups(Path(sys.argv[1]), role_plan("rollout", 1), role_plan("actor", 2, "torchrun")) as groups:
     answers = [*groups["rollout"].call(Verb.PING), *groups["actor"].call(Verb.PING)]
     print(groups.launcher.run_id, *[answer.body["pid"] for answer in answers], flush=True)

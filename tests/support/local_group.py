@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specs.messages import Kind, Message, Verb, parse
 
 
 class LocalCall:
-    def __init__(self, answers: list[Message], parts: list[Message]) -> None:
-        self.answers, self._parts = answers, parts
+    def __init__(self, answers: list[Message]) -> None:
+        self.answers = answers
 
     def result(self) -> list[Message]:
         return self.answers
-
-    def parts(self) -> Iterator[Message]:
-        yield from self._parts
 
 
 class LocalGroup:
@@ -29,20 +26,20 @@ class LocalGroup:
     def size(self) -> int:
         return len(self.handlers)
 
-    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None) -> LocalCall:
+    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None) -> LocalCall:
         self.verbs.append(verb)
-        answers, parts = [], []
+        answers = []
         for rank, handlers in enumerate(self.handlers):
             own_body = body[rank] if isinstance(body, list) else body or {}
             own_tensors = tensors[rank] if isinstance(tensors, list) else tensors or {}
             call = parse(Message(Kind.CALL, own_body, verb, 1, own_tensors).frames())
 
             def emit(part_body, part_tensors, verb=verb):
-                parts.append(parse(Message(Kind.PART, part_body, verb, 1, part_tensors).frames()))
+                on_part(parse(Message(Kind.PART, part_body, verb, 1, part_tensors).frames()))
 
             answer_body, answer_tensors = handlers[verb](call, emit)
             answers.append(parse(Message(Kind.ANSWER, answer_body, verb, 1, answer_tensors).frames()))
-        return LocalCall(answers, parts)
+        return LocalCall(answers)
 
     def call(self, verb, body=None, tensors=None, *, step=None, timeout_s=None) -> list[Message]:
         return self.post(verb, body, tensors, step=step, timeout_s=timeout_s).result()
