@@ -111,7 +111,8 @@ def usable_cores() -> int:
     """Cores this process may use: RLCTL_CPU_CORES, else its affinity, cut to a container's quota."""
     if asked := os.environ.get("RLCTL_CPU_CORES"):
         if not asked.isdecimal() or int(asked) == 0:
-            raise SpecError([Problem("RLCTL_CPU_CORES", "must be a positive whole number", value=asked)])
+            hint = "unset it to use every core"
+            raise SpecError([Problem("RLCTL_CPU_CORES", "must be a positive whole number", hint, asked)])
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

@@ -53,14 +53,16 @@ def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Pro
             return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
         hub_id = source.partition(":")[0]
         if not looks_like_hub_id(hub_id, spec_dir):
-            return [Problem(key, f"no such file ({os.path.abspath(file)})", "", value)], []
+            hint = "a relative path starts at the spec file's folder"
+            return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
         if hub_snapshot(hub_id, "datasets") is not None:
             return [], []
         if offline():
             return [
                 Problem(key, "not in the Hugging Face cache while HF_HUB_OFFLINE is set", "check the name", value)
             ], []
-        return [], [Problem(key, "will be downloaded from the hub when the run starts", "", value)]
+        hint = "check the name, and that this machine reaches the hub"
+        return [], [Problem(key, "will be downloaded from the hub when the run starts", hint, value)]
     if file.suffix not in DATA_SUFFIXES:
         hint = "write one JSON object per line into a file that ends in .jsonl"
         return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
@@ -73,7 +75,7 @@ def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Pro
         message = f"cannot be read: {error.strerror or error}"
     if not message:
         return [], []
-    problem = Problem(key, message, _row_hint(message), value)
+    problem = Problem(key, message, _row_hint(message) or "write the file anew", value)
     bad_row = ":" in message.split(" ")[0]
     return ([], [problem]) if bad_row and spec.data.bad_rows == "drop" else ([problem], [])
 
@@ -88,7 +90,7 @@ def _builtin(key: str, source: str, spec: Spec) -> list[Problem]:
     name = source.removeprefix("builtin:")
     if name not in BUILTIN_TASKS:
         near = closest(name, list(BUILTIN_TASKS))
-        hint = f'did you mean "builtin:{near}"?' if near else ""
+        hint = f'did you mean "builtin:{near}"?' if near else f'write "builtin:{next(iter(BUILTIN_TASKS))}"'
         return [Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint, show(source))]
     message = _lacks(next(BUILTIN_TASKS[name]()), needed_columns(spec))
     return [Problem(key, f"{name} {message}", _row_hint(message), show(source))] if message else []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
 from specs.foreign_engines import foreign_kinds
+from specs.hints import hint_for
 from specs.keys import (
     SYNONYMS,
     Path,
@@ -16,6 +18,7 @@ from specs.keys import (
     engine_family,
     homes,
     kind_of,
+    kinds_of,
     known_keys,
     tables_at,
     value_at,
@@ -45,7 +48,6 @@ BOUNDS = {
 NEVER_KEYS = {
     "critic": ("grpo has no critic", "remove the [critic] section; groups are the baseline"),
     "lora": ("only the actor has adapters", "write it as actor.lora"),
-    "nodes": ("this version runs on one machine", "remove the key"),
 }
 PATTERNS = {
     "run.name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
@@ -55,8 +57,16 @@ PATTERNS = {
 
 
 def explain(errors: list[ErrorDetails], raw: dict[str, Any]) -> list[Problem]:
-    """One problem per finding, in the order of the spec's sections."""
-    return [_explain_one(error, raw) for error in errors if not _echo(error, errors)]
+    """One problem per finding, each with a hint, in the order of the spec's sections."""
+    return [_with_hint(_explain_one(error, raw), error, raw) for error in errors if not _echo(error, errors)]
+
+
+def _with_hint(problem: Problem, error: ErrorDetails, raw: dict[str, Any]) -> Problem:
+    if problem.hint:
+        return problem
+    kind, context = error["type"], error.get("ctx", {})
+    bound = context.get(BOUNDS[kind][0]) if kind in BOUNDS else None
+    return replace(problem, hint=hint_for(kind, _without_tags(error["loc"], raw), bound, raw))
 
 
 def _echo(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
@@ -79,7 +89,8 @@ def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
         return _wrong_type(key, error["input"], TYPES[kind])
     if kind in BOUNDS:
         name, words = BOUNDS[kind]
-        return Problem(key, f"{words} {context[name]}", value=value)
+        bound = f"{context[name]:g}" if isinstance(context[name], float) else context[name]
+        return Problem(key, f"{words} {bound}", value=value)
     if kind in ("literal_error", "union_tag_invalid"):
         return _not_one_of(path, error["input"], str(context.get("expected") or context.get("expected_tags")), raw)
     if kind == "union_tag_not_found":
@@ -149,7 +160,7 @@ def _reads_as(text: str, wanted: str) -> bool:
 
 def _type_name(value: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number with a point", str: "text"}
-    names |= {list: "a list", dict: "a table"}
+    names |= {list: "a list", tuple: "a list", dict: "a table"}
     return names.get(type(value), "a date or time")
 
 
@@ -163,8 +174,18 @@ def _not_one_of(path: Path, given: Any, expected: str, raw: dict[str, Any]) -> P
     wrong = given.get("kind") if by_kind else given
     near = closest(str(wrong), known)
     what = "unknown kind" if key.endswith("kind") else "not a choice"
-    hint = f'did you mean "{near}"?' if near else ""
+    hint = f'did you mean "{near}"?' if near else _other_family(path, wrong, family)
     return Problem(key, f"{what}; known: {', '.join(known)}", hint, show(wrong))
+
+
+def _other_family(path: Path, wrong: Any, family: str | None) -> str:
+    """Where an engine belongs that was named for a role of the other family."""
+    if family is None or not isinstance(wrong, str):
+        return ""
+    homes = {"train": ("rollout",), "rollout": ("actor", "ref")}[family]
+    if any(wrong in kinds_of(table) for table in tables_at((homes[0], "engine"), {})):
+        return f"{wrong} is an engine of {' and '.join(homes)}"
+    return ""
 
 
 def _wrong_length(key: str, kind: str, value: str, context: dict[str, Any]) -> Problem:

@@ -11,6 +11,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+from specs.attention_rules import attention_problems
 from specs.data_files import check_data
 from specs.errors import Problem
 from specs.explain import show
@@ -30,6 +31,7 @@ def file_problems(spec: Spec, spec_dir: Path, *, starting: bool = False) -> tupl
     data_errors, data_warnings = check_data(spec, spec_dir)
     errors += data_errors + _functions(spec, spec_dir)
     errors += interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver())
+    errors += attention_problems(spec, spec_dir)
     errors += _launchers(spec) + hostfile_problems(spec, spec_dir)
     warnings += data_warnings
     (errors if starting else warnings).extend(_devices(spec))
@@ -113,11 +115,14 @@ def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
     except SyntaxError as error:
         return f"{file.name}:{error.lineno}: {error.msg}", "repair the file"
     except (OSError, ValueError) as error:
-        return f"cannot be read: {error}", ""
+        return f"cannot be read: {error}", "make it a readable Python file"
     names = _top_level_names(tree)
     if name not in names:
         near = closest(name, [known for known in names if known])
-        return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else ""
+        return (
+            f"{file.name} defines no {name}",
+            f"did you mean `{near}`?" if near else f"write def {name}(prompt, completion, row) in it",
+        )
     node = names[name]
     if isinstance(node, ast.AsyncFunctionDef):
         return f"{name} is async", "write a plain function"

@@ -55,7 +55,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except IsADirectoryError:
         raise SpecError(f"{path}: a folder, not a spec", hint="name the TOML file inside it") from None
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+        raise SpecError(f"{path}: cannot be read: {error.strerror}", hint="make it readable") from None
     except UnicodeDecodeError as error:
         raise SpecError(f"{path}: not UTF-8 (byte {error.start})", hint="save the file as UTF-8") from None
     except tomli.TOMLDecodeError as error:
@@ -66,6 +66,8 @@ def _other_schema(version: Any) -> Problem:
     hint = f"write `schema = {SCHEMA_VERSION}`"
     if type(version) is int and version > SCHEMA_VERSION:
         hint = "the spec is for a newer rlctl; upgrade, or " + hint + " and see what check-config says"
+    elif type(version) is int:
+        hint = "the spec is for an older rlctl; " + hint + ", and check-config names every key that has changed"
     return Problem("schema", f"this rlctl reads schema {SCHEMA_VERSION}", hint, show(version))
 
 
@@ -96,4 +98,6 @@ def _syntax_hint(text: str, message: str) -> str:
         return "text needs quotes"
     if "end of document" in message:
         return "a bracket, brace or quote is not closed"
-    return ""
+    if text.startswith("\ufeff"):
+        return "the file begins with a byte order mark; save it as UTF-8 without one"
+    return "repair that line; https://toml.io says what TOML is"

@@ -30,6 +30,8 @@ FOLDER_WORDS = {
 }
 FOLDER_WORDS |= {"run", "runs", "data", "weights", "tmp"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
+_AGAIN = "copy or download it again"
+_REPAIR = "config.json is not the one that the model was trained with: copy it again"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 
 
@@ -105,13 +107,14 @@ class ModelCheck:
             )
         else:
             message = "no such folder; taken as a hub id, which will be downloaded when the run starts"
-            self.warnings.append(Problem(self.key, message, "", show(self.path)))
+            hint = "check the name, and that this machine reaches the hub"
+            self.warnings.append(Problem(self.key, message, hint, show(self.path)))
 
     def _check_folder(self, folder: Path) -> None:
         name = self.path.removeprefix("builtin:")
         if name != self.path and name not in builtin_models():
             near = closest(name, builtin_models())
-            hint = f'did you mean "builtin:{near}"?' if near else ""
+            hint = f'did you mean "builtin:{near}"?' if near else f'write "builtin:{builtin_models()[0]}"'
             self._wrong(f"no such built-in model; known: {', '.join(builtin_models())}", hint)
             return
         if not folder.is_dir():
@@ -147,10 +150,10 @@ class ModelCheck:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            self._wrong(f"{file.name} cannot be read: {error}")
+            self._wrong(f"{file.name} cannot be read: {error}", _AGAIN)
             return None
         if not isinstance(content, dict):
-            self._wrong(f"{file.name} is not a JSON object")
+            self._wrong(f"{file.name} is not a JSON object", _AGAIN)
             return None
         return content
 
@@ -159,9 +162,9 @@ class ModelCheck:
         kv_heads = self.config.get("num_key_value_heads")
         if isinstance(heads, int) and heads > 0:
             if isinstance(hidden, int) and hidden % heads and not self.config.get("head_dim"):
-                self._wrong(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+                self._wrong(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}", _REPAIR)
             if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
-                self._wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+                self._wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}", _REPAIR)
 
     def _check_tokenizer(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -179,7 +182,8 @@ class ModelCheck:
         ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1] if vocab else []
         highest = max([*ids, *(token["id"] for token in added)], default=-1)
         if highest >= vocab_size:
-            self._wrong(f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}")
+            message = f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}"
+            self._wrong(message, "use the tokenizer that the model was trained with")
 
     def _check_weights(self, folder: Path, builtin: bool) -> None:
         if builtin:
@@ -207,7 +211,7 @@ class ModelCheck:
         for file in files:
             cause = cut_short(file)
             if cause:
-                self._wrong(f"{file.name} {cause}", "copy or download it again")
+                self._wrong(f"{file.name} {cause}", _AGAIN)
 
     def _no_weights(self, folder: Path) -> None:
         pickles = [name for name in PICKLES if (folder / name).exists()] or [

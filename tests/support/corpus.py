@@ -1,0 +1,138 @@
+"""The corpus of broken specs (`tests/specs/corpus/*.toml`): from a case to a folder on disk that holds it.
+
+A case is a table:
+
+    base      preset to start from; default: the small sound spec `corpus/base.toml`
+    set       dotted key → value; list entries by number
+    remove    dotted keys to take out
+    text      the whole file, instead of all the above
+    override  what `--set` is given
+    files     name → text, written beside the spec; a name that ends in `/` is a folder
+    model     changes to a sound model folder `model/` beside the spec: file → keys to set (false: the file is removed)
+    errors    dotted key → words of its message or hint: exactly these problems are found, each with a hint
+    warnings  the same of warnings; not given: they are not looked at
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from rlctl.init import presets
+from specs.model_files import BUILTIN_FOLDER
+from specs.tensor_files import make_header
+
+CORPUS = Path(__file__).parent.parent / "specs" / "corpus"
+Case = dict[str, Any]
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """(name, case) of the whole corpus; the name says the file, the number there and what it is about."""
+    for file in sorted(CORPUS.glob("*.toml")):
+        for number, case in enumerate(tomli.loads(file.read_text()).get("case", ()), 1):
+            about = "+".join([*case.get("errors", ()), *case.get("warnings", ())])
+            yield f"{file.stem}-{number}-{about}", case
+
+
+def base(name: str = "") -> dict[str, Any]:
+    file = presets()[name] if name else CORPUS / "base.toml"
+    return tomli.loads(file.read_text())
+
+
+def edited(raw: dict[str, Any], sets: dict[str, Any], removed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A copy of `raw` with dotted keys set, then taken out."""
+    raw = copy.deepcopy(raw)
+    for key, value in [*sets.items(), *((key, None) for key in removed)]:
+        *parents, last = key.split(".")
+        node: Any = raw
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        if key in removed:
+            del node[last]
+        else:
+            node[int(last) if isinstance(node, list) else last] = value
+    return raw
+
+
+def write_case(case: Case, folder: Path) -> Path:
+    """Lay a case out in `folder`; returns the spec's path."""
+    for name, text in case.get("files", {}).items():
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir() if name.endswith("/") else place.write_text(text)
+    if "model" in case:
+        write_model(folder / "model", case["model"])
+    spec = folder / "spec.toml"
+    raw = edited(base(case.get("base", "")), case.get("set", {}), tuple(case.get("remove", ())))
+    spec.write_text(case.get("text") or as_toml(raw))
+    return spec
+
+
+def as_toml(raw: dict[str, Any]) -> str:
+    """Tables as TOML: a line per top-level key, everything below inline."""
+    return "".join(f"{json.dumps(key)} = {_value(value)}\n" for key, value in raw.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_value(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str | bool):
+        return json.dumps(value)
+    return str(value)
+
+
+# ── a sound model folder ──────────────────────────────────────────────────────────────────────────
+
+
+def write_model(folder: Path, changes: dict[str, Any]) -> None:
+    """The built-in tiny-digits with weights (zeros) of the shapes that its config says; then the changes."""
+    shutil.copytree(BUILTIN_FOLDER / "tiny-digits", folder)
+    write_weights(folder / "model.safetensors", qwen2_shapes(json.loads((folder / "config.json").read_text())))
+    for name, change in changes.items():
+        file = folder / name
+        if change is False:
+            file.unlink()
+        elif isinstance(change, str):
+            file.write_text(change)
+        else:
+            content = edited(json.loads(file.read_text()) if file.exists() else {}, change)
+            file.write_text(json.dumps(content))
+
+
+def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32") -> None:
+    header, _ = make_header([(name, dtype, shape) for name, shape in shapes.items()], {})
+    length = int.from_bytes(header[:8], "little")
+    last = max(entry["data_offsets"][1] for entry in json.loads(header[8 : 8 + length]).values())
+    with file.open("wb") as stream:
+        stream.write(header)
+        stream.truncate(len(header) + last)  # zeros that take no room
+
+
+def qwen2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the tensors of a Qwen2 as transformers stores them."""
+    hidden, heads, kv_heads = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    head, wide = config.get("head_dim") or hidden // heads, config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows * head, hidden)
+            shapes[f"{at}self_attn.{name}_proj.bias"] = (rows * head,)
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * head)
+        shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (wide, hidden)
+        shapes[f"{at}mlp.down_proj.weight"] = (hidden, wide)
+        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    return shapes
