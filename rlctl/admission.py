@@ -70,6 +70,10 @@ class Admission:
             log.warning("refused a connection: %s", error.message)
             return Verdict(reply=Message(Kind.ERROR, {"message": error.message}))
 
+    def forget(self, role: str, rank: int) -> None:
+        """A rank is gone for good: a new process may take its place."""
+        self._members.discard((role, rank))
+
     def _challenge(self, identity: bytes, hello: Message) -> Message:
         try:
             said = hello.body

@@ -103,6 +103,19 @@ def check(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str]) -> 
         )
 
 
+def check_same_again(before: AsBuilt, after: AsBuilt) -> None:
+    """A rank that was started again must be what it was. Raises AsBuiltError naming every difference."""
+    own = {"pid"}  # of a process, not of what it built
+    was, is_now = before.model_dump(exclude=own), after.model_dump(exclude=own)
+    found = [f"{key}: built {was[key]}, then {is_now[key]}" for key in was if was[key] != is_now[key]]
+    if found:
+        raise AsBuiltError(
+            f"{after.role} rank {after.rank} was started again and is not what it was:\n"
+            + "\n".join(f"  - {line}" for line in found),
+            hint="an environment that changed during the run; go on with the same command and --resume",
+        )
+
+
 def check_same_start(reports: Reports, earlier: Path) -> None:
     """On resume the reference and the starting weights must be those of the first attempt."""
     if not earlier.is_file():

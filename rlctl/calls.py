@@ -30,11 +30,13 @@ class Call:
         timeout_s: float,
         tick: Callable[[], None],
         on_part: Callable[[Message], None] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
-        self.frames = frames  # by rank; let go of once sent
-        self.size = len(frames)
+        self.frames = frames  # as `ranks`; let go of once sent
+        self.ranks = tuple(range(len(frames)) if ranks is None else ranks)
         self.answers: dict[int, Message] = {}
+        self.lost: set[int] = set()  # ranks that will not answer: they are gone (rlctl/losses.py)
         self.failed = False
         self._deadline: float | None = None
         self._on_part = on_part
@@ -42,8 +44,8 @@ class Call:
 
     @property
     def done(self) -> bool:
-        """Every rank has answered."""
-        return len(self.answers) == self.size
+        """Every rank has answered, or will not."""
+        return not self.missing
 
     @property
     def sent(self) -> bool:
@@ -51,18 +53,21 @@ class Call:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not answered."""
-        return [rank for rank in range(self.size) if rank not in self.answers]
+        """Ranks that have not answered, but may."""
+        return [rank for rank in self.ranks if rank not in self.answers and rank not in self.lost]
 
     @property
     def overdue(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def result(self) -> list[Message]:
-        """Answers by rank. Raises RoleFailure when any rank of any role fails meanwhile."""
+        """Answers by rank. Raises RoleFailure when any rank of any role fails meanwhile, and RanksLost, when all others
+        have answered, if one of its own was lost that can be started again."""
         while not self.done:
             self._tick()
-        return [self.answers[rank] for rank in range(self.size)]
+        if self.lost:
+            raise RanksLost(self)
+        return [self.answers[rank] for rank in self.ranks]
 
     def start(self) -> list[list[Buffer]]:
         """The clock starts. Returns the frames to send, by rank."""
@@ -77,6 +82,19 @@ class Call:
             self._on_part(message)
         else:
             self.answers[rank] = message
+
+    def lose(self, rank: int) -> None:
+        """Wait for this rank no longer. What it has sent stands."""
+        if rank in self.ranks and rank not in self.answers:
+            self.lost.add(rank)
+
+
+class RanksLost(Exception):
+    """Some ranks that a call went to are gone, and can be started again; `call` has the answers of the others."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(f"lost in verb {call.verb}: ranks {sorted(call.lost)}")
+        self.call = call
 
 
 def frames_by_rank(

@@ -119,6 +119,13 @@ class Hub:
         with self._lock:
             self._post(self._identities.get((role, rank)), frames)
 
+    def forget(self, role: str, rank: int) -> None:
+        """A rank is gone for good: nothing more is heard of it, and a new process may take its place."""
+        with self._lock:
+            self._peers.pop(self._identities.pop((role, rank), b""), None)
+            self._admission.forget(role, rank)
+            self._events = deque(event for event in self._events if _place(event) != (role, rank))
+
     def next(self, timeout_s: float) -> Event | None:
         """The next event, or None when there is none in time."""
         deadline = time.monotonic() + timeout_s
@@ -208,6 +215,11 @@ class Hub:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # unroutable: the rank is gone, and its process's end is noticed elsewhere
             log.debug("a message was not delivered: %s", error)
+
+
+def _place(event: Event) -> tuple[str, int]:
+    who = event.member if isinstance(event, Joined) else event
+    return who.role, who.rank
 
 
 def _bind(router: zmq.Socket[bytes], host: str) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 
+from rlctl.launch import Started, blamed_by_torchrun, describe_exit
 from specs.messages import Message
 
+_ECHO = 2  # weight of evidence
 ECHO_GRACE_S = 2.0  # how long to wait for the cause behind an echo
 _ECHOES = (
     "Connection closed by peer",
@@ -33,6 +36,11 @@ class Evidence:
     hint: str = ""
     known: bool = False  # an RlctlError: its message says it all, no log lines are needed
     log_name: str = ""  # another log than the rank's own
+
+    @property
+    def is_echo(self) -> bool:
+        """It looks like what another rank's end leaves on this one."""
+        return self.weight >= _ECHO
 
 
 class Verdicts:
@@ -72,8 +80,20 @@ def from_error(role: str, rank: int, error: Message, *, alone: bool) -> Evidence
         role,
         rank,
         text if known else f"{kind}: {text}",
-        weight=2 if echo else 0,
+        weight=_ECHO if echo else 0,
         kind=kind,
         hint=str(body.get("hint", "")),
         known=known,
     )
+
+
+def from_end(started: Started, code: int) -> Evidence:
+    """A signal is a cause. An exit may echo another rank's end, or follow an error that is still on its way."""
+    role, rank = started.role, started.ranks[0]
+    if not started.is_launcher:
+        hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
+        return Evidence(role, rank, describe_exit(code), weight=0 if code < 0 else 1, permanent=True, hint=hint)
+    if blamed := blamed_by_torchrun(started.log_path):
+        return Evidence(role, blamed[0], describe_exit(blamed[1]), permanent=True)
+    cause = f"{started.launcher}: {describe_exit(code)}"
+    return Evidence(role, rank, cause, weight=0 if code < 0 else 1, permanent=True, log_name=started.log_path.name)

@@ -4,90 +4,25 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rlctl.admission import Member
-from rlctl.calls import Body, Call, Tensors, frames_by_rank
 from rlctl.channel import Event, Hub, Joined, Silent
-from rlctl.failures import Evidence, Verdicts, from_error
-from rlctl.launch import Launcher, Started, blamed_by_torchrun, describe_exit, tail
+from rlctl.failures import ECHO_GRACE_S, Evidence, Verdicts, from_end, from_error
+from rlctl.group import Group
+from rlctl.launch import Launcher, tail
+from rlctl.losses import JOINED_VERBS, Losses, Place
 from rlctl.plan import LOOPBACK, Plan
 from specs.errors import ChannelError, RoleFailure
 from specs.messages import Kind, Message, Verb, parse
 
+__all__ = ["Group", "Groups"]
+
 _TICK_S = 0.1
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself has perhaps said why: let that message arrive
 _STACKS_S = 0.3  # time for a hung rank to write where it is into its log
-
-
-class Group:
-    """All ranks of one role. One verb is in flight at a time; further ones wait in line."""
-
-    def __init__(self, role: str, size: int, groups: Groups) -> None:
-        self.role, self.size = role, size
-        self.line: deque[Call] = deque()  # the first is in flight
-        self._groups = groups
-        self._number = 0
-
-    def call(
-        self,
-        verb: Verb,
-        body: Body | Sequence[Body] | None = None,
-        tensors: Tensors | Sequence[Tensors] | None = None,
-        *,
-        step: int | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Message]:
-        """Ask every rank and wait; answers by rank. A single body or tensors go to all ranks, a list one to each.
-
-        Raises RoleFailure, and BatchError when a column that the verb needs is not there.
-        """
-        return self.post(verb, body, tensors, step=step, timeout_s=timeout_s).result()
-
-    def post(
-        self,
-        verb: Verb,
-        body: Body | Sequence[Body] | None = None,
-        tensors: Tensors | Sequence[Tensors] | None = None,
-        *,
-        step: int | None = None,
-        timeout_s: float | None = None,
-        on_part: Callable[[Message], None] | None = None,
-    ) -> Call:
-        """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line.
-
-        `on_part` gets each PART as it arrives, while the driver waits for whichever role. It may post, but not wait.
-        """
-        groups = self._groups
-        self._number += 1
-        frames = frames_by_rank(verb, self._number, self.size, body, tensors)
-        call = Call(verb, self._number, frames, step, timeout_s or groups.verb_timeout_s, groups.tick, on_part)
-        self.line.append(call)
-        self.send_next()
-        return call
-
-    def send_next(self) -> None:
-        """Send the first in line unless it is on its way."""
-        if self.line and not self.line[0].sent:
-            for rank, frames in enumerate(self.line[0].start()):
-                self._groups.hub.send(self.role, rank, frames)
-
-    def take(self, rank: int, message: Message) -> None:
-        """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""
-        if self.line and self.line[0].number == message.call:
-            self.line[0].take(rank, message)
-            if message.busy is not None:
-                self._groups.busy.append(message.busy)
-            if self.line[0].done:
-                self.drop()
-
-    def drop(self) -> None:
-        """The verb in flight is over."""
-        self.line.popleft()
-        self.send_next()
 
 
 class Groups:
@@ -121,7 +56,8 @@ class Groups:
         self._modules = dict(modules or {})
         self._groups: dict[str, Group] = {role.role: Group(role.role, role.processes, self) for role in plan.roles}
         self._verdicts = Verdicts()
-        self._ended: set[int] = set()
+        self.losses = Losses()  # none allowed; whoever can bring ranks back sets it (rlctl/revive.py)
+        self._ended: set[str] = set()
         self._ticked_at = 0.0
         self._closed = False
         self._obedient = True  # no rank is dead, hung or late: asking all to leave is worth the wait
@@ -146,9 +82,23 @@ class Groups:
         for plan in chosen:
             self.hub.expect(plan.role, plan.processes)
             self.launcher.start(plan, module=self._modules.get(plan.role, ""))
-        places = [(plan.role, rank) for plan in chosen for rank in range(plan.processes)]
+        self._wait_for([(plan.role, rank) for plan in chosen for rank in range(plan.processes)])
+
+    def restart(self, role: str) -> list[int]:
+        """Start the lost ranks of a role again and wait until they have proven themselves; those that are lost again
+        meanwhile are not waited for. Returns the ranks. Raises RoleFailure as `start` does."""
+        ranks = self.losses.begin_restart(role)
+        for rank in ranks:
+            self.members.pop((role, rank), None)
+            self.hub.forget(role, rank)
+            remark = f"{role} rank {rank} is started again"
+            self.launcher.start_again(self.plan.role(role), rank, module=self._modules.get(role, ""), remark=remark)
+        self._wait_for([(role, rank) for rank in ranks])
+        return ranks
+
+    def _wait_for(self, places: Sequence[Place]) -> None:
         deadline = time.monotonic() + self._start_timeout_s
-        while absent := [place for place in places if place not in self.members]:
+        while absent := [place for place in places if place not in self.members and place not in self.losses.lost]:
             if time.monotonic() > deadline:
                 cause = f"did not join within {self._start_timeout_s:g} s"
                 raise self._failure(Evidence(*absent[0], cause), hint="raise run.start_timeout_s if it is only slow")
@@ -161,6 +111,7 @@ class Groups:
             self._see(event)
             event = self.hub.next(0)
         self._look_for_ends()
+        self._look_for_losses()
         self._look_for_overdue()
         if root := self._verdicts.root():
             raise self._failure(root)
@@ -188,7 +139,7 @@ class Groups:
             return
         if isinstance(event, Silent):
             cause = f"no sign of life for {event.seconds:.1f} s: it hangs, or was stopped"
-            self._verdicts.add(Evidence(event.role, event.rank, cause, permanent=True))
+            self._judge(Evidence(event.role, event.rank, cause, permanent=True))
             return
         try:
             message = parse(event.frames)
@@ -204,15 +155,35 @@ class Groups:
         group = self._groups[role]
         of_now = bool(group.line) and group.line[0].number == message.call
         if of_now or message.call == 0:  # 0: the role could not even be made; others: of a verb that has failed already
-            alone = self.plan.role(role).world_size_of_group == 1
-            self._verdicts.add(from_error(role, rank, message, alone=alone))
+            joined = bool(self.losses.role) and message.verb in JOINED_VERBS
+            alone = self.plan.role(role).world_size_of_group == 1 and not joined
+            evidence = from_error(role, rank, message, alone=alone)
+            if joined and evidence.is_echo:
+                self.losses.hold(evidence, message.call)
+            else:
+                self._judge(evidence)
 
     def _look_for_ends(self) -> None:
         for started in self.launcher.started:
             code = started.process.poll()
-            if code is not None and started.process.pid not in self._ended:
-                self._ended.add(started.process.pid)
-                self._verdicts.add(_evidence_of_end(started, code), _EXIT_GRACE_S)
+            if code is not None and started.mark not in self._ended:
+                self._ended.add(started.mark)
+                self._judge(from_end(started, code), _EXIT_GRACE_S)
+
+    def _judge(self, evidence: Evidence, grace_s: float = 0.0) -> None:
+        """A loss that can be made good is noted, everything else ends the run."""
+        if not self.losses.takes(evidence, grace_s):
+            self._verdicts.add(evidence, grace_s or ECHO_GRACE_S)
+
+    def _look_for_losses(self) -> None:
+        for evidence in self.losses.newly_lost():
+            self.launcher.kill(evidence.role, evidence.rank)
+            self._groups[evidence.role].lose(evidence.rank)
+            self.losses.on_loss(evidence)
+        for evidence, call in self.losses.explained():
+            self._groups[evidence.role].lose(evidence.rank, call)
+        for evidence in self.losses.unexplained():
+            self._verdicts.add(evidence)
 
     def _look_for_overdue(self) -> None:
         if self._verdicts.pending:
@@ -250,7 +221,7 @@ class Groups:
             host=self._host_of(role, rank),
             verb=verb,
             step=step,
-            cause=evidence.cause,
+            cause=evidence.cause + self.losses.remark(role),
             log_path=str(log_path),
             log_tail="" if evidence.known else tail(log_path),
             remote_kind=evidence.kind,
@@ -262,15 +233,3 @@ class Groups:
         plan, member = self.plan.role(role), self.members.get((role, rank))
         here = member.host if member else ""
         return (plan.host_of(rank) or here) if plan.nodes > 1 else ""
-
-
-def _evidence_of_end(started: Started, code: int) -> Evidence:
-    """A signal is a cause. An exit may echo another rank's end, or follow an error that is still on its way."""
-    role, rank = started.role, started.ranks[0]
-    if not started.is_launcher:
-        hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
-        return Evidence(role, rank, describe_exit(code), weight=0 if code < 0 else 1, permanent=True, hint=hint)
-    if blamed := blamed_by_torchrun(started.log_path):
-        return Evidence(role, blamed[0], describe_exit(blamed[1]), permanent=True)
-    cause = f"{started.launcher}: {describe_exit(code)}"
-    return Evidence(role, rank, cause, weight=0 if code < 0 else 1, permanent=True, log_name=started.log_path.name)

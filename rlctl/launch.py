@@ -25,6 +25,7 @@ log = logging.getLogger("rlctl.launch")
 _OUR_VARIABLES = ("RLCTL_LOG_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_CURVE_KEY", "RLCTL_DEVICES")
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
 _SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
+_OWN_MARK = "RLCTL_PROCESS"
 _PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
 _FAR_GRACE_S = 10.0
@@ -45,6 +46,7 @@ class Started:
     launcher: str = ""  # torchrun, deepspeed, srun
     host: str = ""
     on_a_line: bool = False
+    mark: str = ""  # in its environment and that of its children on this host
 
     @property
     def is_launcher(self) -> bool:
@@ -62,6 +64,7 @@ class Launcher:
         self.started: list[Started] = []
         self.run_id = secrets.token_hex(16)
         self._home = dict(home)
+        self._spawned = 0
 
     def start(self, plan: RolePlan, *, module: str = "") -> None:
         """Start a role's processes; returns at once. Logs go to `log_dir/<role>/rank<N>.log`.
@@ -75,8 +78,7 @@ class Launcher:
         port = str(plan.meeting.port or _free_port()) if plan.world_size_of_group > 1 else ""
         if plan.launcher == "python":
             for rank in range(plan.processes):
-                place = _place(plan, rank, port)
-                self._spawn(plan.role, (rank,), (*plan.command, *more), env | place, folder / f"rank{rank}.log")
+                self._spawn_rank(plan, rank, more, env | _place(plan, rank, port))
             return
         env["RLCTL_LOG_DIR"] = str(folder)
         command = (*(word.replace(FREE_PORT, port or str(_free_port())) for word in plan.command), *more)
@@ -90,6 +92,29 @@ class Launcher:
         self._spawn(plan.role, plan.ranks_of(0), command, env, log_path, launcher=plan.launcher)
         for node in plan.remote:
             self._start_remote(plan, node, more, env["RLCTL_LOG_DIR"])
+
+    def start_again(self, plan: RolePlan, rank: int, *, module: str = "", remark: str = "") -> None:
+        """Start one replica anew, after `kill`. Its log goes on, below a line with the `remark`."""
+        assert plan.launcher == "python", f"{plan.launcher} starts {plan.role} as a whole"
+        assert plan.world_size_of_group == 1, f"ranks of {plan.role} need one another"
+        with self.log_path(plan.role, rank).open("a", encoding="utf-8") as log_file:
+            log_file.write(f"\n── {remark} ──\n")
+        self._spawn_rank(
+            plan, rank, ("--module", module) if module else (), self._environment(plan) | _place(plan, rank, "")
+        )
+
+    def kill(self, role: str, rank: int) -> None:
+        """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it."""
+        for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
+            _signal_groups([started], signal.SIGKILL)
+            if left := kill_marked(f"{_OWN_MARK}={started.mark}", _KILL_TIMEOUT_S):
+                log.error("processes of %s rank %d that could not be ended: %s", role, rank, left)
+            started.process.poll()
+            self.started.remove(started)
+
+    def _spawn_rank(self, plan: RolePlan, rank: int, more: tuple[str, ...], env: Mapping[str, str]) -> None:
+        log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
+        self._spawn(plan.role, (rank,), (*plan.command, *more), dict(env), log_path)
 
     def _start_remote(self, plan: RolePlan, node: RemoteNode, more: tuple[str, ...], log_dir: str) -> None:
         """Start a node of a role through the remote shell, which reads what to run, secrets too, from its input."""
@@ -186,11 +211,13 @@ class Launcher:
         host: str = "",
         on_a_line: bool = False,
     ) -> None:
+        self._spawned += 1
+        mark = f"{self.run_id}.{self._spawned}"
         with log_path.open("ab") as output:
             try:
                 process = subprocess.Popen(
                     command,
-                    env=env,
+                    env=env | {_OWN_MARK: mark},
                     stdin=subprocess.PIPE if on_a_line else subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -200,7 +227,7 @@ class Launcher:
                 hint = "name an interpreter that exists, or leave the key out"
                 reason = f"cannot be started: {error.strerror}"
                 raise SpecError([Problem(f"{role}.python", reason, hint, command[0])]) from None
-        self.started.append(Started(role, ranks, process, log_path, launcher, host, on_a_line))
+        self.started.append(Started(role, ranks, process, log_path, launcher, host, on_a_line, mark))
 
 
 def remote_script(env: Mapping[str, str], command: Sequence[str]) -> str:

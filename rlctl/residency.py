@@ -5,6 +5,7 @@
 | generate | offloaded             | weights + KV cache           |
 | learn    | on the device         | asleep, level 2              |
 | sync     | on the device         | weights only, no KV cache    |
+| build    | offloaded             | asleep; a lost one is built  |
 
 Trainers hand the device back before the KV cache takes it: `enter("generate")` waits until *all* ranks have
 offloaded. When the roles do not share devices every move is a no-op and everything stays where it is.
@@ -20,8 +21,9 @@ the step's metrics have it. What is held after a role has left the device must n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from rlctl.calls import RanksLost
 from specs.messages import Verb
 
 if TYPE_CHECKING:
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
     from rlctl.groups import Group
     from specs.messages import Message
 
-Phase = Literal["generate", "learn", "sync"]
+Phase = Literal["generate", "learn", "sync", "build"]
 
 # (trainers hold the device, tags that the rollout holds)
 TABLE: dict[Phase, tuple[bool, frozenset[str]]] = {
     "generate": (False, frozenset({"weights", "kv_cache"})),
     "learn": (True, frozenset()),
     "sync": (True, frozenset({"weights"})),
+    "build": (False, frozenset()),
 }
 SLEEP_LEVEL = 2  # weights are dropped: a sync always follows before the next token
 
@@ -62,7 +65,7 @@ class Residency:
             self._move_trainers(Verb.OFFLOAD, step)
             self.trainers_on = False
         if not want_tags and self.tags:
-            answers = self.rollout.call(Verb.SLEEP, {"level": SLEEP_LEVEL}, step=step)
+            answers = self._move_rollout(Verb.SLEEP, {"level": SLEEP_LEVEL}, step)
             self._note("rollout", "before_sleep", "asleep", answers)
             self.tags = frozenset()
         if want_trainers and not self.trainers_on:
@@ -70,7 +73,7 @@ class Residency:
             self.trainers_on = True
         missing = want_tags - self.tags
         if missing:
-            answers = self.rollout.call(Verb.WAKE, {"tags": sorted(missing)}, step=step)
+            answers = self._move_rollout(Verb.WAKE, {"tags": sorted(missing)}, step)
             self._note("rollout", "before_wake", "awake", answers)
             self.tags = self.tags | missing
 
@@ -84,6 +87,15 @@ class Residency:
         for role, call in calls:
             self._note(role, f"before_{verb}", f"{verb}ed", call.result())
 
+    def _move_rollout(self, verb: Verb, body: dict[str, Any], step: int | None) -> Sequence[Message]:
+        """Answers of the replicas that live. One that was lost is brought here when it is back (rlctl/revive.py)."""
+        try:
+            return self.rollout.call(verb, body, step=step)
+        except RanksLost as lost:
+            return [*lost.call.answers.values()]
+
     def _note(self, role: str, before: str, after: str, answers: Sequence[Message]) -> None:
+        if not answers:
+            return
         for what, key in ((before, "before_GiB"), (after, "after_GiB")):
             self._memory[f"mem/{role}_{what}_GiB"] = max(float(answer.body[key]) for answer in answers)

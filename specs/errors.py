@@ -115,6 +115,10 @@ class MemoryGrowthError(RlctlError):
     """A role holds more and more memory where it should have let go of it."""
 
 
+class SamplerDied(RlctlError):
+    """The engine behind a rollout is gone though its role's process lives: a server that ended, an engine's process."""
+
+
 class AsBuiltError(RlctlError):
     """A rank built something else than the spec asked for. Training is refused."""
 
