@@ -6,13 +6,13 @@ import importlib.util
 import json
 import os
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
 from specs.errors import Problem
 from specs.explain import show
 from specs.keys import closest
+from specs.model_weights import AGAIN, weight_problems
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 # First parts of a relative path that nobody means as an organisation on the hub.
@@ -30,9 +30,7 @@ FOLDER_WORDS = {
 }
 FOLDER_WORDS |= {"run", "runs", "data", "weights", "tmp"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
-_AGAIN = "copy or download it again"
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 
 
 def builtin_models() -> list[str]:
@@ -150,10 +148,10 @@ class ModelCheck:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            self._wrong(f"{file.name} cannot be read: {error}", _AGAIN)
+            self._wrong(f"{file.name} cannot be read: {error}", AGAIN)
             return None
         if not isinstance(content, dict):
-            self._wrong(f"{file.name} is not a JSON object", _AGAIN)
+            self._wrong(f"{file.name} is not a JSON object", AGAIN)
             return None
         return content
 
@@ -191,38 +189,8 @@ class ModelCheck:
                 "a built-in model has no weights", "set model.from_scratch = true", "model.from_scratch", "false"
             )
             return
-        index = folder / "model.safetensors.index.json"
-        files = [folder / "model.safetensors"]
-        if not files[0].is_file() and index.is_file():
-            content = self._json(index)
-            if content is None:
-                return
-            files = [folder / name for name in sorted(set(content.get("weight_map", {}).values()))]
-            missing = [file.name for file in files if not file.is_file()]
-            if missing or not files:
-                self._wrong(
-                    f"{index.name} names {', '.join(missing) or 'no file'}, which the folder lacks",
-                    "copy the whole model",
-                )
-                return
-        elif not files[0].is_file():
-            self._no_weights(folder)
-            return
-        for file in files:
-            cause = cut_short(file)
-            if cause:
-                self._wrong(f"{file.name} {cause}", _AGAIN)
-
-    def _no_weights(self, folder: Path) -> None:
-        pickles = [name for name in PICKLES if (folder / name).exists()] or [
-            p.name for p in folder.glob("pytorch_model*.bin")
-        ]
-        if pickles:
-            hint = "convert it: load it once with transformers and call save_pretrained()"
-            self._wrong(f"weights only as pickle ({pickles[0]}), which can run code and is never read", hint)
-        else:
-            hint = "set model.from_scratch = true to start from random weights"
-            self._wrong(f"no model.safetensors in {folder}", hint)
+        for message, hint in weight_problems(folder, self.config):
+            self._wrong(message, hint)
 
     def _check_code(self) -> None:
         if self.remote_code or not self.config.get("auto_map"):
@@ -248,19 +216,3 @@ class ModelCheck:
             return True
         file = self.folder / "tokenizer_config.json"
         return file.is_file() and bool((self._json(file) or {}).get("chat_template"))
-
-
-def cut_short(file: Path) -> str:
-    """What is wrong with a safetensors file's frame, or ""."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-            if 8 + length > size:
-                return "is cut short or not a safetensors file"
-            header = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "is not a safetensors file"
-    return "is cut short" if 8 + length + max(ends, default=0) > size else ""

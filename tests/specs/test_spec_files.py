@@ -16,7 +16,8 @@ from test_load_spec import GOOD
 from specs.errors import Problem
 from specs.files import file_problems
 from specs.load import spec_from
-from specs.model_files import BUILTIN_FOLDER, cut_short, resolve_model
+from specs.model_files import BUILTIN_FOLDER, resolve_model
+from specs.model_weights import cut_short
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
 

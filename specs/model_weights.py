@@ -1,0 +1,104 @@
+"""Whether a model folder's weight files are whole and hold the model that its `config.json` describes.
+
+Only headers are read. Names and shapes are compared where they are known from the config
+(`specs/model_tensors.py`); of another family only the number of layers is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specs.model_facts import model_facts
+from specs.model_tensors import tensors_of_config
+from specs.tensor_files import read_header
+
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
+AGAIN = "copy or download it again"
+OTHER_CONFIG = "weights and config.json are of different models: copy the whole folder again"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+Wrong = tuple[str, str]  # what is wrong, and a hint
+Shapes = dict[str, tuple[int, ...]]
+
+
+def weight_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Everything that is wrong with the safetensors files of a model folder."""
+    files, index, wrong = _weight_files(folder)
+    if wrong:
+        yield wrong
+        return
+    shapes: Shapes = {}
+    for file in files:
+        try:
+            held = {name: entry.shape for name, entry in read_header(file).entries.items()}
+        except (OSError, ValueError) as error:
+            yield f"{file.name} {_words(error)}", AGAIN
+            continue
+        lacking = [name for name, where in index.items() if where == file.name and name not in held]
+        if lacking:
+            yield f"the index puts {lacking[0]} into {file.name}, which lacks it", AGAIN
+        shapes |= held
+    if "quantization_config" not in config:  # packed weights have shapes of their own
+        yield from _differences(shapes, config)
+
+
+def cut_short(file: Path) -> str:
+    """What is wrong with a safetensors file's frame, or ""."""
+    try:
+        read_header(file)
+    except (OSError, ValueError) as error:
+        return _words(error)
+    return ""
+
+
+def _words(error: Exception) -> str:
+    return f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], Wrong | None]:
+    """The files, the index (tensor → file name; empty where there is none), or what is wrong."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single], {}, None
+    if not index.is_file():
+        return [], {}, _no_weights(folder)
+    try:
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(placed.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [], {}, (f"{index.name} cannot be read: {error!r}", AGAIN)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        wrong = f"{index.name} names {', '.join(missing) or 'no file'}, which the folder lacks"
+        return [], {}, (wrong, "copy the whole model")
+    return [folder / name for name in names], placed, None
+
+
+def _no_weights(folder: Path) -> Wrong:
+    pickles = [name for name in PICKLES if (folder / name).exists()]
+    pickles += sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        hint = "convert it: load it once with transformers and call save_pretrained()"
+        return f"weights only as pickle ({pickles[0]}), which can run code and is never read", hint
+    hint = "set model.from_scratch = true to start from random weights"
+    return f"no model.safetensors in {folder}", hint
+
+
+def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Where weights and config differ: in the number of layers, else in the first shape."""
+    facts = model_facts(config)
+    layers = 1 + max((int(found[1]) for name in shapes if (found := _LAYER.search(name))), default=-1)
+    if facts is not None and layers and layers != facts.layers:
+        yield f"the weights have {layers} layers, and config.json says {facts.layers}", OTHER_CONFIG
+        return
+    known = tensors_of_config(config)
+    for parameter in known.parameters if known else ():
+        stored = shapes.get(parameter.name)
+        if stored is not None and stored != parameter.shape:
+            message = f"{parameter.name} is {list(stored)}, and by config.json it is {list(parameter.shape)}"
+            yield message, OTHER_CONFIG
+            return
