@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.attention import PackedLayout
+from backends.packed_layout import PackedLayout
 
 
 @dataclass(frozen=True)

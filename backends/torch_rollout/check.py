@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from backends.attention import PackedLayout, use_layout
+from backends.attention import use_layout
+from backends.packed_layout import PackedLayout
 from backends.torch_rollout.cache import KvCache, LayerShape, PromptLayout
 from backends.torch_rollout.prefill import prefill
 from backends.torch_rollout.runner import Forward, packed_positions

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from backends.answers import Answers
-from backends.attention import PackedLayout
 from backends.checksum import checksum_bytes, copy_with_checksum
 from backends.hf import build_model, describe, named_weights, tensor_bytes, wire_dtype
+from backends.packed_layout import PackedLayout
 from backends.protocol import Buffer, Emit, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import stop_tokens, token_ids

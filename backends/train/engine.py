@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from backends.adapter_names import base_name, is_adapter
-from backends.attention import RowCopies
 from backends.protocol import GreedyAnswer, LossScale, Rank, TrainEngine, Weight, WeightSpec
+from backends.rows import RowCopies
 from backends.train import weights
 from backends.train.head import LogprobTask, LossResult, LossTask
 from backends.train.hf_files import stream_into

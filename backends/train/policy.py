@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from backends.attention import RowCopies, copy_rows
+from backends.rows import RowCopies, copy_rows
 from backends.train.head import Head, LogprobTask, LossTask
 from backends.train.norm import use_fast_norms
 from backends.train.row import Row

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from backends.attention import PackedLayout, use_layout
+from backends.attention import use_layout
+from backends.packed_layout import PackedLayout
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from backends.attention import RowCopies
+from backends.rows import RowCopies
 from backends.train.row import Row, can_share_prompts, packed_row
 from specs.errors import ModelError
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from backends.adapter_names import base_name, is_adapter
-from backends.attention import RowCopies
 from backends.checksum import checksum_bytes, checksum_weights
 from backends.hf import build_model, build_on_meta, describe, named_weights, recompute_activations, tensor_bytes
 from backends.protocol import Rank, StepResult
+from backends.rows import RowCopies
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.groups import leave_group
 from backends.train.head import LogprobTask, LossTask

@@ -10,16 +10,10 @@ import pytest
 import torch
 from train_helpers import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL_WINDOW, QWEN2, model_config, write_model
 
-from backends.attention import (
-    PackedLayout,
-    RowCopies,
-    attention_function,
-    causal_attention,
-    copy_rows,
-    take_rows,
-    use_layout,
-)
+from backends.attention import attention_function, use_layout
 from backends.hf import build_model
+from backends.packed_layout import PackedLayout, causal_attention
+from backends.rows import RowCopies, copy_rows, take_rows
 from backends.train.row import packed_row
 from specs.errors import ModelError
 
