@@ -49,15 +49,21 @@ def build_on_meta(config: ModelConfig) -> PreTrainedModel:
 
     In eval mode, without dropout. Raises ModelError.
     """
+    model = build_without_memory(config)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(config.device)
+    return model
+
+
+def build_without_memory(config: ModelConfig) -> PreTrainedModel:
+    """As `build_on_meta`, with the buffers still on the host: the device need not be there. Raises ModelError."""
     hf_config = read_config(config)
     implementation, _ = resolve_attention(config.attn_implementation, config.device, config.dtype)
     attention.install()
     with init_empty_weights(include_buffers=False):
         model = _from_config(config, hf_config, DTYPES[config.dtype], implementation, draw=False)
     model.tie_weights()  # the way to meta makes two of a tied pair
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(config.device)
     return model.eval()
 
 

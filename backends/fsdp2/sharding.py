@@ -85,6 +85,13 @@ def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Engine, compute: torch
     return gathering
 
 
+def gathering_dtype(unit: FSDPModule) -> torch.dtype:
+    """What a module's parameters will be gathered in, read back from FSDP's own state: nothing is gathered for it."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    assert group is not None, "a module that has parameters"
+    return group.mp_policy.param_dtype or next(unit.parameters()).dtype  # type: ignore[attr-defined]
+
+
 def allocate(policy: Policy, engine: Fsdp2Engine, device: torch.device) -> None:
     """Give the parameters, cut on meta, memory for this rank's rows. Buffers stay what they are."""
     buffers = [(module, dict(module._buffers)) for module in policy.modules()]

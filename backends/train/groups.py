@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -29,6 +31,19 @@ def join_group(rank: Rank, device: str, *, even_alone: bool = False) -> None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, rank=rank.rank, world_size=rank.world_size)
+
+
+@contextmanager
+def pretended_group(rank: Rank) -> Iterator[None]:
+    """A group of as many ranks that are not there: its collectives send nothing and leave tensors as they are."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a process has one group"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank.rank, world_size=rank.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def leave_group() -> None:
