@@ -41,6 +41,28 @@ def test_stop_ends_what_ignores_sigterm_and_its_runaway_child(tmp_path: Path) ->
     assert launcher.started[0].process.returncode == -signal.SIGKILL
 
 
+def test_one_replica_is_killed_with_its_runaway_child_and_started_again(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {})
+    plan = _plan(STUBBORN, processes=2)
+    launcher.start(plan)
+    try:
+        logs = [launcher.log_path("actor", rank) for rank in (0, 1)]
+        assert wait_until(lambda: all("ready" in tail(path) for path in logs))
+        assert len(launcher.leftover()) == 4
+        neighbour = launcher.started[0].process
+        launcher.kill("actor", 1)
+        assert [started.ranks for started in launcher.started] == [(0,)]
+        assert len(launcher.leftover()) == 2
+        assert neighbour.poll() is None
+        launcher.start_again(plan, 1, remark="once more")
+        assert wait_until(lambda: tail(logs[1]).count("ready") == 2)
+        assert "── once more ──" in tail(logs[1])
+        assert launcher.started[1].ranks == (1,)
+    finally:
+        launcher.stop(grace_s=0.2)
+    assert launcher.leftover() == []
+
+
 def test_stop_ends_a_stopped_process_without_force(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, {})
     launcher.start(_plan("print('ready', flush=True); import time; time.sleep(600)"))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from backends.protocol import Rank
-from specs.errors import DataError
+from specs.errors import DataError, SamplerDied
 from specs.messages import Message, Verb
 from workers.serve import Emit, Handler, Reply
 
@@ -26,11 +26,18 @@ def handlers(rank: Rank) -> Mapping[Verb, Handler]:
         if body.get("unsendable"):
             return {"set": {1, 2}}, {}
         time.sleep(float(body.get("sleep_s", 0)))
+        _misbehave({"do": body.get("then")})
         place = {"rank": rank.rank, "world_size": rank.world_size, "local_rank": rank.local_rank, "pid": os.getpid()}
         wanted = {name: os.environ.get(name) for name in body.get("env", ())}
         return {**place, "env": wanted, "echo": body}, dict(message.tensors)
 
     return {Verb.PING: ping}
+
+
+def sync_handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    """The same under the names of verbs in which ranks of several roles meet."""
+    ping = handlers(rank)[Verb.PING]
+    return {Verb.EXPORT_BUCKET: ping, Verb.IMPORT_BUCKET: ping}
 
 
 def broken(rank: Rank) -> Mapping[Verb, Handler]:
@@ -43,6 +50,8 @@ def _misbehave(body: Mapping[str, object]) -> None:
             raise ValueError("seven is not a number")
         case "raise known":
             raise DataError("row 3 has no prompt", hint="drop it")
+        case "raise died":
+            raise SamplerDied("the server behind it ended")
         case "echo of a crash":
             raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
         case "kill":

@@ -1,0 +1,107 @@
+"""Rollout ranks that crash where a test wants it: a `sitecustomize` for the roles of a real run, steered by a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CODE = """
+import json, os, signal, sys, time
+from importlib import import_module
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROLE = next((word for before, word in zip(sys.orig_argv, sys.orig_argv[1:]) if before == "--role"), "")
+RANK = int(os.environ.get("RLCTL_RANK", "0"))
+CRASHES = json.loads((HERE / "crashes.json").read_text())
+CALLS = {}  # of each method, in this process
+
+
+def happened(number):
+    marks = HERE / f"crash{number}"
+    return len(marks.read_text()) if marks.exists() else 0
+
+
+def crash(number, how, victim):
+    with (HERE / f"crash{number}").open("a") as marks:
+        marks.write(".")
+    if how == "died":
+        from specs.errors import SamplerDied
+
+        raise SamplerDied("the engine's own process ended")
+    sign = signal.SIGSTOP if how == "stop" else signal.SIGKILL
+    os.kill(int((HERE / f"pid{victim}").read_text()), sign)
+    time.sleep(0.3 if ROLE != "rollout" else 60)
+
+
+def wrap(owner, name):
+    inner = getattr(owner, name)
+
+    def method(*args, **named):
+        CALLS[name] = CALLS.get(name, 0) + 1
+        due = []
+        for number, one in enumerate(CRASHES):
+            mine = one["role"] == ROLE and one["method"] == name and one.get("rank", 0) == RANK
+            if mine and CALLS[name] >= one["call"] and happened(number) < one.get("times", 1):
+                if "after" not in one or happened(one["after"]):
+                    due.append((number, one.get("how", "kill"), one.get("victim", RANK), one.get("parts", 0)))
+        if name == "generate":
+            self, prompts, sampling, emit = args
+            with (HERE / "journal").open("a") as journal:
+                journal.write(json.dumps({"rank": RANK, "pid": os.getpid(), "ids": prompts["id_B"].tolist()}) + "\\n")
+            sent = []
+
+            def emit_and_crash(batch):
+                emit(batch)
+                sent.append(1)
+                for number, how, victim, parts in due:
+                    if len(sent) == parts:
+                        time.sleep(0.3)  # the part has left
+                        crash(number, how, victim)
+
+            due_now = [one for one in due if one[3] == 0]
+            args = (self, prompts, sampling, emit_and_crash)
+        else:
+            due_now = due
+        for number, how, victim, _ in due_now:
+            crash(number, how, victim)
+        return inner(*args, **named)
+
+    setattr(owner, name, method if name != "build" else staticmethod(method))
+
+
+if ROLE == "rollout":
+    (HERE / f"pid{RANK}").write_text(str(os.getpid()))
+for module, name, methods in json.loads((HERE / "engines.json").read_text()).get(ROLE, ()):
+    for method in methods:
+        wrap(getattr(import_module(module), name), method)
+"""
+
+ROLLOUT_METHODS = ["build", "generate", "import_weight", "finish_import", "score", "sleep", "wake"]
+FAKE = {
+    "rollout": [["backends.fake.rollout", "FakeRolloutEngine", ROLLOUT_METHODS]],
+    "actor": [["backends.fake.train", "FakeTrainEngine", ["forward_backward"]]],
+}
+TORCH = {
+    "rollout": [["backends.torch_rollout.engine", "TorchRolloutEngine", ROLLOUT_METHODS]],
+}
+
+
+def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any] = FAKE) -> list[str]:
+    """Write what makes roles crash into `folder`; returns the options of `rlctl train` that put it on their path.
+
+    A crash: `role`, `rank` and `method` of the engine in whose call number `call` (of its process; or a later one) it
+    happens, `parts` sent before, `times`, `how` ("kill", "stop", "died"), `victim` (a rollout rank, when it is not
+    this rank), `after` (the number of another crash that must have happened).
+    """
+    folder.mkdir(parents=True)
+    (folder / "sitecustomize.py").write_text(CODE)
+    (folder / "crashes.json").write_text(json.dumps(crashes))
+    (folder / "engines.json").write_text(json.dumps(engines))
+    return [part for role in ("actor", "rollout") for part in ("--set", f'{role}.env.PYTHONPATH="{folder}"')]
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """Every call of `generate`: rank, pid, ids of the samples asked for."""
+    return [json.loads(line) for line in (folder / "journal").read_text().splitlines()]
