@@ -36,6 +36,22 @@ def up_of(layer: str) -> str:
     return layer + _UP
 
 
+def wire_name(adapter: str) -> str:
+    """The name under which it travels: `….q_proj.lora_A.weight`."""
+    return adapter.replace(".default.", ".")
+
+
+def is_on_the_wire(name: str) -> bool:
+    """Whether a weight that travels is an adapter's."""
+    return name.endswith((wire_name(_DOWN), wire_name(_UP)))
+
+
+def place_of(wire: str) -> tuple[str, bool]:
+    """The adapted layer's name, and whether this is its A, from the name of an adapter's weight that travels."""
+    down = wire_name(_DOWN)
+    return wire.removesuffix(down).removesuffix(wire_name(_UP)), wire.endswith(down)
+
+
 def peft_name(adapter: str) -> str:
     """The name in `adapter_model.safetensors`, as `PeftModel.from_pretrained` reads it."""
-    return "base_model.model." + adapter.replace(".default.", ".")
+    return "base_model.model." + wire_name(adapter)

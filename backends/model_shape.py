@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from backends.adapted_layers import chosen_layers, layer_sizes
+from backends.adapter_names import down_of, up_of, wire_name
 from backends.protocol import WeightSpec
 from backends.stops import token_ids
 from backends.tensors import DTYPES, named_weights, wire_dtype
 from specs.errors import ModelError
 from specs.role_config import ModelConfig
+from specs.schema import Lora
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class ModelShape:
 
     architecture: str  # class name
     weights: Mapping[str, WeightSpec]
+    adapters: Mapping[str, WeightSpec]  # of an engine that applies them itself: A and B of each adapted layer
     parameters: int
     hidden_size: int
     layers: int
@@ -35,8 +39,9 @@ class ModelShape:
     end_tokens: frozenset[int]  # of config and generation config
 
 
-def model_shape(config: ModelConfig) -> ModelShape:
-    """Raises ModelError where the folder holds no causal language model, or one for shorter sequences."""
+def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
+    """Raises ModelError where the folder holds no causal language model, one for shorter sequences, or one that lacks a
+    layer that `lora` names."""
     try:
         hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
         with torch.device("meta"):
@@ -57,6 +62,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
     return ModelShape(
         architecture=type(model).__name__,
         weights={name: _spec(name, tensor) for name, tensor in named_weights(model).items()},
+        adapters={} if lora is None else _adapters(model, lora, DTYPES[config.dtype]),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden_size=text.hidden_size,
         layers=text.num_hidden_layers,
@@ -64,6 +70,15 @@ def model_shape(config: ModelConfig) -> ModelShape:
         end_tokens=_end_tokens(config, text.eos_token_id),
         tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
+
+
+def _adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> dict[str, WeightSpec]:
+    specs = {}
+    for layer in chosen_layers(model, lora.targets):
+        inputs, outputs = layer_sizes(model, layer)
+        for name, shape in ((down_of(layer), (lora.rank, inputs)), (up_of(layer), (outputs, lora.rank))):
+            specs[wire_name(name)] = _spec(wire_name(name), torch.empty(shape, dtype=dtype, device="meta"))
+    return specs
 
 
 def _spec(name: str, tensor: torch.Tensor) -> WeightSpec:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.role_config import RolloutConfig, Sampling, TrainConfig
-from specs.schema import DType, Grpo
+from specs.schema import DType, Grpo, WeightForm
 
 Buffer = Any  # flat bytes: NDArray[np.uint8] in host memory, or a one-dimensional uint8 torch.Tensor on a device
 
@@ -105,12 +105,16 @@ class TrainEngine(ABC):
         A non-finite norm is skipped on all ranks alike."""
 
     @abstractmethod
-    def export_weights(self, dtype: DType) -> Iterator[Weight]:
+    def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
         """Every weight once (a tied one under its first name), floating ones cast to `dtype`, one at a time.
-        All ranks must exhaust the stream; only rank 0's weights are read."""
+        All ranks must exhaust the stream; only rank 0's weights are read.
+
+        `form` "merged": of the model as it is without adapters in it, those it has added in. "apart": the model's own
+        and the adapters' (`….lora_A.weight` [rank, in], then `….lora_B.weight` [out, rank], the latter times
+        alpha / rank). "adapters": the adapters' alone."""
 
     @abstractmethod
-    def weight_specs(self, dtype: DType) -> Sequence[WeightSpec]:
+    def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
         """What `export_weights` will give, in order, without touching data."""
 
     @abstractmethod
@@ -179,7 +183,13 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def weight_specs(self) -> Sequence[WeightSpec]:
-        """Weights that this engine must be given, with its own dtype and shape, in any order."""
+        """Weights that this engine must be given, with its own dtype and shape, in any order. Adapters too, where it
+        applies them itself."""
+
+    def weight_form(self) -> WeightForm:
+        """What the next import must bring. An engine that applies adapters itself wants them and the model "apart" at
+        first and whenever it has lost the model, afterwards "adapters" alone."""
+        return "merged"
 
     @abstractmethod
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:

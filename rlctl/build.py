@@ -61,6 +61,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
         "rollout": RolloutConfig(
             model=model("rollout", spec.rollout_dtype),
             engine=spec.rollout.engine,
+            lora=spec.actor.lora if spec.rollout_applies_adapters else None,
             max_prompt_tokens=spec.data.max_prompt_tokens,
             max_response_tokens=spec.data.max_response_tokens,
             stop=spec.rollout.stop,

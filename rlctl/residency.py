@@ -3,9 +3,12 @@
 | phase    | trainers (actor, ref) | rollout                      |
 | -------- | --------------------- | ---------------------------- |
 | generate | offloaded             | weights + KV cache           |
-| learn    | on the device         | asleep, level 2              |
+| learn    | on the device         | asleep                       |
 | sync     | on the device         | weights only, no KV cache    |
 | build    | offloaded             | asleep; a lost one is built  |
+
+Asleep is level 2 (weights are dropped: a sync brings them all), or level 1 (weights wait in host memory) where a sync
+brings adapters alone.
 
 Trainers hand the device back before the KV cache takes it: `enter("generate")` waits until *all* ranks have
 offloaded. When the roles do not share devices every move is a no-op and everything stays where it is.
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     from rlctl.groups import Group
     from specs.messages import Message
+    from specs.schema import Spec
 
 Phase = Literal["generate", "learn", "sync", "build"]
 
@@ -44,11 +48,16 @@ TABLE: dict[Phase, tuple[bool, frozenset[str]]] = {
 SLEEP_LEVEL = 2  # weights are dropped: a sync always follows before the next token
 
 
+def sleep_level(spec: Spec) -> int:
+    """How deep the rollout sleeps while others learn."""
+    return 1 if spec.rollout_applies_adapters else SLEEP_LEVEL
+
+
 class Residency:
     """Moves roles between phases. On shared devices it starts with the trainers awake and the rollout asleep."""
 
-    def __init__(self, shared: bool, trainers: list[Group], rollout: Group) -> None:
-        self.shared = shared
+    def __init__(self, shared: bool, trainers: list[Group], rollout: Group, level: int = SLEEP_LEVEL) -> None:
+        self.shared, self.level = shared, level
         self.trainers, self.rollout = trainers, rollout
         self.trainers_on = True
         self.tags: frozenset[str] = frozenset()
@@ -65,7 +74,7 @@ class Residency:
             self._move_trainers(Verb.OFFLOAD, step)
             self.trainers_on = False
         if not want_tags and self.tags:
-            answers = self._move_rollout(Verb.SLEEP, {"level": SLEEP_LEVEL}, step)
+            answers = self._move_rollout(Verb.SLEEP, {"level": self.level}, step)
             self._note("rollout", "before_sleep", "asleep", answers)
             self.tags = frozenset()
         if want_trainers and not self.trainers_on:

@@ -17,7 +17,7 @@ from rlctl.roads import Road
 from specs.batch import Batch
 from specs.errors import SyncError
 from specs.messages import Verb
-from specs.schema import DType
+from specs.schema import DType, WeightForm
 from workers.roads import sweep
 
 if TYPE_CHECKING:
@@ -95,11 +95,14 @@ class WeightSync:
 
     def _begin(self, step: int | None) -> Mapping[str, Any]:
         road = {"road": self.road.kind, "options": dict(self.road.options)}
-        how = {"dtype": self.dtype, "bucket_bytes": self.bucket_bytes, "readers": self.rollout.size}
+        form = self._wanted(step)
+        how = {"dtype": self.dtype, "form": form, "bucket_bytes": self.bucket_bytes, "readers": self.rollout.size}
         body = {**road, **how, "renew": self._readers_are_new}
         offer = self.actor.call(Verb.EXPORT_BEGIN, body, step=step)[0].body
         self._leftovers = offer["offer"]["leftovers"]
-        self.rollout.call(Verb.IMPORT_BEGIN, {**road, "specs": offer["specs"], "offer": offer["offer"]}, step=step)
+        self.rollout.call(
+            Verb.IMPORT_BEGIN, {**road, "form": form, "specs": offer["specs"], "offer": offer["offer"]}, step=step
+        )
         self._readers_are_new = False
         return offer
 
@@ -111,6 +114,11 @@ class WeightSync:
         for bucket in range(int(offer["buckets"])):
             if reading is not None and int(offer["windows"]) < 2:
                 arrived += self._compare(*reading)
+    def _wanted(self, step: int | None) -> WeightForm:
+        """What must be sent. Replicas hear the same: the model too as soon as one of them lacks it."""
+        forms: set[WeightForm] = {answer.body["form"] for answer in self.rollout.call(Verb.IMPORT_FORM, step=step)}
+        return "apart" if len(forms) > 1 else forms.pop()
+
                 reading = None
             entries = self.actor.call(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)[0].body["entries"]
             if reading is not None:

@@ -46,6 +46,7 @@ class Verb(StrEnum):
     EXPORT_BEGIN = "export_begin"
     EXPORT_BUCKET = "export_bucket"
     EXPORT_END = "export_end"
+    IMPORT_FORM = "import_form"  # what the rollout wants next: see `backends/protocol.py`, `weight_form`
     IMPORT_BEGIN = "import_begin"
     IMPORT_BUCKET = "import_bucket"
     IMPORT_END = "import_end"

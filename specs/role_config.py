@@ -55,6 +55,7 @@ class RolloutConfig(Table):
     role: RoleName = "rollout"
     model: ModelConfig
     engine: RolloutEngineTable
+    lora: Lora | None = None  # of the actor, where the engine applies adapters itself
     max_prompt_tokens: int
     max_response_tokens: int
     stop: tuple[str, ...]

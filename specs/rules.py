@@ -33,6 +33,7 @@ from specs.schema import (
 from specs.seats import devices_of_a_process, mesh_of, straddling
 from specs.sglang_rules import sglang_problems
 from specs.templates import template_columns
+from specs.vllm_rules import vllm_problems
 from specs.zero_rules import zero_problems
 
 __all__ = ["cross_field_problems", "cross_field_warnings", "file_problems"]
@@ -410,6 +411,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     node_problems,
     rollout_problems,
     sglang_problems,
+    vllm_problems,
     road_problems,
     _mesh,
     zero_problems,

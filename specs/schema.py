@@ -19,6 +19,8 @@ SCHEMA_VERSION = 1
 RoleName = Literal["actor", "ref", "reward", "rollout"]
 DType = Literal["fp32", "bf16"]
 RoadKind = Literal["shm", "folder", "group", "cuda_ipc"]
+# What a sync sends: the model's own weights with adapters added in; both apart; the adapters alone.
+WeightForm = Literal["merged", "apart", "adapters"]
 OWN_ATTENTION = ("vllm", "sglang")  # rollout engines that choose their attention themselves
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 
@@ -290,6 +292,11 @@ class VllmEngine(Table):
     )
     max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time.")
     prefix_caching: bool = Field(True, description="Compute the prompt of a group once for all of its answers.")
+    lora: Literal["merged", "adapters"] = Field(
+        "merged",
+        description="What a sync sends of an actor that trains adapters: the whole model with them `merged` in, "
+        "or the model once and then the `adapters` alone, which vLLM applies itself.",
+    )
     enforce_eager: bool | None = Field(
         None,
         description="Run the model without compiling it and without CUDA graphs; unset: only on the CPU, where "
@@ -586,6 +593,11 @@ class Spec(Table):
         if not self.needs_ref or self.ref_is_actor:
             return None
         if self.ref is not None:
+    @property
+    def rollout_applies_adapters(self) -> bool:
+        """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
+        return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
+
             return self.ref
         actor = self.actor
         shared = {name: getattr(actor, name) for name in ModelRole.model_fields}

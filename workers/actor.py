@@ -61,7 +61,7 @@ class Actor(Trainer):
         if self._exporter is None:
             self._exporter = Exporter(self.engine, self.rank.rank, body["road"], body["options"])
         size, readers = int(body["bucket_bytes"]), int(body["readers"])
-        return self.exporter.begin(body["dtype"], size, readers, bool(body["renew"])), {}
+        return self.exporter.begin(body["dtype"], size, readers, bool(body["renew"]), body["form"]), {}
 
     def export_bucket(self, message: Message, emit: Emit) -> Reply:
         return self.exporter.write(int(message.body["bucket"])), {}

@@ -55,11 +55,14 @@ class Rollout:
     def probe(self, message: Message, emit: Emit) -> Reply:
         return {}, {"logprob_T": self.engine.score(message.batch, float(message.body["temperature"]))}
 
+    def import_form(self, message: Message, emit: Emit) -> Reply:
+        return {"form": self.engine.weight_form()}, {}
+
     def import_begin(self, message: Message, emit: Emit) -> Reply:
         body = message.body
         if self._importer is None:
             self._importer = Importer(self.engine, self.rank.rank, body["road"], body["options"])
-        self.importer.begin([from_json(spec) for spec in body["specs"]], body["offer"])
+        self.importer.begin([from_json(spec) for spec in body["specs"]], body["offer"], body["form"])
         return {}, {}
 
     def import_bucket(self, message: Message, emit: Emit) -> Reply:
@@ -93,6 +96,7 @@ class Rollout:
             Verb.BUILD: self.build,
             Verb.GENERATE: self.generate,
             Verb.PROBE: self.probe,
+            Verb.IMPORT_FORM: self.import_form,
             Verb.IMPORT_BEGIN: self.import_begin,
             Verb.IMPORT_BUCKET: self.import_bucket,
             Verb.IMPORT_END: self.import_end,

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from backends.adapter_names import is_on_the_wire
 from backends.protocol import RolloutEngine, TrainEngine, Weight, WeightSpec
 from specs.errors import SyncError
-from specs.schema import DType, RoadKind
+from specs.schema import DType, RoadKind, WeightForm
 from workers.roads import ALIGNMENT, Reader, Writer, open_reader, open_writer
 
 WINDOWS = 2
@@ -56,11 +57,13 @@ class Exporter:
         self.specs: Sequence[WeightSpec] = ()
         self.buckets: list[range] = []
 
-    def begin(self, dtype: DType, bucket_bytes: int, readers: int, renew: bool) -> dict[str, Any]:
+    def begin(
+        self, dtype: DType, bucket_bytes: int, readers: int, renew: bool, form: WeightForm = "merged"
+    ) -> dict[str, Any]:
         """Start a pass over all weights to `readers` replicas. `renew`: one of them is new, nothing is known to it."""
-        self.specs = self.engine.weight_specs(dtype)
+        self.specs = self.engine.weight_specs(dtype, form)
         self.buckets = plan_buckets(self.specs, bucket_bytes)
-        self.stream = self.engine.export_weights(dtype)
+        self.stream = self.engine.export_weights(dtype, form)
         if self.writer is None:
             return {}
         sizes = [sum(_aligned(self.specs[i].nbytes) for i in bucket) for bucket in self.buckets]
@@ -115,9 +118,10 @@ class Importer:
         self.missing: set[str] = set()
         self.expected: dict[str, WeightSpec] = {}
 
-    def begin(self, specs: Sequence[WeightSpec], offer: Mapping[str, Any]) -> None:
+    def begin(self, specs: Sequence[WeightSpec], offer: Mapping[str, Any], form: WeightForm = "merged") -> None:
         """Check that what will come is what this engine holds, and meet the writer."""
-        self.expected = {spec.name: spec for spec in self.engine.weight_specs()}
+        held = self.engine.weight_specs()
+        self.expected = {spec.name: spec for spec in held if form != "adapters" or is_on_the_wire(spec.name)}
         offered = {spec.name for spec in specs}
         if len(offered) != len(specs):
             raise SyncError("the actor announced a weight twice")

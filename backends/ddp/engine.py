@@ -6,7 +6,7 @@ P: elements of the flat buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -100,8 +100,8 @@ class DdpTrainEngine(HfTrainEngine):
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._best_weights().items()}
 
-    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._best_weights().items())
+    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._best_weights().items() if name in names)
 
     def _weight_shards(self) -> Iterator[Shard]:
         return self._shared_out(self._best_weights())

@@ -21,7 +21,7 @@ from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.errors import CheckpointError, ModelError
 from specs.role_config import TrainConfig
-from specs.schema import DType, Grpo
+from specs.schema import DType, Grpo, WeightForm
 
 
 class FakeTrainEngine(TrainEngine):
@@ -152,11 +152,12 @@ class FakeTrainEngine(TrainEngine):
 
     # ── weights, memory, disk ─────────────────────────────────────────────────────────────────────
 
-    def export_weights(self, dtype: DType) -> Iterator[Weight]:
+    def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
         for spec in self.weight_specs(dtype):
             yield bigram.BigramWeight(spec, self.parameters[spec.name])
 
-    def weight_specs(self, dtype: DType) -> Sequence[WeightSpec]:
+    def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
+        assert form == "merged", "no linear layers, no adapters"
         return bigram.weight_specs(len(self.parameters["bias.weight"]), dtype)
 
     def offload(self) -> None:

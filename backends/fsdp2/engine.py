@@ -7,7 +7,7 @@ A layer's parameters are gathered when it runs and let go of afterwards; gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
         digests = [
             (base_name(name), checksum_bytes(tensor_bytes(self._computed(name, full))))
-            for name, full in self._full_weights()
+            for name, full in self._full_weights(self.weights)
             if not is_adapter(name)
         ]
         about = describe(self.policy.model, self.config.model, checksum=False)
@@ -161,8 +161,8 @@ class Fsdp2TrainEngine(HfTrainEngine):
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
         return {name: (tuple(weight.tensor.shape), weight.tensor.dtype) for name, weight in self.weights.items()}
 
-    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, weight.full(self.device)) for name, weight in self.weights.items())
+    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, weight.full(self.device)) for name, weight in self.weights.items() if name in names)
 
     def _weight_shards(self) -> Iterator[Shard]:
         return (weight.shard(name, weight.local) for name, weight in self.weights.items())

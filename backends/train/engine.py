@@ -9,7 +9,7 @@ T: tokens of a micro-batch's row, N: its loss tokens, E: hidden size, V: vocabul
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from backends.train.shards import Shard, ShardReader, write_shards
 from backends.train.trainer_state import TrainerState
 from specs.batch import Batch
 from specs.role_config import TrainConfig
-from specs.schema import DType, Grpo
+from specs.schema import DType, Grpo, WeightForm
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 
@@ -101,9 +101,9 @@ class HfTrainEngine(TrainEngine):
         """Global shape and dtype of every weight (Hugging Face name; a tied one under its first; master dtype)."""
 
     @abstractmethod
-    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, in the order of `_weight_kinds`, one at a time; all ranks iterate together. That order is
-        the model's own: a layer's adapter follows its weight."""
+    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Those of `names` whole, in the order of `_weight_kinds`, one at a time; all ranks iterate together. That
+        order is the model's own: a layer's adapter follows its weight."""
 
     @abstractmethod
     def _weight_shards(self) -> Iterator[Shard]:
@@ -238,13 +238,23 @@ class HfTrainEngine(TrainEngine):
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
-    def export_weights(self, dtype: DType) -> Iterator[Weight]:
-        full = self._full_weights()
-        return weights.stream(full if self.adapters is None else self.adapters.merged(full), dtype)
+    def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
+        full = self._full_weights(self._exported(form))
+        if self.adapters is not None:
+            full = self.adapters.merged(full) if form == "merged" else self.adapters.apart(full)
+        return weights.stream(full, dtype)
 
-    def weight_specs(self, dtype: DType) -> Sequence[WeightSpec]:
-        kinds = self._weight_kinds() if self.adapters is None else self.adapters.merged_kinds(self._weight_kinds())
+    def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
+        kinds = self._exported(form)
+        if self.adapters is not None:
+            kinds = self.adapters.merged_kinds(kinds) if form == "merged" else self.adapters.apart_kinds(kinds)
         return [weights.spec_of(name, kind, dtype) for name, kind in kinds.items()]
+
+    def _exported(self, form: WeightForm) -> Mapping[str, TensorKind]:
+        """The weights that a stream of this form is made of."""
+        assert form == "merged" or self.adapters is not None, "this model has no adapters"
+        kinds = self._weight_kinds()
+        return kinds if form != "adapters" else {name: kind for name, kind in kinds.items() if is_adapter(name)}
 
     # ── disk ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from backends.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of
+from backends.adapted_layers import chosen_layers
+from backends.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of, wire_name
 from backends.train.shards import Shard
-from specs.errors import CheckpointError, ModelError
+from specs.errors import CheckpointError
 from specs.schema import Lora
 
-ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
@@ -115,6 +115,24 @@ class Adapters:
     def _is_adapted(self, name: str) -> bool:
         return _adapted_layer(name) in self.layers
 
+    # ── apart: for samplers that apply adapters themselves ────────────────────────────────────────
+
+    def apart_kinds(self, kinds: Mapping[str, TensorKind]) -> dict[str, TensorKind]:
+        """Names, shapes and dtypes of `apart`, in its order, from those of its weights."""
+        return {
+            _apart_name(name): (shape, torch.float32 if is_adapter(name) else dtype)
+            for name, (shape, dtype) in kinds.items()
+        }
+
+    @torch.no_grad()
+    def apart(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The model's own weights by its names, and A and (alpha / rank) · B in fp32, made before any cast: whoever gets
+        them adds B (A x) and needs to know neither alpha nor rank."""
+        for name, tensor in weights:
+            if is_adapter(name):
+                tensor = tensor.detach().float() if is_down(name) else tensor.detach().float() * self.scale
+            yield _apart_name(name), tensor
+
     # ── disk ──────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, folder: Path) -> Path:
@@ -129,28 +147,6 @@ class Adapters:
         for key in ("r", "lora_alpha", "target_modules"):
             if saved[key] != self.config[key]:
                 raise CheckpointError(f"{folder} has adapters with {key} {saved[key]}, this run {self.config[key]}")
-
-
-def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]:
-    """Names of the linear layers that `targets` mean, sorted. A target is a layer's name or the end of it. Raises
-    ModelError for one that no layer has."""
-    head = model.get_output_embeddings()
-    linear = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]
-    if ALL_LINEAR in targets:
-        return sorted(linear)
-    chosen: set[str] = set()
-    for target in targets:
-        fitting = [name for name in linear if name == target or name.endswith(f".{target}")]
-        if not fitting:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ModelError(
-                f'actor.lora.targets: {type(model).__name__} has no linear layer "{target}" below its head',
-                hint=f"it has: {known}",
-            )
-        chosen.update(fitting)
-    return sorted(chosen)
 
 
 @torch.no_grad()
@@ -179,6 +175,10 @@ def merge(
 def add_adapter(weight_VE: Tensor, down_RE: Tensor, up_VR: Tensor, scale: float) -> None:
     """W += scale · B A, in place. All in fp32."""
     weight_VE.addmm_(up_VR, down_RE, alpha=scale)
+
+
+def _apart_name(name: str) -> str:
+    return wire_name(name) if is_adapter(name) else base_name(name)
 
 
 def _adapted_layer(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.adapter_names import place_of
 from backends.answers import Answers
 from backends.memory import hand_back
 from backends.model_shape import ModelShape, model_shape
@@ -17,13 +18,14 @@ from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import stop_tokens
 from backends.uniform import sample_keys
+from backends.vllm_rollout.adapters import adapter_request
 from backends.vllm_rollout.read_back import checksum_of
 from backends.vllm_rollout.start import has_sleep_mode, start_vllm
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.errors import ModelError, SyncError
 from specs.role_config import RolloutConfig, Sampling
-from specs.schema import VllmEngine
+from specs.schema import VllmEngine, WeightForm
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -41,18 +43,21 @@ class VllmRolloutEngine(RolloutEngine):
     def __init__(self, config: RolloutConfig, table: VllmEngine, model: ModelShape, llm: LLM) -> None:
         self.config, self.table, self.model, self.llm = config, table, model, llm
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
+        self.request = None if config.lora is None else adapter_request()
         self._imported: set[str] = set()
+        self._has_model = False  # apart from its adapters
         self._ready = False  # whole set of weights is in
         self._awake = {WEIGHTS, KV_CACHE}
         self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
         self._sleep_mode = has_sleep_mode()
         self._said_so = False
+        self._clear_adapters()
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> VllmRolloutEngine:
         """Raises ModelError when vLLM is not there or cannot run the model so."""
         assert isinstance(config.engine, VllmEngine)
-        model = model_shape(config.model)
+        model = model_shape(config.model, config.lora)
         stop_tokens(model.end_tokens, config, ask_tokenizer=True)  # raises before the wait
         llm = start_vllm(config, config.engine, model, plain_weights=cls.PLAIN_WEIGHTS)
         return cls(config, config.engine, model, llm)
@@ -65,7 +70,7 @@ class VllmRolloutEngine(RolloutEngine):
         return ModelBuilt(
             model_class=first.model_class,
             path=self.llm.llm_engine.model_config.model,
-            parameters=first.parameters if whole else sum(int(np.prod(s.shape)) for s in self.weight_specs()),
+            parameters=first.parameters if whole else sum(int(np.prod(s.shape)) for s in self.model.weights.values()),
             trainable_parameters=0,
             hidden_size=text.hidden_size,
             layers=text.num_hidden_layers,
@@ -81,11 +86,17 @@ class VllmRolloutEngine(RolloutEngine):
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
     def weight_specs(self) -> Sequence[WeightSpec]:
-        return list(self.model.weights.values())
+        return [*self.model.weights.values(), *self.model.adapters.values()]
+
+    def weight_form(self) -> WeightForm:
+        if self.config.lora is None:
+            return "merged"
+        return "adapters" if self._has_model else "apart"
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         self._check_fits(spec, buffer)
         self._ready = False
+        self._has_model = self._has_model and spec.name in self.model.adapters  # a change of it must be whole
         try:
             parts = self._load(spec, buffer)
         except (ValueError, KeyError, AssertionError, RuntimeError) as error:
@@ -97,7 +108,7 @@ class VllmRolloutEngine(RolloutEngine):
         return self._call("rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
 
     def _check_fits(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> None:
-        held = self.model.weights.get(spec.name)
+        held = self.model.weights.get(spec.name) or self.model.adapters.get(spec.name)
         if held is None:
             raise SyncError(f"weight {spec.name} arrived, but {self.model.architecture} here has none of that name")
         if WEIGHTS not in self._awake:
@@ -111,12 +122,18 @@ class VllmRolloutEngine(RolloutEngine):
             )
 
     def finish_import(self) -> None:
-        missing = [name for name in self.model.weights if name not in self._imported]
+        needed = self.model.adapters if self._has_model else {spec.name: spec for spec in self.weight_specs()}
+        missing = [name for name in needed if name not in self._imported]
         if missing:
             raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
         self._imported.clear()
         self._forget_prefixes()
-        self._ready = True
+        self._has_model = self._ready = True
+
+    def _clear_adapters(self) -> None:
+        if self.config.lora is not None:
+            layers = sorted({place_of(name)[0] for name in self.model.adapters})
+            self._call("rlctl_clear_adapters", self.config.lora.rank, tuple(layers))
 
     def _forget_prefixes(self) -> None:
         """Cached keys and values belong to the old weights."""
@@ -200,7 +217,7 @@ class VllmRolloutEngine(RolloutEngine):
         engine, waiting = self.llm.llm_engine, set()
         try:
             for name, tokens, params in requests:
-                waiting.add(engine.add_request(name, tokens_input(tokens.tolist()), params))
+                waiting.add(engine.add_request(name, tokens_input(tokens.tolist()), params, lora_request=self.request))
             while engine.has_unfinished_requests():
                 yield [output for output in engine.step() if output.finished]
             waiting.clear()
@@ -232,7 +249,7 @@ class VllmRolloutEngine(RolloutEngine):
             if level == 2:
                 self._release(WEIGHTS)
         if level == 2:
-            self._ready = False
+            self._ready = self._has_model = False
             self._imported.clear()
         self._awake.clear()
 
@@ -245,6 +262,8 @@ class VllmRolloutEngine(RolloutEngine):
                     self.llm.wake_up([tag])
                 self._reclaim(tag)
                 self._awake.add(tag)
+                if tag == WEIGHTS and not self._has_model:
+                    self._clear_adapters()
 
     @contextlib.contextmanager
     def _cache_for_a_moment(self) -> Iterator[None]:

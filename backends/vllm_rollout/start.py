@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch._dynamo
 
+from backends.adapter_names import place_of
 from backends.model_shape import ModelShape
 from specs.errors import ModelError
 from specs.role_config import RolloutConfig
 from specs.schema import VllmEngine
+from specs.vllm_rules import lora_room
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -71,6 +73,7 @@ def _arguments(config: RolloutConfig, table: VllmEngine, model: ModelShape, on_c
     if on_cpu and kv_cache_GiB is None:
         kv_cache_GiB = CPU_KV_CACHE_GIB
     return {
+        **_room_for_adapters(config, model),
         "model": config.model.path,
         "hf_overrides": {"architectures": [model.architecture]},
         "trust_remote_code": config.model.trust_remote_code,
@@ -91,6 +94,19 @@ def _arguments(config: RolloutConfig, table: VllmEngine, model: ModelShape, on_c
         "worker_extension_cls": "backends.vllm_rollout.worker.WorkerExtension",
         "enable_sleep_mode": has_sleep_mode(),
         "disable_log_stats": True,
+    }
+
+
+def _room_for_adapters(config: RolloutConfig, model: ModelShape) -> dict[str, Any]:
+    """One set of adapters, beside layers of these names."""
+    if config.lora is None:
+        return {}
+    layers = {place_of(name)[0] for name in model.adapters}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": lora_room(config.lora.rank),
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
     }
 
 

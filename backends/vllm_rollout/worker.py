@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backends.adapter_names import is_on_the_wire
 from backends.tensors import tensor_bytes, torch_dtype, wire_dtype
+from backends.vllm_rollout.adapters import AdapterSlot
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def rlctl_load(self, name: str, dtype: str, shape: tuple[int, ...], buffer: NDArray[np.uint8]) -> list[Piece]:
-        """Load a Hugging Face weight through the model's own loader, and read back every place that it was copied to.
+        """Load a Hugging Face weight through the model's own loader, or an adapter's into its place, and read back
+        every place that it was copied to.
 
         Fused projections and shards are vLLM's business: what its loader copies is watched, not guessed.
         """
@@ -55,12 +58,29 @@ class WorkerExtension:
         source = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
         if source.data_ptr() % torch_dtype(dtype).itemsize:
             source = source.clone()  # a view needs aligned memory
+        weight = source.view(torch_dtype(dtype)).view(shape)
         with CopiesFrom(source) as copies:
-            self.get_model().load_weights([(name, source.view(torch_dtype(dtype)).view(shape))])
+            if is_on_the_wire(name):
+                self._rlctl_adapters().write(name, weight)
+            else:
+                self.get_model().load_weights([(name, weight)])
         return [
             Piece(tuple(part.shape), part.stride(), part.storage_offset(), tensor_bytes(target))
             for target, part in copies.found
         ]
+
+    def rlctl_clear_adapters(self, rank: int, layers: tuple[str, ...]) -> None:
+        """Make room for one set of adapters of `rank`, all zero. Raises ModelError where vLLM has none for one of
+        `layers`."""
+        slot = self.__dict__.get("_rlctl_slot") or AdapterSlot(self.model_runner, rank)
+        for layer in layers:
+            slot.check(layer)
+        slot.clear()
+        self.__dict__["_rlctl_slot"] = slot
+
+    def _rlctl_adapters(self) -> AdapterSlot:
+        slot: AdapterSlot = self.__dict__["_rlctl_slot"]
+        return slot
 
     def rlctl_temperature(self, temperature: float | None) -> None:
         """Divide logits by `temperature` where they leave the model, until None: vLLM reports log-probs of prompts

@@ -7,7 +7,7 @@ nothing. A role that does not learn has nothing to cut at stages 1 and 2, and ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,11 +141,12 @@ class ZeroTrainEngine(HfTrainEngine):
             for name, tensor in weights.items()
         }
 
-    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         parts = self.parts
         if parts is None:
-            return ((name, tensor.detach()) for name, tensor in named_weights(self.policy.model).items())
-        return ((name, parts.full(name, master=True)) for name in parts.weights)
+            held = named_weights(self.policy.model)
+            return ((name, tensor.detach()) for name, tensor in held.items() if name in names)
+        return ((name, parts.full(name, master=True)) for name in parts.weights if name in names)
 
     def _weight_shards(self) -> Iterator[Shard]:
         if self.parts is not None:

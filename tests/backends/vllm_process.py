@@ -26,6 +26,7 @@ from specs import errors
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.role_config import RolloutConfig, Sampling
+from specs.schema import WeightForm
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -108,6 +109,10 @@ class RemoteVllm(RolloutEngine):
     def weight_specs(self) -> Sequence[WeightSpec]:
         specs = self.process.call("weight_specs")[0]["specs"]
         return [WeightSpec(name, dtype, tuple(shape), nbytes) for name, dtype, shape, nbytes in specs]
+
+    def weight_form(self) -> WeightForm:
+        form: WeightForm = self.process.call("weight_form")[0]["form"]
+        return form
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         body = {"spec": [spec.name, spec.dtype, list(spec.shape), spec.nbytes]}

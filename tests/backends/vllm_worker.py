@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.model_shape import model_shape
 from backends.protocol import Rank, WeightSpec
 from backends.registry import rollout_engine
 from specs import wire_tensors
@@ -59,13 +60,18 @@ class Server:
     def renew(self, config: RolloutConfig) -> None:
         """A fresh engine around the vLLM that runs, whose weights are dropped."""
         old = self.engine
-        assert config == old.config, "another model or other settings want a process of their own"
+        assert config.model_copy(update={"lora": None}) == old.config.model_copy(update={"lora": None}), (
+            "another model or other settings want a process of their own"
+        )
         old.sleep(2)
         old.wake(["weights", "kv_cache"])
-        self.engine = type(old)(config, old.table, old.model, old.llm)
+        self.engine = type(old)(config, old.table, model_shape(config.model, config.lora), old.llm)
 
     def weight_specs(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         return {"specs": [[s.name, s.dtype, list(s.shape), s.nbytes] for s in self.engine.weight_specs()]}
+
+    def weight_form(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return {"form": self.engine.weight_form()}
 
     def import_weight(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         name, dtype, shape, nbytes = body["spec"]
@@ -86,6 +92,14 @@ class Server:
 
     def held(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         return {"checksum": self.engine.held(body["name"])}
+
+    def forget_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine.request = None
+        return {}
+
+    def clear_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine._call("rlctl_clear_adapters", self.engine.config.lora.rank, tuple(body["layers"]))
+        return {}
 
     def finish_import(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.finish_import()

@@ -130,7 +130,7 @@ def test_stale_on_the_road(built):
     name = actor.engine.weight_specs("fp32")[0].name
     export = actor.engine.export_weights
 
-    def stale(dtype):
+    def stale(dtype, form):
         for weight in export(dtype):
             if weight.spec.name == name:
                 weight.copy_to = lambda buffer, weight=weight: weight.checksum()
@@ -172,7 +172,7 @@ def test_wrong_dtype(built):
     specs, export = actor.engine.weight_specs, actor.engine.export_weights
     first = specs("fp32")[0]
 
-    def half(dtype):
+    def half(dtype, form):
         return [
             replace(spec, dtype="bf16", nbytes=spec.nbytes // 2) if spec == first else spec for spec in specs(dtype)
         ]

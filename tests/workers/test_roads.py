@@ -168,7 +168,7 @@ class Spoiled:
     def __init__(self, monkeypatch, engine, name, bytes_of):
         export = engine.export_weights
 
-        def spoiled(dtype):
+        def spoiled(dtype, form):
             for weight in export(dtype):
                 if weight.spec.name == name:
                     write = weight.copy_to
@@ -265,7 +265,7 @@ def test_wrong_dtype(roles, road, monkeypatch):
     specs = roles.actor.engine.weight_specs
     first = specs("fp32")[0]
 
-    def half(dtype):
+    def half(dtype, form):
         listed = specs(dtype)
         listed[0] = replace(first, dtype="bf16", nbytes=first.nbytes // 2)
         return listed
