@@ -74,7 +74,8 @@ class WeightSync:
         self._leftovers: Sequence[Mapping[str, str]] = ()
 
     def run(self, step: int | None = None) -> SyncReport:
-        """One verified sync. Raises SyncError (or RoleFailure) and leaves nothing half-trusted: the run must end."""
+        """One verified sync. Raises SyncError (or RoleFailure) and leaves nothing half-trusted: the run must end.
+        After RanksLost, `break_off` and run again."""
         started = time.perf_counter()
         try:
             offer = self._begin(step)
@@ -106,6 +107,11 @@ class WeightSync:
         self._readers_are_new = False
         return offer
 
+    def _wanted(self, step: int | None) -> WeightForm:
+        """What must be sent. Replicas hear the same: the model too as soon as one of them lacks it."""
+        forms: set[WeightForm] = {answer.body["form"] for answer in self.rollout.call(Verb.IMPORT_FORM, step=step)}
+        return "apart" if len(forms) > 1 else forms.pop()
+
     def _move(self, offer: Mapping[str, Any], step: int | None) -> None:
         """Buckets through two windows: the actor fills the next while the rollouts read the last."""
         announced = [spec["name"] for spec in offer["specs"]]
@@ -114,11 +120,6 @@ class WeightSync:
         for bucket in range(int(offer["buckets"])):
             if reading is not None and int(offer["windows"]) < 2:
                 arrived += self._compare(*reading)
-    def _wanted(self, step: int | None) -> WeightForm:
-        """What must be sent. Replicas hear the same: the model too as soon as one of them lacks it."""
-        forms: set[WeightForm] = {answer.body["form"] for answer in self.rollout.call(Verb.IMPORT_FORM, step=step)}
-        return "apart" if len(forms) > 1 else forms.pop()
-
                 reading = None
             entries = self.actor.call(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)[0].body["entries"]
             if reading is not None:

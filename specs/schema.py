@@ -588,16 +588,16 @@ class Spec(Table):
         return self.needs_ref and self.actor.lora is not None and not own_model
 
     @property
+    def rollout_applies_adapters(self) -> bool:
+        """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
+        return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
+
+    @property
     def ref_section(self) -> RefSection | None:
         """The section of the role `ref` when there is one: the spec's own, or one shaped like the actor."""
         if not self.needs_ref or self.ref_is_actor:
             return None
         if self.ref is not None:
-    @property
-    def rollout_applies_adapters(self) -> bool:
-        """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
-        return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
-
             return self.ref
         actor = self.actor
         shared = {name: getattr(actor, name) for name in ModelRole.model_fields}
