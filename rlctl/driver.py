@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from rlctl import advantages, step_metrics
 from rlctl.gap_budget import Gap, GapBudget
 from rlctl.residency import Phase, Residency
+from rlctl.revive import SteadySync
 from rlctl.sampling import SAMPLES_SHOWN, Sampler, Scored
 from rlctl.step_metrics import Clock
-from rlctl.sync import WeightSync
 from specs.batch import Batch, balanced_shards
 from specs.messages import COLUMNS, Verb
 from specs.schema import Spec
@@ -43,14 +43,14 @@ class Driver:
         spec: Spec,
         groups: Mapping[str, Group],
         residency: Residency,
-        sync: WeightSync,
+        sync: SteadySync,
         gap_budget: GapBudget,
         progress: Progress,
     ) -> None:
         self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
         self.gap_budget = gap_budget
         self.actor = groups["actor"]
-        self.sampler = Sampler(spec, groups["rollout"], groups["reward"])
+        self.sampler = Sampler(spec, groups["rollout"], groups["reward"], sync.restore)
         self.ref = groups.get("ref")
         self.position = 0  # prompt draws so far: the data cursor
         self.updating = False  # between the first optimizer step of a step and its end: not a state to save
@@ -76,7 +76,7 @@ class Driver:
         self.position, self.updating = position, False
         total_s = time.perf_counter() - started
         metrics = step_metrics.collect(number, batch, scored, updates, synced, clock.seconds, total_s)
-        metrics |= self.gap_budget.note(metrics, number) | self.residency.take_memory()
+        metrics |= self.gap_budget.note(metrics, number) | self.residency.take_memory() | self.sync.take_metrics()
         return StepRecord(metrics, scored.samples)
 
     @contextmanager

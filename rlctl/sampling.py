@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.calls import RanksLost
 from specs.batch import Batch
 from specs.messages import COLUMNS, Verb
 from specs.role_config import Sampling
@@ -26,8 +27,9 @@ SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl
 class Sampler:
     """Has the rollout answer prompts and the reward role judge the answers."""
 
-    def __init__(self, spec: Spec, rollout: Group, reward: Group) -> None:
-        self.spec, self.rollout, self.reward = spec, rollout, reward
+    def __init__(self, spec: Spec, rollout: Group, reward: Group, restore: Callable[[int], None]) -> None:
+        """`restore` (with the step) brings lost replicas back, with weights (rlctl/revive.py)."""
+        self.spec, self.rollout, self.reward, self.restore = spec, rollout, reward, restore
 
     def draw(self, what: str, position: int, count: int, group_size: int, number: int) -> tuple[Batch, int]:
         """`count` prompts of the data ("train" or "eval"), each repeated for its group, and the cursor after them."""
@@ -67,16 +69,20 @@ class Generation:
 
     def __init__(self, sampler: Sampler, prompts: Batch, sampling: Sampling, number: int, what: str, show: int) -> None:
         self.prompts, self.number, self.what, self.show = prompts, number, what, show
-        self._reward = sampler.reward
+        self._sampling = sampling
+        self._rollout, self._reward, self._restore = sampler.rollout, sampler.reward, sampler.restore
         self._parts: list[Batch] = []
         self._judging: list[Call] = []
-        rollout = sampler.rollout
         prompts.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
-        self._call = rollout.post(
+        self._call = self._send(prompts)
+
+    def _send(self, prompts: Batch) -> Call:
+        shards = group_shards(prompts["group_B"], self._rollout.size)
+        return self._rollout.post(
             Verb.GENERATE,
-            {"sampling": sampling.model_dump()},
-            tensors=[prompts.select(shard).columns for shard in group_shards(prompts["group_B"], rollout.size)],
-            step=number,
+            {"sampling": self._sampling.model_dump()},
+            tensors=[prompts.select(shard).columns for shard in shards],
+            step=self.number,
             on_part=self._take,
         )
 
@@ -87,12 +93,29 @@ class Generation:
 
     def finish(self, clock: Clock) -> tuple[Batch, Scored]:
         """Samples in the order of their ids, and their scores. `clock` gets what judging takes beyond the writing."""
-        self._call.result()
+        self._write_all()
         count = sum(len(part) for part in self._parts)
         assert count == len(self.prompts), f"{len(self.prompts)} prompts went out, {count} answers came back"
         with clock.measure("reward"):
             scored = Scored.gather(self._parts, self._judging)
         return in_id_order(Batch.concat(self._parts)), scored
+
+    def _write_all(self) -> None:
+        """Wait for every answer. What a lost replica had not finished goes out again, to all."""
+        while True:
+            try:
+                self._call.result()
+                return
+            except RanksLost:
+                left = self._unanswered()
+                if not len(left):
+                    return
+                self._restore(self.number)
+                self._call = self._send(left)
+
+    def _unanswered(self) -> Batch:
+        answered = np.concatenate([part["id_B"] for part in self._parts]) if self._parts else np.zeros(0)
+        return self.prompts.select(np.flatnonzero(~np.isin(self.prompts["id_B"], answered)))
 
     def _take(self, message: Message) -> None:
         part = message.batch

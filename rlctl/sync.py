@@ -94,6 +94,13 @@ class WeightSync:
         """A replica was started anew: the next sync meets every replica as if for the first time."""
         self._readers_are_new = True
 
+    def break_off(self, step: int | None) -> None:
+        """After a `run` that lost a replica: both ends let go of it, and the next run begins with everybody anew."""
+        self.actor.call(Verb.EXPORT_END, {"broken_off": True}, step=step)
+        self.actor.settle()
+        self.rollout.settle()
+        self.forget_readers()
+
     def _begin(self, step: int | None) -> Mapping[str, Any]:
         road = {"road": self.road.kind, "options": dict(self.road.options)}
         form = self._wanted(step)

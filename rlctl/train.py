@@ -24,8 +24,9 @@ from rlctl.metrics import MetricsWriter, truncate_after
 from rlctl.plan import Plan
 from rlctl.progress import Progress
 from rlctl.report import write_report
-from rlctl.residency import SLEEP_LEVEL, Residency
+from rlctl.residency import SLEEP_LEVEL, Residency, sleep_level
 from rlctl.resume import about_model, check_fits
+from rlctl.revive import SteadySync
 from rlctl.roads import plan_road, prepare
 from rlctl.run_dir import RunDir
 from rlctl.step_metrics import idle_s
@@ -147,8 +148,8 @@ class Run:
         trainers = [groups[role] for role in ("actor", "ref") if role in spec.roles]
         prepare(self.road, self.run.path)
         self.progress.message(f"weight road: {self.road}")
-        residency = Residency(self.plan.colocated, trainers, groups["rollout"])
-        sync = WeightSync(
+        residency = Residency(self.plan.colocated, trainers, groups["rollout"], sleep_level(spec))
+        weights = WeightSync(
             groups["actor"],
             groups["rollout"],
             road=self.road,
@@ -157,6 +158,16 @@ class Run:
             temperature=spec.rollout.temperature,
             max_gap=spec.probe_gap,
             vocab=self.vocab_size,
+        )
+        sync = SteadySync(
+            groups,
+            residency,
+            weights,
+            body=bodies["rollout"],
+            built=reports["rollout"],
+            limit=spec.rollout.max_restarts,
+            start_timeout_s=spec.run.start_timeout_s,
+            warn=self._warn,
         )
         roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
         self.driver = Driver(spec, roles, residency, sync, self._gap_budget(bodies), self.progress)

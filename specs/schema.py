@@ -464,6 +464,12 @@ class RolloutSection(RoleSection):
         description="The same, above which the run stops before it learns from the step and keeps the batch; unset: "
         "1e-2 in fp32, 0.3 in bf16, more with `top_p`, none with `top_k`.",
     )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="How often replicas that crashed or hang are started again before the run fails, in all and per "
+        "attempt; 0: never.",
+    )
 
 
 class RewardSection(RoleSection):

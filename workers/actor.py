@@ -67,7 +67,11 @@ class Actor(Trainer):
         return self.exporter.write(int(message.body["bucket"])), {}
 
     def export_end(self, message: Message, emit: Emit) -> Reply:
-        self.exporter.end()
+        """Everything has arrived; with `broken_off`, it will not, and the next pass meets every reader anew."""
+        if not message.body.get("broken_off"):
+            self.exporter.end()
+        elif self._exporter is not None:
+            self._exporter.break_off()
         return {}, {}
 
     def save(self, message: Message, emit: Emit) -> Reply:

@@ -104,6 +104,11 @@ class Exporter:
         if self.writer is not None:
             self.writer.rest()
 
+    def break_off(self) -> None:
+        """A reader is gone: drop what is left of the pass. The next one must `renew`."""
+        self.stream = iter(())
+        self.close()
+
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from backends.sglang_rollout.client import Client
-from specs.errors import ModelError, RlctlError
+from specs.errors import ModelError, SamplerDied
 from specs.role_config import RolloutConfig
 from specs.schema import SglangEngine
 
@@ -71,9 +71,9 @@ class Server:
             time.sleep(_POLL_S)
 
     def check_alive(self) -> None:
-        """Raises RlctlError when the server is gone."""
+        """Raises SamplerDied when the server is gone."""
         if (code := self.process.poll()) is not None:
-            raise RlctlError(
+            raise SamplerDied(
                 f"the SGLang server ended with exit code {code}", hint="its last words stand in this role's log"
             )
 
