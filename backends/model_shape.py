@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from backends.adapted_layers import chosen_layers, layer_sizes
 from backends.adapter_names import down_of, up_of, wire_name
-from backends.protocol import WeightSpec
+from backends.protocol import OnMeta, WeightSpec
 from backends.stops import token_ids
 from backends.tensors import DTYPES, named_weights, wire_dtype
+from specs.as_built import ModelBuilt
 from specs.errors import ModelError
 from specs.role_config import ModelConfig
 from specs.schema import Lora
@@ -79,6 +80,26 @@ def _adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> dict[st
         for name, shape in ((down_of(layer), (lora.rank, inputs)), (up_of(layer), (outputs, lora.rank))):
             specs[wire_name(name)] = _spec(wire_name(name), torch.empty(shape, dtype=dtype, device="meta"))
     return specs
+
+
+def shape_on_meta(config: ModelConfig) -> OnMeta:
+    """What an engine that has its own code for the model would build, as far as the model decides it."""
+    shape = model_shape(config)
+    about = ModelBuilt(
+        model_class=shape.architecture,
+        path=config.path,
+        parameters=shape.parameters,
+        trainable_parameters=0,
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        vocab_size=shape.vocab_size,
+        dtype=",".join(sorted({spec.dtype for spec in shape.weights.values()})),
+        attn_implementation="",
+        attn_function="",
+        tied_embeddings=shape.tied_embeddings,
+        weights_checksum="",
+    )
+    return OnMeta(about, not_seen=("attn_implementation", "attn_function", "mesh"))
 
 
 def _spec(name: str, tensor: torch.Tensor) -> WeightSpec:

@@ -75,12 +75,27 @@ class StepResult:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class OnMeta:
+    """What an engine would build, read back from a model without memory. `not_seen`: fields of `model` that only a
+    real start can show."""
+
+    model: ModelBuilt
+    not_seen: tuple[str, ...] = ()
+
+
 class TrainEngine(ABC):
     """Holds a model that computes log-probs and, with an optimizer, learns."""
 
     @classmethod
     @abstractmethod
     def build(cls, config: TrainConfig, rank: Rank) -> TrainEngine: ...
+
+    @classmethod
+    def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta | None:
+        """What `build` would make on that rank, made by the same code without memory for it, without the other ranks
+        and without the device. None: this engine cannot say before it is built. Raises what `build` would."""
+        return None
 
     @abstractmethod
     def built(self) -> ModelBuilt:
@@ -177,6 +192,11 @@ class RolloutEngine(ABC):
     @classmethod
     @abstractmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> RolloutEngine: ...
+
+    @classmethod
+    def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta | None:
+        """As that of a `TrainEngine`."""
+        return None
 
     @abstractmethod
     def built(self) -> ModelBuilt: ...

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from backends.ddp.flat import FlatParameters
 from backends.ddp.optimizer import FlatAdamW
-from backends.hf import DTYPES, build_model, describe, named_weights, recompute_activations
-from backends.protocol import Rank, StepResult
+from backends.hf import DTYPES, build_model, describe, named_weights
+from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.groups import join_group, leave_group
 from backends.train.parking import Parking
@@ -24,7 +26,7 @@ from backends.train.shards import Shard, whole
 from backends.train.verify import verify_packing
 from specs.as_built import ModelBuilt
 from specs.role_config import TrainConfig
-from specs.schema import DdpEngine
+from specs.schema import DdpEngine, DType
 
 
 class DdpTrainEngine(HfTrainEngine):
@@ -33,22 +35,23 @@ class DdpTrainEngine(HfTrainEngine):
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
         assert isinstance(config.engine, DdpEngine)
-        learns = config.optimizer is not None
-        # Weights that learn are read in fp32 even when the model computes in bf16: their masters are exact.
-        all_learn = learns and config.lora is None
-        source = config.model.model_copy(update={"dtype": "fp32"}) if all_learn else config.model
-        model = build_model(source, load_weights=True)
-        self._add_adapters(model)
-        self.flat = FlatParameters(model, DTYPES[config.model.dtype], learns=learns)
-        if not learns:
-            model.requires_grad_(False)
-        if config.gradient_checkpointing:
-            recompute_activations(model)
+        model = self._hold_model(partial(build_model, load_weights=True)).model
+        self.flat = _flatten(model, config)
         self.policy = Policy(model, config.engine.logits_chunk_tokens)
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)
         self.parking = Parking()
         self.gradients_are_zero = True
         verify_packing(self._run, model, self.device)
+
+    @classmethod
+    def _held_dtype(cls, config: TrainConfig) -> DType:
+        """Weights that learn are read in fp32 even when the model computes in bf16: their masters are exact."""
+        return "fp32" if config.optimizer is not None and config.lora is None else config.model.dtype
+
+    @classmethod
+    def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
+        _flatten(policy.model, config)
+        return super()._wrapped_on_meta(policy, config, rank)
 
     @classmethod
     def build(cls, config: TrainConfig, rank: Rank) -> DdpTrainEngine:
@@ -142,3 +145,7 @@ class DdpTrainEngine(HfTrainEngine):
 
     def close(self) -> None:
         leave_group()
+
+
+def _flatten(model: PreTrainedModel, config: TrainConfig) -> FlatParameters:
+    return FlatParameters(model, DTYPES[config.model.dtype], learns=config.optimizer is not None)

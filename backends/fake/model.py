@@ -67,7 +67,7 @@ def log_softmax(parameters: Parameters, previous_N: NDArray[np.int64], temperatu
 def describe(parameters: Parameters, config: ModelConfig, *, learns: bool, checksum: bool) -> ModelBuilt:
     """What the model is. It has no attention, which it says."""
     size = sum(value.size for value in parameters.values())
-    digests = [(name, checksum_bytes(wire_bytes(value, "fp32"))) for name, value in parameters.items()]
+    digests = ((name, checksum_bytes(wire_bytes(value, "fp32"))) for name, value in parameters.items())
     vocab_size = parameters["bias.weight"].shape[0]
     return ModelBuilt(
         model_class="Bigram",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from backends.answers import Answers
 from backends.checksum import checksum_bytes
-from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import end_tokens_of, stop_tokens
 from backends.uniform import sample_keys, uniform
@@ -36,6 +36,10 @@ class FakeRolloutEngine(RolloutEngine):
         self._ready = False
         self._awake = {"weights", "kv_cache"}
         self.stops = stop_tokens(end_tokens_of(Path(config.model.path)), config, ask_tokenizer=False)
+
+    @classmethod
+    def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta:
+        return OnMeta(cls.build(config, rank).built())  # weights have no memory before they come
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> FakeRolloutEngine:

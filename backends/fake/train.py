@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from backends.fake import model as bigram
 from backends.fake.losses import GrpoTerms, grpo_terms
-from backends.protocol import GreedyAnswer, LossScale, Rank, StepResult, TrainEngine, Weight, WeightSpec
+from backends.protocol import GreedyAnswer, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.train.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches
 from backends.train.schedule import lr_at
 from backends.train.trainer_state import TrainerState
@@ -45,6 +45,13 @@ class FakeTrainEngine(TrainEngine):
                 "the fake train engine runs in one process", hint="set processes = 1, or engine.kind = ddp"
             )
         return cls(config)
+
+    @classmethod
+    def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
+        shapes = bigram.shapes(bigram.read_vocab_size(config.model))
+        unset = {name: np.empty(shape, dtype=np.float32) for name, shape in shapes.items()}
+        learns = config.optimizer is not None
+        return OnMeta(bigram.describe(unset, config.model, learns=learns, checksum=False))
 
     def built(self) -> ModelBuilt:
         learns = self.config.optimizer is not None

@@ -16,26 +16,18 @@ from torch import distributed as dist
 from backends.adapter_names import base_name, is_adapter
 from backends.checksum import checksum_bytes, checksum_weights
 from backends.fsdp2.optimizer import RowsAdamW
-from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, shard_policy
-from backends.hf import (
-    DTYPES,
-    build_on_meta,
-    describe,
-    recompute_activations,
-    tensor_bytes,
-    wire_dtype,
-)
-from backends.protocol import Rank, StepResult
+from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, gathering_dtype, shard_policy
+from backends.hf import DTYPES, build_on_meta, describe, tensor_bytes, wire_dtype
+from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
-from backends.train.groups import join_group, leave_group
-from backends.train.hf_files import aliases_of
+from backends.train.groups import join_group, leave_group, pretended_group
 from backends.train.parking import Parking, storages_of
 from backends.train.policy import Policy
 from backends.train.shards import Shard
 from backends.train.verify import verify_packing
 from specs.as_built import ModelBuilt
 from specs.role_config import TrainConfig
-from specs.schema import Fsdp2Engine
+from specs.schema import DType, Fsdp2Engine
 
 
 class Fsdp2TrainEngine(HfTrainEngine):
@@ -44,22 +36,15 @@ class Fsdp2TrainEngine(HfTrainEngine):
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
         assert isinstance(config.engine, Fsdp2Engine)
-        learns = config.optimizer is not None
         self.engine, self.compute = config.engine, DTYPES[config.model.dtype]
         self.mesh = Mesh(config.engine, rank, self.device)
-        # What learns is held in fp32 even when it computes in bf16: its master weights are exact.
-        held = config.model.model_copy(update={"dtype": "fp32"}) if learns else config.model
-        model = build_on_meta(held)
-        model.requires_grad_(learns)
-        if config.gradient_checkpointing:
-            recompute_activations(model)
-        aliases = aliases_of(model)
-        self._add_adapters(model)
+        held = self._hold_model(build_on_meta)
+        model = held.model
         self.policy = Policy(model, config.engine.logits_chunk_tokens)
         self.units = shard_policy(self.policy, self.mesh, config.engine, self.compute)
         allocate(self.policy, config.engine, self.device)
         self.weights = cut_tensors(model, self.mesh)
-        self._read_weights(aliases)
+        self._read_weights(held.aliases)
         verify_packing(self._run, model, self.device, computes_in=self.compute)
         self.optimizer: RowsAdamW | None = None
         if config.optimizer is not None:
@@ -68,6 +53,22 @@ class Fsdp2TrainEngine(HfTrainEngine):
             rows = {name: weight.local for name, weight in learned.items()}
             self.optimizer = RowsAdamW(rows, matrices, config.optimizer)
         self.parking = Parking()
+
+    @classmethod
+    def _held_dtype(cls, config: TrainConfig) -> DType:
+        """What learns is held in fp32 even when it computes in bf16: its master weights are exact."""
+        return "fp32" if config.optimizer is not None else config.model.dtype
+
+    @classmethod
+    def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
+        """Cut as the first of so many ranks would, on the host, in a group that sends nothing."""
+        assert isinstance(config.engine, Fsdp2Engine)
+        with pretended_group(rank):
+            mesh = Mesh(config.engine, rank, torch.device("cpu"))
+            units = shard_policy(policy, mesh, config.engine, DTYPES[config.model.dtype])
+            about = describe(policy.model, config.model, checksum=False)
+            found = {"dtype": wire_dtype(gathering_dtype(units[0])), "mesh": mesh.axes}
+        return OnMeta(about.model_copy(update=found))
 
     @classmethod
     def build(cls, config: TrainConfig, rank: Rank) -> Fsdp2TrainEngine:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from packaging.version import Version
 
 from backends.answers import Answers
-from backends.model_shape import ModelShape, model_shape
-from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.model_shape import ModelShape, model_shape, shape_on_meta
+from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.sglang_rollout.answers import Sample, parse_sample, parse_scores
 from backends.sglang_rollout.client import ServerError
@@ -62,6 +62,11 @@ class SglangRolloutEngine(RolloutEngine):
         except BaseException:
             server.stop()
             raise
+
+    @classmethod
+    def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta:
+        """Without SGLang itself, which chooses its attention when it starts."""
+        return shape_on_meta(config.model)
 
     def _check_version(self) -> None:
         version = str(self._server_info.get("version", "0"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from backends.answers import Answers
 from backends.checksum import checksum_bytes, copy_with_checksum
-from backends.hf import build_model, describe, named_weights, tensor_bytes, wire_dtype
+from backends.hf import build_model, build_without_memory, describe, named_weights, tensor_bytes, wire_dtype
 from backends.packed_layout import PackedLayout
-from backends.protocol import Buffer, Emit, Rank, RolloutEngine, WeightSpec
+from backends.protocol import Buffer, Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import stop_tokens, token_ids
 from backends.torch_rollout.cache import KvCache
@@ -30,7 +31,7 @@ from backends.torch_rollout.runner import Forward, packed_positions
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.errors import ModelError, SyncError
-from specs.role_config import RolloutConfig, Sampling
+from specs.role_config import ModelConfig, RolloutConfig, Sampling
 from specs.schema import TorchRolloutEngine as TorchRolloutTable
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -56,16 +57,11 @@ class TorchRolloutEngine(RolloutEngine):
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> TorchRolloutEngine:
         """Raises ModelError for a model or an attention that this engine cannot run."""
-        asked = config.model.attn_implementation
-        if asked not in ("auto", "sdpa"):
-            raise ModelError(
-                f"the torch rollout engine decodes with sdpa over its own cache, not with {asked}",
-                hint='set rollout.attn_implementation = "sdpa"; the trainer may keep another',
-            )
-        model_config = config.model.model_copy(update={"attn_implementation": "sdpa"})
-        model = build_model(model_config, load_weights=False)
-        model.requires_grad_(False)
-        return cls(config, model)
+        return cls(config, _make_model(config, partial(build_model, load_weights=False)))
+
+    @classmethod
+    def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta:
+        return OnMeta(describe(_make_model(config, build_without_memory), config.model, checksum=False))
 
     def built(self) -> ModelBuilt:
         return describe(self.model, self.config.model, checksum=False)
@@ -232,6 +228,18 @@ class TorchRolloutEngine(RolloutEngine):
         self._drop_weights()
         self._forward = None
         _give_back_memory(self.device)
+
+
+def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedModel]) -> PreTrainedModel:
+    """A model that takes no gradients, by `make`. Raises ModelError for an attention that this engine cannot run."""
+    asked = config.model.attn_implementation
+    if asked not in ("auto", "sdpa"):
+        raise ModelError(
+            f"the torch rollout engine decodes with sdpa over its own cache, not with {asked}",
+            hint='set rollout.attn_implementation = "sdpa"; the trainer may keep another',
+        )
+    model = make(config.model.model_copy(update={"attn_implementation": "sdpa"}))
+    return model.requires_grad_(False)
 
 
 def _end_tokens(model: PreTrainedModel, path: str) -> set[int]:

@@ -19,16 +19,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from backends.adapter_names import base_name, is_adapter
-from backends.protocol import GreedyAnswer, LossScale, Rank, TrainEngine, Weight, WeightSpec
+from backends.hf import build_without_memory, describe
+from backends.protocol import GreedyAnswer, LossScale, OnMeta, Rank, TrainEngine, Weight, WeightSpec
 from backends.rows import RowCopies
 from backends.train import weights
 from backends.train.head import LogprobTask, LossResult, LossTask
 from backends.train.hf_files import stream_into
 from backends.train.lora import Adapters
 from backends.train.losses import LOSS_SUMS, TokenColumns
+from backends.train.model import HeldModel, Make, hold_model
 from backends.train.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches, pack
 from backends.train.policy import Policy
 from backends.train.rng import read_rng, write_rng
@@ -65,12 +66,27 @@ class HfTrainEngine(TrainEngine):
         self.device = torch.device(config.model.device)
         self.state = TrainerState()
 
-    def _add_adapters(self, model: PreTrainedModel) -> None:
-        """Put adapters into the model when the spec asks for them; all else is frozen then. To be called before the
-        model is wrapped."""
-        if self.config.lora is not None:
-            seed, path = self.config.model.seed, self.config.model.path
-            self.adapters = Adapters(model, self.config.lora, seed=seed, path=path)
+    @classmethod
+    @abstractmethod
+    def _held_dtype(cls, config: TrainConfig) -> DType:
+        """Precision in which this engine first holds the model's weights."""
+
+    def _hold_model(self, make: Make) -> HeldModel:
+        held = hold_model(self.config, self._held_dtype(self.config), make)
+        self.adapters = held.adapters
+        return held
+
+    @classmethod
+    def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
+        """As `__init__` goes about it, up to where memory is needed."""
+        held = hold_model(config, cls._held_dtype(config), build_without_memory)
+        policy = Policy(held.model, config.engine.logits_chunk_tokens)  # type: ignore[union-attr]
+        return cls._wrapped_on_meta(policy, config, rank)
+
+    @classmethod
+    def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
+        """Wrap `policy`, whose parameters have no memory, as far as that goes, and say what it is."""
+        return OnMeta(describe(policy.model, config.model, checksum=False))
 
     def _read_weights(self, aliases: Mapping[str, Sequence[str]]) -> None:
         """Fill this rank's memory: the model's own weights from disk, adapters as they start. `aliases`: those of the

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from backends.adapter_names import place_of
 from backends.answers import Answers
 from backends.memory import hand_back
-from backends.model_shape import ModelShape, model_shape
-from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from backends.model_shape import ModelShape, model_shape, shape_on_meta
+from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import stop_tokens
 from backends.uniform import sample_keys
@@ -61,6 +61,11 @@ class VllmRolloutEngine(RolloutEngine):
         stop_tokens(model.end_tokens, config, ask_tokenizer=True)  # raises before the wait
         llm = start_vllm(config, config.engine, model, plain_weights=cls.PLAIN_WEIGHTS)
         return cls(config, config.engine, model, llm)
+
+    @classmethod
+    def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta:
+        """Without vLLM itself, which chooses its attention when it starts."""
+        return shape_on_meta(config.model)
 
     def built(self) -> ModelBuilt:
         """Read back from vLLM's model; the attention is the backend that vLLM chose."""

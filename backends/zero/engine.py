@@ -8,6 +8,7 @@ nothing. A role that does not learn has nothing to cut at stages 1 and 2, and ho
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,12 @@ from torch import distributed as dist
 
 from backends.adapter_names import base_name, is_adapter
 from backends.checksum import checksum_bytes, checksum_weights
-from backends.hf import build_model, build_on_meta, describe, named_weights, recompute_activations, tensor_bytes
-from backends.protocol import Rank, StepResult
+from backends.hf import build_model, build_on_meta, describe, named_weights, tensor_bytes
+from backends.protocol import OnMeta, Rank, StepResult
 from backends.rows import RowCopies
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.groups import leave_group
 from backends.train.head import LogprobTask, LossTask
-from backends.train.hf_files import aliases_of
 from backends.train.parking import Parking, storages_of
 from backends.train.policy import Policy
 from backends.train.row import Row
@@ -33,7 +33,7 @@ from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, fu
 from specs.as_built import ModelBuilt
 from specs.deepspeed_config import deepspeed_config
 from specs.role_config import TrainConfig
-from specs.schema import Optimizer, ZeroEngine
+from specs.schema import DType, Optimizer, ZeroEngine
 
 
 class ZeroTrainEngine(HfTrainEngine):
@@ -46,15 +46,10 @@ class ZeroTrainEngine(HfTrainEngine):
         deepspeed = start_deepspeed(rank, config.model.device)
         ds_config = deepspeed_config(config.engine, config.model.dtype, config.optimizer, device=config.model.device)
         cuts = self.stage == 3
-        model = build_on_meta(config.model) if cuts else build_model(config.model, load_weights=False)
-        if config.optimizer is None:
-            model.requires_grad_(False)
-        aliases = aliases_of(model)
-        self._add_adapters(model)
+        held = self._hold_model(build_on_meta if cuts else partial(build_model, load_weights=False))
+        model = held.model
         if cuts:
             cut_model(deepspeed, model, ds_config, self.device)
-        if config.gradient_checkpointing:
-            recompute_activations(model)
         self.policy = Policy(model, config.engine.logits_chunk_tokens)
         self.adamw = None if config.optimizer is None else _adamw(self.policy, config.optimizer)
         self.deepspeed: Any = None
@@ -63,13 +58,24 @@ class ZeroTrainEngine(HfTrainEngine):
             self.deepspeed, *_ = deepspeed.initialize(model=self.policy, optimizer=self.adamw, config=ds_config)
             cut = CutParameters if cuts else SlicedGroups
             self.parts = cut(self.deepspeed.optimizer, named_weights(model))
-        self._read_weights(aliases)
+        self._read_weights(held.aliases)
         if self.parts is not None:
             self.parts.refresh()
         self._make_moments()
         self.parking = Parking()
         self.gradients_are_zero = True
         verify_packing(self._run, model, self.device)
+
+    @classmethod
+    def _held_dtype(cls, config: TrainConfig) -> DType:
+        """DeepSpeed makes the fp32 masters by itself."""
+        return config.model.dtype
+
+    @classmethod
+    def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
+        """DeepSpeed cuts only with memory and with all ranks there."""
+        about = super()._wrapped_on_meta(policy, config, rank).model
+        return OnMeta(about, not_seen=("mesh",))
 
     @classmethod
     def build(cls, config: TrainConfig, rank: Rank) -> ZeroTrainEngine:
