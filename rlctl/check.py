@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.plan import Plan, make_plan
+from rlctl.reward_check import import_problems
+from rlctl.run_state import run_dir_warnings
 from specs.errors import Problem, SpecError
 from specs.interpreters import SHOWN, look_at
-from specs.load import load_spec
+from specs.load import parse, read_toml
 from specs.model_files import resolve_model
+from specs.reference import reference_of
 from specs.road_rules import choose_road
 from specs.rules import cross_field_warnings, file_problems
-from specs.schema import RoleSection, Spec
+from specs.schema import RefSection, RoleSection, Spec
 from specs.seats import SeatGroup, mesh_of, seat_groups
 
 if TYPE_CHECKING:
@@ -43,12 +46,16 @@ class Findings:
 def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
     """Load a spec, look at the files it names, and plan it."""
     try:
-        spec = load_spec(spec_path, overrides)
+        parsed = parse(read_toml(spec_path), overrides)
     except SpecError as error:
         return Findings(error.problems, [])
-    spec_dir = spec_path.absolute().parent
-    problems, warnings = file_problems(spec, spec_dir)
-    warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
+    spec, spec_dir = parsed.spec, spec_path.absolute().parent
+    if spec is None:
+        return Findings(parsed.problems, [])
+    problems, warnings = _looked_up(spec, spec_dir)
+    if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
+        return Findings([*parsed.problems, *parsed.more(problems)], [])
+    warnings = [*cross_field_warnings(spec), *warnings, *run_dir_warnings(spec)]
     try:
         plan = make_plan(spec, spec_dir)
     except SpecError as error:
@@ -57,22 +64,23 @@ def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
     return Findings(problems, warnings, spec, plan)
 
 
-def check(spec_path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Print the findings; returns 0, or 2 when there are problems."""
+def _looked_up(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings about what the spec names; reward functions are imported, in processes of their own."""
+    problems, warnings = file_problems(spec, spec_dir)
+    of_imports = import_problems(spec, spec_dir, [problem.key for problem in problems])
+    return [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
+
+
+def check(spec_path: Path, overrides: Sequence[str], *, as_json: bool, strict: bool = False) -> int:
+    """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too."""
     findings = examine(spec_path, overrides)
+    if strict:
+        findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
     if as_json:
         print(json.dumps(as_dict(findings, spec_path), indent=2, ensure_ascii=False))
     else:
         _print(findings, spec_path)
     return 0 if findings.ok else SpecError.exit_code
-
-
-def _run_dir(spec: Spec) -> list[Problem]:
-    folder = Path(spec.run.dir) / spec.run.name
-    if folder.is_dir() and any(folder.iterdir()):
-        hint = "train with --resume to go on, with --run-dir or another run.name to start anew"
-        return [Problem("run.name", f"the run directory {folder} is not empty", hint, f'"{spec.run.name}"')]
-    return []
 
 
 # ── what the spec means ───────────────────────────────────────────────────────────────────────────
@@ -88,6 +96,7 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "roles": roles(spec, plan, spec_path.absolute().parent) if spec and plan else {},
         "seats": seats(spec) if spec and plan else {},
         "batch": batch(spec) if spec else {},
+        "reference": reference(spec) if spec else {},
         "sync": dict(zip(("road", "why"), choose_road(spec), strict=True)) if spec else {},
     }
 
@@ -126,6 +135,20 @@ def _versions(section: RoleSection, python: str) -> dict[str, str]:
     if not section.python or (found := look_at(python)).failure:
         return {}
     return {"python": found.python, **{name: found.versions[name] for name in SHOWN if name in found.versions}}
+
+
+def reference(spec: Spec) -> dict[str, Any]:
+    """Whether the run needs a reference model, whether one is loaded, which, and why."""
+    found = reference_of(spec)
+    placed = spec.role("ref") if found.loaded else None
+    return {
+        "needed": found.needed,
+        "loaded": found.loaded,
+        "model": found.model,
+        "why": found.why,
+        "engine": placed.engine.kind if isinstance(placed, RefSection) else "",
+        "devices": list(placed.devices) if placed else [],
+    }
 
 
 def seats(spec: Spec) -> dict[str, dict[str, Any]]:
@@ -264,6 +287,14 @@ def _span(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
+def _reference(spec: Spec) -> str:
+    found = reference(spec)
+    if not found["loaded"]:
+        return str(found["why"])
+    where = f"GPU {_span(found['devices'])}" if found["devices"] else "CPU"
+    return f"{found['model']} ({found['why']}), held by {found['engine']} on {where}"
+
+
 def _arithmetic(spec: Spec) -> str:
     numbers = batch(spec)
     cut = f" → {numbers['mini_batches_per_step']} mini-batches of {numbers['samples_per_mini_batch']}"
@@ -275,5 +306,6 @@ def _arithmetic(spec: Spec) -> str:
         f"run    {numbers['steps']} steps = {numbers['optimizer_steps']} optimizer steps\n"
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
+        f"ref    {_reference(spec)}\n"
         f"sync   weights travel by {road} ({why}), in buckets of {spec.sync.bucket_MiB:g} MiB"
     )

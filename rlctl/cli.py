@@ -84,11 +84,12 @@ def check_config(
     spec: SpecFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
 ) -> None:
     """Say what a spec means and what is wrong with it. Needs no GPU, changes nothing."""
     from rlctl.check import check
 
-    raise typer.Exit(check(spec, overrides or [], as_json=as_json))
+    raise typer.Exit(check(spec, overrides or [], as_json=as_json, strict=strict))
 
 
 @app.command()

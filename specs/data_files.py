@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from specs.builtin_tasks import BUILTIN_TASKS
 from specs.errors import Problem
@@ -39,7 +41,7 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
         found = _source(key, source, spec, spec_dir)
         errors += found[0]
         warnings += found[1]
-    return errors, warnings
+    return errors or _all_held_out(spec, spec_dir), warnings
 
 
 def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
@@ -110,6 +112,40 @@ def _lacks(has: Iterable[str], needs: list[str]) -> str:
     return f"has no column {missing[0]!r}; it has {', '.join(map(repr, has)) or 'none'}" if missing else ""
 
 
+def _unusable(row: Mapping[str, Any], spec: Spec) -> str:
+    """What is wrong with the values of a row that has all columns, or ""."""
+    data = spec.data
+    for name in needed_columns(spec):
+        value = row[name]
+        if value is None:
+            return f"column {name!r} is null"
+        if name == data.prompt_column and not data.template and not isinstance(value, str | list):
+            return f"column {name!r} is {type(value).__name__}; a prompt is text or a list of messages"
+        if name == data.answer_column and not isinstance(value, str | int | float):
+            return f"column {name!r} is {type(value).__name__}; an answer is text or a number"
+    return ""
+
+
+def _all_held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """`eval.prompts` that leaves no row of `data.train` to train on. Reads no further than it must."""
+    held, source = spec.eval, spec.data.train
+    if held is None or held.data:
+        return []
+    file = spec_dir / Path(source).expanduser()
+    if (task := BUILTIN_TASKS.get(source.removeprefix("builtin:"))) is not None:
+        rows = sum(1 for _ in islice(task(), held.prompts + 1))
+    elif file.suffix == ".jsonl":
+        with file.open("rb") as stream:
+            rows = sum(1 for _ in islice((line for line in stream if line.strip()), held.prompts + 1))
+    else:
+        return []
+    if rows > held.prompts:
+        return []
+    message = f"holding them out leaves none of the {rows} rows of data.train to train on"
+    hint = f"use fewer than {rows}, or name another source in eval.data"
+    return [Problem("eval.prompts", message, hint, str(held.prompts))]
+
+
 def _jsonl(file: Path, spec: Spec) -> str:
     """What is wrong with the first rows, or "". A message about a row starts with `name:line`."""
     needs, rows = needed_columns(spec), 0
@@ -127,7 +163,7 @@ def _jsonl(file: Path, spec: Spec) -> str:
                 return f"{where} is not JSON: {error}"
             if not isinstance(row, dict):
                 return f"{where} is not a JSON object"
-            if message := _lacks(row, needs):
+            if message := _lacks(row, needs) or _unusable(row, spec):
                 return f"{where} {message}"
     return "" if rows else "the file is empty"
 

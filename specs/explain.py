@@ -66,7 +66,7 @@ def _with_hint(problem: Problem, error: ErrorDetails, raw: dict[str, Any]) -> Pr
         return problem
     kind, context = error["type"], error.get("ctx", {})
     bound = context.get(BOUNDS[kind][0]) if kind in BOUNDS else None
-    return replace(problem, hint=hint_for(kind, _without_tags(error["loc"], raw), bound, raw))
+    return replace(problem, hint=hint_for(kind, without_tags(error["loc"], raw), bound, raw))
 
 
 def _echo(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
@@ -79,7 +79,7 @@ def _echo(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
 
 def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
-    path = _without_tags(error["loc"], raw)
+    path = without_tags(error["loc"], raw)
     key, value = dotted(path), show(error["input"])
     if kind == "extra_forbidden":
         return unknown_key(path, raw)
@@ -106,7 +106,7 @@ def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
     return Problem(key, error["msg"], value=value)
 
 
-def _without_tags(loc: Path, raw: Any) -> Path:
+def without_tags(loc: Path, raw: Any) -> Path:
     """pydantic puts the chosen `kind` into the path of an error; the spec's own key has no such part."""
     path: list[str | int] = []
     node = raw

@@ -5,21 +5,23 @@ Nothing is created, changed, imported or downloaded.
 
 from __future__ import annotations
 
-import ast
-import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from specs.attention_rules import attention_problems
+from specs.cut_rules import cut_problems
 from specs.data_files import check_data
 from specs.errors import Problem
 from specs.explain import show
 from specs.interpreters import interpreter_problems
-from specs.keys import closest
+from specs.machine import machine_problems
 from specs.model_files import ModelCheck
 from specs.node_rules import hostfile_problems
-from specs.schema import Function, RoleName, RoleSection, Spec
+from specs.reference import vocabulary_problems
+from specs.reward_files import reward_problems
+from specs.schema import RoleName, RoleSection, Spec
 
 
 def file_problems(spec: Spec, spec_dir: Path, *, starting: bool = False) -> tuple[list[Problem], list[Problem]]:
@@ -27,21 +29,24 @@ def file_problems(spec: Spec, spec_dir: Path, *, starting: bool = False) -> tupl
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
     """
-    errors, warnings = _models(spec, spec_dir)
+    errors, warnings, config = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
-    errors += data_errors + _functions(spec, spec_dir)
+    errors += data_errors + reward_problems(spec, spec_dir)
     errors += interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver())
     errors += attention_problems(spec, spec_dir)
     errors += _launchers(spec) + hostfile_problems(spec, spec_dir)
     warnings += data_warnings
     (errors if starting else warnings).extend(_devices(spec))
-    return errors, warnings
+    here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
+    more_errors, more_warnings = machine_problems(spec, spec_dir, config, starting=starting, here=here)
+    return [*errors, *more_errors], [*warnings, *more_warnings]
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], dict[str, Any]]:
+    """Errors and warnings, and the main model's config.json ({} where it is not at hand)."""
     model = spec.model
     fake = spec.actor.engine.kind == "fake"
     main = ModelCheck(
@@ -67,92 +72,27 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
     if not fake:
         for check in checks:
             check.check_length(spec.max_sequence_tokens)
+    main.check_chat(spec.data)
     errors = [problem for check in checks for problem in check.problems]
     warnings = [problem for check in checks for problem in check.warnings]
-    if spec.data.chat == "always" and not main.has_chat_template():
-        errors.append(
-            Problem(
-                "data.chat",
-                f"the tokenizer of {model.path} has no chat template",
-                'write "auto" or "never"',
-                '"always"',
-            )
-        )
     if len(checks) == 2:
-        errors += _smaller_vocabulary(main, checks[1])
-    return errors, warnings
+        ref_errors, ref_warnings = _tokens(main, checks[1])
+        errors, warnings = errors + ref_errors, warnings + ref_warnings
+    return [*errors, *cut_problems(spec, main.config)], warnings, main.config
 
 
-def _smaller_vocabulary(actor: ModelCheck, ref: ModelCheck) -> list[Problem]:
+def _tokens(actor: ModelCheck, ref: ModelCheck) -> tuple[list[Problem], list[Problem]]:
+    """Whether the reference reads the actor's tokens as the actor does."""
     wanted, given = actor.config.get("vocab_size"), ref.config.get("vocab_size")
-    if not isinstance(wanted, int) or not isinstance(given, int) or given >= wanted:
-        return []
-    message = f"its vocabulary ({given}) is smaller than the actor's ({wanted}): it cannot score the same tokens"
-    return [Problem("ref.model", message, "use a model with the same tokenizer", show(ref.path))]
+    if isinstance(wanted, int) and isinstance(given, int) and given < wanted:
+        message = f"its vocabulary ({given}) is smaller than the actor's ({wanted}): it cannot score the same tokens"
+        return [Problem(ref.key, message, "use a model with the same tokenizer", show(ref.path))], []
+    if actor.folder is None or ref.folder is None or not ref.config:
+        return [], []
+    return vocabulary_problems(actor.folder, ref.folder, ref.key, ref.path)
 
 
-# ── reward functions, launchers, devices ──────────────────────────────────────────────────────────
-
-
-def _functions(spec: Spec, spec_dir: Path) -> list[Problem]:
-    problems = []
-    for index, term in enumerate(spec.reward.terms):
-        if isinstance(term, Function):
-            found = _function(term.path, spec_dir)
-            if found:
-                problems.append(Problem(f"reward.terms.{index}.path", found[0], found[1], show(term.path)))
-    return problems
-
-
-def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
-    """What is wrong with `file.py:name`, and a hint. The file is parsed, never run."""
-    name = path.rpartition(":")[2]
-    file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
-    if not file.is_file():
-        return f"no such file ({os.path.abspath(file)})", "a relative path starts at the spec file's folder"
-    try:
-        tree = ast.parse(file.read_bytes(), str(file))
-    except SyntaxError as error:
-        return f"{file.name}:{error.lineno}: {error.msg}", "repair the file"
-    except (OSError, ValueError) as error:
-        return f"cannot be read: {error}", "make it a readable Python file"
-    names = _top_level_names(tree)
-    if name not in names:
-        near = closest(name, [known for known in names if known])
-        return (
-            f"{file.name} defines no {name}",
-            f"did you mean `{near}`?" if near else f"write def {name}(prompt, completion, row) in it",
-        )
-    node = names[name]
-    if isinstance(node, ast.AsyncFunctionDef):
-        return f"{name} is async", "write a plain function"
-    if isinstance(node, ast.FunctionDef) and not _takes_three(node.args):
-        return f"{name} must take three arguments", f"write def {name}(prompt, completion, row)"
-    return None
-
-
-def _top_level_names(tree: ast.Module) -> dict[str, ast.AST]:
-    """Names that the module binds, also inside `if` and `try`."""
-    names: dict[str, ast.AST] = {}
-    scopes: list[ast.AST] = list(tree.body)
-    while scopes:
-        node = scopes.pop(0)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names[node.name] = node
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name: node for alias in node.names}
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names[node.id] = node
-        scopes += list(ast.iter_child_nodes(node))
-    return names
-
-
-def _takes_three(arguments: ast.arguments) -> bool:
-    most = len(arguments.posonlyargs) + len(arguments.args)
-    least = most - len(arguments.defaults)
-    required_by_name = any(default is None for default in arguments.kw_defaults)
-    return least <= 3 and (most >= 3 or arguments.vararg is not None) and not required_by_name
+# ── launchers, devices ──────────────────────────────────────────────────────────────────────────────
 
 
 def _launchers(spec: Spec) -> list[Problem]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli
 from pydantic import ValidationError
@@ -14,8 +15,12 @@ from specs.errors import Problem, SpecError
 from specs.explain import explain, show
 from specs.foreign_engines import tuples
 from specs.overrides import apply_overrides, fill_engine_kinds
+from specs.repair import repaired
 from specs.rules import cross_field_problems
 from specs.schema import SCHEMA_VERSION, Spec
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
@@ -29,20 +34,50 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
 
 def spec_from(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Spec:
     """The same from tables that are already parsed; `raw` may be changed."""
+    parsed = parse(raw, overrides)
+    if parsed.problems:
+        raise SpecError(parsed.problems)
+    assert parsed.spec is not None
+    return parsed.spec
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A spec and what is wrong with it. With problems in single keys `spec` is what was left without them
+    (`specs/repair.py`), fit for nothing but finding more problems; None where too little was left."""
+
+    spec: Spec | None
+    problems: list[Problem]
+    doubts: Callable[[Problem], bool] = lambda _: False
+
+    def more(self, found: Sequence[Problem]) -> list[Problem]:
+        """Those of `found` that are news and that nothing speaks against."""
+        named = {problem.key for problem in self.problems}
+        return [problem for problem in found if problem.key not in named and not self.doubts(problem)]
+
+
+def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Parsed:
+    """Tables to a spec, with every problem of keys, types, bounds and rules; `raw` may be changed."""
     problems = apply_overrides(raw, overrides)
     version = raw.get("schema", SCHEMA_VERSION)
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise SpecError([*problems, _other_schema(version)])
+        return Parsed(None, [*problems, _other_schema(version)])
     fill_engine_kinds(raw)
     try:
         # Strict: TOML has types of its own, so nothing needs guessing. TOML arrays are the schema's tuples.
         spec = Spec.model_validate(tuples(raw), strict=True)
     except ValidationError as error:
-        raise SpecError([*problems, *explain(error.errors(include_url=False), raw)]) from None
-    problems += cross_field_problems(spec)
-    if problems:
-        raise SpecError(problems)
-    return spec
+        errors = error.errors(include_url=False)
+        return _parse_the_rest(raw, errors, [*problems, *explain(errors, raw)])
+    return Parsed(spec, [*problems, *cross_field_problems(spec)])
+
+
+def _parse_the_rest(raw: dict[str, Any], errors: list[ErrorDetails], problems: list[Problem]) -> Parsed:
+    rest = repaired(raw, errors, problems)
+    if rest is None:
+        return Parsed(None, problems)
+    parsed = Parsed(rest.spec, problems, rest.doubts)
+    return replace(parsed, problems=[*problems, *parsed.more(cross_field_problems(rest.spec) if rest.exact else [])])
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.keys import closest
 from specs.model_weights import AGAIN, weight_problems
+from specs.schema import DataSection
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 # First parts of a relative path that nobody means as an organisation on the hub.
@@ -72,6 +73,21 @@ def hub_snapshot(hub_id: str, kind: str = "models") -> Path | None:
 
 def offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def template_error(template: str) -> str:
+    """What is wrong with the syntax of a chat template, or ""."""
+    try:
+        from jinja2 import Environment, TemplateSyntaxError
+    except ImportError:
+        return ""  # the reward role's interpreter has it, and will say
+    # transformers' own tag around what the assistant says; it has no meaning here.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError as error:
+        return f"not a Jinja template: line {error.lineno}: {error.message}"
+    return ""
 
 
 class ModelCheck:
@@ -209,10 +225,30 @@ class ModelCheck:
             hint = "lower data.max_prompt_tokens or data.max_response_tokens"
             self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))
 
-    def has_chat_template(self) -> bool:
-        if self.folder is None:
-            return True  # not here to look at
-        if (self.folder / "chat_template.jinja").is_file() or (self.folder / "chat_template.json").is_file():
-            return True
-        file = self.folder / "tokenizer_config.json"
-        return file.is_file() and bool((self._json(file) or {}).get("chat_template"))
+    def check_chat(self, data: DataSection) -> None:
+        """The chat template against what the spec wants of it: that there is one, and that it is Jinja."""
+        if self.folder is None or data.chat == "never":
+            return  # not here to look at, or not used
+        name, template = self._chat_template(self.folder)
+        lacks = f"the tokenizer of {self.path} has no chat template"
+        if template:
+            if wrong := template_error(template):
+                self._wrong(f"{name}: {wrong}", 'repair the template, or set data.chat = "never"')
+        elif data.chat == "always":
+            self._wrong(lacks, 'write "auto" or "never"', "data.chat", '"always"')
+        elif data.system:
+            hint = "remove the key, or put its text into data.template"
+            self._wrong(f"has no effect: {lacks}", hint, "data.system", show(data.system))
+
+    def _chat_template(self, folder: Path) -> tuple[str, str]:
+        """Where the template stands, and its text; "" where there is none. Of several the default one."""
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            return file.name, file.read_text(encoding="utf-8", errors="replace")
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            found = (self._json(folder / name) or {}).get("chat_template") if (folder / name).is_file() else None
+            if isinstance(found, list):
+                found = {one.get("name"): one.get("template") for one in found}.get("default")
+            if found:
+                return f"chat_template in {name}", str(found)
+        return "", ""

@@ -10,6 +10,7 @@ A case is a table:
     files     name → text, written beside the spec; a name that ends in `/` is a folder
     model     changes to a sound model folder `model/` beside the spec: file → keys to set (false: the file is removed)
     errors    dotted key → words of its message or hint: exactly these problems are found, each with a hint
+    also      keys that may have problems besides, for what need not be installed
     warnings  the same of warnings; not given: they are not looked at
 """
 

@@ -1,0 +1,117 @@
+"""What a run needs of the machine besides models, data and interpreters: commands, packages, disk, ports.
+
+Nothing is created or changed. What another machine may have is a warning, and an error where the run is to start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from specs.errors import Problem
+from specs.explain import show
+from specs.model_tensors import tensors_of_config
+from specs.schema import RoleName, RoleSection, Spec
+
+_GIB = 2**30
+_TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+STATE_BYTES = 12  # of a parameter in a checkpoint: the fp32 weight and both moments
+ROOM = 1.2  # free space per what checkpoints take, below which a warning is due
+
+
+def machine_problems(
+    spec: Spec, spec_dir: Path, config: Mapping[str, Any], *, starting: bool, here: bool
+) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `starting`: the run
+    begins now; `here`: nothing in the spec asks for another machine than this one."""
+    errors: list[Problem] = [*_tracking(spec), *_folders(spec, spec_dir)]
+    warnings: list[Problem] = []
+    (errors if starting else warnings).extend(_ports(spec))
+    warnings += [] if starting else _commands(spec)  # the launcher knows better what it lacks
+    short, tight = _disk(spec, config)
+    (errors if here else warnings).extend(short)
+    return errors, [*warnings, *tight]
+
+
+def _commands(spec: Spec) -> list[Problem]:
+    sections: list[tuple[RoleName, RoleSection | None]] = [("actor", spec.actor), ("ref", spec.ref)]
+    wanting = [role for role, section in sections if section is not None and section.launcher == "srun"]
+    if not wanting or shutil.which("srun"):
+        return []
+    hint = 'start it inside a SLURM job, or write "torchrun"'
+    return [Problem(f"{role}.launcher", "this machine has no srun", hint, '"srun"') for role in wanting]
+
+
+def _tracking(spec: Spec) -> list[Problem]:
+    if spec.tracking is None or find_spec(package := _TRACKERS[spec.tracking.kind]) is not None:
+        return []
+    message = f"the package {package} is not installed"
+    return [Problem("tracking.kind", message, "pip install 'rlctl[tracking]'", show(spec.tracking.kind))]
+
+
+def _ports(spec: Spec) -> list[Problem]:
+    """Ports where the ranks of roles on several nodes meet, on this host."""
+    if spec.cluster is None or spec.actor.nodes == 1:
+        return []
+    port = spec.cluster.port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            hint = f"end what listens there, or set cluster.port = {port + 10 if port < 65000 else port - 10}"
+            return [Problem("cluster.port", f"cannot be listened on: {error.strerror}", hint, str(port))]
+    return []
+
+
+# ── folders and disk ──────────────────────────────────────────────────────────────────────────────
+
+
+def _folders(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """Folders that the run writes to: they must be folders that this user may write, or be made in one."""
+    named = [("run.dir", spec.run.dir, Path.cwd())]
+    if spec.sync.folder:
+        named.append(("sync.folder", spec.sync.folder, spec_dir))
+    problems = []
+    for key, given, start in named:
+        place = nearest_existing(start / Path(given).expanduser())
+        if not place.is_dir():
+            problems.append(Problem(key, f"{place} is a file, not a folder", "name another folder", show(given)))
+        elif not os.access(place, os.W_OK | os.X_OK):
+            problems.append(Problem(key, f"{place} cannot be written to", "name another folder", show(given)))
+    return problems
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the closest folder above it that is there."""
+    path = Path(os.path.abspath(path))
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _disk(spec: Spec, config: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+    """(too little, hardly enough) room for the checkpoints that lie on the disk together: those kept, and one more
+    while it is written."""
+    each = checkpoint_bytes(spec, config)
+    count = min(spec.checkpoint.keep + 1, -(-spec.run.steps // spec.checkpoint.every))
+    place = nearest_existing(Path.cwd() / Path(spec.run.dir).expanduser())
+    free, needed = shutil.disk_usage(place).free, each * count
+    if not each or free >= ROOM * needed:
+        return [], []
+    message = (
+        f"{count} checkpoints of {each / _GIB:.1f} GiB take {needed / _GIB:.1f} GiB, "
+        f"and {place} has {free / _GIB:.1f} GiB free"
+    )
+    hint = "free some space, lower it, or set run.dir"
+    problem = Problem("checkpoint.keep", message, hint, str(spec.checkpoint.keep))
+    return ([problem], []) if free < needed else ([], [problem])
+
+
+def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:
+    """Size of one checkpoint; 0 where it is not known or small (adapters)."""
+    tensors = tensors_of_config(config) if config and spec.actor.lora is None else None
+    return STATE_BYTES * tensors.elements if tensors and spec.actor.engine.kind != "fake" else 0

@@ -1,0 +1,109 @@
+"""The frozen model that a run compares its actor with: whether there is one, which it is, and that it reads the same
+tokens. A model that judges or values answers would be described alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from specs.errors import Problem
+from specs.explain import show
+from specs.schema import RoleName, Spec
+
+SHOWN = 3  # differing tokens that a message shows
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """What a run holds besides the model that learns. `model` is empty where nothing is loaded."""
+
+    role: RoleName
+    needed: bool
+    model: str
+    why: str
+
+    @property
+    def loaded(self) -> bool:
+        return bool(self.model)
+
+
+def reference_of(spec: Spec) -> FrozenModel:
+    """The reference of the KL term."""
+    if not spec.needs_ref:
+        return FrozenModel("ref", False, "", "algorithm.kl_coef is 0: not loaded")
+    if spec.ref_is_actor:
+        return FrozenModel("ref", True, "", "the actor without its adapters: nothing more is loaded")
+    if spec.ref is not None and spec.ref.model:
+        return FrozenModel("ref", True, spec.ref.model, "as asked by ref.model")
+    return FrozenModel("ref", True, spec.model.path, "the actor's starting weights")
+
+
+# ── the same tokens ───────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class VocabularyDifference:
+    """How another tokenizer departs from the actor's: ids that are other tokens there (None: no token), and how many
+    tokens it has beyond them."""
+
+    changed: tuple[tuple[int, str, str | None], ...]  # id, the actor's token, the other's
+    extra: int
+
+
+def compare_vocabularies(actor: Path, other: Path) -> VocabularyDifference | None:
+    """Token by token, from the tokenizers' files in two model folders; None where one has none that can be read."""
+    mine, theirs = _tokenizer_file(actor), _tokenizer_file(other)
+    if mine is None or theirs is None:
+        return None
+    if mine.name == theirs.name == "tokenizer.json" and mine.read_bytes() == theirs.read_bytes():
+        return VocabularyDifference((), 0)
+    ours, others = _tokens(mine), _tokens(theirs)
+    if ours is None or others is None:
+        return None
+    changed = ((number, ours[number], others.get(number)) for number in sorted(ours))
+    return VocabularyDifference(
+        tuple(one for one in changed if one[1] != one[2]), sum(number not in ours for number in others)
+    )
+
+
+def vocabulary_problems(actor: Path, other: Path, key: str, path: str) -> tuple[list[Problem], list[Problem]]:
+    """(errors, warnings) about the tokenizer of the model `path` that `key` names, beside the actor's."""
+    found = compare_vocabularies(actor, other)
+    if found is None:
+        message = "has no tokenizer.json or vocab.json to compare with the actor's"
+        return [], [Problem(key, message, "put the tokenizer it was trained with beside its weights", show(path))]
+    if found.changed:
+        some = [_shown(*one) for one in found.changed[:SHOWN]]
+        more = f", and {len(found.changed) - SHOWN} more" if len(found.changed) > SHOWN else ""
+        count = f"{len(found.changed)} token{'s' if len(found.changed) > 1 else ''}"
+        message = f"its tokenizer differs from the actor's in {count}: {', '.join(some)}{more}"
+        return [Problem(key, message, "use a model with the actor's tokenizer", show(path))], []
+    if found.extra:
+        message = f"its tokenizer has {found.extra} tokens that the actor's lacks"
+        return [], [Problem(key, message, "fine if it is of the same family: they are never scored", show(path))]
+    return [], []
+
+
+def _shown(number: int, mine: str, theirs: str | None) -> str:
+    return f"{number} is {show(mine, 20)} and {'nothing' if theirs is None else show(theirs, 20)} there"
+
+
+def _tokenizer_file(folder: Path) -> Path | None:
+    return next((folder / name for name in ("tokenizer.json", "vocab.json") if (folder / name).is_file()), None)
+
+
+def _tokens(file: Path) -> dict[int, str] | None:
+    """Id → token, added ones too; None where the file is of an unknown form."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if file.name == "vocab.json":
+            extra = file.with_name("added_tokens.json")
+            vocabulary = content | (json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {})
+            return {number: token for token, number in vocabulary.items()}
+        listed = content["model"]["vocab"]
+        pairs = listed.items() if isinstance(listed, dict) else ((one[0], n) for n, one in enumerate(listed))
+        tokens = {number: token for token, number in pairs}
+        return tokens | {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
