@@ -80,11 +80,3 @@ def sdpa_by_layout(
 def install() -> None:
     """Register `sdpa_by_layout` as "sdpa" in this process. Calling it again does nothing."""
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_by_layout
-
-
-def attention_function(implementation: str) -> str:
-    """Module and name of the function that a model with this implementation really calls."""
-    if implementation == "eager":
-        return "eager"  # every model file has its own
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, None)
-    return f"{function.__module__}.{function.__qualname__}"

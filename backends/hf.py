@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from backends import attention
 from backends.adapter_names import base_name, is_adapter
+from backends.attention_choice import choose, functions_called, in_effect, refuse_a_swap
 from backends.checksum import checksum_bytes, checksum_weights
 from backends.tensors import DTYPES, named_weights, tensor_bytes, wire_dtype
 from specs.as_built import ModelBuilt
@@ -34,13 +31,14 @@ def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
     `load_weights` False leaves the weights unset: for a model that gets them by sync. Raises ModelError.
     """
     hf_config = read_config(config)
-    implementation, _ = resolve_attention(config.attn_implementation, config.device, config.dtype)
+    decision = choose(config, hf_config)
     attention.install()
     dtype = DTYPES[config.dtype]
     if load_weights and not config.from_scratch:
-        model = _from_pretrained(config, hf_config, dtype, implementation)
+        model = _from_pretrained(config, hf_config, dtype, decision.implementation)
     else:
-        model = _from_config(config, hf_config, dtype, implementation, draw=load_weights)
+        model = _from_config(config, hf_config, dtype, decision.implementation, draw=load_weights)
+    refuse_a_swap(model, decision)
     return model.to(config.device).eval()
 
 
@@ -59,10 +57,11 @@ def build_on_meta(config: ModelConfig) -> PreTrainedModel:
 def build_without_memory(config: ModelConfig) -> PreTrainedModel:
     """As `build_on_meta`, with the buffers still on the host: the device need not be there. Raises ModelError."""
     hf_config = read_config(config)
-    implementation, _ = resolve_attention(config.attn_implementation, config.device, config.dtype)
+    decision = choose(config, hf_config)
     attention.install()
     with init_empty_weights(include_buffers=False):
-        model = _from_config(config, hf_config, DTYPES[config.dtype], implementation, draw=False)
+        model = _from_config(config, hf_config, DTYPES[config.dtype], decision.implementation, draw=False)
+    refuse_a_swap(model, decision)
     model.tie_weights()  # the way to meta makes two of a tied pair
     return model.eval()
 
@@ -175,52 +174,13 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-# ── attention ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def resolve_attention(asked: str, device: str, dtype: str) -> tuple[str, str]:
-    """Implementation for what was asked, and why. Raises ModelError when it cannot be had: never another silently."""
-    obstacle = _flash_obstacle(device, dtype)
-    if asked == "auto":
-        return (
-            ("sdpa", obstacle) if obstacle else ("flash_attention_2", "a GPU, half precision and the package are there")
-        )
-    if asked == "flash_attention_2" and obstacle:
-        raise ModelError(
-            f"attn_implementation flash_attention_2 cannot be used: {obstacle}", hint='ask for "sdpa" or "auto"'
-        )
-    return asked, "as asked"
-
-
-def _flash_obstacle(device: str, dtype: str) -> str:
-    if not device.startswith("cuda"):
-        return f"the device is {device}"
-    if dtype != "bf16":
-        return f"it does not compute in {dtype}"
-    try:
-        installed = version("flash-attn") if find_spec("flash_attn") else None
-    except PackageNotFoundError:
-        installed = None
-    if installed is None:
-        return "the package flash-attn is not installed"
-    return "" if Version(installed) >= Version("2.3.3") else f"flash-attn {installed} is older than 2.3.3"
-
-
 # ── reading back ──────────────────────────────────────────────────────────────────────────────────
-
-
-def attention_modules(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
-    """Modules that call attention, known by their layer number and head size."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__:
-            yield module
 
 
 def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> ModelBuilt:
     """What the model is, read back from it: adapters count as trainable, but not as parameters, nor in the checksum.
     `checksum` reads every weight once."""
     text = model.config.get_text_config()
-    implementations = {m.config._attn_implementation for m in attention_modules(model)} or {text._attn_implementation}
     parameters = [p for name, p in model.named_parameters() if not is_adapter(name)]
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dtypes = sorted({wire_dtype(p.dtype) for p in model.parameters()})
@@ -238,8 +198,8 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
         layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
         dtype=",".join(dtypes),
-        attn_implementation=",".join(sorted(str(name) for name in implementations)),
-        attn_function=",".join(sorted({attention.attention_function(str(name)) for name in implementations})),
+        attn_implementation=",".join(in_effect(model)),
+        attn_function=",".join(functions_called(model)),
         tied_embeddings=tied,
         weights_checksum=checksum_weights(digests) if checksum else "",
     )

@@ -78,6 +78,7 @@ _KERNELS = {
         )
     },
 }
+FLASH = tuple(_KERNELS)  # implementations that take packed sequences by their lengths
 _FUNCTIONS = {
     "eager": "eager_attention_forward of the model's own file",
     "sdpa": "backends.attention.sdpa_by_layout",
@@ -158,14 +159,14 @@ def _obstacle(name: str, facts: AttentionFacts) -> tuple[str, str]:
     if facts.decodes and name != "sdpa":
         hint = 'set rollout.attn_implementation = "sdpa"; trainers may keep another'
         return "is not what the torch rollout engine decodes with: it runs sdpa over a cache of its own", hint
+    if name == "sdpa" and facts.scores:
+        return f"does not compute {facts.scores}, which this model has", ""
     if name in facts.not_offered:
         return "is not offered by this model's class", ""
     if name in _KERNELS:
         return _flash_obstacle(name, _KERNELS[name], facts)
     if name == "flex_attention":
         return _flex_obstacle(facts), ""
-    if name == "sdpa" and facts.scores:
-        return f"does not compute {facts.scores}, which this model has", ""
     return "", ""
 
 

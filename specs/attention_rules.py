@@ -19,7 +19,7 @@ from specs.model_files import hub_snapshot, resolve_model
 from specs.schema import OWN_ATTENTION, RoleName, Spec
 
 # Engines whose models are transformers' own, built by backends/hf.py.
-_BUILT_HERE = ("ddp", "fsdp2", "zero", "torch")
+_BUILT_HERE = ("ddp", "fsdp2", "zero", "zero3", "torch")
 
 
 def attention_of(spec: Spec, role: RoleName, spec_dir: Path | None = None) -> Decision | None:

@@ -33,6 +33,8 @@ class ModelConfig(Table):
     trust_remote_code: bool
     device: str  # "cpu" or "cuda": the rank's visible device
     max_sequence_tokens: int
+    computes_in: DType | None = None  # of the forward pass, where the weights are held in another than `dtype`
+    learns: bool = False  # whether a backward pass is computed
 
 
 class TrainConfig(Table):

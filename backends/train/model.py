@@ -30,7 +30,8 @@ class HeldModel:
 
 def hold_model(config: TrainConfig, dtype: DType, make: Make) -> HeldModel:
     """Build with `make`, holding weights in `dtype`, and mark what learns. Raises ModelError."""
-    model = make(config.model.model_copy(update={"dtype": dtype}))
+    computes = {"computes_in": config.model.dtype, "learns": config.optimizer is not None}
+    model = make(config.model.model_copy(update={"dtype": dtype, **computes}))
     if config.optimizer is None:
         model.requires_grad_(False)
     aliases = aliases_of(model)

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from backends.attention import use_layout
 from backends.packed_layout import PackedLayout
+from backends.packed_masks import PackedRows, additive_masks, block_masks
+from specs.attention import FLASH
+from specs.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,12 @@ class Row:
 def can_share_prompts(model: PreTrainedModel) -> bool:
     """Whether several sequences of a row may continue the same rows. The varlen kernels of flash attention want every
     sequence whole."""
-    implementation: str = model.config.get_text_config()._attn_implementation
-    return implementation in ("sdpa", "eager")
+    return _implementation(model) not in FLASH
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
 
 
 def packed_row(
@@ -44,51 +50,33 @@ def packed_row(
     lengths: Sequence[int],
     parents: Sequence[int] | None = None,
 ) -> Row:
-    """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one."""
-    text = model.config.get_text_config()
+    """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one.
+
+    Raises ModelError for an attention that cannot keep sequences apart.
+    """
+    implementation = _implementation(model)
     inputs: dict[str, Any] = {
         "input_ids": torch.from_numpy(tokens_T).to(device)[None],
         "position_ids": torch.from_numpy(positions_T).to(device)[None],
         "use_cache": False,  # with a cache, transformers forgets that the row is packed
     }
-    if text._attn_implementation == "sdpa":
+    if implementation == "sdpa":
         layout = PackedLayout(lengths, device, parents)
         return Row({**inputs, "attention_mask": layout.mask}, layout)
-    if text._attn_implementation == "eager":
-        return Row({**inputs, "attention_mask": _eager_masks(model, device, positions_T, lengths, parents)}, None)
-    assert text._attn_implementation == "flash_attention_2", text._attn_implementation
-    assert parents is None or max(parents) < 0, "can_share_prompts"
+    if implementation in FLASH:
+        assert parents is None or max(parents) < 0, "can_share_prompts"
+        return Row({**inputs, "attention_mask": None, **_varlen(lengths, device)}, None)
+    if implementation not in _MASKS:
+        raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
+    masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, device))
+    return Row({**inputs, "attention_mask": masks}, None)
+
+
+_MASKS = {"eager": additive_masks, "flex_attention": block_masks}
+
+
+def _varlen(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Where sequences begin and end, as transformers hands it to the kernels. Lengths on the host: no device waits."""
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
-    varlen = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    return Row({**inputs, "attention_mask": None, **varlen}, None)
-
-
-def _eager_masks(
-    model: PreTrainedModel,
-    device: torch.device,
-    positions_T: NDArray[np.int64],
-    lengths: Sequence[int],
-    parents: Sequence[int] | None,
-) -> Tensor | dict[str, Tensor]:
-    """Additive masks [1, 1, T, T]: one, or one per kind of layer where a model mixes full and sliding attention."""
-    text = model.config.get_text_config()
-    segment_T = np.repeat(np.arange(len(lengths)), lengths)
-    parent_T = segment_T if parents is None else np.asarray(parents)[segment_T]
-    distance = positions_T[:, None] - positions_T
-    seen = ((segment_T[:, None] == segment_T) | (parent_T[:, None] == segment_T)) & (distance >= 0)
-    full = _additive(seen, model.dtype, device)
-    window = getattr(text, "sliding_window", None)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if window is None or kinds == {"full_attention"}:
-        return full
-    sliding = _additive(seen & (distance < window), model.dtype, device)
-    if "full_attention" in kinds:
-        return {"full_attention": full, "sliding_attention": sliding}
-    return sliding
-
-
-def _additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    mask = torch.zeros(seen.shape, dtype=dtype)
-    mask.masked_fill_(~torch.from_numpy(seen), torch.finfo(dtype).min)
-    return mask[None, None].to(device)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from train_helpers import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL_WINDOW, QWEN2, model_config, write_model
 
-from backends.attention import attention_function, use_layout
+from backends.attention import use_layout
+from backends.attention_choice import attention_function
 from backends.hf import build_model
 from backends.packed_layout import PackedLayout, causal_attention
 from backends.rows import RowCopies, copy_rows, take_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from train_helpers import GEMMA2, GEMMA3, GPT2, QWEN2, model_config, write_model
 
-from backends.hf import build_model, describe, named_weights, resolve_attention
+from backends.attention_choice import choose, refuse_a_swap
+from backends.hf import build_model, describe, named_weights, read_config
 from specs.errors import ModelError
 
 
@@ -87,23 +89,62 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     assert torch.equal(model(tokens).logits, model(tokens).logits)
 
 
-def test_attention_as_asked_or_refused() -> None:
-    assert resolve_attention("auto", "cpu", "fp32") == ("sdpa", "the device is cpu")
-    assert resolve_attention("eager", "cpu", "fp32")[0] == "eager"
-    with pytest.raises(ModelError, match="flash_attention_2 cannot be used: the device is cpu"):
-        resolve_attention("flash_attention_2", "cpu", "bf16")
-    with pytest.raises(ModelError, match="does not compute in fp32"):
-        resolve_attention("flash_attention_2", "cuda", "fp32")
-
-
 def test_eager_is_read_back(tmp_path: Path) -> None:
     config = model_config(write_model(tmp_path, QWEN2), attn_implementation="eager")
     built = describe(build_model(config, load_weights=True), config, checksum=False)
     assert built.attn_implementation == "eager"
+    assert built.attn_function == "transformers.models.qwen2.modeling_qwen2.eager_attention_forward"
     assert built.weights_checksum == ""
 
 
 def test_a_model_without_sdpa_says_what_to_ask_for(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
-        build_model(model_config(write_model(tmp_path, GEMMA2)), load_weights=True)
+    config = model_config(write_model(tmp_path, GEMMA2))
+    with pytest.raises(ModelError, match="sdpa: does not compute softcap") as caught:
+        build_model(config.model_copy(update={"attn_implementation": "sdpa"}), load_weights=True)
     assert "eager" in caught.value.hint
+    assert choose(config, read_config(config)).implementation == "eager"
+
+
+def test_what_a_class_does_not_offer_is_refused_or_passed_over(tmp_path: Path) -> None:
+    """No flex_attention for GPT-2, no sdpa for Bloom: their classes say so, no config does."""
+    gpt2 = model_config(write_model(tmp_path / "gpt2", GPT2), attn_implementation="flex_attention")
+    with pytest.raises(ModelError, match="flex_attention: is not offered by this model's class"):
+        build_model(gpt2, load_weights=True)
+    bloom = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 23}
+    config = model_config(write_model(tmp_path / "bloom", bloom), max_sequence_tokens=16)
+    assert choose(config, read_config(config)).implementation == "eager"
+
+
+def test_the_precision_that_counts_is_that_of_the_forward_pass(tmp_path: Path) -> None:
+    """A trainer holds weights in fp32 and computes in bf16: its attention is that of a reference in bf16."""
+    path = write_model(tmp_path, QWEN2)
+    held = model_config(path, device="cuda", attn_implementation="flash_attention_2", computes_in="bf16")
+    for config, complaint in ((held, "needs the package flash-attn"), (model_config(path), "needs a GPU")):
+        asked = config.model_copy(update={"attn_implementation": "flash_attention_2"})
+        with pytest.raises(ModelError, match=complaint):
+            choose(asked, read_config(asked))
+
+
+def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
+    """As transformers does with flash_attention_2 where only the package `kernels` is there, in any layer."""
+    config = model_config(write_model(tmp_path, QWEN2))
+    model = build_model(config, load_weights=True)
+    decision = choose(config, model.config)
+    refuse_a_swap(model, decision)
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
+    model.model.layers[1].self_attn.config._attn_implementation = "kernels-community/flash-attn2"
+    with pytest.raises(
+        ModelError, match="transformers built kernels-community/flash-attn2, sdpa"
+    ):
+        refuse_a_swap(model, decision)
+
+
+def test_the_function_really_called_is_read_from_every_layer(tmp_path: Path) -> None:
+    config = model_config(write_model(tmp_path, QWEN2))
+    model = build_model(config, load_weights=True)
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
+    model.model.layers[1].self_attn.config._attn_implementation = "eager"
+    built = describe(model, config, checksum=False)
+    assert built.attn_implementation == "eager,sdpa"
+    eager = "transformers.models.qwen2.modeling_qwen2.eager_attention_forward"
+    assert built.attn_function == f"backends.attention.sdpa_by_layout,{eager}"
