@@ -74,7 +74,9 @@ def _said(process: subprocess.Popen[bytes]) -> tuple[str, str] | None:
         message = json.loads(first[0])
         return None if "ready" in message else (str(message["error"]), str(message["hint"]))
     except (IndexError, ValueError, KeyError, TypeError):
-        return f"importing it ends the process (status {process.returncode})", "import it with python to see why"
+        code = process.returncode
+        how = f"kills the process ({signal.Signals(-code).name})" if code < 0 else f"ends the process (status {code})"
+        return f"importing it {how}", "import it with python to see why"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specs.errors import Problem
+from specs.explain import listed
 from specs.model_facts import model_facts
 from specs.schema import Spec
 from specs.seats import devices_of_a_process
@@ -27,7 +28,7 @@ def cut_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
     what = f"the model's {facts.heads} attention heads and {facts.kv_heads} key-value heads"
     if _shares_out(facts.heads, facts.kv_heads, parts):
         what = f"the width of the model's MLP, {inner},"
-    hint = f"use {' or '.join(map(str, fitting[-6:]))}"
+    hint = f"use {listed(fitting)}"
     yield Problem("rollout.engine.tensor_parallel", f"{what} cannot be shared out evenly", hint, str(parts))
 
 

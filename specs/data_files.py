@@ -68,6 +68,8 @@ def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Pro
     if file.suffix not in DATA_SUFFIXES:
         hint = "write one JSON object per line into a file that ends in .jsonl"
         return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
+    if file.is_dir():
+        return [Problem(key, "a folder, not a file", "name one file; rows of several can be joined", value)], []
     if not file.is_file():
         hint = "a relative path starts at the spec file's folder"
         return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
@@ -85,6 +87,8 @@ def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Pro
 def _row_hint(message: str) -> str:
     if "has no column" in message:
         return "name the columns with data.prompt_column, data.answer_column or data.template"
+    if "is empty" in message:
+        return "write one JSON object per line into it"
     return 'repair the row, or set data.bad_rows = "drop"' if ":" in message.split(" ")[0] else ""
 
 

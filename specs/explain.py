@@ -254,3 +254,9 @@ def show(value: Any, limit: int = 60) -> str:
     else:
         text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def listed(numbers: list[int], shown: int = 8) -> str:
+    """`1, 2 or 4`; of many the largest."""
+    *most, last = map(str, numbers[-shown:])
+    return f"{', '.join(most)} or {last}" if most else last

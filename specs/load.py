@@ -127,6 +127,8 @@ def _syntax_hint(text: str, message: str) -> str:
     shown = lines[line - 1] if line <= len(lines) else ""
     if "Cannot overwrite" in message or "Cannot declare" in message:
         return "a key or a section stands twice; keep one"
+    if "Expected '='" in message:
+        return "write key = value, or [section]"
     if re.search(r"=\s*(True|False|None)\b", shown):
         return "TOML writes true and false in lower case, and has no None: leave the key out"
     if re.search(r"=\s*[A-Za-z][\w./:-]*\s*(#.*)?$", shown):

@@ -34,7 +34,7 @@ def machine_problems(
     (errors if starting else warnings).extend(_ports(spec))
     warnings += [] if starting else _commands(spec)  # the launcher knows better what it lacks
     short, tight = _disk(spec, config)
-    (errors if here else warnings).extend(short)
+    (errors if here else warnings).extend([] if errors else short)
     return errors, [*warnings, *tight]
 
 
@@ -82,7 +82,7 @@ def _folders(spec: Spec, spec_dir: Path) -> list[Problem]:
         place = nearest_existing(start / Path(given).expanduser())
         if not place.is_dir():
             problems.append(Problem(key, f"{place} is a file, not a folder", "name another folder", show(given)))
-        elif not os.access(place, os.W_OK | os.X_OK):
+        elif not os.access(place, os.W_OK | os.X_OK) or not shutil.disk_usage(place).total:
             problems.append(Problem(key, f"{place} cannot be written to", "name another folder", show(given)))
     return problems
 
@@ -103,8 +103,8 @@ def _disk(spec: Spec, config: Mapping[str, Any]) -> tuple[list[Problem], list[Pr
     if not each or free >= ROOM * needed:
         return [], []
     message = (
-        f"{count} checkpoints of {each / _GIB:.1f} GiB take {needed / _GIB:.1f} GiB, "
-        f"and {place} has {free / _GIB:.1f} GiB free"
+        f"{count} checkpoints of {each / _GIB:.3g} GiB take {needed / _GIB:.3g} GiB, "
+        f"and {place} has {free / _GIB:.3g} GiB free"
     )
     hint = "free some space, lower it, or set run.dir"
     problem = Problem("checkpoint.keep", message, hint, str(spec.checkpoint.keep))

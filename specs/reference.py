@@ -76,13 +76,17 @@ def vocabulary_problems(actor: Path, other: Path, key: str, path: str) -> tuple[
     if found.changed:
         some = [_shown(*one) for one in found.changed[:SHOWN]]
         more = f", and {len(found.changed) - SHOWN} more" if len(found.changed) > SHOWN else ""
-        count = f"{len(found.changed)} token{'s' if len(found.changed) > 1 else ''}"
+        count = _count(len(found.changed))
         message = f"its tokenizer differs from the actor's in {count}: {', '.join(some)}{more}"
         return [Problem(key, message, "use a model with the actor's tokenizer", show(path))], []
     if found.extra:
-        message = f"its tokenizer has {found.extra} tokens that the actor's lacks"
+        message = f"its tokenizer has {_count(found.extra)} that the actor's lacks"
         return [], [Problem(key, message, "fine if it is of the same family: they are never scored", show(path))]
     return [], []
+
+
+def _count(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"{tokens} tokens"
 
 
 def _shown(number: int, mine: str, theirs: str | None) -> str:

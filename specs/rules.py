@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from specs.attention_rules import attention_problems
 from specs.data_files import is_hub_data
 from specs.errors import Problem
-from specs.explain import show
+from specs.explain import listed, show
 from specs.files import file_problems
 from specs.node_rules import node_problems
 from specs.road_rules import road_problems
@@ -62,7 +62,16 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
             warnings.append(
                 Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(rollout, key)))
             )
-    return [*warnings, *_straddling(spec)]
+    return [*warnings, *_never_due(spec), *_straddling(spec)]
+
+
+def _never_due(spec: Spec) -> Iterator[Problem]:
+    steps = spec.run.steps
+    for name, section in (("eval", spec.eval), ("checkpoint", spec.checkpoint)):
+        if section is not None and "every" in section.model_fields_set and section.every > steps:
+            ends = "before the first step and after the last" if name == "eval" else "after the last step"
+            message = f"the run has {steps} steps, so it happens {ends} only"
+            yield Problem(f"{name}.every", message, f"use at most {steps}", str(section.every))
 
 
 def _no_effect(key: str, table: Table, why: str) -> Problem:
@@ -258,7 +267,12 @@ def _roles(spec: Spec) -> Iterator[Problem]:
         if role != "reward":
             yield from _devices(role, section)
         for name in section.env:
-            if name in RESERVED_ENV or name.startswith("RLCTL_"):
+            if not re.fullmatch(r"[^=\s\0]+", name):
+                yield Problem(f"{role}.env", f"{show(name)} is no name of a variable", 'write NAME = "value"')
+            elif name == "OMP_NUM_THREADS" and not re.fullmatch(r"[1-9]\d*", section.env[name]):
+                hint = f"remove it, or use {role}.threads"
+                yield Problem(f"{role}.env.{name}", "must be a positive whole number", hint, show(section.env[name]))
+            elif name in RESERVED_ENV or name.startswith("RLCTL_"):
                 yield Problem(
                     f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", show(section.env[name])
                 )
@@ -313,7 +327,7 @@ def _mesh_size(role: RoleName, section: RoleSection, engine: Fsdp2Engine) -> Ite
     if shard is None:
         if processes % replicate:
             message = f"{processes} processes cannot be shared out to {replicate} groups"
-            hint = f"{role}.engine.replicate = {_listed(_divisors(processes))} would fit"
+            hint = f"{role}.engine.replicate = {listed(_divisors(processes))} would fit"
             yield Problem(f"{role}.engine.replicate", message, hint, str(replicate))
         return
     if shard * replicate == processes:
@@ -323,18 +337,12 @@ def _mesh_size(role: RoleName, section: RoleSection, engine: Fsdp2Engine) -> Ite
     if processes % shard == 0:
         fitting += f", or {role}.engine.replicate = {processes // shard}"
     else:
-        fitting += f"; {processes} processes take shard = {_listed(_divisors(processes))}"
+        fitting += f"; {processes} processes take shard = {listed(_divisors(processes))}"
     yield Problem(f"{role}.engine.shard", message, fitting, str(shard))
 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _listed(numbers: list[int], shown: int = 8) -> str:
-    """`1, 2 or 4`; of many the largest."""
-    *most, last = map(str, numbers[-shown:])
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _straddling(spec: Spec) -> Iterator[Problem]:

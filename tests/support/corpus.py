@@ -71,7 +71,7 @@ def write_case(case: Case, folder: Path) -> Path:
         write_model(folder / "model", case["model"])
     spec = folder / "spec.toml"
     raw = edited(base(case.get("base", "")), case.get("set", {}), tuple(case.get("remove", ())))
-    spec.write_text(case.get("text") or as_toml(raw))
+    spec.write_text(case["text"] if "text" in case else as_toml(raw))
     return spec
 
 
