@@ -15,6 +15,7 @@ torch.set_num_threads(1)
 from sharded_worker import CASES  # noqa: E402
 from train_helpers import grpo, make_batch, scale_of, train_config, weights_of  # noqa: E402
 
+from backends.adapter_names import is_on_the_wire  # noqa: E402
 from backends.protocol import Rank  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
 from specs.batch import balanced_shards  # noqa: E402
@@ -34,7 +35,11 @@ def main(model: Path, out: Path, cases: list[str]) -> None:
             norms.append(engine.optim_step().grad_norm)
         base_T, built = engine.forward(make_batch(), adapters=False), engine.built()
         counts = np.array([built.parameters, built.trainable_parameters])
-        weights = weights_of(engine)
+        weights, apart = weights_of(engine), weights_of(engine, form="apart")
+        alone = weights_of(engine, form="adapters")
+        assert alone.keys() == {name for name in apart if is_on_the_wire(name)}
+        assert all((alone[name] == apart[name]).all() for name in alone)
+        weights |= {f"apart {name}": value for name, value in apart.items()}
         if rank.rank == 0:
             np.savez(out / f"{case}.npz", norms=norms, base_T=base_T, counts=counts, **weights)
     torch.distributed.destroy_process_group()  # once: the engines share it

@@ -27,7 +27,7 @@ from train_helpers import (
     write_model,
 )
 
-from backends.adapter_names import is_adapter, peft_name
+from backends.adapter_names import is_adapter, is_on_the_wire, peft_name, place_of
 from backends.ddp.engine import DdpTrainEngine
 from backends.hf import build_model
 from backends.train.engine import HfTrainEngine
@@ -143,6 +143,26 @@ def test_the_stream_is_what_was_announced(qwen2: Path, dtype: Any) -> None:
     assert {spec.name: spec for spec in engine.weight_specs(dtype)} == {
         spec.name: spec for spec in plain.weight_specs(dtype)
     }
+
+
+@pytest.mark.parametrize("config", [QWEN2, GPT2], ids=lambda config: config["model_type"])
+def test_apart_the_adapters_add_up_to_the_merged_model(tmp_path: Path, config: dict[str, Any]) -> None:
+    """W + B A, with alpha / rank already in B; GPT-2's W is stored transposed. All else is the model's start."""
+    folder = write_model(tmp_path, config)
+    engine, plain = engine_of(folder), engine_of(folder, None)
+    learn(engine)
+    apart, merged = weights_of(engine, form="apart"), weights_of(engine)
+    assert list(apart) == [spec.name for spec in engine.weight_specs("fp32", "apart")]
+    adapters = {name: apart.pop(name) for name in list(apart) if is_on_the_wire(name)}
+    assert largest_gap(apart, weights_of(plain)) == 0
+    for layer in {place_of(name)[0] for name in adapters}:
+        delta = adapters[f"{layer}.lora_B.weight"] @ adapters[f"{layer}.lora_A.weight"]
+        assert np.abs(delta).max() > 1e-3
+        apart[f"{layer}.weight"] = apart[f"{layer}.weight"] + (delta.T if config is GPT2 else delta)
+    assert largest_gap(apart, merged) < 1e-6
+    alone = weights_of(engine, form="adapters")
+    assert list(alone) == [spec.name for spec in engine.weight_specs("fp32", "adapters")]
+    assert largest_gap(alone, adapters) == 0
 
 
 def test_merging_holds_nothing_that_the_stream_takes_back() -> None:
@@ -299,4 +319,5 @@ def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
         assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
         np.testing.assert_allclose(found.pop("base_T"), start_T, atol=1e-5, err_msg=case)
         assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
-        assert largest_gap(found, weights_of(alone)) < 2e-5, case
+        apart = {f"apart {name}": value for name, value in weights_of(alone, form="apart").items()}
+        assert largest_gap(found, weights_of(alone) | apart) < 2e-5, case

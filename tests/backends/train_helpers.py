@@ -13,7 +13,7 @@ from backends.protocol import LossScale, TrainEngine
 from backends.registry import train_engine
 from specs.batch import Batch
 from specs.role_config import ModelConfig, TrainConfig
-from specs.schema import DdpEngine, FakeTrainEngine, Fsdp2Engine, Grpo, Optimizer
+from specs.schema import DdpEngine, FakeTrainEngine, Fsdp2Engine, Grpo, Optimizer, WeightForm
 
 VOCAB = 23
 
@@ -159,10 +159,10 @@ def scale_of(batch: Batch, max_response_tokens: int = 15) -> LossScale:
     return LossScale(int((batch["loss_mask_T"] != 0).sum()), sequences, max_response_tokens)
 
 
-def weights_of(engine: TrainEngine, dtype: str = "fp32") -> dict[str, np.ndarray]:
+def weights_of(engine: TrainEngine, dtype: str = "fp32", form: WeightForm = "merged") -> dict[str, np.ndarray]:
     """Exported weights, decoded from the wire (fp32), or raw bytes of another dtype."""
     found = {}
-    for weight in engine.export_weights(dtype):  # type: ignore[arg-type]
+    for weight in engine.export_weights(dtype, form):  # type: ignore[arg-type]
         buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
         weight.copy_to(buffer)
         found[weight.spec.name] = buffer.view(np.float32).reshape(weight.spec.shape) if dtype == "fp32" else buffer

@@ -11,7 +11,7 @@ from local_group import LocalGroup
 from backends.protocol import Rank
 from rlctl.sync import WeightSync
 from specs.errors import SyncError
-from specs.messages import Message, Verb
+from specs.messages import Kind, Message, Verb
 from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
 from specs.schema import DdpEngine, FakeRolloutEngine, FakeTrainEngine, Optimizer, TorchRolloutEngine
 from workers.actor import Actor
@@ -210,3 +210,27 @@ def test_probe_handler_gives_every_token_but_the_first_a_logprob(built):
     assert body == {}
     assert (tensors["logprob_T"][starts] == 0).all()
     assert (np.delete(tensors["logprob_T"], starts) < 0).all()
+
+
+class Saying:
+    """A rollout group whose replicas want these forms of weights."""
+
+    def __init__(self, *forms):
+        self.forms = forms
+
+    def call(self, verb, *, step=None):
+        assert verb == Verb.IMPORT_FORM
+        return [Message(Kind.ANSWER, {"form": form}) for form in self.forms]
+
+
+@pytest.mark.parametrize(
+    ("forms", "sent"),
+    [
+        (("merged", "merged"), "merged"),
+        (("adapters", "adapters"), "adapters"),
+        (("adapters", "apart"), "apart"),  # one was started anew
+    ],
+)
+def test_what_one_replica_lacks_goes_to_all(forms, sent):
+    sync = WeightSync(None, Saying(*forms), dtype="fp32", bucket_bytes=1, temperature=1.0, max_gap=1.0, vocab=4)
+    assert sync._wanted(None) == sent

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -94,3 +96,43 @@ def test_answers_end_and_are_evaluated(separate: Path) -> None:
     assert all(1 <= line["rollout/length_mean"] <= line["rollout/length_max"] <= 6 for line in lines[1:])
     assert any(line["rollout/finished"] > 0 for line in lines[1:]), "some answers end by themselves"
     assert [line["step"] for line in lines if "eval/heldout/reward_mean" in line] == [0, 4]
+
+
+# ── adapters ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
+    """The actor trains adapters of two of the layers that vLLM fuses; vLLM applies them, and sleeps in every step."""
+    folder = tmp_path_factory.mktemp("adapters")
+    maker = [sys.executable, repo_root / "scripts" / "tiny_model.py", folder / "model", "--kind", "digits"]
+    subprocess.run([*maker, "--weights", "7"], check=True, timeout=120, capture_output=True)
+    return train(
+        folder,
+        run__steps=3,
+        run__colocate='"always"',
+        model__path=f'"{folder / "model"}"',
+        model__from_scratch="false",
+        actor__lora="{ rank = 6, alpha = 24.0, targets = ['q_proj', 'v_proj', 'down_proj'] }",
+        actor__optimizer__lr=3e-3,
+        algorithm__kl_coef=0.01,
+        rollout__engine__lora='"adapters"',
+        checkpoint__every=3,
+        eval__every=3,
+    )
+
+
+def test_adapters_travel_alone_after_the_first_sync(adapters: Path) -> None:
+    lines = steps(adapters)
+    built = json.loads((adapters / "as_built.json").read_text())
+    actor, rollout = built["actor"][0]["model"], built["rollout"][0]["model"]
+    assert rollout["parameters"] == actor["parameters"] == 299_904, "adapters are counted apart"
+    layers = actor["layers"]
+    for line in lines:
+        assert line["sync/verified"] is True
+        assert line["sync/weights"] == layers * 3 * 2
+        assert line["sync/bytes"] == 4 * actor["trainable_parameters"]
+        assert line["sync/probe_gap"] < 1e-4
+        assert 0 < line["rollout/logprob_gap_max"] < 1e-4
+        assert line["actor/grad_norm"] > 0
+    assert 0 <= lines[0]["actor/kl"] < lines[-1]["actor/kl"], "vLLM must sample from what was learned"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.residency import sleep_level
 from specs.errors import Problem, SpecError
 from specs.load import spec_from
 from specs.schema import Spec
@@ -48,6 +49,13 @@ def test_who_applies_adapters() -> None:
     assert not spec({"engine": {"kind": "vllm"}}, {"rank": 8}).rollout_applies_adapters
     assert not spec({"engine": {"kind": "torch"}}, {"rank": 8}).rollout_applies_adapters
     assert not spec({"engine": {"kind": "vllm"}}, None).rollout_applies_adapters
+
+
+def test_how_deep_a_sampler_sleeps() -> None:
+    """A sync must bring back what a sleep has dropped."""
+    assert sleep_level(spec({"engine": ADAPTERS}, {"rank": 8})) == 1
+    assert sleep_level(spec({"engine": {"kind": "vllm"}}, {"rank": 8})) == 2
+    assert sleep_level(spec({"engine": {"kind": "vllm"}}, None)) == 2
 
 
 @pytest.mark.parametrize("how", ["merged", "adapters"])
