@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from specs.as_built import AsBuilt, ModelBuilt
 from specs.errors import AsBuiltError
-from specs.schema import RoleName, RoleSection, Spec
-from specs.seats import built_mesh
+from specs.model_asked import Asked
+from specs.schema import RoleName, Spec
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 Reports = Mapping[RoleName, Sequence[AsBuilt]]
 
+# Fields of `ModelBuilt` whose names say too little.
+NAMES = {"path": "model path", "attn_function": "attention function"}
 
-def differences(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str]) -> list[str]:
+
+def differences(spec: Spec, reports: Reports, asked: Mapping[RoleName, Asked]) -> list[str]:
     """Every way in which what was built is not what was asked, in words. Empty: all is well.
 
-    `model_paths` are the resolved paths that each role was told to build.
+    `asked`: what each role's model must be (`specs/model_asked.py`).
     """
     found: list[str] = []
 
@@ -37,24 +40,31 @@ def differences(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str
         for report in ranks:
             where = f"{role} rank {report.rank}"
             expect(where, "device", "cuda" if section.devices else "cpu", report.device.split(":")[0])
-            model = report.model
-            if model is None:
+            model, first = report.model, ranks[0].model
+            if model is None or first is None:
                 continue
             engine = getattr(section, "engine", None)
             expect(where, "engine", engine.kind if engine else None, report.engine)
-            expect(where, "model path", model_paths[role], model.path)
-            dtype = spec.rollout_dtype if role == "rollout" else getattr(section, "dtype", None)
-            expect(where, "dtype", dtype, model.dtype)
-            for axis, asked_ranks, built_ranks in _axes(section, model):
-                expect(where, f"ranks along the mesh axis {axis}", asked_ranks, built_ranks)
-            asked = spec.attention(role)
-            if asked != "auto" and report.engine != "fake":
-                expect(where, "attn_implementation", asked, model.attn_implementation)
-            first = ranks[0].model
-            assert first is not None
+            for what, wanted, got in compare(asked[role], model):
+                expect(where, what, wanted, got)
             expect(where, "parameters (rank 0 built the first number)", first.parameters, model.parameters)
             expect(where, "weights (checksum of rank 0 first)", first.weights_checksum, model.weights_checksum)
     found += _across_roles(spec, reports)
+    return found
+
+
+def compare(asked: Asked, model: ModelBuilt, not_seen: Sequence[str] = ()) -> list[tuple[str, object, object]]:
+    """(what, asked, got) wherever a model is not what was asked. `not_seen`: fields of it that nobody has looked at."""
+    found: list[tuple[str, object, object]] = []
+    for field, wanted in asked.items():
+        got = getattr(model, field)
+        if field in not_seen or got == wanted:
+            continue
+        if field != "mesh":
+            found.append((NAMES.get(field, field), wanted, got))
+        elif wanted:
+            axes = ((axis, wanted.get(axis, 0), got.get(axis, 0)) for axis in {**wanted, **got})
+            found += [(f"ranks along the mesh axis {axis}", ask, have) for axis, ask, have in axes if ask != have]
     return found
 
 
@@ -62,13 +72,6 @@ def _learner(model: ModelBuilt) -> str:
     if model.trainable_parameters == model.parameters:
         return "all parameters"
     return "adapters" if 0 < model.trainable_parameters < model.parameters else "nothing"
-
-
-def _axes(section: RoleSection, model: ModelBuilt) -> list[tuple[str, int, int]]:
-    """(axis, ranks asked, ranks built) of the mesh; 0 where one side lacks the axis. Nothing where the spec asks for no
-    mesh."""
-    asked = built_mesh(section)
-    return [(axis, asked.get(axis, 0), model.mesh.get(axis, 0)) for axis in {**asked, **model.mesh} if asked]
 
 
 def _across_roles(spec: Spec, reports: Reports) -> list[str]:
@@ -93,9 +96,9 @@ def _across_roles(spec: Spec, reports: Reports) -> list[str]:
     return found
 
 
-def check(spec: Spec, reports: Reports, model_paths: Mapping[RoleName, str]) -> None:
+def check(spec: Spec, reports: Reports, asked: Mapping[RoleName, Asked]) -> None:
     """Raises AsBuiltError listing every difference."""
-    found = differences(spec, reports, model_paths)
+    found = differences(spec, reports, asked)
     if found:
         raise AsBuiltError(
             "what was built is not what the spec asked for:\n" + "\n".join(f"  - {line}" for line in found),

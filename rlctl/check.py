@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.plan import Plan, make_plan
 from rlctl.reward_check import import_problems
+from rlctl.probe import Probe, probe
+from rlctl.probe_report import RUN_NOTE, probe_json, probe_problems, probe_table, run_table
 from rlctl.run_state import run_dir_warnings
 from specs.errors import Problem, SpecError
 from specs.interpreters import SHOWN, look_at
 from specs.load import parse, read_toml
 from specs.model_files import resolve_model
 from specs.reference import reference_of
+from specs.probed import Level
 from specs.road_rules import choose_road
 from specs.rules import cross_field_warnings, file_problems
 from specs.schema import RefSection, RoleSection, Spec
@@ -31,13 +34,15 @@ SEAT_ROWS = 8  # groups of a role that the table of seats shows; JSON has them a
 
 @dataclass(frozen=True)
 class Findings:
-    """What checking found. `spec` and `plan` are None where the problems left none to look at."""
+    """What checking found. `spec` and `plan` are None where the problems left none to look at, `probe` also where none
+    was asked for."""
 
     problems: list[Problem]
     warnings: list[Problem]
     spec: Spec | None = None
     plan: Plan | None = None
 
+    probe: Probe | None = None
     @property
     def ok(self) -> bool:
         return not self.problems
@@ -71,10 +76,15 @@ def _looked_up(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     return [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
 
 
-def check(spec_path: Path, overrides: Sequence[str], *, as_json: bool, strict: bool = False) -> int:
-    """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too."""
+def check(
+    spec_path: Path, overrides: Sequence[str], *, as_json: bool, strict: bool = False, level: Level | None = None
+) -> int:
+    """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too. `level`: how
+    far a spec without problems is probed."""
     findings = examine(spec_path, overrides)
     if strict:
+    if level is not None:
+        findings = _probed(findings, spec_path.absolute().parent, level)
         findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
     if as_json:
         print(json.dumps(as_dict(findings, spec_path), indent=2, ensure_ascii=False))
@@ -84,16 +94,35 @@ def check(spec_path: Path, overrides: Sequence[str], *, as_json: bool, strict: b
 
 
 # ── what the spec means ───────────────────────────────────────────────────────────────────────────
+def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
+    """The findings with those of a probe; as they were where problems leave nothing to build."""
+    from rich.console import Console
+
+    spec, plan = findings.spec, findings.plan
+    if not findings.ok or spec is None or plan is None:
+        return findings
+    what = "building every role's model without memory" if level == "meta" else "one micro-step of every role"
+    with Console(stderr=True).status(f"probe: {what} …"):
+        found = probe(spec, spec_dir, plan, level)
+    problems, warnings = probe_problems(spec, spec_dir, found)
+    return replace(findings, problems=problems, warnings=[*findings.warnings, *warnings], probe=found)
+
+
 
 
 def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
     """The findings as JSON. `roles`, `seats` and `batch` are empty where the spec could not be read."""
-    spec, plan = findings.spec, findings.plan
+    spec, plan, spec_dir = findings.spec, findings.plan, spec_path.absolute().parent
+    listed = roles(spec, plan, spec_dir) if spec and plan else {}
+    if spec and findings.probe:
+        for role, found in probe_json(spec, spec_dir, findings.probe).items():
+            listed[role].update(found)
     return {
         "ok": findings.ok,
         "problems": [_problem(problem) for problem in findings.problems],
         "warnings": [_problem(problem) for problem in findings.warnings],
-        "roles": roles(spec, plan, spec_path.absolute().parent) if spec and plan else {},
+        "roles": listed,
+        "probe": findings.probe.level if findings.probe else None,
         "seats": seats(spec) if spec and plan else {},
         "batch": batch(spec) if spec else {},
         "reference": reference(spec) if spec else {},
@@ -202,6 +231,8 @@ def _print(findings: Findings, spec_path: Path) -> None:
     for warning in findings.warnings:
         _print_problem(out, "warning", "yellow", warning)
     problems = Console(stderr=True, highlight=False)
+        if findings.probe:
+            _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
     for problem in findings.problems:
         _print_problem(problems, "error", "red", problem)
     if findings.ok:
@@ -213,6 +244,14 @@ def _print(findings: Findings, spec_path: Path) -> None:
 
 def _print_problem(console: Console, word: str, colour: str, problem: Problem) -> None:
     from rich.text import Text
+
+def _print_probe(out: Console, spec: Spec, spec_dir: Path, found: Probe) -> None:
+    out.print(probe_table(spec, spec_dir, found))
+    out.print()
+    if found.level == "run":
+        out.print(run_table(found))
+        out.print(f"\n{RUN_NOTE}\n")
+
 
     head, _, hint = str(problem).partition("\n  hint: ")
     console.print(Text.assemble((f"{word}:", f"bold {colour}"), f" {head}"), soft_wrap=True)
@@ -230,7 +269,7 @@ def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
     for name, role in roles(spec, plan, spec_dir).items():
         path = spec.model_path(name)  # type: ignore[arg-type]
         devices = _span(role["devices"]) if role["devices"] else "CPU"
-        cells = (role["engine"], path if role["engine"] else "", role["dtype"], role["attn_implementation"])
+        cells = (role["engine"], path if role["engine"] else "", role["dtype"])
         nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
         places = (f"{role['processes']} × {role['launcher']}{nodes}", devices, role["threads"])
         table.add_row(name, *(str(cell or "–") for cell in cells), *map(str, places))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from specs.errors import RlctlError
@@ -79,17 +81,44 @@ def init(
     typer.echo(f"wrote {target}\n\nnext: rlctl check-config {target}\n      rlctl train {target}")
 
 
-@app.command("check-config")
+class ProbeLevel(StrEnum):
+    """`specs.probed.Level`, which would cost every command its imports."""
+
+    meta = "meta"
+    run = "run"
+
+
+class _CheckCommand(TyperCommand):
+    """Takes `--probe` for `--probe=meta`, which click's options with values do not."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        levels, following = set(ProbeLevel), [*args[1:], ""]
+        bare = [arg == "--probe" and after not in levels for arg, after in zip(args, following, strict=False)]
+        return super().parse_args(ctx, ["--probe=meta" if it else arg for arg, it in zip(args, bare, strict=True)])
+
+
+@app.command("check-config", cls=_CheckCommand)
 def check_config(
     spec: SpecFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+    probe: Annotated[
+        ProbeLevel | None,
+        typer.Option(
+            "--probe",
+            metavar="[=meta|run]",
+            help="Build every role's model without memory, in its own interpreter, and compare it with the spec; "
+            "with =run do one micro-step of each role on its device.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Say what a spec means and what is wrong with it. Needs no GPU, changes nothing."""
     from rlctl.check import check
 
-    raise typer.Exit(check(spec, overrides or [], as_json=as_json, strict=strict))
+    level: Literal["meta", "run"] | None = probe.value if probe else None
+    raise typer.Exit(check(spec, overrides or [], as_json=as_json, strict=strict, level=level))
 
 
 @app.command()

@@ -177,27 +177,13 @@ class Launcher:
         return f"RLCTL_RUN_ID={self.run_id}"
 
     def _environment(self, plan: RolePlan) -> dict[str, str]:
-        base = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *_OUR_VARIABLES)}
         ours = self._ours(plan)
-        return base | plan.env | ours | {"RLCTL_PARENT_PID": str(os.getpid())}
+        return base_environment() | plan.env | ours | {"RLCTL_PARENT_PID": str(os.getpid())}
 
     def _ours(self, plan: RolePlan) -> dict[str, str]:
         """What makes a process a rank of this run, on any host."""
         place = {"RLCTL_RUN_ID": self.run_id, "RLCTL_GROUP_SIZE": str(plan.world_size_of_group)}
-        return self._home | place | {"PYTHONPATH": self._python_path(plan)}
-
-    def _python_path(self, plan: RolePlan) -> str:
-        """The plan's path; but where our packages lie in a site-packages folder, another interpreter gets a folder of
-        links to them alone: it must not see this interpreter's torch."""
-        root, path = package_root(), plan.env.get("PYTHONPATH", str(package_root()))
-        if plan.python == sys.executable or root.name not in ("site-packages", "dist-packages"):
-            return path
-        links = self.log_dir / "packages"
-        links.mkdir(parents=True, exist_ok=True)
-        for name in _PACKAGES:
-            if not (links / name).is_symlink():
-                (links / name).symlink_to(root / name)
-        return path.replace(str(root), str(links), 1)
+        return self._home | place | {"PYTHONPATH": python_path(plan, self.log_dir)}
 
     def _spawn(
         self,
@@ -228,6 +214,25 @@ class Launcher:
                 reason = f"cannot be started: {error.strerror}"
                 raise SpecError([Problem(f"{role}.python", reason, hint, command[0])]) from None
         self.started.append(Started(role, ranks, process, log_path, launcher, host, on_a_line, mark))
+
+
+def base_environment() -> dict[str, str]:
+    """This process's, without what a launcher above it set for it."""
+    return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *_OUR_VARIABLES)}
+
+
+def python_path(plan: RolePlan, folder: Path) -> str:
+    """The plan's path; but where our packages lie in a site-packages folder, another interpreter gets a folder of links
+    to them alone, made in `folder`: it must not see this interpreter's torch."""
+    root, path = package_root(), plan.env.get("PYTHONPATH", str(package_root()))
+    if plan.python == sys.executable or root.name not in ("site-packages", "dist-packages"):
+        return path
+    links = folder / "packages"
+    links.mkdir(parents=True, exist_ok=True)
+    for name in _PACKAGES:
+        if not (links / name).is_symlink():
+            (links / name).symlink_to(root / name)
+    return path.replace(str(root), str(links), 1)
 
 
 def remote_script(env: Mapping[str, str], command: Sequence[str]) -> str:

@@ -36,6 +36,7 @@ from specs.as_built import AsBuilt
 from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, RlctlError, SpecError
 from specs.load import load_spec
 from specs.messages import Verb
+from specs.model_asked import models_asked
 from specs.rules import cross_field_warnings, file_problems
 from specs.schema import RoleName, Spec
 
@@ -136,7 +137,7 @@ class Run:
         groups.start(spec.roles)
         bodies = build_bodies(spec, self.spec_dir, self.run.path)
         reports = self._build(bodies)
-        as_built.check(spec, reports, model_paths(spec, self.spec_dir))
+        as_built.check(spec, reports, models_asked(spec, self.spec_dir))
         as_built.check_same_start(reports, self.run.as_built)
         as_built.write(reports, self.run.as_built, self.road)
         self.progress.table(as_built.table(spec, reports))

@@ -9,8 +9,21 @@ from rlctl import as_built
 from specs.as_built import AsBuilt, ModelBuilt
 from specs.errors import AsBuiltError
 from specs.load import load_spec
+from specs.seats import built_mesh
 
-PATHS = {"actor": "/m", "ref": "/m", "rollout": "/m", "reward": "/m"}
+SHAPE = {
+    "path": "/m", "dtype": "fp32", "attn_implementation": "sdpa", "attn_function": "f", "hidden_size": 8, "layers": 2,
+    "vocab_size": 16, "tied_embeddings": True, "parameters": 10, "mesh": {},
+}  # fmt: skip
+
+
+def asked(spec):
+    """What the spec and a `config.json` would say of the models of `good`."""
+    learns = {"actor": 10, "ref": 0, "rollout": 0}
+    return {
+        role: {**SHAPE, "mesh": built_mesh(spec.role(role)), "trainable_parameters": count}
+        for role, count in learns.items()
+    }
 
 
 @pytest.fixture
@@ -34,7 +47,8 @@ def mesh_spec(tmp_path):
 
 def report(role, rank=0, engine="ddp", **model):
     built = {
-        "model_class": "Qwen2ForCausalLM", "path": "/m", "parameters": 10, "trainable_parameters": 10, "hidden_size": 8,
+        "model_class": "Qwen2ForCausalLM", "path": "/m", "parameters": 10, "hidden_size": 8,
+        "trainable_parameters": 10 if role == "actor" else 0,
         "layers": 2, "vocab_size": 16, "dtype": "fp32", "attn_implementation": "sdpa", "attn_function": "f",
         "tied_embeddings": True, "weights_checksum": "" if role == "rollout" else "aa", **model,
     }  # fmt: skip
@@ -53,7 +67,7 @@ def good():
 
 
 def test_no_difference(spec):
-    assert as_built.differences(spec, good(), PATHS) == []
+    assert as_built.differences(spec, good(), asked(spec)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +78,13 @@ def test_no_difference(spec):
         ("actor", {"path": "/other"}, "actor rank 1: model path: asked /m, built /other"),
         ("ref", {"path": "/other"}, "ref rank 1: model path"),
         ("actor", {"dtype": "bf16"}, "actor rank 1: dtype: asked fp32, built bf16"),
-        ("actor", {"parameters": 11}, "actor rank 1: parameters"),
+        ("ref", {"parameters": 11}, "ref rank 1: parameters: asked 10, built 11"),
+        ("actor", {"vocab_size": 17}, "actor rank 1: vocab_size: asked 16, built 17"),
+        ("actor", {"layers": 3}, "actor rank 1: layers: asked 2, built 3"),
+        ("ref", {"hidden_size": 9}, "ref rank 1: hidden_size: asked 8, built 9"),
+        ("ref", {"tied_embeddings": False}, "ref rank 1: tied_embeddings: asked True, built False"),
+        ("ref", {"trainable_parameters": 1}, "ref rank 1: trainable_parameters: asked 0, built 1"),
+        ("actor", {"attn_function": "g"}, "actor rank 1: attention function: asked f, built g"),
         ("actor", {"weights_checksum": "bb"}, "actor rank 1: weights"),
         ("actor", {"engine": "other"}, "actor rank 1: engine: asked ddp, built other"),
     ],
@@ -73,24 +93,24 @@ def test_each_difference_of_one_rank_is_named(spec, role, change, words):
     reports = good()
     engine = change.pop("engine", "ddp")
     reports[role][1] = report(role, 1, engine, **change)
-    found = as_built.differences(spec, reports, PATHS)
-    assert len(found) == 1
+    found = as_built.differences(spec, reports, asked(spec))
     assert words in found[0]
+    assert all(line.startswith(f"{role} rank 1: ") for line in found)
     with pytest.raises(AsBuiltError, match="not what the spec asked for"):
-        as_built.check(spec, reports, PATHS)
+        as_built.check(spec, reports, asked(spec))
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 17}, {"parameters": 9}, {"hidden_size": 4}])
 def test_rollout_must_be_the_actors_model(spec, change):
     reports = good()
     reports["rollout"] = [report("rollout", engine="torch", **change)]
-    assert "rollout: " in as_built.differences(spec, reports, PATHS)[0]
+    assert "rollout: " in as_built.differences(spec, reports, asked(spec))[-1]
 
 
 def test_ref_must_be_the_actors_start(spec):
     reports = good()
     reports["ref"] = [report("ref", rank, weights_checksum="bb") for rank in range(2)]
-    assert "it must start as the actor does" in as_built.differences(spec, reports, PATHS)[0]
+    assert "it must start as the actor does" in as_built.differences(spec, reports, asked(spec))[0]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +124,14 @@ def test_ref_must_be_the_actors_start(spec):
     ],
 )
 def test_another_mesh_on_one_rank_is_named(mesh_spec, engine, built, words):
+    spec = mesh_spec(engine)
     mesh = {"shard": 2} if engine == "zero3" else {"replicate": 1, "shard": 2}
     reports = good()
     for role in ("actor", "ref"):
         reports[role] = [report(role, rank, engine, mesh=mesh) for rank in range(2)]
-    assert as_built.differences(mesh_spec(engine), reports, PATHS) == []
+    assert as_built.differences(spec, reports, asked(spec)) == []
     reports["actor"][1] = report("actor", 1, engine, mesh=built)
-    assert as_built.differences(mesh_spec(engine), reports, PATHS) == [words]
+    assert as_built.differences(spec, reports, asked(spec)) == [words]
 
 
 def test_the_table_shows_mesh_and_what_learns(mesh_spec, capsys):
@@ -131,7 +152,7 @@ def test_the_table_shows_mesh_and_what_learns(mesh_spec, capsys):
 def test_a_missing_rank_is_found(spec):
     reports = good()
     reports["actor"] = reports["actor"][:1]
-    assert as_built.differences(spec, reports, PATHS) == ["actor: ranks: asked 2, built 1"]
+    assert as_built.differences(spec, reports, asked(spec)) == ["actor: ranks: asked 2, built 1"]
 
 
 def test_resume_with_other_starting_weights_is_refused(spec, tmp_path: Path):

@@ -1,0 +1,88 @@
+"""What a role's model must turn out to be, by the spec and the model's `config.json`: as much of it as they say.
+
+`rlctl check-config --probe` and every start of a run compare it with what was built (`rlctl/as_built.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specs.attention_rules import attention_of
+from specs.model_facts import model_facts
+from specs.model_files import hub_snapshot, resolve_model
+from specs.model_tensors import ModelTensors, tensors_of_config
+from specs.schema import Lora, RoleName, Spec
+from specs.seats import built_mesh
+
+_OF_TRANSFORMERS = ("ddp", "fsdp2", "zero", "zero3", "torch", "vllm", "sglang")
+
+Asked = Mapping[str, Any]
+"""Fields of `ModelBuilt` → the value that they must have. What is left out is not known before the model is built."""
+
+
+def models_asked(spec: Spec, spec_dir: Path) -> dict[RoleName, Asked]:
+    """For every role that holds a model. A hub id is looked up in this machine's cache alone."""
+    return {role: _asked(spec, role, spec_dir) for role in spec.roles if role != "reward"}
+
+
+def _asked(spec: Spec, role: RoleName, spec_dir: Path) -> Asked:
+    section: Any = spec.role(role)
+    path = resolve_model(spec.model_path(role), spec_dir)
+    dtype = spec.rollout_dtype if role == "rollout" else section.dtype
+    asked: dict[str, Any] = {"path": str(path), "dtype": dtype, "mesh": built_mesh(section)}
+    decision = attention_of(spec, role, spec_dir)
+    # On another host's GPU, or one that nobody could ask, `auto` may find what was not to be known here.
+    if decision is not None and decision.implementation and (decision.asked != "auto" or not section.devices):
+        asked["attn_implementation"] = decision.implementation
+        if decision.implementation == "sdpa":
+            asked["attn_function"] = decision.function
+    config = _config(path)
+    if section.engine.kind == "fake":
+        return asked | ({"vocab_size": config["vocab_size"]} if "vocab_size" in config else {})
+    if section.engine.kind in _OF_TRANSFORMERS:
+        asked |= _shape(config)
+        tensors = tensors_of_config(config)
+        if tensors is not None and "tied_embeddings" in asked:
+            asked["parameters"] = tensors.elements
+            asked["trainable_parameters"] = 0 if role != "actor" else _learning(tensors, spec.actor.lora)
+    return asked
+
+
+def _config(path: Path | str) -> dict[str, Any]:
+    """`config.json`; empty where it is not on this machine, or cannot be read, which others report."""
+    folder = path if isinstance(path, Path) else hub_snapshot(path)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config says in so many words; what it leaves to the default of its class is left out."""
+    facts = model_facts(config)
+    if facts is None:
+        return {}
+    shape: dict[str, Any] = {"hidden_size": facts.hidden_size, "layers": facts.layers}
+    if facts.vocab_size:
+        shape["vocab_size"] = facts.vocab_size
+    if any("tie_word_embeddings" in part for part in (config, config.get("text_config") or {})):
+        shape["tied_embeddings"] = facts.tied_embeddings
+    return shape
+
+
+def _learning(tensors: ModelTensors, lora: Lora | None) -> int:
+    """Elements that the optimizer changes: all, or two matrices beside each adapted one."""
+    if lora is None:
+        return tensors.elements
+    layers = [p for p in tensors.parameters if p.linear]
+    if "all-linear" not in lora.targets:
+        layers = [p for p in layers if _is_target(p.name.removesuffix(".weight"), lora)]
+    return sum(lora.rank * sum(layer.shape) for layer in layers)
+
+
+def _is_target(name: str, lora: Lora) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in lora.targets)
