@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.plan import Plan, make_plan
-from rlctl.reward_check import import_problems
 from rlctl.probe import Probe, probe
 from rlctl.probe_report import RUN_NOTE, probe_json, probe_problems, probe_table, run_table
+from rlctl.reward_check import import_problems
 from rlctl.run_state import run_dir_warnings
 from specs.errors import Problem, SpecError
 from specs.interpreters import SHOWN, look_at
 from specs.load import parse, read_toml
 from specs.model_files import resolve_model
-from specs.reference import reference_of
 from specs.probed import Level
+from specs.reference import reference_of
 from specs.road_rules import choose_road
 from specs.rules import cross_field_warnings, file_problems
 from specs.schema import RefSection, RoleSection, Spec
@@ -41,8 +41,8 @@ class Findings:
     warnings: list[Problem]
     spec: Spec | None = None
     plan: Plan | None = None
-
     probe: Probe | None = None
+
     @property
     def ok(self) -> bool:
         return not self.problems
@@ -82,9 +82,9 @@ def check(
     """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too. `level`: how
     far a spec without problems is probed."""
     findings = examine(spec_path, overrides)
-    if strict:
     if level is not None:
         findings = _probed(findings, spec_path.absolute().parent, level)
+    if strict:
         findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
     if as_json:
         print(json.dumps(as_dict(findings, spec_path), indent=2, ensure_ascii=False))
@@ -93,7 +93,6 @@ def check(
     return 0 if findings.ok else SpecError.exit_code
 
 
-# ── what the spec means ───────────────────────────────────────────────────────────────────────────
 def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     """The findings with those of a probe; as they were where problems leave nothing to build."""
     from rich.console import Console
@@ -108,6 +107,7 @@ def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     return replace(findings, problems=problems, warnings=[*findings.warnings, *warnings], probe=found)
 
 
+# ── what the spec means ───────────────────────────────────────────────────────────────────────────
 
 
 def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
@@ -228,11 +228,11 @@ def _print(findings: Findings, spec_path: Path) -> None:
             out.print()
         out.print(_arithmetic(findings.spec), highlight=True)
         out.print()
+        if findings.probe:
+            _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
     for warning in findings.warnings:
         _print_problem(out, "warning", "yellow", warning)
     problems = Console(stderr=True, highlight=False)
-        if findings.probe:
-            _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
     for problem in findings.problems:
         _print_problem(problems, "error", "red", problem)
     if findings.ok:
@@ -242,9 +242,6 @@ def _print(findings: Findings, spec_path: Path) -> None:
         problems.print(f"{count} problem{'s' if count > 1 else ''} in {spec_path}", markup=False, soft_wrap=True)
 
 
-def _print_problem(console: Console, word: str, colour: str, problem: Problem) -> None:
-    from rich.text import Text
-
 def _print_probe(out: Console, spec: Spec, spec_dir: Path, found: Probe) -> None:
     out.print(probe_table(spec, spec_dir, found))
     out.print()
@@ -252,6 +249,9 @@ def _print_probe(out: Console, spec: Spec, spec_dir: Path, found: Probe) -> None
         out.print(run_table(found))
         out.print(f"\n{RUN_NOTE}\n")
 
+
+def _print_problem(console: Console, word: str, colour: str, problem: Problem) -> None:
+    from rich.text import Text
 
     head, _, hint = str(problem).partition("\n  hint: ")
     console.print(Text.assemble((f"{word}:", f"bold {colour}"), f" {head}"), soft_wrap=True)
