@@ -142,6 +142,26 @@ def train(
     raise typer.Exit(run(spec, overrides or [], run_dir, resume))
 
 
+@app.command("plan")
+def plan(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option("--gpu-GiB", help="Memory of each GPU. Default: as nvidia-smi says, else 80.", show_default=False),
+    ] = None,
+    host_gib: Annotated[
+        float | None,
+        typer.Option("--host-GiB", help="Memory of each host. Default: this one's.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
+) -> None:
+    """Say how much memory each role will take, in which phase, and what fits. Needs no GPU, only config.json."""
+    from rlctl.memory_print import plan_command
+
+    raise typer.Exit(plan_command(spec, overrides or [], gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json))
+
+
 @app.command("export-checkpoint")
 def export_checkpoint(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],

@@ -1,0 +1,301 @@
+"""`rlctl plan`: who holds how much, when, and whether it fits. Needs `config.json` of the models, no torch, no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlctl.memory_activations import Pass, learning_parts, scoring_parts
+from rlctl.memory_parts import DTYPE_BYTES, GIB, PHASES, Part, Phase, peak, total
+from rlctl.memory_rollout import Replica, replica_parts
+from rlctl.memory_states import Held, state_parts
+from rlctl.plan import make_plan
+from specs.errors import Problem, SpecError
+from specs.explain import show
+from specs.model_facts import ModelFacts, model_facts
+from specs.model_files import hub_snapshot, resolve_model
+from specs.model_tensors import KNOWN_FAMILIES, ModelTensors, tensors_of_config, tensors_on_disk
+from specs.road_rules import choose_road
+from specs.schema import ActorSection, ModelRole, RoleName, Spec
+from specs.seats import devices_of_a_process
+
+CONTEXT_GIB = 0.7  # of a process on a GPU: CUDA context and kernels
+COLLECTIVES_GIB = 0.3  # NCCL's buffers, where several ranks compute together
+PROCESS_GIB = 0.6  # of a process on the CPU: Python, torch, transformers
+
+
+@dataclass(frozen=True)
+class Model:
+    config: dict[str, Any]
+    facts: ModelFacts
+    tensors: ModelTensors
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """One role: every rank holds the same, or less than the one that is meant here."""
+
+    role: RoleName
+    engine: str
+    ranks: int
+    device: str  # "cpu" or "cuda"
+    devices_of_rank: int
+    parts: tuple[Part, ...]
+    source: str  # where the parameters are known from
+
+    @property
+    def on_device(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if not part.host)
+
+    @property
+    def on_host(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.host)
+
+    @property
+    def measurable_bytes(self) -> int:
+        """The peak that a rank itself can measure: without the context, which no allocator reports."""
+        return peak(part for part in self.on_device if not part.context)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices of the same kind with the same ranks on them: `count` GPUs, or hosts."""
+
+    kind: str  # "GPU" or "host"
+    names: tuple[str, ...]
+    phases: dict[Phase, dict[str, int]]  # phase → role → bytes
+    memory: int  # bytes; 0: not known
+
+    def bytes_in(self, phase: Phase) -> int:
+        return sum(self.phases[phase].values())
+
+    @property
+    def fullest(self) -> Phase:
+        return max(PHASES, key=self.bytes_in)
+
+    @property
+    def peak(self) -> int:
+        return self.bytes_in(self.fullest)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    roles: tuple[RoleMemory, ...]
+    places: tuple[Place, ...]
+
+    def fits(self, phases: Sequence[Phase] = PHASES, *, kind: str = "", share: float = 1.0) -> bool:
+        """Whether places (of a kind, or all) whose memory is known hold what is planned, in that share of it."""
+        places = [place for place in self.places if place.memory and kind in ("", place.kind)]
+        return all(place.bytes_in(phase) <= share * place.memory for place in places for phase in phases)
+
+
+def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float) -> MemoryPlan:
+    """`gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. Raises SpecError where a model's shape
+    cannot be found out here."""
+    colocated = make_plan(spec, spec_dir, cores=1).colocated
+    roles = tuple(_roles(spec, spec_dir, colocated, gpu_GiB))
+    return MemoryPlan(roles, tuple(_places(spec, roles, gpu_GiB, host_GiB)))
+
+
+# ── models ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
+    """Shape of a role's model from its folder or the hub's cache. Raises SpecError."""
+    path = spec.model_path(role)
+    key = "ref.model" if role == "ref" and path != spec.model.path else "model.path"
+    where = resolve_model(path, spec_dir)
+    folder = where if isinstance(where, Path) else hub_snapshot(where)
+    if folder is None:
+        hint = f"hf download {path} config.json brings it (a few kB); or name a folder that has it"
+        raise SpecError([Problem(key, "its config.json is not on this machine", hint, show(path))])
+    return _read_model(key, path, folder)
+
+
+@cache
+def _read_model(key: str, path: str, folder: Path) -> Model:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = "a model folder has a config.json"
+        raise SpecError([Problem(key, f"config.json cannot be read: {error}", hint, show(path))]) from None
+    facts = model_facts(config)
+    tensors = tensors_of_config(config) or tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
+    if facts is None or tensors is None:
+        kind = config.get("model_type", "?")
+        message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights"
+        hint = f"put the model's safetensors beside its config.json; known: {', '.join(KNOWN_FAMILIES)}"
+        raise SpecError([Problem(key, message, hint, show(path))])
+    return Model(config, facts, tensors)
+
+
+# ── roles ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float) -> Iterator[RoleMemory]:
+    for name in spec.roles:
+        section: Any = spec.role(name)
+        if name == "reward" or section.engine.kind == "fake":
+            continue
+        model = find_model(spec, name, spec_dir)
+        device = "cuda" if section.devices else "cpu"
+        if name == "rollout":
+            parts = list(_rollout(spec, model, colocated, gpu_GiB if section.devices else 0.0))
+        else:
+            parts = list(_trainer(spec, name, section, model, device))
+            parts = [piece for part in parts for piece in _leaving(part, colocated, device)]
+        parts += _process(device, section.processes if name != "rollout" else 1)
+        engine, tensors = section.engine.kind, model.tensors
+        width = devices_of_a_process(section)
+        yield RoleMemory(name, engine, section.processes, device, width, tuple(parts), tensors.source)
+
+
+def _process(device: str, ranks: int) -> list[Part]:
+    if device == "cpu":
+        return [Part("process and libraries", int(PROCESS_GIB * GIB), context=True)]
+    context = CONTEXT_GIB + (COLLECTIVES_GIB if ranks > 1 else 0.0)
+    return [Part("CUDA context, collectives", int(context * GIB), context=True)]
+
+
+def _rollout(spec: Spec, model: Model, colocated: bool, gpu_GiB: float) -> Iterator[Part]:
+    replica = Replica(
+        engine=spec.rollout.engine,
+        tensors=model.tensors,
+        facts=model.facts,
+        dtype=spec.rollout_dtype,
+        sequences=max(-(-spec.samples_per_step // spec.rollout.processes), spec.eval.prompts if spec.eval else 0),
+        max_sequence_tokens=spec.max_sequence_tokens,
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        gpu_GiB=gpu_GiB,
+        colocated=colocated,
+    )
+    yield from replica_parts(replica)
+
+
+def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str) -> Iterator[Part]:
+    actor = section if isinstance(section, ActorSection) else None
+    mini_batch_tokens = spec.samples_per_step // spec.algorithm.mini_batches_per_step * spec.max_sequence_tokens
+    share = max(spec.max_sequence_tokens, mini_batch_tokens // section.processes)
+    yield from state_parts(
+        Held(
+            engine=section.engine,
+            tensors=model.tensors,
+            dtype=section.dtype,
+            ranks=section.processes,
+            device=device,
+            optimizer=actor.optimizer if actor else None,
+            lora=actor.lora if actor else None,
+            several_micro_batches=share > section.micro_batch_tokens,
+        )
+    )
+    work = _pass(spec, role, section, model, device, min(share, section.micro_batch_tokens))
+    yield from learning_parts(work) if actor else scoring_parts(work)
+    if actor:
+        yield from _sync(spec, model, device)
+
+
+def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: str, tokens: int) -> Pass:
+    return Pass(
+        facts=model.facts,
+        config=model.config,
+        dtype=section.dtype,
+        device=device,
+        tokens=tokens,
+        longest=spec.max_sequence_tokens,
+        logits_chunk=int(getattr(getattr(section, "engine", None), "logits_chunk_tokens", tokens)),
+        attention=spec.attention(role),
+        recompute=bool(getattr(section, "gradient_checkpointing", False)),
+        trains_head=getattr(section, "lora", None) is None,
+        entropy=spec.algorithm.entropy_coef != 0,
+    )
+
+
+def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
+    """A weight that is whole for a moment, in fp32 and as it travels, and the buckets, of which two exist."""
+    size = DTYPE_BYTES[spec.rollout_dtype]
+    phases: frozenset[Phase] = frozenset({"sync"})
+    yield Part("largest weight, whole", model.tensors.largest * (4 + size), phases)
+    bucket = max(int(spec.sync.bucket_MiB * 2**20), model.tensors.largest * size)
+    travels_on_host = choose_road(spec)[0] in ("shm", "folder") and device != "cpu"
+    yield Part("buckets", 2 * bucket, phases, host=travels_on_host, first_rank=True)
+
+
+def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:
+    """A trainer's part on a shared device: while others sample it is in host memory, or gone. (On the CPU there is
+    nowhere to go.)"""
+    if not colocated or part.host or not (part.leaves or part.dropped) or "generate" not in part.phases:
+        yield part
+    elif part.dropped:
+        yield replace(part, phases=part.phases - {"generate"})
+    elif device == "cpu":
+        yield part
+    else:
+        yield replace(part, phases=part.phases - {"generate"})
+        yield replace(part, name=f"{part.name}, offloaded", phases=frozenset({"generate"}), host=True)
+
+
+# ── places ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _places(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB: float) -> Iterator[Place]:
+    """GPUs and hosts, those with the same ranks on them together."""
+    tenants: dict[tuple[str, int, int], list[Tenant]] = {}  # (kind, node, GPU) → who is there
+    for role in roles:
+        section = spec.role(role.role)
+        per_node = max(1, section.processes // section.nodes)
+        for rank in range(section.processes):
+            node, local = divmod(rank, per_node)
+            for number in section.devices[local * role.devices_of_rank : (local + 1) * role.devices_of_rank]:
+                tenants.setdefault(("GPU", node, number), []).append(Tenant.of(role, role.on_device, rank))
+            beside = role.on_device if role.device == "cpu" else role.on_host
+            if beside:
+                tenants.setdefault(("host", node, 0), []).append(Tenant.of(role, beside, rank))
+    alike: dict[tuple[str, tuple[Tenant, ...]], list[tuple[str, int, int]]] = {}
+    for place, there in sorted(tenants.items(), key=lambda item: item[0]):
+        alike.setdefault((place[0], tuple(there)), []).append(place)
+    for (kind, same), places in alike.items():
+        phases = {phase: _by_role(same, phase) for phase in PHASES}
+        memory = gpu_GiB if kind == "GPU" else host_GiB
+        yield Place(kind, tuple(_name(place) for place in places), phases, int(memory * GIB))
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A rank's parts in one place."""
+
+    role: RoleName
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, role: RoleMemory, parts: Sequence[Part], rank: int) -> Tenant:
+        return cls(role.role, tuple(part for part in parts if rank == 0 or not part.first_rank))
+
+
+def _by_role(tenants: Sequence[Tenant], phase: Phase) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for tenant in tenants:
+        found[tenant.role] = found.get(tenant.role, 0) + total(tenant.parts, phase)
+    return found
+
+
+def _name(place: tuple[str, int, int]) -> str:
+    kind, node, number = place
+    return f"node {node} GPU {number}" if kind == "GPU" else f"node {node}"
+
+
+def host_memory_GiB() -> float:
+    """Of this machine, or of the container that it is; 0 where it cannot be asked."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0.0
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        limit = whole
+    return min(whole, limit) / GIB
