@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.attention_table import attention_entry, attention_table
 from rlctl.plan import Plan, make_plan
 from rlctl.probe import Probe, probe
 from rlctl.probe_report import RUN_NOTE, probe_json, probe_problems, probe_table, run_table
@@ -147,7 +148,7 @@ def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
         "model": str(resolve_model(spec.model_path(name), spec_dir)),
         "engine": section.engine.kind if holds_model else None,
         "dtype": (section.dtype or spec.actor.dtype) if holds_model else None,
-        "attn_implementation": spec.attention(name) if holds_model else None,
+        **attention_entry(spec, name, spec_dir),
         "launcher": placed.launcher,
         "processes": placed.processes,
         "nodes": placed.nodes,
@@ -220,6 +221,8 @@ def _print(findings: Findings, spec_path: Path) -> None:
     if findings.spec and findings.plan:
         out.print(_roles_table(findings.spec, findings.plan, spec_path.absolute().parent))
         out.print()
+        out.print(attention_table(findings.spec, spec_path.absolute().parent))
+        out.print()
         if any(findings.spec.role(name).python for name in findings.spec.roles):
             out.print(_interpreters_table(findings.spec, findings.plan, spec_path.absolute().parent))
             out.print()
@@ -263,9 +266,7 @@ def _print_problem(console: Console, word: str, colour: str, problem: Problem) -
 def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
     from rich.table import Table
 
-    table = Table(
-        "role", "engine", "model", "dtype", "attention", "processes", "devices", "threads", box=None, pad_edge=False
-    )
+    table = Table("role", "engine", "model", "dtype", "processes", "devices", "threads", box=None, pad_edge=False)
     for name, role in roles(spec, plan, spec_dir).items():
         path = spec.model_path(name)  # type: ignore[arg-type]
         devices = _span(role["devices"]) if role["devices"] else "CPU"

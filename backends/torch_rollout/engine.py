@@ -17,8 +17,17 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from backends.answers import Answers
+from backends.attention_choice import choose
 from backends.checksum import checksum_bytes, copy_with_checksum
-from backends.hf import build_model, build_without_memory, describe, named_weights, tensor_bytes, wire_dtype
+from backends.hf import (
+    build_model,
+    build_without_memory,
+    describe,
+    named_weights,
+    read_config,
+    tensor_bytes,
+    wire_dtype,
+)
 from backends.packed_layout import PackedLayout
 from backends.protocol import Buffer, Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
@@ -232,13 +241,8 @@ class TorchRolloutEngine(RolloutEngine):
 
 def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedModel]) -> PreTrainedModel:
     """A model that takes no gradients, by `make`. Raises ModelError for an attention that this engine cannot run."""
-    asked = config.model.attn_implementation
-    if asked not in ("auto", "sdpa"):
-        raise ModelError(
-            f"the torch rollout engine decodes with sdpa over its own cache, not with {asked}",
-            hint='set rollout.attn_implementation = "sdpa"; the trainer may keep another',
-        )
-    model = make(config.model.model_copy(update={"attn_implementation": "sdpa"}))
+    decision = choose(config.model, read_config(config.model), decodes=True)
+    model = make(config.model.model_copy(update={"attn_implementation": decision.implementation}))
     return model.requires_grad_(False)
 
 

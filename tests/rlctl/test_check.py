@@ -30,7 +30,10 @@ def test_json_of_a_good_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> 
     roles: dict[str, dict[str, object]] = found["roles"]  # type: ignore[assignment]
     assert sorted(roles) == ["actor", "reward", "rollout"]
     assert roles["actor"]["attn_implementation"] == "eager"
-    assert roles["rollout"]["attn_implementation"] == "auto"
+    assert (roles["actor"]["attn_asked"], roles["actor"]["attn_why"]) == ("eager", "as asked")
+    assert (roles["rollout"]["attn_implementation"], roles["rollout"]["attn_asked"]) == ("sdpa", "auto")
+    assert roles["rollout"]["attn_function"] == "backends.attention.sdpa_by_layout"
+    assert roles["reward"]["attn_implementation"] is None
     assert (roles["rollout"]["processes"], roles["rollout"]["dtype"]) == (2, "bf16")
     assert str(roles["actor"]["model"]).endswith("tiny-digits")
     batch: dict[str, int] = found["batch"]  # type: ignore[assignment]
