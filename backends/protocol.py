@@ -111,7 +111,9 @@ class TrainEngine(ABC):
     def forward_backward(self, batch: Batch, algorithm: Grpo, scale: LossScale) -> Mapping[str, float]:
         """Accumulate gradients of this rank's share of the loss. Needs `tokens_T`, `loss_mask_T`, `advantage_T`,
         `rollout_logprob_T`; `old_logprob_T` when not on-policy (absent: the current ones, detached); `ref_logprob_T`
-        when `algorithm.kl_coef` > 0. Returns *sums* over this rank's tokens under the names of `METRIC_SUMS`;
+        when `algorithm.kl_coef` > 0. With `version_B` (samples of older weights) the ratio is taken against
+        `rollout_logprob_T`, and the sampler's gap against the current ones. Returns
+        *sums* over this rank's tokens under the names of `METRIC_SUMS`;
         the caller adds ranks and divides. An empty batch is legal."""
 
     @abstractmethod
@@ -175,7 +177,7 @@ METRIC_SUMS = (
     "entropy",  # Σ entropy of the model's distribution (nats)
     "kl",  # Σ KL estimate to ref (0 without ref)
     "clipped",  # tokens where the clip was active
-    "logprob_gap",  # Σ |log-prob of the sampler - of the trainer before the update (old, or current if on-policy)|
+    "logprob_gap",  # Σ |log-prob of the sampler - of the trainer (old where it is given, else the current ones)|
     "approx_kl",  # Σ k3 estimate of KL(old ‖ current)
     "ratio",  # Σ probability ratio
     "micro_batches",  # forward passes made

@@ -340,6 +340,8 @@ def _arithmetic(spec: Spec) -> str:
     cut = f" → {numbers['mini_batches_per_step']} mini-batches of {numbers['samples_per_mini_batch']}"
     epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
     road, why = choose_road(spec)
+    most = spec.rollout.max_staleness
+    ahead = f"\nahead  {_ahead(most)}" if most else ""
     return (
         f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} answers = "
         f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}\n"
@@ -348,4 +350,14 @@ def _arithmetic(spec: Spec) -> str:
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
         f"ref    {_reference(spec)}\n"
         f"sync   weights travel by {road} ({why}), in buckets of {spec.sync.bucket_MiB:g} MiB"
+        f"{ahead}"
+    )
+
+
+def _ahead(most: int) -> str:
+    if most == 1:
+        return "the next step's samples are drawn while the actor learns: 1 step old; weights travel every step"
+    return (
+        f"the samples of the next {most} steps are drawn while the actor learns: 1 to {most} steps old; weights travel "
+        f"every {most} steps"
     )

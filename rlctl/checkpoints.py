@@ -3,6 +3,7 @@
     RUN/checkpoints/step_000020/manifest.json     what it is, and size and checksum of every file
     RUN/checkpoints/step_000020/actor/…           written by the actor's ranks (each its own RNG)
     RUN/checkpoints/step_000020/driver/state.json data cursor and counters
+    RUN/checkpoints/step_000020/driver/ahead_…    samples that were drawn ahead of their step (rlctl/ahead_files.py)
 
 The rollout and the data need no state of their own: their randomness is a function of the seed and the sample's
 id, so the cursor says it all.
@@ -54,15 +55,16 @@ def save(
     root: Path,
     step: int,
     *,
-    state: Mapping[str, Any],
     about: Mapping[str, Any],
     write_actor: Callable[[Path], Sequence[Marks]],
+    write_driver: Callable[[Path], Mapping[str, Any]],
     keep: int,
 ) -> Path:
     """Write checkpoint `step` and drop all but the `keep` newest. Any failure leaves the older ones and no debris.
 
     `write_actor` has the actor's ranks write into a folder; it returns what each says it wrote. What a rank says goes
-    into the manifest: if something else arrives, the checkpoint is torn, and is found so.
+    into the manifest: if something else arrives, the checkpoint is torn, and is found so. `write_driver` writes the
+    driver's own files and returns its state.
     """
     final, temporary = step_path(root, step), root / f".tmp_step_{step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -72,6 +74,7 @@ def save(
         reports = write_actor(temporary / "actor")
         said = {f"actor/{name}": file for marks in reports for name, file in marks.items()}
         _await(temporary, said)
+        state = write_driver(temporary / "driver")
         (temporary / "driver" / "state.json").write_text(json.dumps({"step": step, **state}))
         here = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
         files = {name: said.get(name) or mark(temporary / name) for name in here}

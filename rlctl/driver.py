@@ -15,8 +15,10 @@ from rlctl import advantages, step_metrics
 from rlctl.gap_budget import Gap, GapBudget
 from rlctl.residency import Phase, Residency
 from rlctl.revive import SteadySync
-from rlctl.sampling import SAMPLES_SHOWN, Sampler, Scored
+from rlctl.run_ahead import RunAhead
+from rlctl.sampling import Sampler, Scored
 from rlctl.step_metrics import Clock
+from rlctl.sync import SyncReport
 from specs.batch import Batch, balanced_shards
 from specs.messages import COLUMNS, Verb
 from specs.schema import Spec
@@ -52,32 +54,43 @@ class Driver:
         self.actor = groups["actor"]
         self.sampler = Sampler(spec, groups["rollout"], groups["reward"], sync.restore)
         self.ref = groups.get("ref")
-        self.position = 0  # prompt draws so far: the data cursor
+        self.ahead = RunAhead(spec, self.sampler)
         self.updating = False  # between the first optimizer step of a step and its end: not a state to save
         self.eval_prompts: Batch | None = None
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
     def step(self, number: int) -> StepRecord:
-        """Generate, score, learn, sync. `number` counts from 1. The cursor moves only when the step is done."""
+        """Generate, score, learn, sync. `number` counts from 1. Its batch stays in line until the step is done."""
         clock, started = Clock(), time.perf_counter()
-        sampler = self.sampler
-        prompts, position = sampler.draw_step(self.position, number)
-
         with self.phase("generate", number), clock.measure("rollout"):
-            samples, scored = sampler.start(prompts, sampler.training(), number, show=SAMPLES_SHOWN).finish(clock)
+            self.ahead.fill(number)
+            drawn = self.ahead.take(number, clock)
         with self.phase("learn", number), clock.measure("update"):
-            batch = self.with_logprobs(samples, number)
-            batch = self.with_advantages(batch, scored)
+            learning_since = time.perf_counter()
+            batch = self.with_logprobs(drawn.batch, number)
+            batch = self.with_advantages(batch, drawn.scored)
             updates = self.update(batch, number)
-        with self.phase("sync", number), clock.measure("sync"):
-            synced = self.sync.run(number)
+            overlap_s = self.ahead.overlap_s(learning_since, time.perf_counter())
+        self.sync.weights.version = number
+        synced = self.send_weights(number, clock) if self.ahead.due(number) else None
 
-        self.position, self.updating = position, False
+        self.ahead.learned()
+        self.updating = False
         total_s = time.perf_counter() - started
-        metrics = step_metrics.collect(number, batch, scored, updates, synced, clock.seconds, total_s)
+        # Against the sampler the gap of later updates also holds what this step has learned.
+        gaps = updates[:1] if self.spec.ratio_against == "sampler" else updates
+        metrics = step_metrics.collect(number, batch, drawn.scored, updates, gaps, synced, clock.seconds, total_s)
+        metrics |= self.ahead.take_metrics(batch, number, overlap_s)
         metrics |= self.gap_budget.note(metrics, number) | self.residency.take_memory() | self.sync.take_metrics()
-        return StepRecord(metrics, scored.samples)
+        return StepRecord(metrics, drawn.scored.samples)
+
+    def send_weights(self, done: int, clock: Clock) -> SyncReport:
+        """The rollout finishes what it is writing and gets the weights that the actor has after `done` steps."""
+        with clock.measure("rollout"):
+            self.ahead.written()
+        with self.phase("sync", done), clock.measure("sync"):
+            return self.sync.run(done)
 
     @contextmanager
     def phase(self, name: Phase, number: int) -> Iterator[None]:
@@ -90,7 +103,7 @@ class Driver:
     def with_logprobs(self, batch: Batch, number: int) -> Batch:
         """Add the log-probs that the loss needs: the actor's before the update, and the reference's."""
         wanted: dict[str, tuple[Group, bool]] = {}  # column → who computes it, and whether with adapters
-        if not self.spec.algorithm.on_policy:
+        if self.spec.ratio_against == "trainer":
             wanted["old_logprob_T"] = (self.actor, True)
         if self.ref is not None:
             wanted["ref_logprob_T"] = (self.ref, True)
@@ -130,8 +143,10 @@ class Driver:
         reports: list[list[Mapping[str, Any]]] = []
         columns = COLUMNS[Verb.UPDATE]
         batch.require(columns.needs, Verb.UPDATE)
-        needed = batch.only([*columns.needs, *(name for name in columns.optional if name in batch)])
-        if not algorithm.on_policy:
+        unused = () if self.spec.ratio_against == "sampler" else ("version_B",)
+        optional = [name for name in columns.optional if name in batch and name not in unused]
+        needed = batch.only([*columns.needs, *optional])
+        if self.spec.ratio_against == "trainer":
             self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), number)
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, number, epoch)
@@ -144,7 +159,7 @@ class Driver:
                     tensors=[mini.select(shard).columns for shard in shards],
                     step=number,
                 )
-                if algorithm.on_policy:
+                if not reports and self.spec.ratio_against != "trainer":
                     self.check_gap(batch, Gap.of_sums(answer.body["sums"] for answer in answers), number)
                 self.updating = True
                 steps = self.actor.call(Verb.STEP, step=number)
@@ -155,7 +170,7 @@ class Driver:
         """Refuse to learn from samples on which sampler and trainer disagree. Raises LogprobGapError."""
         if not self.gap_budget.broken_by(gap):
             return
-        if "old_logprob_T" not in batch:  # on-policy: the trainer's are still the current ones
+        if "old_logprob_T" not in batch:  # the trainer's are still the current ones
             batch = batch.with_columns(
                 old_logprob_T=self._unshard(*self._post_logprobs(self.actor, True, batch, number), batch)
             )
@@ -176,12 +191,14 @@ class Driver:
         """Greedy answers to the held-out prompts."""
         section = self.spec.eval
         assert section is not None
+        if self.sync.weights.sent != number:
+            self.send_weights(number, Clock())
         with self.phase("generate", number):
             self.progress.phase("eval")
             sampler = self.sampler
             if self.eval_prompts is None:
-                self.eval_prompts, _ = sampler.draw("eval", 0, section.prompts, 1, number)
-            _, scored = sampler.start(self.eval_prompts, sampler.greedy(), number, "eval").finish(Clock())
+                self.eval_prompts = sampler.held_out(section.prompts, number)
+            scored = sampler.start(self.eval_prompts, sampler.greedy(), number, "eval").finish(Clock()).scored
         return {f"eval/{section.name}/reward_mean": float(scored.reward_B.mean())}
 
 

@@ -103,7 +103,7 @@ def make_plan(spec: Spec, spec_dir: Path, *, cores: int | None = None, address: 
     several = any(spec.role(name).nodes > 1 for name in spec.roles)
     beyond = (address or cluster.address or UNKNOWN_ADDRESS) if several else ""
     hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser()) if cluster.hostfile else []
-    planner = _Planner(spec_dir, usable, cluster, beyond, hosts)
+    planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once=2 if _work_at_once(spec) else 1)
     return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), _colocated(spec), beyond)
 
 
@@ -136,12 +136,14 @@ class _Planner:
     cluster: ClusterSection
     address: str
     hosts: list[Host]
+    at_once: int  # roles with CPU work at the same time, beside judging
 
     def role(self, name: RoleName, section: RoleSection) -> RolePlan:
         group_size = section.processes if name in _ONE_GROUP else 1
         on_one_node = max(1, section.processes // section.nodes)
-        # Phases alternate, so actor and rollout may each use every core; judging overlaps with both and gets one.
-        threads = section.threads or (1 if name == "reward" else max(1, self.cores // on_one_node))
+        # Phases alternate, so actor and rollout may each use every core, unless sampling runs ahead; judging overlaps
+        # with both and gets one.
+        threads = section.threads or (1 if name == "reward" else max(1, self.cores // self.at_once // on_one_node))
         python = _interpreter(section.python, self.spec_dir)
         meeting = self._meeting(name, section)
         hosts = self._hosts(section)
@@ -266,6 +268,11 @@ def _visible(device: int, role: RoleName) -> str:
 
 def _has_loopback_interface() -> bool:
     return any(name == "lo" for _, name in socket.if_nameindex())
+
+
+def _work_at_once(spec: Spec) -> bool:
+    """Whether actor and rollout both compute on the CPU while the other does."""
+    return spec.rollout.max_staleness > 0 and not (spec.actor.devices or spec.rollout.devices)
 
 
 def _colocated(spec: Spec) -> bool:

@@ -145,7 +145,8 @@ class Progress:
     def _plain_line(self) -> str:
         latest = self._recent[-1]
         parts = [f"step {self._step}/{self._total}", f"reward {number(latest.get('reward/mean'))}"]
-        for label, key in (("loss", "actor/loss"), ("kl", "actor/kl"), ("length", "rollout/length_mean")):
+        for label, key in (("loss", "actor/loss"), ("kl", "actor/kl"), ("length", "rollout/length_mean"),
+                           ("stale", "rollout/staleness_mean")):  # fmt: skip
             if latest.get(key) is not None:
                 parts.append(f"{label} {number(latest[key])}")
         for name, history in self._evals.items():
@@ -215,7 +216,8 @@ class Progress:
         latest = self._recent[-1] if self._recent else {}
         parts = [f"{count(latest.get('perf/tokens_per_s'))} tokens/s", f"{number(latest.get('time/step_s'))} s/step"]
         for label, key in (("length", "rollout/length_mean"), ("loss", "actor/loss"), ("KL", "actor/kl"),
-                           ("entropy", "actor/entropy"), ("gap", "rollout/logprob_gap")):  # fmt: skip
+                           ("entropy", "actor/entropy"), ("gap", "rollout/logprob_gap"),
+                           ("stale", "rollout/staleness_mean")):  # fmt: skip
             if latest.get(key) is not None:
                 parts.append(f"{label} {number(latest[key])}")
         while len("  ".join(parts)) > width and len(parts) > 1:  # only whole numbers: a cut one misleads

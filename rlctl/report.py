@@ -25,6 +25,7 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("KL", "nats per token", {"to the reference": "actor/kl", "to the sampling policy": "actor/approx_kl"}),
     ("Clipped tokens", "share", {"actor": "actor/clip_fraction"}),
     ("Sampler against trainer", "|Δ log-prob|", {"mean": "rollout/logprob_gap", "probe": "sync/probe_gap"}),
+    ("Staleness", "steps", {"mean": "rollout/staleness_mean", "largest": "rollout/staleness_max"}),
     ("Gradient norm", "before clipping", {"actor": "actor/grad_norm"}),
     ("Learning rate", "", {"actor": "actor/lr"}),
     ("Answer length", "tokens", {"mean": "rollout/length_mean"}),

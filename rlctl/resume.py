@@ -25,7 +25,7 @@ MAY_CHANGE = (
     *("actor.micro_batch_tokens", "actor.gradient_checkpointing"),
     *("rollout.env", "rollout.python", "rollout.threads", "rollout.devices"),
     *("rollout.processes", "rollout.nodes", "rollout.launcher", "rollout.engine", "rollout.max_probe_gap"),
-    *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "run.max_memory_growth_GiB"),
+    *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "rollout.max_staleness", "run.max_memory_growth_GiB"),
     *("model.attn_implementation", "actor.attn_implementation", "rollout.attn_implementation"),
 )
 MAY_NOT_CHANGE = ("ref.model",)  # within the above

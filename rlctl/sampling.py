@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,15 +32,21 @@ class Sampler:
         """`restore` (with the step) brings lost replicas back, with weights (rlctl/revive.py)."""
         self.spec, self.rollout, self.reward, self.restore = spec, rollout, reward, restore
 
-    def draw(self, what: str, position: int, count: int, group_size: int, number: int) -> tuple[Batch, int]:
-        """`count` prompts of the data ("train" or "eval"), each repeated for its group, and the cursor after them."""
-        body = {"what": what, "position": position, "count": count, "group_size": group_size}
-        answer = self.reward.call(Verb.PROMPTS, body, step=number)[0]
-        return answer.batch, int(answer.body["position"])
+    def ask_for_steps(self, position: int, steps: int, number: int) -> Call:
+        """Have the prompts of so many steps drawn, each repeated for its group; the answer also has the cursor after
+        them."""
+        body = {
+            "what": "train",
+            "position": position,
+            "count": steps * self.spec.data.prompts_per_step,
+            "group_size": self.spec.algorithm.group_size,
+        }
+        return self.reward.post(Verb.PROMPTS, body, step=number)
 
-    def draw_step(self, position: int, number: int) -> tuple[Batch, int]:
-        """The prompts of one step of training, and the cursor after them."""
-        return self.draw("train", position, self.spec.data.prompts_per_step, self.spec.algorithm.group_size, number)
+    def held_out(self, count: int, number: int) -> Batch:
+        """Prompts for evaluation."""
+        body = {"what": "eval", "position": 0, "count": count, "group_size": 1}
+        return self.reward.call(Verb.PROMPTS, body, step=number)[0].batch
 
     def training(self) -> Sampling:
         """How the samples that are learned from are drawn."""
@@ -71,6 +78,8 @@ class Generation:
         self.prompts, self.number, self.what, self.show = prompts, number, what, show
         self._sampling = sampling
         self._rollout, self._reward, self._restore = sampler.rollout, sampler.reward, sampler.restore
+        self.sent_at = time.perf_counter()
+        self.written_at = 0.0  # when the last answer came in; 0: some are still to come
         self._parts: list[Batch] = []
         self._judging: list[Call] = []
         prompts.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
@@ -86,19 +95,18 @@ class Generation:
             on_part=self._take,
         )
 
-    @property
-    def written(self) -> bool:
-        """Every answer is here, though perhaps not judged."""
-        return self._call.done
-
-    def finish(self, clock: Clock) -> tuple[Batch, Scored]:
-        """Samples in the order of their ids, and their scores. `clock` gets what judging takes beyond the writing."""
+    def wait(self) -> None:
+        """Until every answer is here, though perhaps not judged."""
         self._write_all()
         count = sum(len(part) for part in self._parts)
         assert count == len(self.prompts), f"{len(self.prompts)} prompts went out, {count} answers came back"
+
+    def finish(self, clock: Clock) -> Drawn:
+        """Samples in the order of their ids, and their scores. `clock` gets what judging takes beyond the writing."""
+        self.wait()
         with clock.measure("reward"):
             scored = Scored.gather(self._parts, self._judging)
-        return in_id_order(Batch.concat(self._parts)), scored
+        return Drawn(in_id_order(Batch.concat(self._parts)), scored)
 
     def _write_all(self) -> None:
         """Wait for every answer. What a lost replica had not finished goes out again, to all."""
@@ -122,6 +130,8 @@ class Generation:
         body = {"what": self.what, "samples": 0 if self._parts else self.show}
         columns = part.only(COLUMNS[Verb.SCORE].needs).columns
         self._parts.append(part)
+        if sum(len(part) for part in self._parts) == len(self.prompts):
+            self.written_at = time.perf_counter()
         self._judging.append(self._reward.post(Verb.SCORE, body, tensors=columns, step=self.number))
 
 
@@ -151,6 +161,28 @@ class Scored:
         }
         samples = [sample for answer in answers for sample in answer.body.get("samples", ())]
         return Scored(columns["reward_B"], columns["scored_B"].astype(bool), failures, terms, samples)
+
+    def select(self, indices: NDArray[np.int64]) -> Scored:
+        """The scores of some samples. What judging had to say stays as it was said of all."""
+        return replace(self, reward_B=self.reward_B[indices], scored_B=self.scored_B[indices])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples in the order of their ids, and their scores."""
+
+    batch: Batch
+    scored: Scored
+
+    def fresh(self, number: int, most: int) -> Drawn:
+        """Without the groups that hold a sample which is more than `most` steps old in step `number`: a group is
+        compared within itself, so it stays or goes as a whole."""
+        stale_B = number - 1 - self.batch["version_B"] > most
+        if not stale_B.any():
+            return self
+        group_B = self.batch["group_B"]
+        kept = np.flatnonzero(~np.isin(group_B, group_B[stale_B]))
+        return Drawn(self.batch.select(kept), self.scored.select(kept))
 
 
 def in_id_order(batch: Batch) -> Batch:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.advantages import silent_group_share
+from rlctl.gap_budget import Gap
 
 if TYPE_CHECKING:
     from rlctl.sampling import Scored
@@ -29,7 +30,6 @@ PER_TOKEN = {
     "actor/clip_fraction": "clipped",
     "actor/approx_kl": "approx_kl",
     "actor/ratio": "ratio",
-    "rollout/logprob_gap": "logprob_gap",
 }
 SUMMED = ("loss", "tokens", "micro_batches", *PER_TOKEN.values())
 
@@ -54,11 +54,13 @@ def collect(
     batch: Batch,
     scored: Scored,
     updates: RankReports,
-    synced: SyncReport,
+    gaps: RankReports,
+    synced: SyncReport | None,
     seconds: Mapping[str, float],
     total_s: float,
 ) -> dict[str, Any]:
-    """The step's metrics, ready to be written."""
+    """The step's metrics, ready to be written. `gaps`: those of `updates` whose sampler gap counts. `synced` None: the
+    rollout keeps the weights that it has."""
     tokens_B = batch.sum_by_sequence("loss_mask_T")
     valid_B = scored.scored_B
     reward_B = scored.reward_B[valid_B] if valid_B.any() else scored.reward_B
@@ -70,17 +72,17 @@ def collect(
         "reward/silent_groups": silent_group_share(scored.reward_B, batch["group_B"].astype(np.int64)),
         **{f"reward/{name}": value for name, value in scored.terms.items()},
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
-        **update_metrics(updates),
+        **update_metrics(updates, gaps),
         "rollout/length_mean": float(tokens_B.mean()),
         "rollout/length_max": int(tokens_B.max()),
         "rollout/finished": float(batch["finished_B"].astype(np.float64).mean()),
         "rollout/tokens": int(tokens_B.sum()),
-        **synced.metrics(),
+        **(synced.metrics() if synced else {}),
         "time/step_s": total_s,
         "time/rollout_s": rollout_s - reward_s,
         "time/reward_s": reward_s,
         "time/update_s": seconds["update"],
-        "time/sync_s": seconds["sync"],
+        "time/sync_s": seconds.get("sync", 0.0),
         "perf/tokens_per_s": batch.num_tokens / total_s,
     }
 
@@ -94,15 +96,15 @@ def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
     return idle + max(0.0, end - reached)
 
 
-def update_metrics(updates: RankReports) -> dict[str, Any]:
+def update_metrics(updates: RankReports, gaps: RankReports) -> dict[str, Any]:
     """Loss and gradient norm are means over optimizer steps; token metrics are over all tokens of all of them."""
     sums = dict.fromkeys(SUMMED, 0.0)
-    gap_max, widest = 0.0, 0.0
+    widest = 0.0
+    gap = Gap.of_sums(report["sums"] for ranks in gaps for report in ranks)
     for ranks in updates:
         for report in ranks:
             for name in SUMMED:
                 sums[name] += report["sums"][name]
-            gap_max = max(gap_max, report["sums"]["logprob_gap_max"])
             widest = max(widest, report["sums"]["micro_batch_tokens_max"])
     tokens = max(sums["tokens"], 1.0)
     first = [ranks[0] for ranks in updates]
@@ -112,7 +114,8 @@ def update_metrics(updates: RankReports) -> dict[str, Any]:
         "actor/lr": first[-1]["lr"],
         "actor/skipped_updates": sum(bool(report["skipped"]) for report in first),
         **{metric: sums[name] / tokens for metric, name in PER_TOKEN.items()},
-        "rollout/logprob_gap_max": gap_max,
+        "rollout/logprob_gap": gap.mean,
+        "rollout/logprob_gap_max": gap.largest,
         "perf/micro_batches": int(sums["micro_batches"]),
         "perf/micro_batch_tokens_max": int(widest),
         "mem/actor_peak_GiB": max(report["peak_GiB"] for ranks in updates for report in ranks),

@@ -70,6 +70,8 @@ class WeightSync:
         self.dtype, self.bucket_bytes = dtype, bucket_bytes
         self.temperature, self.max_gap = temperature, max_gap
         self.probe_batch = probe_batch(vocab)
+        self.version = 0  # of the actor's weights now: steps that it has finished; whoever lets it learn says so
+        self.sent: int | None = None  # the version that every replica holds
         self._readers_are_new = True
         self._leftovers: Sequence[Mapping[str, str]] = ()
 
@@ -80,12 +82,13 @@ class WeightSync:
         try:
             offer = self._begin(step)
             self._move(offer, step)
-            self.rollout.call(Verb.IMPORT_END, step=step)
+            self.rollout.call(Verb.IMPORT_END, {"version": self.version}, step=step)
             self.actor.call(Verb.EXPORT_END, step=step)
         finally:
             sweep(self._leftovers)
         moved = time.perf_counter()
         gap = self._probe(step)
+        self.sent = self.version
         done = time.perf_counter()
         nbytes = sum(int(spec["nbytes"]) for spec in offer["specs"])
         return SyncReport(len(offer["specs"]), nbytes, done - started, done - moved, gap)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlctl import __version__, as_built, checkpoints
+from rlctl import __version__, ahead_files, as_built, checkpoints
 from rlctl.build import build_bodies, model_paths
 from rlctl.driver import Driver
 from rlctl.gap_budget import GapBudget
@@ -29,7 +29,7 @@ from rlctl.resume import about_model, check_fits
 from rlctl.revive import SteadySync
 from rlctl.roads import plan_road, prepare
 from rlctl.run_dir import RunDir
-from rlctl.step_metrics import idle_s
+from rlctl.step_metrics import Clock, idle_s
 from rlctl.sync import WeightSync
 from rlctl.tracking import open_tracker
 from specs.as_built import AsBuilt
@@ -208,8 +208,8 @@ class Run:
         spec = self.spec
         driver = self.driver
         assert driver is not None
-        with driver.phase("sync", self.done):
-            driver.sync.run(self.done)
+        driver.sync.weights.version = self.done
+        driver.send_weights(self.done, Clock())
         if spec.eval and self.done == 0:
             before = driver.evaluate(0)
             self._log({"step": 0, **before})
@@ -255,12 +255,17 @@ class Run:
             body = {"folder": str(folder), "proof_prompts": prompts, "proof_tokens": PROOF_TOKENS}
             return [answer.body["files"] for answer in self.groups["actor"].call(Verb.SAVE, body, step=self.done)]
 
+        def write_driver(folder: Path) -> dict[str, Any]:
+            assert self.driver is not None
+            ahead = self.driver.ahead
+            return {"position": ahead.cursor, "ahead": ahead_files.write(folder, ahead.drain(Clock()))}
+
         checkpoints.save(
             self.run.checkpoints,
             self.done,
-            state={"position": self.driver.position},
             about=self._about(),
             write_actor=write_actor,
+            write_driver=write_driver,
             keep=self.spec.checkpoint.keep,
         )
         self.saved = self.done
@@ -302,10 +307,18 @@ class Run:
     def _restore(self, checkpoint: checkpoints.Checkpoint) -> None:
         assert self.driver is not None
         self.groups["actor"].call(Verb.LOAD, {"folder": str(checkpoint.path / "actor")})
-        self.driver.position = int(checkpoint.state["position"])
+        state = checkpoint.state
+        kept = ahead_files.read(checkpoint.path / "driver", state.get("ahead", ()))
+        too_old = self.driver.ahead.restore(int(state["position"]), kept)
         self.done = self.saved = checkpoint.step
         self.progress.start_at(self.done)
         self.progress.message(f"resumed from {checkpoint.path}")
+        if too_old:
+            steps = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
+            self._warn(
+                f"{sum(too_old.values())} samples drawn ahead for step {steps} are dropped: older than "
+                f"rollout.max_staleness = {self.spec.rollout.max_staleness} allows. Their prompts are drawn again"
+            )
 
     def _save_last_step(self, why: str) -> None:
         """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""

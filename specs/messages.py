@@ -67,12 +67,12 @@ SAMPLE_COLUMNS = ("tokens_T", "loss_mask_T", "rollout_logprob_T", "group_B", "id
 
 COLUMNS: Mapping[Verb, Columns] = {
     Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
-    Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=SAMPLE_COLUMNS),
+    Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),
     Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("reward_B", "scored_B")),
     Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
     Verb.UPDATE: Columns(
         needs=("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T"),
-        optional=("old_logprob_T", "ref_logprob_T"),
+        optional=("old_logprob_T", "ref_logprob_T", "version_B"),
     ),
     Verb.PROBE: Columns(needs=("tokens_T",), gives=("logprob_T",)),
 }

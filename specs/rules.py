@@ -16,6 +16,7 @@ from specs.files import file_problems
 from specs.node_rules import node_problems
 from specs.road_rules import road_problems
 from specs.rollout_rules import rollout_problems
+from specs.run_ahead_rules import run_ahead_problems, run_ahead_warnings
 from specs.schema import (
     FakeRolloutEngine,
     FakeTrainEngine,
@@ -50,7 +51,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
     """What works but is seldom meant."""
     warnings = []
     algorithm, rollout = spec.algorithm, spec.rollout
-    if algorithm.on_policy:
+    if spec.ratio_against == "current":
         for key in ("clip_low", "clip_high", "dual_clip"):
             if key in algorithm.model_fields_set:
                 message = "does nothing: with one mini-batch and one epoch per step the ratio is always 1"
@@ -62,7 +63,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
             warnings.append(
                 Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(rollout, key)))
             )
-    return [*warnings, *_never_due(spec), *_straddling(spec)]
+    return [*warnings, *run_ahead_warnings(spec), *_never_due(spec), *_straddling(spec)]
 
 
 def _never_due(spec: Spec) -> Iterator[Problem]:
@@ -418,6 +419,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _roles,
     node_problems,
     rollout_problems,
+    run_ahead_problems,
     sglang_problems,
     vllm_problems,
     road_problems,

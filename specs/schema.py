@@ -19,6 +19,8 @@ SCHEMA_VERSION = 1
 RoleName = Literal["actor", "ref", "reward", "rollout"]
 DType = Literal["fp32", "bf16"]
 RoadKind = Literal["shm", "folder", "group", "cuda_ipc"]
+# Nats by which a step of learning may move the mean log-prob of the sampled tokens before it is said, or stops the run.
+LEARNED_A_STEP_WARN, LEARNED_A_STEP_STOP = 0.5, 1.0
 # What a sync sends: the model's own weights with adapters added in; both apart; the adapters alone.
 WeightForm = Literal["merged", "apart", "adapters"]
 OWN_ATTENTION = ("vllm", "sglang")  # rollout engines that choose their attention themselves
@@ -456,13 +458,20 @@ class RolloutSection(RoleSection):
         None,
         gt=0,
         description="Mean log-prob difference between sampler and trainer on a step's sampled tokens above which the "
-        "run warns; unset: 1e-4 in fp32, 0.03 in bf16, more with `top_p`, none with `top_k`.",
+        "run warns; unset: 1e-4 in fp32, 0.03 in bf16, more with `top_p` and `max_staleness`, none with `top_k`.",
     )
     max_logprob_gap: float | None = Field(
         None,
         gt=0,
         description="The same, above which the run stops before it learns from the step and keeps the batch; unset: "
-        "1e-2 in fp32, 0.3 in bf16, more with `top_p`, none with `top_k`.",
+        "1e-2 in fp32, 0.3 in bf16, more with `top_p` and `max_staleness`, none with `top_k`.",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Steps that sampling may run ahead of learning; 0: each waits for the other. Else samples are "
+        "drawn while the actor learns, with weights up to so many steps old; older ones are dropped and counted.",
     )
     max_restarts: int = Field(
         3,
@@ -583,6 +592,15 @@ class Spec(Table):
         return self.run.steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step
 
     @property
+    def ratio_against(self) -> Literal["sampler", "current", "trainer"]:
+        """Whose log-probs the loss divides by: the sampler's own where it may run ahead, so that the clipped ratio
+        corrects what the actor has learned since; else the trainer's before the update, which are the current ones
+        when there is but one."""
+        if self.rollout.max_staleness:
+            return "sampler"
+        return "current" if self.algorithm.on_policy else "trainer"
+
+    @property
     def needs_ref(self) -> bool:
         """Whether the loss compares the actor with a reference."""
         return self.algorithm.kl_coef > 0
@@ -624,15 +642,16 @@ class Spec(Table):
         """Mean gaps between sampler and trainer above which to warn and to stop; None: never.
 
         With `top_p` the sampler's log-probs are those of a set with at least that much probability, so that they lie up
-        to -ln(top_p) above the trainer's. `top_k` has no such bound.
+        to -ln(top_p) above the trainer's. `top_k` has no such bound. Where sampling runs ahead, the gap also holds what
+        the actor has learned since.
         """
         rollout = self.rollout
         warn_at, limit = rollout.warn_logprob_gap, rollout.max_logprob_gap
         if rollout.top_k == 0:
             cut = -math.log(rollout.top_p)
             exact = self.rollout_dtype == self.actor.dtype == "fp32"
-            warn_at = warn_at or cut + (1e-4 if exact else 0.03)
-            limit = limit or cut + (1e-2 if exact else 0.3)
+            warn_at = warn_at or cut + (1e-4 if exact else 0.03) + LEARNED_A_STEP_WARN * rollout.max_staleness
+            limit = limit or cut + (1e-2 if exact else 0.3) + LEARNED_A_STEP_STOP * rollout.max_staleness
         return warn_at, limit
 
     def attention(self, role: RoleName) -> Attention:

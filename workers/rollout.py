@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from backends import memory
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
@@ -22,6 +24,7 @@ class Rollout:
         self.rank = rank
         self._engine: RolloutEngine | None = None
         self._importer: Importer | None = None
+        self.version = 0  # of the weights, as the driver counts them; every sample carries it
         self.device = "cpu"
 
     @property
@@ -48,7 +51,7 @@ class Rollout:
         sampling = Sampling.model_validate(message.body["sampling"])
 
         def send(batch: Batch) -> None:
-            emit({}, batch.columns)
+            emit({}, batch.with_columns(version_B=np.full(len(batch), self.version)).columns)
 
         return dict(self.engine.generate(message.batch, sampling, send)), {}
 
@@ -69,7 +72,9 @@ class Rollout:
         return {"checksums": self.importer.read(int(message.body["bucket"]), message.body["entries"])}, {}
 
     def import_end(self, message: Message, emit: Emit) -> Reply:
-        return {"weights": self.importer.end()}, {}
+        weights = self.importer.end()
+        self.version = int(message.body["version"])
+        return {"weights": weights}, {}
 
     def sleep(self, message: Message, emit: Emit) -> Reply:
         """Leave the device to trainers. Answers the memory held before and after, in GiB."""

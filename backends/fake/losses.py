@@ -33,9 +33,11 @@ def grpo_terms(
     old_logprob_N: Column | None,
     ref_logprob_N: Column | None,
     algorithm: Grpo,
+    sampler_is_old: bool = False,
 ) -> GrpoTerms:
     """See `backends.train.losses.grpo_loss` for the formulas and their papers."""
-    old_N = logprob_N if old_logprob_N is None else old_logprob_N
+    trainer_N = logprob_N if old_logprob_N is None else old_logprob_N
+    old_N = rollout_logprob_N if sampler_is_old else trainer_N
     difference_N = logprob_N - old_N
     ratio_N = np.exp(np.clip(difference_N, -20, 20))
     plain_N = -advantage_N * ratio_N
@@ -53,7 +55,7 @@ def grpo_terms(
         loss_N = loss_N + algorithm.kl_coef * kl_N
         by_logprob_N = by_logprob_N + algorithm.kl_coef * kl_by_logprob_N
     loss = float((weight_N * (loss_N - algorithm.entropy_coef * entropy_N)).sum())
-    gap_N = np.abs(rollout_logprob_N - old_N)
+    gap_N = np.abs(rollout_logprob_N - trainer_N)
     sums = {
         "loss": loss,
         "entropy": float(entropy_N.sum()),

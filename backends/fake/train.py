@@ -104,6 +104,7 @@ class FakeTrainEngine(TrainEngine):
             column("old_logprob_T") if "old_logprob_T" in batch else None,
             column("ref_logprob_T") if algorithm.kl_coef > 0 else None,
             algorithm,
+            "version_B" in batch,
         )
         grad_NV = -p_NV * terms.by_logprob_N[:, None]
         grad_NV -= p_NV * (logp_NV + entropy_N[:, None]) * terms.by_entropy_N[:, None]

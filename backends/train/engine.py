@@ -216,6 +216,7 @@ class HfTrainEngine(TrainEngine):
             rollout_logprob_N=column("rollout_logprob_T"),
             old_logprob_N=column("old_logprob_T") if "old_logprob_T" in batch else None,
             ref_logprob_N=column("ref_logprob_T") if algorithm.kl_coef > 0 else None,
+            sampler_is_old="version_B" in batch,
         )
 
     def _no_columns(self, algorithm: Grpo) -> TokenColumns:

@@ -79,10 +79,12 @@ class TokenColumns:
     rollout_logprob_N: Tensor
     old_logprob_N: Tensor | None  # None: on-policy, the current ones
     ref_logprob_N: Tensor | None  # None: no KL term
+    sampler_is_old: bool = False  # the ratio is taken against the sampler's log-probs: they are of older weights
 
     def slice(self, start: int, stop: int) -> TokenColumns:
         columns = (self.weight_N, self.advantage_N, self.rollout_logprob_N, self.old_logprob_N, self.ref_logprob_N)
-        return TokenColumns(*(None if column is None else column[start:stop] for column in columns))  # type: ignore[arg-type]
+        cut = (None if column is None else column[start:stop] for column in columns)
+        return TokenColumns(*cut, sampler_is_old=self.sampler_is_old)  # type: ignore[arg-type]
 
 
 # Order of the sums that `grpo_loss` returns; the maximum of the sampler's gap is returned beside them.
@@ -97,7 +99,8 @@ def grpo_loss(
     Returns the loss (scalar, with gradient), sums [7] in the order of LOSS_SUMS, and the largest sampler gap (scalar).
     """
     now_N = logprob_N.detach()
-    old_N = now_N if columns.old_logprob_N is None else columns.old_logprob_N
+    trainer_N = now_N if columns.old_logprob_N is None else columns.old_logprob_N
+    old_N = columns.rollout_logprob_N if columns.sampler_is_old else trainer_N
     policy = clipped_policy_loss(
         logprob_N,
         old_N,
@@ -116,7 +119,7 @@ def grpo_loss(
     if algorithm.entropy_coef:
         loss_N = loss_N - algorithm.entropy_coef * entropy_N
     loss = (columns.weight_N * loss_N).sum()
-    gap_N = (columns.rollout_logprob_N - old_N).abs()
+    gap_N = (columns.rollout_logprob_N - trainer_N).abs()
     sums = torch.stack(
         [
             loss.detach(),

@@ -152,6 +152,27 @@ def test_old_logprobs_of_the_same_weights_equal_on_policy(make: Make) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def test_samples_of_older_weights_are_weighed_against_their_sampler(make: Make) -> None:
+    """`version_B` does what the sampler's log-probs as `old_logprob_T` do, but the gap is against the current ones."""
+    batch = make_batch(off_policy=False)
+    older = batch.with_columns(version_B=np.zeros(len(batch), dtype=np.int64))
+    spelled_out = batch.with_columns(old_logprob_T=batch["rollout_logprob_T"])
+    engines = make(), make()
+    current_T = engines[0].forward(batch)
+    sums = [
+        engine.forward_backward(given, grpo(**FULL), scale_of(batch))
+        for engine, given in zip(engines, (older, spelled_out), strict=True)
+    ]
+    gap_T = np.abs(batch["rollout_logprob_T"] - current_T)[batch["loss_mask_T"] > 0]
+    assert sums[0]["logprob_gap"] == pytest.approx(gap_T.sum(), rel=1e-4)
+    assert sums[0]["logprob_gap_max"] == pytest.approx(gap_T.max(), rel=1e-4)
+    assert sums[1]["logprob_gap"] == 0
+    same = [name for name in METRIC_SUMS if name != "logprob_gap"]
+    assert [sums[0][name] for name in same] == [sums[1][name] for name in same]
+    assert sums[0]["clipped"] > 0
+    assert engines[0].optim_step().grad_norm == engines[1].optim_step().grad_norm
+
+
 def test_learning_raises_what_has_advantage(make: Make) -> None:
     engine, batch = make(), make_batch(off_policy=False)
     before = engine.forward(batch)

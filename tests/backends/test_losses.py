@@ -92,8 +92,8 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("on_policy", [True, False])
-def test_against_numpy_with_written_out_derivatives(setting: dict[str, float], on_policy: bool) -> None:
+@pytest.mark.parametrize("against", ["current", "trainer", "sampler"])
+def test_against_numpy_with_written_out_derivatives(setting: dict[str, float], against: str) -> None:
     rng = np.random.default_rng(0)
     count = 400
     logprob, old, ref, rollout = (rng.normal(-2, 1.0, count) for _ in range(4))
@@ -106,15 +106,18 @@ def test_against_numpy_with_written_out_derivatives(setting: dict[str, float], o
         weight,
         advantage,
         rollout,
-        None if on_policy else old,
+        old if against == "trainer" else None,
         ref if kl_on else None,
         algorithm,
+        against == "sampler",
     )
     lp, ent, *columns = (
         torch.tensor(column, requires_grad=i < 2)
         for i, column in enumerate((logprob, entropy, weight, advantage, rollout, old, ref))
     )
-    given = TokenColumns(*columns[:3], None if on_policy else columns[3], columns[4] if kl_on else None)
+    given = TokenColumns(
+        *columns[:3], columns[3] if against == "trainer" else None, columns[4] if kl_on else None, against == "sampler"
+    )
     loss, sums, gap_max = grpo_loss(lp, ent, given, algorithm)
     loss.backward()
     np.testing.assert_allclose(lp.grad.numpy(), expected.by_logprob_N, rtol=1e-9, atol=1e-12)
@@ -123,6 +126,20 @@ def test_against_numpy_with_written_out_derivatives(setting: dict[str, float], o
     assert dict(zip(LOSS_SUMS, sums.tolist(), strict=True)) == pytest.approx(expected.sums, rel=1e-9, abs=1e-9)
     assert gap_max.item() == pytest.approx(expected.logprob_gap_max)
     assert loss.item() == pytest.approx(expected.loss)
+
+
+def test_the_ratio_against_an_older_sampler_by_hand() -> None:
+    """A token that the sampler gave 1/4 and the trainer now gives 1/2: the ratio is 2, clipped at 1.28, and
+    the gap is what was learned in between."""
+    half, quarter = (torch.tensor([math.log(p)], dtype=torch.float64) for p in (0.5, 0.25))
+    one = torch.ones(1, dtype=torch.float64)
+    columns = TokenColumns(one, 3.0 * one, quarter, None, None, sampler_is_old=True)
+    for part in (columns, columns.slice(0, 1)):
+        loss, sums, gap_max = grpo_loss(half, one, part, grpo(clip_high=0.28))
+        named = dict(zip(LOSS_SUMS, sums.tolist(), strict=True))
+        assert loss.item() == pytest.approx(-3.0 * 1.28)
+        assert (named["ratio"], named["clipped"]) == (pytest.approx(2.0), 1.0)
+        assert named["logprob_gap"] == gap_max.item() == pytest.approx(math.log(2.0))
 
 
 def test_aggregations_by_hand() -> None:

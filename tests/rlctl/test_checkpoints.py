@@ -18,7 +18,9 @@ def save(root, step, keep=5, text="weights"):
             path.write_text(f"{text} {step}")
         return [settle(folder, [path]) for path in written]
 
-    return checkpoints.save(root, step, state={"position": step * 10}, about={}, write_actor=write_actor, keep=keep)
+    return checkpoints.save(
+        root, step, about={}, write_actor=write_actor, write_driver=lambda folder: {"position": step * 10}, keep=keep
+    )
 
 
 def test_round_trip(tmp_path):
@@ -69,7 +71,7 @@ def test_failing_save_leaves_the_older_and_no_debris(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(tmp_path, 2, state={}, about={}, write_actor=full_disk, keep=2)
+        checkpoints.save(tmp_path, 2, about={}, write_actor=full_disk, write_driver=lambda folder: {}, keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
@@ -98,7 +100,7 @@ def save_as_told(root, step, marks, arrive=lambda folder: None):
         arrive(folder)
         return marks
 
-    return checkpoints.save(root, step, state={}, about={}, write_actor=write_actor, keep=5)
+    return checkpoints.save(root, step, about={}, write_actor=write_actor, write_driver=lambda folder: {}, keep=5)
 
 
 def test_the_manifest_holds_what_the_rank_wrote_not_what_arrived(tmp_path):

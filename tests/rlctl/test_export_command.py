@@ -32,7 +32,12 @@ def run(tmp_path):
     }
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     checkpoints.save(
-        tmp_path / "run" / "checkpoints", 1, state={"position": 0}, about=about, write_actor=write_actor, keep=1
+        tmp_path / "run" / "checkpoints",
+        1,
+        about=about,
+        write_actor=write_actor,
+        write_driver=lambda folder: {"position": 0},
+        keep=1,
     )
     return tmp_path / "run"
 

@@ -98,6 +98,8 @@ def test_defaults_follow_precision_and_what_sampling_leaves_out(tmp_path):
     assert budget_of(tmp_path, "rollout.max_logprob_gap=2.0") == (1e-4, 2.0)
     cut = -np.log(0.9)
     assert budget_of(tmp_path, "rollout.top_p=0.9") == pytest.approx((cut + 1e-4, cut + 1e-2))
+    learned = budget_of(tmp_path, "rollout.max_staleness=2")
+    assert learned == pytest.approx((2 * 0.5 + 1e-4, 2 * 1.0 + 1e-2)), "what two steps may teach comes on top"
     assert budget_of(tmp_path, "rollout.top_k=5") == (None, None)
     assert budget_of(tmp_path, "rollout.top_k=5", "rollout.max_logprob_gap=2.0") == (None, 2.0)
 

@@ -18,7 +18,7 @@ def test_ranks_and_updates_of_unequal_size_are_weighed_by_their_tokens():
         [report(1, 1.0, 0.2, 3.0, 0.5), report(3, 12.0, 0.4, 3.0, 0.1)],
         [report(2, 4.0, 0.1, 5.0, 0.2), report(2, 4.0, 0.3, 5.0, 0.2, skipped=True)],
     ]
-    metrics = update_metrics(updates)
+    metrics = update_metrics(updates, updates)
     assert metrics["actor/entropy"] == pytest.approx((1 + 12 + 4 + 4) / 8)
     assert metrics["actor/loss"] == pytest.approx(((0.2 + 0.4) + (0.1 + 0.3)) / 2)
     assert metrics["actor/grad_norm"] == pytest.approx(4.0)

@@ -1,0 +1,292 @@
+"""Sampling ahead of learning: the schedule by itself, then runs that are stopped, resumed and shortened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_group import LocalGroup
+from running import metrics, preset, rlctl, start, steps_done, trajectory, wait_for, workers_of
+
+from rlctl import ahead_files
+from rlctl.run_ahead import RunAhead
+from rlctl.sampling import Sampler
+from rlctl.step_metrics import Clock
+from specs.errors import CheckpointError, SpecError
+from specs.load import load_spec
+from specs.messages import Verb
+from specs.rules import cross_field_warnings
+
+PROMPTS, GROUP, STEPS = 8, 4, 9  # the preset `fake`: 8 prompts × 4 answers
+
+
+class Roles:
+    """A rollout that stamps its version on what it is sent, and a role with data and judge, behind the real wire
+    format. `log` is what happened, in order."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.log: list[tuple[str, int]] = []
+        self.rollout = LocalGroup("rollout", [{Verb.GENERATE: self.generate}])
+        self.reward = LocalGroup("reward", [{Verb.PROMPTS: self.prompts, Verb.SCORE: self.score}])
+
+    def prompts(self, call, emit):
+        first, count, size = (call.body[key] for key in ("position", "count", "group_size"))
+        draw_B = np.repeat(np.arange(first, first + count), size)
+        ids_B = draw_B * size + np.tile(np.arange(size), count)
+        columns = {"tokens_T": ids_B, "length_B": np.ones_like(ids_B), "group_B": draw_B, "id_B": ids_B}
+        return {"position": first + count}, {**columns, "row_B": draw_B}
+
+    def generate(self, call, emit):
+        ids_B = call.tensors["id_B"]
+        self.log.append(("sample", int(ids_B[0]) // (PROMPTS * GROUP) + 1))
+        half = len(ids_B) // 2
+        for part in (slice(half, None), slice(0, half)):
+            given = {name: column[part] for name, column in call.tensors.items()}
+            more = {"loss_mask_T": np.ones(half, np.int8), "rollout_logprob_T": np.zeros(half, np.float32)}
+            emit({}, {**given, **more, "finished_B": np.ones(half, np.int8), "version_B": np.full(half, self.version)})
+        return {}, {}
+
+    def score(self, call, emit):
+        ids_B = call.tensors["id_B"]
+        scores = {"reward_B": ids_B.astype(np.float32), "scored_B": np.ones(len(ids_B), np.uint8)}
+        return {"failures": {}, "samples": [{"id": int(ids_B[0])}]}, scores
+
+
+def ahead_of(folder: Path, most: int, steps: int = STEPS) -> tuple[RunAhead, Roles]:
+    spec = load_spec(preset("fake", folder), [f"rollout.max_staleness={most}", f"run.steps={steps}"])
+    roles = Roles()
+    return RunAhead(spec, Sampler(spec, roles.rollout, roles.reward, lambda step: None)), roles
+
+
+def go(ahead: RunAhead, roles: Roles, first: int, last: int) -> list[list[int]]:
+    """Steps `first` to `last` as the driver makes them. Returns the versions and ids of each step's samples."""
+    seen = []
+    for number in range(first, last + 1):
+        ahead.fill(number)
+        drawn = ahead.take(number, Clock())
+        assert (drawn.scored.reward_B == drawn.batch["id_B"]).all(), "scores stay with their samples"
+        roles.log.append(("learn", number))
+        seen.append([*np.unique(drawn.batch["version_B"]).tolist(), *drawn.batch["id_B"].tolist()])
+        if ahead.due(number):
+            roles.version = number
+            roles.log.append(("sync", number))
+        ahead.learned()
+    return seen
+
+
+def planned_version(number: int, most: int) -> int:
+    """In words: batch 1 is drawn with the first weights; then batches go out n at a time, when one is left."""
+    version, sent = 0, 1 + most
+    while sent < number:
+        version, sent = (sent - 1, sent + most) if most else (sent, sent + 1)
+    return version
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 20])
+def test_versions_follow_from_the_step_alone(tmp_path: Path, most: int) -> None:
+    ahead, roles = ahead_of(tmp_path, most)
+    seen = go(ahead, roles, 1, STEPS)
+    assert [versions for versions, *_ in seen] == [planned_version(number, most) for number in range(1, STEPS + 1)]
+    assert all(0 <= number - 1 - versions <= most for number, (versions, *_) in enumerate(seen, start=1))
+    ids = [sample for _, *batch in seen for sample in batch]
+    assert ids == list(range(STEPS * PROMPTS * GROUP)), "every prompt once, in order"
+    assert ahead.cursor == STEPS * PROMPTS
+
+
+def test_order_of_work() -> None:
+    assert [planned_version(number, 2) for number in range(1, 8)] == [0, 0, 0, 2, 2, 4, 4]
+
+
+def test_two_ahead_keeps_this_order(tmp_path: Path) -> None:
+    ahead, roles = ahead_of(tmp_path, 2, steps=6)
+    go(ahead, roles, 1, 6)
+    assert [f"{what} {number}" for what, number in roles.log] == [
+        *("sample 1", "sample 2", "sample 3", "learn 1", "learn 2", "sync 2"),
+        *("sample 4", "sample 5", "learn 3", "learn 4", "sync 4"),
+        *("sample 6", "learn 5", "learn 6", "sync 6"),  # nothing to draw after step 5: its weights stay at home
+    ]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_checkpoint_keeps_the_line(tmp_path: Path, most: int, stop: int) -> None:
+    ahead, roles = ahead_of(tmp_path, most)
+    whole = go(ahead, roles, 1, STEPS)
+    ahead, roles = ahead_of(tmp_path, most)
+    go(ahead, roles, 1, stop)
+    said = json.loads(json.dumps(ahead_files.write(tmp_path, ahead.drain(Clock()))))
+    cursor = ahead.cursor
+    assert cursor == stop * PROMPTS
+    ahead, roles = ahead_of(tmp_path, most)
+    assert not ahead.restore(cursor, ahead_files.read(tmp_path, said))
+    roles.version = stop  # a resume syncs first
+    assert go(ahead, roles, stop + 1, STEPS) == whole[stop:]
+
+
+def test_too_old_for_a_resume_is_dropped_and_drawn_again(tmp_path: Path) -> None:
+    ahead, roles = ahead_of(tmp_path, 3)
+    go(ahead, roles, 1, 4)  # 5, 6 and 7 were drawn with version 3: 1, 2 and 3 steps old
+    said = ahead_files.write(tmp_path, ahead.drain(Clock()))
+    assert [entry["step"] for entry in said] == [5, 6, 7]
+    for most, kept in ((0, 0), (1, 1), (2, 2)):
+        shorter, roles = ahead_of(tmp_path, most)
+        dropped = shorter.restore(ahead.cursor, ahead_files.read(tmp_path, said))
+        assert dropped == dict.fromkeys(range(5 + kept, 8), PROMPTS * GROUP)
+        roles.version = 4
+        seen = go(shorter, roles, 5, STEPS)
+        assert all(0 <= number - 1 - versions <= most for number, (versions, *_) in enumerate(seen, start=5))
+        ids = [sample for _, *batch in seen for sample in batch]
+        assert ids == list(range(4 * PROMPTS * GROUP, STEPS * PROMPTS * GROUP)), "no prompt is lost or comes twice"
+
+
+def test_a_group_with_an_old_sample_goes_as_a_whole(tmp_path: Path) -> None:
+    ahead, _ = ahead_of(tmp_path, 1)
+    ahead.fill(1)
+    drawn = ahead.take(1, Clock())
+    version_B = drawn.batch.columns["version_B"] = drawn.batch["version_B"].copy()
+    version_B[:] = 5
+    version_B[GROUP + 1] = 3  # one answer of the second prompt
+    assert len(drawn.fresh(6, 2).batch) == len(version_B)  # in step 6 it is 5 - 3 = 2 steps old
+    ahead.line[0].number = 6
+    fresh = ahead.take(6, Clock())
+    assert fresh.batch["group_B"].tolist() == [group for group in range(PROMPTS) if group != 1 for _ in range(GROUP)]
+    assert (fresh.scored.reward_B == fresh.batch["id_B"]).all()
+    told = ahead.take_metrics(fresh.batch, 6, 0.0)
+    assert [told[f"rollout/{name}"] for name in ("staleness_mean", "staleness_max", "dropped_stale")] == [0, 0, GROUP]
+
+
+def test_a_file_of_the_line_that_is_broken_is_named(tmp_path: Path) -> None:
+    ahead, roles = ahead_of(tmp_path, 1)
+    go(ahead, roles, 1, 2)
+    said = ahead_files.write(tmp_path, ahead.drain(Clock()))
+    path = tmp_path / "ahead_000003.safetensors"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match="ahead_000003"):
+        ahead_files.read(tmp_path, said)
+
+
+# ── rules ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (('run.colocate="always"',), "take turns"),
+        (("actor.devices=[0]", "rollout.devices=[0]"), "shares GPU 0 with actor"),
+        (("actor.devices=[0]", "rollout.devices=[0]", 'run.colocate="never"'), "shares GPU 0 with actor"),
+    ],
+)
+def test_roles_that_share_a_device_cannot_run_ahead(tmp_path: Path, sets: tuple[str, ...], words: str) -> None:
+    spec = preset("quickstart", tmp_path)
+    load_spec(spec, list(sets))
+    with pytest.raises(SpecError, match=rf"rollout\.max_staleness = 1: .*{words}"):
+        load_spec(spec, [*sets, "rollout.max_staleness=1"])
+
+
+def test_clip_keys_have_an_effect_on_stale_samples(tmp_path: Path) -> None:
+    once = ("algorithm.mini_batches_per_step=1",)
+    spec = preset("quickstart", tmp_path)
+    keys = [problem.key for problem in cross_field_warnings(load_spec(spec, [*once]))]
+    assert keys == ["algorithm.clip_low", "algorithm.clip_high"]
+    assert not cross_field_warnings(load_spec(spec, [*once, "rollout.max_staleness=1"]))
+    cut = cross_field_warnings(load_spec(spec, ["rollout.top_p=0.9", "rollout.max_staleness=1"]))
+    assert any("staleness" in str(problem) for problem in cut)
+
+
+# ── runs ──────────────────────────────────────────────────────────────────────────────────────────
+
+SIX = (
+    *("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "algorithm.mini_batches_per_step=2"),
+    *("--set", "eval.every=2", "--set", "eval.prompts=8"),
+)
+
+
+def train(spec: Path, run: Path, *options: str) -> str:
+    done = rlctl("train", spec, "--run-dir", run, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def drop_last_checkpoint(run: Path, copy: Path) -> Path:
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_000006")
+    return copy
+
+
+def evals(run: Path) -> list[float]:
+    return [line["eval/heldout/reward_mean"] for line in metrics(run) if "eval/heldout/reward_mean" in line]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_six_steps_are_three_and_three(tmp_path: Path, most: int) -> None:
+    spec = preset("fake", tmp_path)
+    options = (*SIX, "--set", f"rollout.max_staleness={most}")
+    out = train(spec, tmp_path / "whole", *options)
+    assert "ahead" not in out or "dropped" not in out
+    lines = [line for line in metrics(tmp_path / "whole") if line["step"] > 0]
+    staleness = [line["step"] - 1 - planned_version(line["step"], most) for line in lines]
+    assert [line["rollout/staleness_max"] for line in lines] == staleness
+    assert [line["rollout/staleness_mean"] for line in lines] == staleness
+    assert all(line["rollout/dropped_stale"] == 0 for line in lines)
+    kept = sorted(path.name for path in (tmp_path / "whole" / "checkpoints" / "step_000003" / "driver").iterdir())
+    assert kept == [*(f"ahead_{3 + index:06d}.safetensors" for index in range(1, most + 1)), "state.json"]
+    halves = drop_last_checkpoint(tmp_path / "whole", tmp_path / "halves")
+    train(spec, halves, *options, "--resume")
+    assert trajectory(halves) == trajectory(tmp_path / "whole")
+    assert evals(halves) == evals(tmp_path / "whole")
+    if most == 2:
+        shorter = drop_last_checkpoint(tmp_path / "whole", tmp_path / "shorter")
+        out = train(spec, shorter, *SIX, "--set", "rollout.max_staleness=1", "--resume")
+        assert "rollout.max_staleness: 2 → 1" in out
+        assert "32 samples drawn ahead for step 5 are dropped" in out
+        after = metrics(shorter)[4:]
+        assert [line["rollout/dropped_stale"] for line in after] == [32, 0, 0]
+        assert [line["rollout/staleness_max"] for line in after] == [1, 1, 1]
+        shown = [json.loads(line) for line in (shorter / "samples.jsonl").read_text().splitlines()]
+        assert {(sample["id"] // 32 + 1) - sample["step"] for sample in shown} == {0}, "each step its own prompts"
+
+
+def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
+    spec, run = preset("fake", tmp_path), tmp_path / "run"
+    one = ("--set", "rollout.max_staleness=1")
+    driver = start("train", spec, "--run-dir", run, *one, "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
+    try:
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        driver.send_signal(signal.SIGINT)
+        output = driver.communicate(timeout=40)[0]
+    finally:
+        driver.kill()
+        driver.communicate()
+    assert driver.returncode == 130, output
+    wait_for(lambda: not workers_of(run), 20, "the end of every worker")
+    done = steps_done(run)
+    (saved,) = (run / "checkpoints").glob("step_*")
+    assert (saved / "driver" / f"ahead_{done + 1:06d}.safetensors").is_file()
+    train(spec, run, *one, "--resume", "--set", f"run.steps={done + 3}")
+    train(spec, tmp_path / "whole", *one, "--set", f"run.steps={done + 3}")
+    assert trajectory(run) == trajectory(tmp_path / "whole")
+
+
+def test_the_real_engines_overlap_and_resume_to_the_bit(tmp_path: Path) -> None:
+    spec, run = preset("quickstart", tmp_path), tmp_path / "run"
+    small = ("--set", "data.prompts_per_step=8", "--set", "algorithm.group_size=4")
+    options = (*SIX, *small, "--set", "rollout.max_staleness=1")
+    train(spec, run, *options)
+    lines = [line for line in metrics(run) if line["step"] > 0]
+    assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 1, 1, 1, 1]
+    assert all(line["sync/verified"] is True for line in lines if "sync/verified" in line)
+    assert [line["step"] for line in lines if "sync/verified" in line] == [1, 2, 3, 4, 6]
+    assert all(0 < line["rollout/overlap_s"] <= line["time/update_s"] for line in lines[:5])
+    assert lines[0]["rollout/logprob_gap"] < 1e-5, "drawn with the weights of now"
+    assert all(line["rollout/logprob_gap"] > 1e-4 for line in lines[1:]), "one step of learning lies between"
+    assert lines[0]["actor/ratio"] != 1.0
+    assert all(line["actor/approx_kl"] > 0 for line in lines)
+    halves = drop_last_checkpoint(run, tmp_path / "halves")
+    train(spec, halves, *options, "--resume")
+    assert trajectory(halves) == trajectory(run)
+    assert evals(halves) == evals(run)
