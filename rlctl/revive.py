@@ -55,8 +55,9 @@ class SteadySync:
         """A verified sync to every replica, in the phase "sync". Replicas that are lost, also on the way, are brought
         back for it. Raises what `WeightSync.run` raises, and RoleFailure when the restarts are used up."""
         while True:
-            with self._timed():
-                self._bring_back(step)
+            if self.losses.lost:
+                with self._timed():
+                    self._bring_back(step)
             try:
                 return self.weights.run(step)
             except RanksLost:
@@ -67,8 +68,8 @@ class SteadySync:
         """If samplers are lost, have them all back with the actor's weights, and every role where it was."""
         phase = self.residency.phase
         assert phase is not None, "a phase comes first"
-        with self._timed():
-            while self.losses.lost:
+        while self.losses.lost:
+            with self._timed():
                 self.run(step)
                 self.residency.enter(phase, step=step)
 
@@ -78,8 +79,6 @@ class SteadySync:
         return {"rollout/restarts": self.losses.restarts, "time/restart_s": seconds}
 
     def _bring_back(self, step: int | None) -> None:
-        if not self.losses.lost:
-            return
         self.residency.enter("build", step=step)
         while self.losses.lost:
             ranks = self.groups.restart(ROLLOUT)

@@ -115,7 +115,8 @@ def test_resume_refuses_another_spec(spec, tmp_path):
 def running(spec, tmp_path):
     """A long run in its third step or later."""
     run = tmp_path / "run"
-    driver = start("train", spec, "--run-dir", run, *FOREVER, "--set", "run.heartbeat_timeout_s=3")
+    strict = ("--set", "run.heartbeat_timeout_s=3", "--set", "rollout.max_restarts=0")
+    driver = start("train", spec, "--run-dir", run, *FOREVER, *strict)
     try:
         wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
         assert driver.poll() is None, driver.stdout.read()

@@ -26,6 +26,8 @@ def happened(number):
 def crash(number, how, victim):
     with (HERE / f"crash{number}").open("a") as marks:
         marks.write(".")
+    if how == "other model":
+        return
     if how == "died":
         from specs.errors import SamplerDied
 
@@ -66,7 +68,9 @@ def wrap(owner, name):
             due_now = due
         for number, how, victim, _ in due_now:
             crash(number, how, victim)
-        return inner(*args, **named)
+        found = inner(*args, **named)
+        other = any(how == "other model" for _, how, _, _ in due_now)
+        return found.model_copy(update={"parameters": found.parameters + 1}) if other else found
 
     setattr(owner, name, method if name != "build" else staticmethod(method))
 
@@ -78,7 +82,7 @@ for module, name, methods in json.loads((HERE / "engines.json").read_text()).get
         wrap(getattr(import_module(module), name), method)
 """
 
-ROLLOUT_METHODS = ["build", "generate", "import_weight", "finish_import", "score", "sleep", "wake"]
+ROLLOUT_METHODS = ["build", "built", "generate", "import_weight", "finish_import", "score", "sleep", "wake"]
 FAKE = {
     "rollout": [["backends.fake.rollout", "FakeRolloutEngine", ROLLOUT_METHODS]],
     "actor": [["backends.fake.train", "FakeTrainEngine", ["forward_backward"]]],
@@ -92,14 +96,21 @@ def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any]
     """Write what makes roles crash into `folder`; returns the options of `rlctl train` that put it on their path.
 
     A crash: `role`, `rank` and `method` of the engine in whose call number `call` (of its process; or a later one) it
-    happens, `parts` sent before, `times`, `how` ("kill", "stop", "died"), `victim` (a rollout rank, when it is not
-    this rank), `after` (the number of another crash that must have happened).
+    happens, `parts` sent before, `times`, `how` ("kill", "stop", "died", "other model"), `victim` (a rollout rank, when
+    it is not this rank), `after` (the number of another crash that must have happened).
     """
     folder.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(CODE)
     (folder / "crashes.json").write_text(json.dumps(crashes))
     (folder / "engines.json").write_text(json.dumps(engines))
     return [part for role in ("actor", "rollout") for part in ("--set", f'{role}.env.PYTHONPATH="{folder}"')]
+
+
+def happened(folder: Path) -> list[int]:
+    """How often each crash happened."""
+    numbers = range(len(json.loads((folder / "crashes.json").read_text())))
+    marks = [folder / f"crash{number}" for number in numbers]
+    return [len(mark.read_text()) if mark.exists() else 0 for mark in marks]
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
