@@ -17,7 +17,7 @@ from backends.train.engine import HfTrainEngine
 from specs.batch import Batch
 from specs.errors import ModelError, SyncError
 from specs.role_config import RolloutConfig, Sampling
-from specs.schema import Lora, WeightForm
+from specs.schema import DType, Lora, WeightForm
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -29,14 +29,16 @@ TEMPERATURE = 0.7  # of `train_config`
 PARTLY = Lora(rank=8, alpha=8.0, targets=("q_proj", "v_proj", "model.layers.1.mlp.down_proj"))
 
 
-def config_of(lora: Lora) -> RolloutConfig:
-    config = rollout_config(shared_folder(), "vllm")
+def config_of(lora: Lora, dtype: DType = "fp32", device: str = "cpu") -> RolloutConfig:
+    config = rollout_config(shared_folder(), "vllm", dtype)
     engine = config.engine.model_copy(update={"lora": "adapters"})
-    return config.model_copy(update={"lora": lora, "engine": engine})
+    model = config.model.model_copy(update={"device": device})
+    return config.model_copy(update={"lora": lora, "engine": engine, "model": model})
 
 
-def trainer_of(lora: Lora = LORA) -> HfTrainEngine:
-    engine = build_engine(train_config(shared_folder(), lora=lora, micro_batch_tokens=512))
+def trainer_of(lora: Lora = LORA, dtype: DType = "fp32") -> HfTrainEngine:
+    config = train_config(shared_folder(), lora=lora, micro_batch_tokens=512, model={"dtype": dtype})
+    engine = build_engine(config)
     assert isinstance(engine, HfTrainEngine)
     learn(engine, 2)
     return engine
@@ -67,7 +69,7 @@ def sync(trainer: HfTrainEngine, engine: RemoteVllm, change: Change | None = Non
     """What a sync does: every checksum as sent must be the one read back. Returns the form, and how many bytes."""
     form = engine.weight_form()
     nbytes = 0
-    for weight in trainer.export_weights("fp32", form):
+    for weight in trainer.export_weights(trainer.config.model.dtype, form):
         buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
         checksum, spec = weight.copy_to(buffer), weight.spec
         if change is not None:
@@ -247,3 +249,27 @@ def test_some_parts_of_fused_layers_may_have_adapters(process: VllmProcess, trai
 def test_a_layer_without_a_place_for_adapters_is_refused(engine: RemoteVllm) -> None:
     with pytest.raises(ModelError, match=r"vLLM has no place for adapters of model\.norm"):
         engine.process.call("clear_adapters", {"layers": ["model.norm"]})
+
+
+# ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_on_a_gpu(level: int) -> None:
+    """vLLM's sleep mode and its own kernels, in bf16: the order of a sync on a shared GPU."""
+    process, trainer = VllmProcess(), trainer_of(dtype="bf16")
+    try:
+        engine = RemoteVllm(process, config_of(LORA, "bf16", "cuda"))
+        assert sync(trainer, engine)[0] == "apart"
+        for step in range(2):
+            engine.sleep(level)
+            learn(trainer, 1, first=50 + step)
+            engine.wake(["weights"])
+            assert sync(trainer, engine)[0] == {1: "adapters", 2: "apart"}[level]
+            assert gap(trainer, engine) < 0.15
+            assert gap(trainer, engine) < gap(trainer, engine, adapters=False) / 2
+            engine.wake(["kv_cache"])
+            answer(engine, make_prompts())
+    finally:
+        process.close()

@@ -1,13 +1,15 @@
 """A rollout's end of a road in a process of its own, told what to do by lines of JSON: for tests that kill it.
 
-`{"begin": offer, "road": …, "options": …, "replica": …}` and `{"read": bucket, "entries": […]}`, which answers the
-bytes' checksum of each weight; every answer is a line too.
+`{"begin": offer, "road": …, "options": …, "replica": …}`, `{"read": bucket, "entries": […]}`, which answers the bytes'
+checksum of each weight, and `{"rest": true}`; every answer is a line too.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+
+import numpy as np
 
 from backends.checksum import checksum_bytes
 from workers.roads import open_reader
@@ -21,9 +23,12 @@ def main() -> None:
         if "begin" in told:
             reader = reader or open_reader(told["road"], told["options"], told["replica"])
             reader.begin(told["begin"])
+        elif "rest" in told:
+            reader.rest()
         else:
             window_U = reader.receive(told["read"], told["entries"])
-            answer = [checksum_bytes(window_U[e["offset"] : e["offset"] + e["nbytes"]]) for e in told["entries"]]
+            held_U = window_U if isinstance(window_U, np.ndarray) else window_U.cpu().numpy()
+            answer = [checksum_bytes(held_U[e["offset"] : e["offset"] + e["nbytes"]]) for e in told["entries"]]
         print(json.dumps(answer), flush=True)
 
 

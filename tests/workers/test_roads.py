@@ -318,9 +318,9 @@ def test_full_disk_is_told(roles, tmp_path):
 class ReaderProcess:
     """`road_reader.py`."""
 
-    def __init__(self):
+    def __init__(self, env=None):
         command = [sys.executable, str(Path(__file__).with_name("road_reader.py"))]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def ask(self, told):
