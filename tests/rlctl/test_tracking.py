@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,3 +70,18 @@ def test_tensorboard_files_hold_the_values(tmp_path: Path) -> None:
         seen += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         data = data[16 + length :]
     assert seen == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5)]
+
+
+def test_wandb_is_told_the_project_and_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb wants an account, so a stand-in takes down what it is told."""
+    told: list[Any] = []
+    run = SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("end"))
+    stand_in = SimpleNamespace(
+        init=lambda **options: told.append((options["project"], options["name"])) or run,
+        Settings=lambda **options: options,
+        Error=RuntimeError,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    with open_tracker(spec_with({"kind": "wandb", "project": "mine"}), tmp_path) as tracker:
+        tracker.log({"step": 1, "reward/mean": 0.25})
+    assert told == [("mine", "tracked"), (1, {"reward/mean": 0.25}), "end"]
