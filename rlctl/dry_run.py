@@ -31,8 +31,8 @@ def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
     print(f"trainers and rollout {turns}; addresses, ports and the run's secret are made at the start")
     road, why = choose_road(spec)
     print(f"weights travel from actor to rollout by {road} ({why})")
-    if spec.rollout.max_staleness:
-        print(f"sampling runs ahead of learning by up to {spec.rollout.max_staleness} steps")
+    if most := spec.rollout.max_staleness:
+        print(f"sampling runs ahead of learning by up to {_count(most, 'step', 'steps')}")
     for warning in warnings:
         print(f"\nwarning: {warning}")
 

@@ -68,7 +68,10 @@ def test_the_person_sees_roles_arithmetic_and_ok(spec: Path, capsys: pytest.Capt
     assert "64 prompts × 16 answers = 1024 samples" in out
     assert "rollout  torch" in out
     assert f"ok: {spec}" in out
+    assert "ahead" not in out
     assert err == ""
+    assert check(spec, ("rollout.max_staleness=2",), as_json=False) == 0
+    assert "ahead  the samples of the next 2 steps are drawn while the actor learns" in capsys.readouterr().out
 
 
 def test_the_person_sees_problems_on_stderr(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:

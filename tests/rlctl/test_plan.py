@@ -56,6 +56,14 @@ def test_cores_are_shared_out_by_process() -> None:
     assert plan(8, actor={"threads": 3}).role("actor").threads == 3
 
 
+def test_roles_that_work_at_the_same_time_share_the_cores() -> None:
+    made = plan(8, rollout={"max_staleness": 1, "processes": 2})
+    assert [(role.role, role.threads) for role in made.roles] == [("reward", 1), ("rollout", 2), ("actor", 4)]
+    assert plan(1, rollout={"max_staleness": 1}).role("actor").threads == 1
+    apart = plan(8, actor={"devices": [0]}, rollout={"max_staleness": 1})
+    assert (apart.role("actor").threads, apart.role("rollout").threads) == (8, 8), "the actor computes elsewhere"
+
+
 def test_replicas_are_worlds_of_their_own() -> None:
     made = plan(actor={"processes": 2}, rollout={"processes": 3})
     assert made.role("actor").world_size_of_group == 2

@@ -58,11 +58,12 @@ def test_plain_lines_name_what_matters(clock: Clock) -> None:
     with Progress(120, 0, "quickstart", target) as bar:
         run(bar, clock, range(1, 4), 2.0)
         clock.now += 2.0
-        bar.step(metrics(4, **{"actor/loss": -0.0012, "eval/heldout/reward_mean": 0.71}))
+        ahead = {"rollout/staleness_mean": 1.5}
+        bar.step(metrics(4, **{"actor/loss": -0.0012, "eval/heldout/reward_mean": 0.71, **ahead}))
     lines = text_of(target).splitlines()
     assert len(lines) == 4
     for part in ("step 4/120", "reward 0.0400", "loss -0.0012", "eval heldout 0.710", "12.4k tokens/s", "rollout 50%",
-                 "other 10%", "ETA 3:13"):  # fmt: skip
+                 "stale 1.50", "other 10%", "ETA 3:13"):  # fmt: skip
         assert part in lines[-1]
 
 

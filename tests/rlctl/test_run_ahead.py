@@ -218,6 +218,12 @@ def drop_last_checkpoint(run: Path, copy: Path) -> Path:
     return copy
 
 
+def own_prompts(run: Path) -> bool:
+    """Whether the shown samples of each step are of that step's own prompts: none was lost, none came twice."""
+    shown = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return all(sample["id"] // (PROMPTS * GROUP) + 1 == sample["step"] for sample in shown)
+
+
 def evals(run: Path) -> list[float]:
     return [line["eval/heldout/reward_mean"] for line in metrics(run) if "eval/heldout/reward_mean" in line]
 
@@ -247,8 +253,7 @@ def test_six_steps_are_three_and_three(tmp_path: Path, most: int) -> None:
         after = metrics(shorter)[4:]
         assert [line["rollout/dropped_stale"] for line in after] == [32, 0, 0]
         assert [line["rollout/staleness_max"] for line in after] == [1, 1, 1]
-        shown = [json.loads(line) for line in (shorter / "samples.jsonl").read_text().splitlines()]
-        assert {(sample["id"] // 32 + 1) - sample["step"] for sample in shown} == {0}, "each step its own prompts"
+        assert own_prompts(shorter)
 
 
 def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
@@ -270,6 +275,32 @@ def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
     train(spec, run, *one, "--resume", "--set", f"run.steps={done + 3}")
     train(spec, tmp_path / "whole", *one, "--set", f"run.steps={done + 3}")
     assert trajectory(run) == trajectory(tmp_path / "whole")
+
+
+def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
+    """A sampler comes back and the run goes on; the actor's end is the run's, and it is named."""
+    spec, run = preset("fake", tmp_path), tmp_path / "run"
+    one = ("--set", "rollout.max_staleness=1", "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
+    driver = start("train", spec, "--run-dir", run, *one)
+    try:
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        workers_of(run)["rollout"][0].kill()
+        killed_in = steps_done(run)
+        wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 60, "steps after the restart")
+        assert driver.poll() is None, driver.stdout.read()
+        workers_of(run)["actor"][0].kill()
+        output = driver.communicate(timeout=40)[0]
+    finally:
+        driver.kill()
+        driver.communicate()
+    assert driver.returncode == 1, output
+    assert "rollout rank 0 was lost" in output
+    assert "actor rank 0" in output
+    assert "SIGKILL" in output
+    lines = [line for line in metrics(run) if line["step"] > 1]
+    assert lines[-1]["rollout/restarts"] == 1
+    assert {line["rollout/staleness_max"] for line in lines} <= {0, 1}
+    assert own_prompts(run)
 
 
 def test_the_real_engines_overlap_and_resume_to_the_bit(tmp_path: Path) -> None:
