@@ -86,6 +86,20 @@ def what_was_sent_stands(calls: list[dict]) -> None:
     assert set.union(*again) < max(first, key=lambda ids: len(ids & set.union(*again)))
 
 
+def test_a_crash_while_the_rollout_runs_ahead_is_made_good_after_the_update(tmp_path: Path) -> None:
+    """The second step's batch is being written while the first is learned from. Of its eight groups, drawn with the
+    first weights, three go out again with those of after the update."""
+    plot, run = tmp_path / "plot", tmp_path / "run"
+    options = [*crashing.install(plot, [CRASHES[0]]), "--set", "rollout.max_staleness=1"]
+    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options, "--set", "run.steps=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(run)
+    assert [line["rollout/staleness_mean"] for line in lines] == [0, 5 / 8, 1, 1]
+    assert lines[-1]["rollout/restarts"] == 1
+    what_was_sent_stands(crashing.journal(plot))
+    nothing_left(run)
+
+
 def test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever(tmp_path: Path) -> None:
     plot, run = tmp_path / "plot", tmp_path / "run"
     once = {"role": "rollout", "rank": 1, "method": "generate", "call": 2}
