@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.attention_table import attention_entry, attention_table
 from rlctl.plan import Plan, make_plan
-from rlctl.probe import Probe, probe
-from rlctl.probe_report import RUN_NOTE, probe_json, probe_problems, probe_table, run_table
 from rlctl.reward_check import import_problems
 from rlctl.run_state import run_dir_warnings
 from specs.errors import Problem, SpecError
 from specs.interpreters import SHOWN, look_at
 from specs.load import parse, read_toml
 from specs.model_files import resolve_model
-from specs.probed import Level
 from specs.reference import reference_of
 from specs.road_rules import choose_road
 from specs.rules import cross_field_warnings, file_problems
@@ -28,6 +25,9 @@ from specs.seats import SeatGroup, mesh_of, seat_groups
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from rlctl.probe import Probe
+    from specs.probed import Level
 
 
 SEAT_ROWS = 8  # groups of a role that the table of seats shows; JSON has them all
@@ -98,6 +98,9 @@ def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     """The findings with those of a probe; as they were where problems leave nothing to build."""
     from rich.console import Console
 
+    from rlctl.probe import probe
+    from rlctl.probe_report import probe_problems
+
     spec, plan = findings.spec, findings.plan
     if not findings.ok or spec is None or plan is None:
         return findings
@@ -116,6 +119,8 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
     spec, plan, spec_dir = findings.spec, findings.plan, spec_path.absolute().parent
     listed = roles(spec, plan, spec_dir) if spec and plan else {}
     if spec and findings.probe:
+        from rlctl.probe_report import probe_json
+
         for role, found in probe_json(spec, spec_dir, findings.probe).items():
             listed[role].update(found)
     return {
@@ -246,6 +251,8 @@ def _print(findings: Findings, spec_path: Path) -> None:
 
 
 def _print_probe(out: Console, spec: Spec, spec_dir: Path, found: Probe) -> None:
+    from rlctl.probe_report import RUN_NOTE, probe_table, run_table
+
     out.print(probe_table(spec, spec_dir, found))
     out.print()
     if found.level == "run":

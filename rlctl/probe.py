@@ -42,7 +42,7 @@ class Probe:
 def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
     """Ask every role; what goes wrong with one is in its `error`. Leaves no process and no file behind."""
     requests = _requests(spec, spec_dir, level)
-    found = {role: _not_here(role) for role, body in requests.items() if _is_missing(body.body)}
+    found = {role: _not_here(role, path) for role, asked in requests.items() if (path := _missing(asked.body))}
     with ExitStack() as stack:
         links = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
         shares = _shares([plan.role(role) for role in requests if role not in found], level)
@@ -59,18 +59,19 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
     return Probe(level, requests, {role: found[role] for role in requests})
 
 
-def _is_missing(body: Mapping[str, Any]) -> bool:
-    """Whether the body names a hub id that is not in this machine's cache: a probe downloads nothing."""
+def _missing(body: Mapping[str, Any]) -> str:
+    """The body's hub id where it is not in this machine's cache: a probe downloads nothing."""
     path = str(body["model"]["path"] if "model" in body else body["model_path"])
-    snapshot = None if Path(path).is_absolute() else hub_snapshot(path)
-    return not Path(path).is_absolute() and (snapshot is None or not (snapshot / "config.json").is_file())
+    if Path(path).is_absolute():
+        return ""
+    snapshot = hub_snapshot(path)
+    return "" if snapshot is not None and (snapshot / "config.json").is_file() else path
 
 
-def _not_here(role: RoleName) -> Probed:
-    error = "the probe needs the model's config.json, which is not in the Hugging Face cache"
-    return Probed(
-        role=role, error=error, hint="download it first: hf download ID config.json, and the tokenizer's files"
-    )
+def _not_here(role: RoleName, path: str) -> Probed:
+    error = f"the probe needs the model's config.json, and {path} is not in the Hugging Face cache"
+    hint = f'download it first: hf download {path} --include "*.json", which leaves the weights where they are'
+    return Probed(role=role, error=error, hint=hint)
 
 
 def can_be_probed(spec: Spec, role: RoleName) -> bool:
