@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.attention_table import attention_entry, attention_table
 from rlctl.plan import Plan, make_plan
-from rlctl.reward_check import import_problems
-from rlctl.run_state import run_dir_warnings
 from specs.errors import Problem, SpecError
 from specs.interpreters import SHOWN, look_at
 from specs.load import parse, read_toml
@@ -19,7 +17,7 @@ from specs.model_files import resolve_model
 from specs.reference import reference_of
 from specs.road_rules import choose_road
 from specs.rules import cross_field_warnings, file_problems
-from specs.schema import RefSection, RoleSection, Spec
+from specs.schema import Function, RefSection, RoleSection, Spec
 from specs.seats import SeatGroup, mesh_of, seat_groups
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
     problems, warnings = _looked_up(spec, spec_dir)
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [])
-    warnings = [*cross_field_warnings(spec), *warnings, *run_dir_warnings(spec)]
+    warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
     try:
         plan = make_plan(spec, spec_dir)
     except SpecError as error:
@@ -73,8 +71,20 @@ def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
 def _looked_up(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
     """Errors and warnings about what the spec names; reward functions are imported, in processes of their own."""
     problems, warnings = file_problems(spec, spec_dir)
+    if not any(isinstance(term, Function) for term in spec.reward.terms):
+        return problems, warnings
+    from rlctl.reward_check import import_problems
+
     of_imports = import_problems(spec, spec_dir, [problem.key for problem in problems])
     return [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
+
+
+def _run_dir(spec: Spec) -> list[Problem]:
+    if not (Path(spec.run.dir) / spec.run.name).exists():
+        return []
+    from rlctl.run_state import run_dir_warnings  # brings what reads checkpoints
+
+    return run_dir_warnings(spec)
 
 
 def check(
