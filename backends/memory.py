@@ -34,6 +34,11 @@ def peak_GiB(device: str) -> float:
     return largest * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
+def used_GiB(device: str, before_GiB: float) -> float:
+    """The most that was held beyond `before_GiB`, what was there before a model was built: libraries, on the CPU."""
+    return max(0.0, peak_GiB(device) - before_GiB)
+
+
 def hand_back(device: str) -> None:
     """Give what is free inside this process back to the device, or to the host: other roles wait for it."""
     if device == "cuda":

@@ -20,6 +20,7 @@ class Group:
         self.role, self.size = role, size
         self.line: deque[Call] = deque()  # the first is in flight
         self._groups = groups
+        self.used_GiB = 0.0  # the most that any rank said it has held of its device since before it built its model
         self._number = 0
 
     def call(
@@ -78,6 +79,7 @@ class Group:
         """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""
         if self.line and self.line[0].number == message.call:
             self.line[0].take(rank, message)
+            self.used_GiB = max(self.used_GiB, float(message.body.get("used_GiB", 0.0)))
             if message.busy is not None:
                 self._groups.busy.append(message.busy)
             if self.line[0].done:

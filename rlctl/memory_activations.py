@@ -57,13 +57,11 @@ def learning_parts(work: Pass) -> Iterator[Part]:
     outside = 3 * row  # embeddings, the last norm
     activations = layers * row + kept if work.recompute else layers * kept
     yield Part("activations", activations + outside, _LEARN)
-    # The head runs when all layers' activations are there; a layer's backward pass when its own still are.
-    logits, backward = _head_bytes(work), _backward_bytes(work)
-    if work.recompute and backward > logits:
-        yield Part("backward pass of a layer", backward, _LEARN)
-    else:
-        unused = kept if work.recompute else 0  # the layer that is recomputed comes after the head
-        yield Part("logits and their gradient", max(logits - unused, 0), _LEARN)
+    # The head runs when all that is kept is there, but for the layer that is recomputed; a layer's backward pass when
+    # the layer's own activations are there too.
+    logits, backward = _head_bytes(work) - (kept if work.recompute else 0), _backward_bytes(work)
+    name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
+    yield Part(name, max(logits, backward), _LEARN)
 
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
@@ -98,8 +96,7 @@ def _head_bytes(work: Pass) -> int:
     """One chunk of logits with what the loss makes of it, and the gradients of hidden states and of the head."""
     chunk, vocabulary = min(work.logits_chunk, work.tokens), work.facts.vocab_size
     copies = 5 if work.entropy else 4  # logits, log-probs, probabilities, products of them
-    cast = 2 * work.size if work.dtype == "bf16" else 0
-    logits = chunk * vocabulary * (copies * _FP32 + cast)
+    logits = chunk * vocabulary * copies * _FP32
     weight = 0
     if work.trains_head:
         sums = 2 if work.tokens > chunk else 1

@@ -220,7 +220,8 @@ def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
     size = DTYPE_BYTES[spec.rollout_dtype]
     phases: frozenset[Phase] = frozenset({"sync"})
     yield Part("largest weight, whole", model.tensors.largest * (4 + size), phases)
-    bucket = max(int(spec.sync.bucket_MiB * 2**20), model.tensors.largest * size)
+    whole, largest = model.tensors.elements * size, model.tensors.largest * size
+    bucket = max(min(int(spec.sync.bucket_MiB * 2**20), whole), largest)
     travels_on_host = choose_road(spec)[0] in ("shm", "folder") and device != "cpu"
     yield Part("buckets", 2 * bucket, phases, host=travels_on_host, first_rank=True)
 

@@ -38,7 +38,7 @@ def plan_command(
         if value is not None and value <= 0:
             raise UsageError(f"{option} {value:g}: must be above 0", hint=f"e.g. {option} 80")
     if on_gpus and gpu_GiB is None:
-        gpu_GiB, note = _gpu_memory_GiB()
+        gpu_GiB, note = gpu_memory_GiB()
         notes.append(note)
     if host_GiB is None:
         # Of GPU machines this one need not be an example.
@@ -56,7 +56,7 @@ def plan_command(
     return 0
 
 
-def _gpu_memory_GiB() -> tuple[float, str]:
+def gpu_memory_GiB() -> tuple[float, str]:
     """Of the smallest GPU here, and where that is from."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

@@ -32,7 +32,10 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Throughput", "tokens/s", {"prompt and answer": "perf/tokens_per_s"}),
     ("Weight sync", "GB/s", {"actor → rollout": "sync/GB_per_s"}),
 )
-FILES = ("spec.toml", "resolved.json", "as_built.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "logs")
+FILES = (
+    *("spec.toml", "resolved.json", "as_built.json", "memory.json", "metrics.jsonl", "samples.jsonl"),
+    *("checkpoints", "logs"),
+)
 SAMPLES_SHOWN = 12
 TEXT_SHOWN = 600  # characters of a prompt or an answer
 
@@ -68,6 +71,7 @@ def render(run_dir: Path) -> str:
         _summary(records, spec),
         _charts(records),
         _as_built(_read_json(run_dir / "as_built.json")),
+        _memory(_read_json(run_dir / "memory.json")),
         _samples(run_dir / "samples.jsonl"),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title} · rlctl</title>'
@@ -161,6 +165,20 @@ def _as_built(reports: Any) -> str:
             cells = (escape(read(rank, rank.get("model") or {})) for _, read in COLUMNS)
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f"<section><h2>As built</h2><div class=wide><table><tr>{head}</tr>{''.join(rows)}</table></div></section>"
+
+
+def _memory(compared: Any) -> str:
+    """What `rlctl plan` says of each role against the most that one of its ranks held."""
+    if not isinstance(compared, dict) or not compared:
+        return ""
+    rows = []
+    for role, sizes in compared.items():
+        planned, used = float(sizes["planned_GiB"]), float(sizes["used_GiB"])
+        off = f"{planned / used - 1:+.0%}" if used else "–"
+        cells = (role, number(planned), number(used), off)
+        rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    head = "<tr><th>role</th><th>planned GiB</th><th>held at most, GiB</th><th>plan was off by</th></tr>"
+    return f"<section><h2>Memory of a rank</h2><div class=wide><table>{head}{''.join(rows)}</table></div></section>"
 
 
 def _samples(path: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlctl import __version__, ahead_files, as_built, checkpoints
+from rlctl import __version__, ahead_files, as_built, checkpoints, memory_compare
 from rlctl.build import build_bodies, model_paths
 from rlctl.driver import Driver
 from rlctl.gap_budget import GapBudget
@@ -111,6 +111,14 @@ class Run:
         self.progress.message(f"done: {self.done} steps; report: {self.run.path / 'report.html'}")
 
     # ── start ─────────────────────────────────────────────────────────────────────────────────────
+    def _compare_memory(self) -> None:
+        """What was planned for each role against what it took: for the report, and in a line."""
+        planned = memory_compare.planned_bytes(self.spec, self.spec_dir)
+        compared = memory_compare.compare(planned, {role: self.groups[role] for role in planned})
+        if compared:
+            memory_compare.write(compared, self.run.path)
+            self.progress.message(f"memory at most: {memory_compare.line(compared)}")
+
 
     def _open_groups(self) -> Groups:
         run = self.spec.run

@@ -48,6 +48,7 @@ class Actor(Trainer):
             "lr": step.lr,
             "skipped": step.skipped,
             "peak_GiB": memory.peak_GiB(self.device),
+            "used_GiB": memory.used_GiB(self.device, self.before_GiB),
         }, {}
 
     def probe(self, message: Message, emit: Emit) -> Reply:

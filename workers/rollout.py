@@ -26,6 +26,7 @@ class Rollout:
         self._importer: Importer | None = None
         self.version = 0  # of the weights, as the driver counts them; every sample carries it
         self.device = "cpu"
+        self.before_GiB = 0.0  # held before there was a model
 
     @property
     def engine(self) -> RolloutEngine:
@@ -40,7 +41,9 @@ class Rollout:
     def build(self, message: Message, emit: Emit) -> Reply:
         config = RolloutConfig.model_validate(message.body)
         self.device = config.model.device
-        self._engine = rollout_engine(config.engine.kind).build(config, self.rank)
+        engine = rollout_engine(config.engine.kind)
+        self.before_GiB = memory.held_GiB(self.device)
+        self._engine = engine.build(config, self.rank)
         report = as_built(
             "rollout", self.rank, engine=config.engine.kind, device=config.model.device, model=self.engine.built()
         )
@@ -53,7 +56,8 @@ class Rollout:
         def send(batch: Batch) -> None:
             emit({}, batch.with_columns(version_B=np.full(len(batch), self.version)).columns)
 
-        return dict(self.engine.generate(message.batch, sampling, send)), {}
+        counters = dict(self.engine.generate(message.batch, sampling, send))
+        return {**counters, "used_GiB": memory.used_GiB(self.device, self.before_GiB)}, {}
 
     def probe(self, message: Message, emit: Emit) -> Reply:
         return {}, {"logprob_T": self.engine.score(message.batch, float(message.body["temperature"]))}

@@ -20,6 +20,7 @@ class Trainer:
         self.rank = rank
         self._engine: TrainEngine | None = None
         self.device = "cpu"
+        self.before_GiB = 0.0  # held before there was a model
 
     @property
     def engine(self) -> TrainEngine:
@@ -29,7 +30,9 @@ class Trainer:
     def build(self, message: Message, emit: Emit) -> Reply:
         config = TrainConfig.model_validate(message.body)
         self.device = config.model.device
-        self._engine = train_engine(config.engine.kind).build(config, self.rank)
+        engine = train_engine(config.engine.kind)
+        self.before_GiB = memory.held_GiB(self.device)
+        self._engine = engine.build(config, self.rank)
         report = as_built(
             config.role, self.rank, engine=config.engine.kind, device=config.model.device, model=self.engine.built()
         )
@@ -38,7 +41,8 @@ class Trainer:
     def logprobs(self, message: Message, emit: Emit) -> Reply:
         """Of the model as it is, or, with `adapters` false, of the one that its adapters started from."""
         adapters = bool(message.body.get("adapters", True))
-        return {}, {"logprob_T": self.engine.forward(message.batch, adapters=adapters)}
+        logprob_T = self.engine.forward(message.batch, adapters=adapters)
+        return {"used_GiB": memory.used_GiB(self.device, self.before_GiB)}, {"logprob_T": logprob_T}
 
     def offload(self, message: Message, emit: Emit) -> Reply:
         """Leave the device to other roles. Answers the memory held before and after, in GiB."""

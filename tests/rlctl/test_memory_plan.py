@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlctl import memory_compare
 from rlctl.cli import main
 from rlctl.init import presets
 from rlctl.memory_parts import GIB
 from rlctl.memory_suggest import largest
+from rlctl.report import render
+from specs.load import load_spec
 
 QWEN_7B: dict[str, Any] = {
     "model_type": "qwen2",
@@ -178,3 +182,34 @@ def test_the_largest_that_fits_is_found(limit: int) -> None:
     candidates = [*range(100, 1000, 256), 1000]
     fitting = [value for value in candidates if value <= limit]
     assert largest(lambda value: value <= limit, 100, 1000, 256) == (max(fitting) if fitting else None)
+
+
+# ── against what a run held ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Ranks:
+    """What a group's ranks said at most."""
+
+    used_GiB: float
+
+
+def test_a_run_compares_the_plan_with_what_was_held(tmp_path: Path) -> None:
+    spec = load_spec(spec_of(tmp_path, "quickstart", QWEN_7B), [f'model.path="{tmp_path / "model"}"'])
+    planned = memory_compare.planned_bytes(spec, tmp_path)
+    assert planned["actor"] > 16 * PARAMETERS_7B
+    groups: Any = {"actor": Ranks(120.0), "rollout": Ranks(0.0)}
+    compared = memory_compare.compare(planned, groups)
+    assert set(compared) == {"actor"}, "a role whose ranks said nothing has nothing to compare"
+    assert compared["actor"]["used_GiB"] == 120.0
+    memory_compare.write(compared, tmp_path)
+    assert "actor 120.00 GiB (planned " in memory_compare.line(compared)
+    page = render(tmp_path)
+    assert "Memory of a rank" in page
+    assert f"{compared['actor']['planned_GiB'] / 120 - 1:+.0%}" in page
+
+
+def test_a_model_whose_shape_is_not_known_here_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    spec = load_spec(spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B), [])
+    assert memory_compare.planned_bytes(spec, tmp_path) == {}
