@@ -82,7 +82,7 @@ FLASH = tuple(_KERNELS)  # implementations that take packed sequences by their l
 _FUNCTIONS = {
     "eager": "eager_attention_forward of the model's own file",
     "sdpa": "backends.attention.sdpa_by_layout",
-    "flex_attention": "torch.nn.attention.flex_attention.flex_attention, compiled",
+    "flex_attention": "torch.nn.attention.flex_attention.flex_attention",
 }
 
 
@@ -148,7 +148,9 @@ def _function(name: str) -> str:
 
 
 def _condition(name: str, facts: AttentionFacts) -> str:
-    """What the answer depends on and nobody here knows."""
+    """What the answer depends on and nobody here knows, or what is not as one would think."""
+    if name == "flex_attention" and facts.device == "cpu":
+        return "unfused on the CPU: slow, for comparisons"
     if name not in _KERNELS or facts.capability is not None:
         return ""
     return f"if there is {_KERNELS[name].gpus}"

@@ -26,8 +26,11 @@ class Row:
 
     inputs: dict[str, Any]
     layout: PackedLayout | None
+    unfused: bool = False  # attention by plain operators, where it would else compile itself
 
-    def attending(self) -> AbstractContextManager[None]:
+    def attending(self) -> AbstractContextManager[Any]:
+        if self.unfused:
+            return torch.compiler.set_stance("force_eager")
         return nullcontext() if self.layout is None else use_layout(self.layout)
 
 
@@ -69,7 +72,9 @@ def packed_row(
     if implementation not in _MASKS:
         raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
     masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, device))
-    return Row({**inputs, "attention_mask": masks}, None)
+    # For some masks torch 2.13 makes C++ that does not compile out of flex_attention.
+    unfused = implementation == "flex_attention" and device.type == "cpu"
+    return Row({**inputs, "attention_mask": masks}, None, unfused)
 
 
 _MASKS = {"eager": additive_masks, "flex_attention": block_masks}

@@ -57,8 +57,8 @@ def verify_packing(
 
 @contextmanager
 def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """What the row is compared with. flex_attention compiles itself anew for each plain sequence, where it compiles at
-    all (torch 2.13 on the CPU makes C++ that is none for one): eager attention has the same values."""
+    """What the row is compared with: the model's own attention, but eager for flex_attention, which would compile
+    itself anew for each sequence. Their values are the same."""
     config = model.config.get_text_config()
     if config._attn_implementation != "flex_attention":
         yield
