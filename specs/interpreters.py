@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -140,7 +140,8 @@ def look_at(python: str) -> Interpreter:
     return Interpreter(**json.loads(answer.removeprefix(_MARK)))
 
 
-def installed_here(packages: Sequence[str]) -> dict[str, str]:
+@cache
+def installed_here(packages: tuple[str, ...]) -> Mapping[str, str]:
     """Versions of those packages that this process could import. Asks no other process and imports nothing."""
     found = {}
     for name in packages:
@@ -218,9 +219,11 @@ def _ours(role: RoleName, section: RoleSection) -> Iterator[Problem]:
 
 def _wrong_build(role: RoleName, section: RoleSection, spec_dir: Path, nvidia_driver: bool) -> Iterator[Problem]:
     """vLLM is built for GPUs or for the CPU, never for both."""
+    if _kind(section) != "vllm":
+        return
     found = look_at(own_path(section, spec_dir) or sys.executable)
     installed = found.version("vllm")
-    if _kind(section) != "vllm" or not installed:
+    if not installed:
         return
     for_cpu = "vllm" not in found.versions or "+cpu" in installed
     if for_cpu and section.devices and nvidia_driver:
