@@ -17,6 +17,10 @@ class ServerError(RlctlError):
     """The SGLang server refused a request, answered nonsense, or could not be reached."""
 
 
+class Unreachable(ServerError):
+    """The SGLang server did not answer: it is gone, or about to be."""
+
+
 class Client:
     """One connection per request: a server that went away is noticed, and threads share nothing."""
 
@@ -42,7 +46,7 @@ class Client:
         try:
             status, data = self._send(method, path, body, timeout_s)
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(
+            raise Unreachable(
                 f"the SGLang server did not answer {path}: {type(error).__name__}: {error}",
                 hint="its log is part of this role's log",
             ) from None

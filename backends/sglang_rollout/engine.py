@@ -20,9 +20,9 @@ from backends.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.sglang_rollout.answers import Sample, parse_sample, parse_scores
-from backends.sglang_rollout.client import ServerError
+from backends.sglang_rollout.client import ServerError, Unreachable
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
-from backends.sglang_rollout.server import DTYPES, Server
+from backends.sglang_rollout.server import DTYPES, ENDING_S, Server
 from backends.sglang_rollout.weights_folder import WeightsFolder
 from backends.stops import stop_tokens
 from backends.uniform import sample_keys
@@ -228,8 +228,8 @@ class SglangRolloutEngine(RolloutEngine):
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = 600.0) -> Any:
         try:
             return self.server.client.post(path, body, timeout_s)
-        except ServerError:
-            self.server.check_alive()
+        except Unreachable:
+            self.server.check_alive(ENDING_S)
             raise
 
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────

@@ -25,6 +25,7 @@ from specs.schema import SglangEngine
 START_LIMIT_S = 3600.0  # `run.start_timeout_s` ends a slow start long before; this one holds where there is no driver
 END_LIMIT_S = 20.0
 _POLL_S = 0.2
+ENDING_S = 5.0  # from a connection that breaks to the end of the process behind it
 _HEALTH_S = 30.0  # the server answers /health by generating a token
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # SGLang cuts answers short at `context-length` less the prompt and two, and refuses prompts closer to it than six.
@@ -70,8 +71,10 @@ class Server:
                 raise ModelError(f"the SGLang server was not ready after {START_LIMIT_S:.0f} s")
             time.sleep(_POLL_S)
 
-    def check_alive(self) -> None:
-        """Raises SamplerDied when the server is gone."""
+    def check_alive(self, grace_s: float = 0.0) -> None:
+        """Raises SamplerDied when the server is gone, or ends within `grace_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
         if (code := self.process.poll()) is not None:
             raise SamplerDied(
                 f"the SGLang server ended with exit code {code}", hint="its last words stand in this role's log"
