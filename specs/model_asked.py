@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specs.attention_rules import attention_of
+from specs.attention_rules import attention_of, gpu_capability
 from specs.model_facts import model_facts
 from specs.model_files import hub_snapshot, resolve_model
 from specs.model_tensors import ModelTensors, tensors_of_config
@@ -35,7 +35,8 @@ def _asked(spec: Spec, role: RoleName, spec_dir: Path) -> Asked:
     asked: dict[str, Any] = {"path": str(path), "dtype": dtype, "mesh": built_mesh(section)}
     decision = attention_of(spec, role, spec_dir)
     # On another host's GPU, or one that nobody could ask, `auto` may find what was not to be known here.
-    if decision is not None and decision.implementation and (decision.asked != "auto" or not section.devices):
+    known = not section.devices or (section.nodes == 1 and gpu_capability() is not None)
+    if decision is not None and decision.implementation and (decision.asked != "auto" or known):
         asked["attn_implementation"] = decision.implementation
         if decision.implementation == "sdpa":
             asked["attn_function"] = decision.function
