@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from packaging.version import InvalidVersion, Version
-
 Attention = Literal[
     "auto",
     "eager",
@@ -30,9 +28,9 @@ Attention = Literal[
 # Packages whose versions decide. transformers looks for flash attention under these names only.
 PACKAGES = ("torch", "transformers", "flash-attn", "flash-attn-3", "kernels")
 AUTO = ("flash_attention_2", "sdpa", "eager")  # best first
-_OLDEST_FLASH_2 = Version("2.3.3")
-_OLDEST_SOFTCAP = Version("2.6.0")  # flash-attn learned softcap here
-_OLDEST_FLEX = Version("2.5")  # of torch
+_OLDEST_FLASH_2 = "2.3.3"
+_OLDEST_SOFTCAP = "2.6.0"  # flash-attn learned softcap here
+_OLDEST_FLEX = "2.5"  # of torch
 _LARGEST_HEAD = 256
 _SMALLEST_FLEX_HEAD = 16  # of its kernel for GPUs
 _SOFTCAP, _SINKS = "softcap", "attention sinks"
@@ -230,8 +228,10 @@ def _another(name: str, facts: AttentionFacts) -> str:
     return "take another rollout engine for this model" if facts.decodes else "take another device or dtype"
 
 
-def _older(installed: str, oldest: Version) -> bool:
+def _older(installed: str, oldest: str) -> bool:
+    from packaging.version import InvalidVersion, Version  # every role imports this file, few have the package
+
     try:
-        return Version(installed) < oldest
+        return Version(installed) < Version(oldest)
     except InvalidVersion:
         return False  # a build of one's own: transformers has the last word
