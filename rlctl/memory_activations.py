@@ -66,7 +66,7 @@ def learning_parts(work: Pass) -> Iterator[Part]:
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
     """Of a forward pass alone: log-probs."""
-    yield Part("forward pass", max(_backward_bytes(work), _scored_bytes(work)), _LEARN)
+    yield Part("forward pass", max(_forward_bytes(work), _scored_bytes(work)), _LEARN)
 
 
 def _scored_bytes(work: Pass) -> int:
@@ -88,8 +88,13 @@ def _layer_bytes(work: Pass) -> int:
 
 
 def _backward_bytes(work: Pass) -> int:
-    """Gradients under way in a layer."""
-    return work.tokens * (3 * work.mlp_width + 2 * work.facts.hidden_size) * work.size
+    """Gradients under way in a layer, on top of what it kept."""
+    return work.tokens * (2 * work.mlp_width + 2 * work.facts.hidden_size) * work.size
+
+
+def _forward_bytes(work: Pass) -> int:
+    """A layer that keeps nothing."""
+    return work.tokens * (3 * work.mlp_width + 4 * work.facts.hidden_size) * work.size
 
 
 def _head_bytes(work: Pass) -> int:

@@ -99,6 +99,6 @@ def test_states_are_what_the_engine_allocates(measured: dict[str, dict[str, int]
 
 
 def test_18_bytes_for_a_parameter_that_learns_in_bf16() -> None:
-    parts = list(state_parts(held("ddp bf16")))
+    parts = [part for part in state_parts(held("ddp bf16")) if part.exact]
     elements = held("ddp bf16").tensors.elements
     assert sum(part.nbytes for part in parts) == pytest.approx(elements * (2 + 4 + 4 + ADAM_BYTES), rel=WITHIN)
