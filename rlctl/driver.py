@@ -95,6 +95,8 @@ class Driver:
     @contextmanager
     def phase(self, name: Phase, number: int) -> Iterator[None]:
         self.progress.phase(name)
+        if name == "generate":
+            self.sync.ready(number)
         self.residency.enter(name, step=number)
         yield
 

@@ -5,13 +5,16 @@
 | generate | offloaded             | weights + KV cache           |
 | learn    | on the device         | asleep                       |
 | sync     | on the device         | weights only, no KV cache    |
+| save     | on the device         | asleep                       |
 | build    | offloaded             | asleep; a lost one is built  |
 
 Asleep is level 2 (weights are dropped: a sync brings them all), or level 1 (weights wait in host memory) where a sync
 brings adapters alone.
 
 Trainers hand the device back before the KV cache takes it: `enter("generate")` waits until *all* ranks have
-offloaded. When the roles do not share devices every move is a no-op and everything stays where it is.
+offloaded. A sync enters it by itself, between the two halves of its behaviour probe (rlctl/sync.py). "save" leaves the
+rollout without weights that were verified: another sync comes before the next token (rlctl/revive.py). When the roles
+do not share devices every move is a no-op and everything stays where it is.
 
 Each move is measured (GiB of the device, or of the host where the role runs on the CPU; the largest of its ranks), and
 the step's metrics have it. What is held after a role has left the device must not grow (rlctl/memory_watch.py).
@@ -36,13 +39,14 @@ if TYPE_CHECKING:
     from specs.messages import Message
     from specs.schema import Spec
 
-Phase = Literal["generate", "learn", "sync", "build"]
+Phase = Literal["generate", "learn", "sync", "save", "build"]
 
 # (trainers hold the device, tags that the rollout holds)
 TABLE: dict[Phase, tuple[bool, frozenset[str]]] = {
     "generate": (False, frozenset({"weights", "kv_cache"})),
     "learn": (True, frozenset()),
     "sync": (True, frozenset({"weights"})),
+    "save": (True, frozenset()),
     "build": (False, frozenset()),
 }
 SLEEP_LEVEL = 2  # weights are dropped: a sync always follows before the next token

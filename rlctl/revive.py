@@ -73,6 +73,12 @@ class SteadySync:
                 self.run(step)
                 self.residency.enter(phase, step=step)
 
+    def ready(self, step: int | None) -> None:
+        """Before sampling: a rollout that was put to sleep since its last sync gets the weights again, verified."""
+        if self.residency.shared and not self.residency.tags:
+            self.residency.enter("sync", step=step)
+            self.run(step)
+
     def take_metrics(self) -> dict[str, float | int]:
         """Restarts of this attempt so far, and seconds spent on them since the last call."""
         seconds, self._seconds = self._seconds, 0.0

@@ -1,7 +1,9 @@
 """Weight sync, actor to rollouts: paced bucket by bucket, verified twice, fatal when anything is off.
 
 1. A checksum per weight: of the actor's own tensor before the road, and of the rollout's own tensor after it.
-2. The behaviour probe: both sides score the same short token sequences; their log-probs must agree.
+2. The behaviour probe: both sides score the same short token sequences; their log-probs must agree. On shared devices
+   each does it while it has the device: the actor after the last bucket, the rollout when the trainers have offloaded
+   and its KV cache is back, as it will sample. A sync on shared devices ends there, in the phase "generate".
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
     from rlctl.calls import Call
     from rlctl.groups import Group
+    from rlctl.residency import Residency
+    from specs.messages import Message
 
 SHM = Road("shm")
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
@@ -36,8 +40,9 @@ class SyncReport:
 
     weights: int
     nbytes: int
-    seconds: float
-    verify_s: float  # of `seconds`, spent in the behaviour probe
+    seconds: float  # for moving them, checksums included
+    checksum_s: float  # of them the actor's rank 0 and the slowest rollout hashed; the two mostly at the same time
+    probe_s: float  # both sides' behaviour probe, beyond `seconds`
     probe_gap: float
 
     def metrics(self) -> dict[str, float | int | bool]:
@@ -45,10 +50,27 @@ class SyncReport:
             "sync/verified": True,  # an unverified sync never returns
             "sync/weights": self.weights,
             "sync/bytes": self.nbytes,
-            "sync/GB_per_s": self.nbytes / max(self.seconds - self.verify_s, 1e-9) / 1e9,
+            "sync/GB_per_s": self.nbytes / max(self.seconds, 1e-9) / 1e9,
+            "sync/checksum_s": self.checksum_s,
             "sync/probe_gap": self.probe_gap,
-            "sync/probe_s": self.verify_s,
+            "sync/probe_s": self.probe_s,
         }
+
+
+class HashingSeconds:
+    """Seconds that ranks spent hashing in one sync."""
+
+    def __init__(self) -> None:
+        self.actor = 0.0
+        self._rollouts: dict[int, float] = {}
+
+    def add_rollouts(self, answers: Sequence[Message]) -> None:
+        for replica, answer in enumerate(answers):
+            self._rollouts[replica] = self._rollouts.get(replica, 0.0) + float(answer.body["checksum_s"])
+
+    @property
+    def total(self) -> float:
+        return self.actor + max(self._rollouts.values(), default=0.0)
 
 
 class WeightSync:
@@ -58,6 +80,7 @@ class WeightSync:
         self,
         actor: Group,
         rollout: Group,
+        residency: Residency,
         *,
         road: Road = SHM,
         dtype: DType,
@@ -66,7 +89,7 @@ class WeightSync:
         max_gap: float,
         vocab: int,
     ) -> None:
-        self.actor, self.rollout, self.road = actor, rollout, road
+        self.actor, self.rollout, self.residency, self.road = actor, rollout, residency, road
         self.dtype, self.bucket_bytes = dtype, bucket_bytes
         self.temperature, self.max_gap = temperature, max_gap
         self.probe_batch = probe_batch(vocab)
@@ -74,24 +97,27 @@ class WeightSync:
         self.sent: int | None = None  # the version that every replica holds
         self._readers_are_new = True
         self._leftovers: Sequence[Mapping[str, str]] = ()
+        self._hashing = HashingSeconds()
 
     def run(self, step: int | None = None) -> SyncReport:
-        """One verified sync. Raises SyncError (or RoleFailure) and leaves nothing half-trusted: the run must end.
+        """One verified sync, begun in the phase "sync". Raises SyncError (or RoleFailure) and leaves nothing
+        half-trusted: the run must end.
         After RanksLost, `break_off` and run again."""
         started = time.perf_counter()
+        self._hashing = HashingSeconds()
         try:
             offer = self._begin(step)
             self._move(offer, step)
-            self.rollout.call(Verb.IMPORT_END, {"version": self.version}, step=step)
+            ended = self.rollout.call(Verb.IMPORT_END, {"version": self.version}, step=step)
+            self._hashing.add_rollouts(ended)
             self.actor.call(Verb.EXPORT_END, step=step)
         finally:
             sweep(self._leftovers)
-        moved = time.perf_counter()
-        gap = self._probe(step)
+        moved_s = time.perf_counter() - started
+        gap, probe_s = self._probe(step)
         self.sent = self.version
-        done = time.perf_counter()
         nbytes = sum(int(spec["nbytes"]) for spec in offer["specs"])
-        return SyncReport(len(offer["specs"]), nbytes, done - started, done - moved, gap)
+        return SyncReport(len(offer["specs"]), nbytes, moved_s, self._hashing.total, probe_s, gap)
 
     def forget_readers(self) -> None:
         """A replica was started anew: the next sync meets every replica as if for the first time."""
@@ -131,7 +157,9 @@ class WeightSync:
             if reading is not None and int(offer["windows"]) < 2:
                 arrived += self._compare(*reading)
                 reading = None
-            entries = self.actor.call(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)[0].body["entries"]
+            filled = self.actor.call(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)[0].body
+            entries = filled["entries"]
+            self._hashing.actor += float(filled["checksum_s"])
             if reading is not None:
                 arrived += self._compare(*reading)
             body = {"bucket": bucket, "entries": entries}
@@ -144,7 +172,9 @@ class WeightSync:
 
     def _compare(self, call: Call, entries: Sequence[dict[str, Any]]) -> list[str]:
         sent = {entry["name"]: entry["checksum"] for entry in entries}
-        for replica, answer in enumerate(call.result()):
+        answers = call.result()
+        self._hashing.add_rollouts(answers)
+        for replica, answer in enumerate(answers):
             got = answer.body["checksums"]
             for name, checksum in sent.items():
                 if got.get(name) != checksum:
@@ -154,14 +184,26 @@ class WeightSync:
                     )
         return list(sent)
 
-    def _probe(self, step: int | None) -> float:
-        """Largest log-prob difference over the probe's tokens and all replicas."""
+    def _probe(self, step: int | None) -> tuple[float, float]:
+        """Largest log-prob difference over the probe's tokens and all replicas, and the seconds that both sides took.
+        On shared devices the trainers hand theirs over in between, which is not counted."""
         tensors = self.probe_batch.columns
+        started = time.perf_counter()
         ours = self.actor.post(Verb.PROBE, tensors=tensors, step=step)
+        handover_s = 0.0
+        if self.residency.shared:
+            ours.result()
+            before = time.perf_counter()
+            self.residency.enter("generate", step=step)
+            handover_s = time.perf_counter() - before
         theirs = self.rollout.post(Verb.PROBE, {"temperature": self.temperature}, tensors=tensors, step=step)
-        want_T = ours.result()[0].tensors["logprob_T"]
+        want_T, got = ours.result()[0].tensors["logprob_T"], theirs.result()
+        seconds = time.perf_counter() - started - handover_s
+        return self._worst_gap(want_T, got), seconds
+
+    def _worst_gap(self, want_T: NDArray[Any], answers: Sequence[Message]) -> float:
         worst = 0.0
-        for replica, answer in enumerate(theirs.result()):
+        for replica, answer in enumerate(answers):
             gap = float(np.max(np.abs(answer.tensors["logprob_T"] - want_T)))
             if not gap <= self.max_gap:  # also catches nan
                 raise SyncError(

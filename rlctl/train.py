@@ -107,10 +107,10 @@ class Run:
                 self._save_last_step("stopped")
                 raise
             finally:
+                self._compare_memory()
                 write_report(self.run.path)
         self.progress.message(f"done: {self.done} steps; report: {self.run.path / 'report.html'}")
 
-    # ── start ─────────────────────────────────────────────────────────────────────────────────────
     def _compare_memory(self) -> None:
         """What was planned for each role against what it took: for the report, and in a line."""
         planned = memory_compare.planned_bytes(self.spec, self.spec_dir)
@@ -119,6 +119,7 @@ class Run:
             memory_compare.write(compared, self.run.path)
             self.progress.message(f"memory at most: {memory_compare.line(compared)}")
 
+    # ── start ─────────────────────────────────────────────────────────────────────────────────────
 
     def _open_groups(self) -> Groups:
         run = self.spec.run
@@ -161,6 +162,7 @@ class Run:
         weights = WeightSync(
             groups["actor"],
             groups["rollout"],
+            residency,
             road=self.road,
             dtype=spec.rollout_dtype,
             bucket_bytes=int(spec.sync.bucket_MiB * 2**20),
@@ -256,6 +258,7 @@ class Run:
     def save(self) -> None:
         """Checkpoint the state after step `self.done`."""
         assert self.driver is not None
+        self.driver.residency.enter("save", step=self.done)
         self.progress.phase("checkpoint")
         prompts = self._proof_prompts()
 

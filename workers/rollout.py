@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from backends import memory
+from backends import checksum, memory
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
 from specs.batch import Batch
@@ -73,12 +73,15 @@ class Rollout:
         return {}, {}
 
     def import_bucket(self, message: Message, emit: Emit) -> Reply:
-        return {"checksums": self.importer.read(int(message.body["bucket"]), message.body["entries"])}, {}
+        hashed_s = checksum.seconds()
+        checksums = self.importer.read(int(message.body["bucket"]), message.body["entries"])
+        return {"checksums": checksums, "checksum_s": checksum.seconds() - hashed_s}, {}
 
     def import_end(self, message: Message, emit: Emit) -> Reply:
+        hashed_s = checksum.seconds()
         weights = self.importer.end()
         self.version = int(message.body["version"])
-        return {"weights": weights}, {}
+        return {"weights": weights, "checksum_s": checksum.seconds() - hashed_s}, {}
 
     def sleep(self, message: Message, emit: Emit) -> Reply:
         """Leave the device to trainers. Answers the memory held before and after, in GiB."""

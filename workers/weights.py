@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from backends import checksum
 from backends.adapter_names import is_on_the_wire
 from backends.protocol import RolloutEngine, TrainEngine, Weight, WeightSpec
 from specs.errors import SyncError
@@ -76,9 +77,10 @@ class Exporter:
         }
 
     def write(self, bucket: int) -> dict[str, Any]:
-        """Send one bucket; returns where each weight lies in it and the checksum of the engine's own tensor."""
+        """Send one bucket; returns where each weight lies in it, the checksum of the engine's own tensor, and the
+        seconds that hashing took."""
         entries: list[dict[str, Any]] = []
-        offset = 0
+        offset, hashed_s = 0, checksum.seconds()
         window = self.writer.window(bucket) if self.writer is not None else None
         for index in self.buckets[bucket]:
             weight = next(self.stream, None)
@@ -88,15 +90,15 @@ class Exporter:
                 raise SyncError(f"the actor streamed {weight.spec} where {self.specs[index]} was announced")
             if window is None:
                 continue
-            checksum = weight.copy_to(window[offset : offset + weight.spec.nbytes])
-            entries.append({**to_json(weight.spec), "offset": offset, "checksum": checksum})
+            digest = weight.copy_to(window[offset : offset + weight.spec.nbytes])
+            entries.append({**to_json(weight.spec), "offset": offset, "checksum": digest})
             offset += _aligned(weight.spec.nbytes)
         last = bucket == len(self.buckets) - 1
         if last and next(self.stream, None) is not None:
             raise SyncError("the actor streamed more weights than it announced")
         if self.writer is not None:
             self.writer.send(bucket, entries)
-        return {"entries": entries}
+        return {"entries": entries, "checksum_s": checksum.seconds() - hashed_s}
 
     def end(self) -> None:
         """Every replica has everything."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -101,6 +101,11 @@ class DdpTrainEngine(HfTrainEngine):
         return best
 
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
+        return self._kinds
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, TensorKind]:
+        """Asked twice in every sync; they never change."""
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._best_weights().items()}
 
     def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:

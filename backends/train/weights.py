@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backends.checksum import CHUNK_BYTES, checksum_bytes, copy_with_checksum
+from backends.checksum import CHUNK_BYTES, Digest, checksum_bytes, copy_with_checksum
 from backends.hf import DTYPES, tensor_bytes, wire_dtype
 from backends.protocol import Buffer, Weight, WeightSpec
 from specs.schema import DType
@@ -47,16 +47,25 @@ class TensorWeight(Weight):
 
     def _cast_to(self, target_U: NDArray[np.uint8]) -> str:
         """Cast, hash and copy chunk by chunk in the cache: no cast copy of the whole weight is ever made."""
-        own_E, per_chunk = self._tensor.contiguous().flatten(), CHUNK_BYTES // self._sent.itemsize
-        digest, end = xxhash.xxh3_64(), 0
-        cast_E = torch.empty(min(per_chunk, len(own_E)), dtype=self._sent)
-        for first in range(0, len(own_E), per_chunk):
-            piece = own_E[first : first + per_chunk]
-            chunk_U = tensor_bytes(cast_E[: len(piece)].copy_(piece))
+        own_E = self._tensor.contiguous().flatten()
+        cast_E, cast_U = _scratch(self._sent)
+        digest, itemsize = Digest(), self._sent.itemsize
+        for first in range(0, len(own_E), len(cast_E)):
+            piece = own_E[first : first + len(cast_E)]
+            whole = len(piece) == len(cast_E)
+            (cast_E if whole else cast_E[: len(piece)]).copy_(piece)
+            chunk_U = cast_U if whole else cast_U[: len(piece) * itemsize]
             digest.update(chunk_U)
-            target_U[end : end + len(chunk_U)] = chunk_U
-            end += len(chunk_U)
+            target_U[first * itemsize : first * itemsize + len(chunk_U)] = chunk_U
         return digest.hexdigest()
+
+
+@cache
+def _scratch(dtype: torch.dtype) -> tuple[Tensor, NDArray[np.uint8]]:
+    """A chunk in the cast's dtype, and the same memory as bytes. Kept: to fault in its pages for every weight anew
+    would take as long as the cast."""
+    scratch_E = torch.empty(CHUNK_BYTES // dtype.itemsize, dtype=dtype)
+    return scratch_E, tensor_bytes(scratch_E)
 
 
 def stream(tensors: Iterator[tuple[str, Tensor]], dtype: DType) -> Iterator[Weight]:

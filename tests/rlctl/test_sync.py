@@ -2,54 +2,14 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from local_group import LocalGroup
+from syncing import ENGINES, Sabotage, build, sync_of
 
-from backends.protocol import Rank
 from rlctl.sync import WeightSync
 from specs.errors import SyncError
 from specs.messages import Kind, Message, Verb
-from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
-from specs.schema import DdpEngine, FakeRolloutEngine, FakeTrainEngine, Optimizer, TorchRolloutEngine
-from workers.actor import Actor
-from workers.rollout import Rollout
-
-TINY = Path(__file__).parents[2] / "specs" / "builtin" / "tiny-digits"
-ENGINES = {
-    "fake": (FakeTrainEngine(), FakeRolloutEngine()),
-    "torch": (DdpEngine(), TorchRolloutEngine(max_sequences=4)),
-}
-
-
-def model(seed=1):
-    return ModelConfig(
-        path=str(TINY), from_scratch=True, seed=seed, dtype="fp32", attn_implementation="auto",
-        trust_remote_code=False, device="cpu", max_sequence_tokens=24,
-    )  # fmt: skip
-
-
-def build(kind, replicas=1):
-    train, sample = ENGINES[kind]
-    actor, rollouts = Actor(Rank()), [Rollout(Rank()) for _ in range(replicas)]
-    config = TrainConfig(
-        role="actor", model=model(), engine=train, optimizer=Optimizer(lr=0.1), total_optimizer_steps=10,
-        micro_batch_tokens=256, gradient_checkpointing=False, temperature=0.7,
-    )  # fmt: skip
-    sampler = RolloutConfig(model=model(2), engine=sample, max_prompt_tokens=12, max_response_tokens=12, stop=())
-    groups = LocalGroup("actor", [actor.handlers()]), LocalGroup("rollout", [r.handlers() for r in rollouts])
-    vocab = groups[0].call(Verb.BUILD, config.model_dump(mode="json"))[0].body["model"]["vocab_size"]
-    groups[1].call(Verb.BUILD, sampler.model_dump(mode="json"))
-    return actor, rollouts, groups, vocab
-
-
-def sync_of(groups, vocab, bucket_bytes=4096):
-    actor, rollout = groups
-    return WeightSync(
-        actor, rollout, dtype="fp32", bucket_bytes=bucket_bytes, temperature=0.7, max_gap=2e-3, vocab=vocab
-    )
 
 
 @pytest.fixture(params=ENGINES)
@@ -69,7 +29,10 @@ def test_sync_verifies_and_reuses_its_segments(built):
     second = sync.run()
     assert first.nbytes == second.nbytes == sum(spec.nbytes for spec in actor.engine.weight_specs("fp32"))
     assert first.probe_gap < 1e-4
-    assert first.metrics()["sync/verified"] is True
+    metrics = first.metrics()
+    assert metrics["sync/verified"] is True
+    assert 0 < metrics["sync/checksum_s"] < 2 * first.seconds  # of two ends, each of which takes at most as long
+    assert metrics["sync/probe_s"] > 0
     assert [segment.path for segment in actor.exporter.writer.segments] == paths
     # unlinked as soon as everybody has them: a crash leaves nothing behind
     assert {path for path in os.listdir("/dev/shm") if path.startswith("rlctl-")} == before
@@ -81,25 +44,12 @@ def test_any_bucket_size(built, bucket_bytes):
     assert sync_of(groups, vocab, bucket_bytes).run().weights > 0
 
 
-class Sabotage:
-    """Replaces a handler of a rank by one that does its work and then spoils it."""
-
-    def __init__(self, group, verb, spoil, rank=0):
-        inner = group.handlers[rank][verb]
-
-        def handler(message, emit):
-            body, tensors = inner(message, emit)
-            return spoil(dict(body)), tensors
-
-        group.handlers[rank] = {**group.handlers[rank], verb: handler}
-
-
 def test_dropped_tensor(built):
     actor, _, groups, vocab = built
     name = actor.engine.weight_specs("fp32")[-1].name
 
     def drop(body):
-        return {"entries": [entry for entry in body["entries"] if entry["name"] != name]}
+        return {**body, "entries": [entry for entry in body["entries"] if entry["name"] != name]}
 
     Sabotage(groups[0], Verb.EXPORT_BUCKET, drop)
     with pytest.raises(SyncError, match=f"weight {name} "):
@@ -232,5 +182,5 @@ class Saying:
     ],
 )
 def test_what_one_replica_lacks_goes_to_all(forms, sent):
-    sync = WeightSync(None, Saying(*forms), dtype="fp32", bucket_bytes=1, temperature=1.0, max_gap=1.0, vocab=4)
+    sync = WeightSync(None, Saying(*forms), None, dtype="fp32", bucket_bytes=1, temperature=1.0, max_gap=1.0, vocab=4)
     assert sync._wanted(None) == sent

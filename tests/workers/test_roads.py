@@ -17,6 +17,7 @@ from local_group import LocalCall, LocalGroup
 
 from backends.checksum import checksum_bytes
 from backends.protocol import Rank
+from rlctl.residency import Residency
 from rlctl.roads import Road
 from rlctl.sync import WeightSync
 from specs.errors import RlctlError, SyncError
@@ -81,8 +82,8 @@ class Roles:
     def sync(self, road, bucket_bytes=BUCKET_BYTES):
         gap = 2e-3 if self.dtype == "fp32" else 0.15
         return WeightSync(
-            *self.groups, road=road, dtype=self.dtype, bucket_bytes=bucket_bytes, temperature=0.7, max_gap=gap,
-            vocab=self.vocab,
+            *self.groups, Residency(False, [], self.groups[1]), road=road, dtype=self.dtype, bucket_bytes=bucket_bytes,
+            temperature=0.7, max_gap=gap, vocab=self.vocab,
         )  # fmt: skip
 
     def leave_road(self):
