@@ -1,4 +1,4 @@
-"""The model of a trainer as its engine first holds it: in its own precision, frozen where nothing learns, with adapters.
+"""A trainer's model as its engine first holds it: in its own precision, frozen where nothing learns, with adapters.
 
 Engines build it with memory or without; a look at what would be built (`TrainEngine.on_meta`) takes the same way.
 """
