@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 GIB = 2**30
@@ -12,20 +15,35 @@ GIB = 2**30
 
 def held_GiB(device: str) -> float:
     """On "cuda": what the allocator has taken from the device, cached blocks too, since nobody else can use those;
-    the CUDA context (some hundred MiB) is not in it. On "cpu": resident memory of this process."""
+    the CUDA context (some hundred MiB) is not in it. On "cpu": resident memory of this process and of those that it
+    started: a sampler may run in a server or an engine process of its own. What two of them share counts twice."""
     if device == "cuda":
         import torch
 
         return torch.cuda.memory_reserved() / GIB
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = _resident_pages(os.getpid())
     except OSError:  # no Linux: the most there ever was, which is all that can be known
         return peak_GiB(device)
-    return pages * resource.getpagesize() / GIB
+    return (pages + sum(_pages_of_started(os.getpid()))) * resource.getpagesize() / GIB
+
+
+def _resident_pages(process: int) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1])
+
+
+def _pages_of_started(process: int) -> Iterator[int]:
+    """Resident pages of each descendant. One that ends meanwhile counts nothing."""
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                yield from _pages_of_started(child)
+                with contextlib.suppress(OSError):
+                    yield _resident_pages(child)
 
 
 def peak_GiB(device: str) -> float:
-    """The most that `held_GiB` has been since the process began."""
+    """The most that this process alone has held since it began."""
     if device == "cuda":
         import torch
 

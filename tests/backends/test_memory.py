@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import psutil
 import pytest
@@ -24,6 +27,33 @@ def test_resident_memory_is_what_the_system_says() -> None:
     memory.hand_back("cpu")
     assert memory.held_GiB("cpu") - before < 0.02
     assert memory.peak_GiB("cpu") >= before + 0.19
+
+
+CHILD = """
+import subprocess, sys
+if len(sys.argv) > 1:
+    subprocess.Popen([sys.executable, __file__], stdin=sys.stdin).wait()
+else:
+    held = bytearray(b"1") * (150 * 2**20)
+    print("holding", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_started_processes_hold_counts(tmp_path) -> None:
+    """150 MiB in a grandchild: an inference server's own worker."""
+    (tmp_path / "server.py").write_text(CHILD)
+    before = memory.held_GiB("cpu")
+    command = [sys.executable, str(tmp_path / "server.py"), "with_a_worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "holding\n"
+        held = memory.held_GiB("cpu")
+        tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        assert held == pytest.approx(sum(each.memory_info().rss for each in tree) / memory.GIB, rel=0.02)
+        assert held - before > 150 / 1024
+        server.communicate("")
+    assert memory.held_GiB("cpu") - before < 0.02
 
 
 def test_offload_and_onload_are_measured(tmp_path) -> None:
