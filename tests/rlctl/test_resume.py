@@ -25,7 +25,7 @@ ALLOWED = {
     "actor.micro_batch_tokens=99": "actor.micro_batch_tokens: 8192 → 99",
     "rollout.processes=2": "rollout.processes: 1 → 2",
     "checkpoint.keep=9": "checkpoint.keep: 2 → 9",
-    'model.attn_implementation="eager"': 'model.attn_implementation: "auto" → "eager"',
+    'model.attn_implementation="sdpa"': 'model.attn_implementation: "auto" → "sdpa"',
     "run.steps=7": "run.steps: 100 → 7",
 }
 REFUSED = {
