@@ -20,10 +20,11 @@ from backends.stops import stop_tokens
 from backends.uniform import sample_keys
 from backends.vllm_rollout.adapters import adapter_request
 from backends.vllm_rollout.read_back import checksum_of
+from backends.vllm_rollout.requests import answer_of, sampling_params
 from backends.vllm_rollout.start import has_sleep_mode, start_vllm
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
-from specs.errors import ModelError, SyncError
+from specs.errors import SyncError
 from specs.role_config import RolloutConfig, Sampling
 from specs.schema import VllmEngine, WeightForm
 
@@ -158,12 +159,15 @@ class VllmRolloutEngine(RolloutEngine):
             return {"generated_tokens": 0, "decode_steps": 0, "cached_prompt_tokens": 0}
         check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
         key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
-        requests = [(str(i), answers.prompt_tokens[i], self._params(sampling, int(key_B[i]))) for i in answers.queue]
+        requests = [
+            (str(i), answers.prompt_tokens[i], sampling_params(sampling, int(key_B[i]), self.stops))
+            for i in answers.queue
+        ]
         steps = cached = 0
         for finished in self._run(requests):
             steps += 1
             for output in finished:
-                answers.finish(int(output.request_id), *_answer(output))
+                answers.finish(int(output.request_id), *answer_of(output))
                 cached += output.num_cached_tokens or 0
             answers.flush()
         answers.close()
@@ -191,29 +195,6 @@ class VllmRolloutEngine(RolloutEngine):
             scores = [one[token].logprob for one, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
             logprob_T[start + 1 : start + len(tokens)] = scores
         return logprob_T
-
-    def _params(self, sampling: Sampling, key: int) -> SamplingParams:
-        """vLLM's words for `sampling`. Its seeds are signed: one bit of the key goes."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        choice: dict[str, Any] = {"temperature": 0.0}
-        if not sampling.greedy:
-            choice = {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "seed": key >> 1,
-            }
-        return SamplingParams(
-            **choice,
-            max_tokens=sampling.max_response_tokens,
-            stop_token_ids=sorted(self.stops),
-            ignore_eos=True,  # the stops have it
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def _run(self, requests: Sequence[tuple[str, NDArray[np.int64], SamplingParams]]) -> Iterator[list[RequestOutput]]:
         """What finished in each of vLLM's steps. Leaves no request behind, however it ends."""
@@ -312,13 +293,3 @@ class VllmRolloutEngine(RolloutEngine):
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of `WorkerExtension` on every worker."""
         return self.llm.collective_rpc(method, args=args)
-
-
-def _answer(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
-    """Tokens, their log-probs, and whether a stop token ended them."""
-    completion = output.outputs[0]
-    if completion.finish_reason not in ("stop", "length"):
-        raise ModelError(f"vLLM ended a request by itself: {completion.finish_reason}")
-    tokens = np.array(completion.token_ids, dtype=np.int64)
-    logprobs = [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-    return tokens, np.array(logprobs, dtype=np.float32), completion.finish_reason == "stop"

@@ -1,0 +1,49 @@
+"""A sample in vLLM's words: what is asked for, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specs.errors import ModelError
+from specs.role_config import Sampling
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+
+def sampling_params(sampling: Sampling, key: int, stops: Collection[int]) -> SamplingParams:
+    """vLLM's words for `sampling`. `key` makes the seed; vLLM's are signed: one bit of it goes."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    choice: dict[str, Any] = {"temperature": 0.0}
+    if not sampling.greedy:
+        choice = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": key >> 1,
+        }
+    return SamplingParams(
+        **choice,
+        max_tokens=sampling.max_response_tokens,
+        stop_token_ids=sorted(stops),
+        ignore_eos=True,  # the stops have it
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def answer_of(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
+    """Tokens, their log-probs, and whether a stop token ended them."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        raise ModelError(f"vLLM ended a request by itself: {completion.finish_reason}")
+    tokens = np.array(completion.token_ids, dtype=np.int64)
+    logprobs = [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    return tokens, np.array(logprobs, dtype=np.float32), completion.finish_reason == "stop"
