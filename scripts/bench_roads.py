@@ -183,7 +183,7 @@ def measure(road: str, folder: str, dtype: str, bucket_bytes: int, repeats: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--MiB", type=float, default=128.0, help="of weights in fp32")
-    parser.add_argument("--bucket-MiB", type=float, default=64.0)
+    parser.add_argument("--bucket-MiB", type=float, default=16.0)
     parser.add_argument("--roads", nargs="+", default=["shm", "folder", "group"])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--passes", type=int, default=40)

@@ -520,7 +520,10 @@ class SyncSection(Table):
     """How weights travel from actor to rollout. Every sync is verified; that cannot be switched off."""
 
     bucket_MiB: float = Field(
-        64.0, gt=0, description="Most that travels at once; a larger weight travels alone. Two exist at a time."
+        16.0,
+        gt=0,
+        description="Most that travels at once; a larger weight travels alone. Two exist at a time: over shared memory "
+        "they are quickest where both fit the cache of the CPU.",
     )
     road: Literal["auto", "shm", "folder", "group", "cuda_ipc"] = Field(
         "auto",
