@@ -43,7 +43,7 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
     if name == "gsm8k-cpu":  # the person brings the data
         rows = tmp_path / spec.data.train
         rows.parent.mkdir(parents=True)
-        rows.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+        rows.write_text(20 * (json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"))  # 16 are held out
     if spec.rollout.python and not Path(spec.rollout.python).exists():
         pytest.skip(f"scripts/setup-engine {spec.rollout.engine.kind} makes {spec.rollout.python}")
     errors, warnings = file_problems(spec, tmp_path)
