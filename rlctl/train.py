@@ -48,7 +48,7 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
     """Run the spec to its end. Returns 0; every failure is an RlctlError with its own exit code."""
     spec = load_spec(spec_path, list(overrides))
     spec_dir = spec_path.absolute().parent
-    errors, warnings = file_problems(spec, spec_dir, starting=True)
+    errors, warnings = file_problems(spec, spec_dir, starting=True, run_dir=run_dir)
     if errors:
         raise SpecError(errors)
     run = RunDir(run_dir or Path(spec.run.dir) / spec.run.name)

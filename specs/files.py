@@ -24,8 +24,11 @@ from specs.reward_files import reward_problems
 from specs.schema import RoleName, RoleSection, Spec
 
 
-def file_problems(spec: Spec, spec_dir: Path, *, starting: bool = False) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`.
+def file_problems(
+    spec: Spec, spec_dir: Path, *, starting: bool = False, run_dir: Path | None = None
+) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`: where the
+    run writes, when it is not where the spec says.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
     """
@@ -38,8 +41,9 @@ def file_problems(spec: Spec, spec_dir: Path, *, starting: bool = False) -> tupl
     warnings += data_warnings
     (errors if starting else warnings).extend(_devices(spec))
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
-    more_errors, more_warnings = machine_problems(spec, spec_dir, config, starting=starting, here=here)
-    return [*errors, *more_errors], [*warnings, *more_warnings]
+    where = run_dir or Path(spec.run.dir).expanduser() / spec.run.name
+    machine = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
+    return [*errors, *machine[0]], [*warnings, *machine[1]]
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────

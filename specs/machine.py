@@ -25,15 +25,15 @@ ROOM = 1.2  # free space per what checkpoints take, below which a warning is due
 
 
 def machine_problems(
-    spec: Spec, spec_dir: Path, config: Mapping[str, Any], *, starting: bool, here: bool
+    spec: Spec, spec_dir: Path, config: Mapping[str, Any], run_dir: Path, *, starting: bool, here: bool
 ) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `starting`: the run
-    begins now; `here`: nothing in the spec asks for another machine than this one."""
-    errors: list[Problem] = [*_tracking(spec), *_folders(spec, spec_dir)]
+    """Errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `run_dir`: where the
+    run writes. `starting`: the run begins now; `here`: nothing in the spec asks for another machine than this one."""
+    errors: list[Problem] = [*_tracking(spec), *_folders(spec, spec_dir, run_dir)]
     warnings: list[Problem] = []
     (errors if starting else warnings).extend(_ports(spec))
     warnings += [] if starting else _commands(spec)  # the launcher knows better what it lacks
-    short, tight = _disk(spec, config)
+    short, tight = _disk(spec, config, run_dir)
     (errors if here else warnings).extend([] if errors else short)
     return errors, [*warnings, *tight]
 
@@ -72,14 +72,14 @@ def _ports(spec: Spec) -> list[Problem]:
 # ── folders and disk ──────────────────────────────────────────────────────────────────────────────
 
 
-def _folders(spec: Spec, spec_dir: Path) -> list[Problem]:
+def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
     """Folders that the run writes to: they must be folders that this user may write, or be made in one."""
-    named = [("run.dir", spec.run.dir, Path.cwd())]
+    named = [("run.dir", spec.run.dir, run_dir.parent)]
     if spec.sync.folder:
-        named.append(("sync.folder", spec.sync.folder, spec_dir))
+        named.append(("sync.folder", spec.sync.folder, spec_dir / Path(spec.sync.folder).expanduser()))
     problems = []
-    for key, given, start in named:
-        place = nearest_existing(start / Path(given).expanduser())
+    for key, given, folder in named:
+        place = nearest_existing(folder)
         if not place.is_dir():
             problems.append(Problem(key, f"{place} is a file, not a folder", "name another folder", show(given)))
         elif not os.access(place, os.W_OK | os.X_OK) or not shutil.disk_usage(place).total:
@@ -93,17 +93,18 @@ def nearest_existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-def _disk(spec: Spec, config: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> tuple[list[Problem], list[Problem]]:
     """(too little, hardly enough) room for the checkpoints that lie on the disk together: those kept, and one more
-    while it is written."""
+    while it is written. Those of a run to resume are there already."""
     each = checkpoint_bytes(spec, config)
-    count = min(spec.checkpoint.keep + 1, -(-spec.run.steps // spec.checkpoint.every))
-    place = nearest_existing(Path.cwd() / Path(spec.run.dir).expanduser())
+    there = len(list((run_dir / "checkpoints").glob("step_*")))
+    count = max(1, min(spec.checkpoint.keep + 1, -(-spec.run.steps // spec.checkpoint.every)) - there)
+    place = nearest_existing(run_dir)
     free, needed = shutil.disk_usage(place).free, each * count
     if not each or free >= ROOM * needed:
         return [], []
     message = (
-        f"{count} checkpoints of {each / _GIB:.3g} GiB take {needed / _GIB:.3g} GiB, "
+        f"{count} checkpoint{'s' if count > 1 else ''} of {each / _GIB:.3g} GiB take {needed / _GIB:.3g} GiB, "
         f"and {place} has {free / _GIB:.3g} GiB free"
     )
     hint = "free some space, lower it, or set run.dir"

@@ -182,6 +182,17 @@ def test_room_for_checkpoints(
     assert all("3 checkpoints of 0.00335 GiB take 0.0101 GiB" in str(problem) for problem in [*found[0], *found[1]])
 
 
+def test_checkpoints_of_a_run_to_resume_are_there_already(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_from(edited(base(), {"run.steps": 100}))
+    usage = shutil.disk_usage(folder)._replace(free=2 * 12 * 299_904)
+    monkeypatch.setattr("specs.machine.shutil.disk_usage", lambda _: usage)
+    (problem,) = file_problems(spec, folder)[0]
+    assert problem.message.startswith("3 checkpoints of")
+    for step in (5, 10):
+        (folder / "other/checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert file_problems(spec, folder, starting=True, run_dir=folder / "other") == ([], [])
+
+
 # ── strict, and nothing changes ───────────────────────────────────────────────────────────────────
 
 
