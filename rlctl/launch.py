@@ -107,9 +107,13 @@ class Launcher:
         """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it."""
         for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
             _signal_groups([started], signal.SIGKILL)
-            if left := kill_marked(f"{_OWN_MARK}={started.mark}", _KILL_TIMEOUT_S):
+            left = kill_marked(f"{_OWN_MARK}={started.mark}", _KILL_TIMEOUT_S)
+            try:
+                started.process.wait(_KILL_TIMEOUT_S)  # it loses its environment, and with it the mark, before it ends
+            except subprocess.TimeoutExpired:
+                left.append(started.process.pid)
+            if left:
                 log.error("processes of %s rank %d that could not be ended: %s", role, rank, left)
-            started.process.poll()
             self.started.remove(started)
 
     def _spawn_rank(self, plan: RolePlan, rank: int, more: tuple[str, ...], env: Mapping[str, str]) -> None:

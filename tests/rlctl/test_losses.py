@@ -55,7 +55,7 @@ def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
         hung = groups.members["rollout", 0].pid
         with pytest.raises(RanksLost):
             groups["rollout"].call(Verb.PING, {"do": "stop"})
-        assert not Path(f"/proc/{hung}").exists() or "\nState:\tZ" in Path(f"/proc/{hung}/status").read_text()
+        assert not Path(f"/proc/{hung}").exists()
         groups.restart("rollout")
         assert groups["rollout"].call(Verb.PING)[0].body["pid"] != hung
 

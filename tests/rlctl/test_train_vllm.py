@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import crashing
 import pytest
 from running import metrics, preset, rlctl
 
@@ -33,11 +34,11 @@ SMALL = {
 }
 
 
-def train(folder: Path, **more: object) -> Path:
+def train(folder: Path, *options: str, **more: object) -> Path:
     """Four small steps of the preset; the run directory."""
     settings = {**SMALL, **{key.replace("__", "."): value for key, value in more.items()}}
     chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    done = rlctl("train", preset("vllm-cpu", folder), "--run-dir", folder / "run", *chosen)
+    done = rlctl("train", preset("vllm-cpu", folder), "--run-dir", folder / "run", *chosen, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 
@@ -54,8 +55,11 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, where they take turns: vLLM sleeps and wakes in every step."""
-    return train(tmp_path_factory.mktemp("colocated"), run__colocate='"always"')
+    """The same run, where they take turns: vLLM sleeps and wakes in every step. In the second it is killed."""
+    folder = tmp_path_factory.mktemp("colocated")
+    crash = {"role": "rollout", "method": "generate", "call": 3}  # the first call evaluates
+    options = crashing.install(folder / "plot", [crash], crashing.VLLM)
+    return train(folder, *options, run__colocate='"always"')
 
 
 @pytest.mark.parametrize("kind", ["separate", "colocated"])
@@ -77,6 +81,12 @@ def test_taking_turns_changes_nothing(separate: Path, colocated: Path) -> None:
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
     assert "mem/rollout_asleep_GiB" in in_turns[0]
     assert "mem/rollout_asleep_GiB" not in apart[0]
+
+
+def test_a_killed_vllm_comes_back(colocated: Path) -> None:
+    assert [line["rollout/restarts"] for line in steps(colocated)] == [0, 1, 1, 1]
+    log = (colocated / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text()
+    assert log.count("rollout rank 0 is started again") == 1
 
 
 def test_two_interpreters_are_as_built(separate: Path) -> None:

@@ -90,6 +90,9 @@ FAKE = {
 TORCH = {
     "rollout": [["backends.torch_rollout.engine", "TorchRolloutEngine", ROLLOUT_METHODS]],
 }
+VLLM = {
+    "rollout": [["backends.vllm_rollout.engine", "VllmRolloutEngine", ROLLOUT_METHODS]],
+}
 
 
 def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any] = FAKE) -> list[str]:
