@@ -27,8 +27,8 @@ from specs.schema import RoleName, RoleSection, Spec
 def file_problems(
     spec: Spec, spec_dir: Path, *, starting: bool = False, run_dir: Path | None = None
 ) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`: where the
-    run writes, when it is not where the spec says.
+    """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`: where
+    the run writes, when it is not where the spec says.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
     """
