@@ -163,6 +163,16 @@ def test_after_level_2_the_model_comes_again(trainer: HfTrainEngine, engine: Rem
     assert len(answer(engine, make_prompts())) > 0
 
 
+def test_what_a_sleep_left_in_the_room_for_adapters_is_cleared(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """Rank 5 fills 5 of 8 places."""
+    sync(trainer, engine)
+    engine.sleep(2)
+    engine.process.call("spoil_adapters")
+    engine.wake(["weights"])
+    sync(trainer, engine)
+    assert gap(trainer, engine) < EXACT
+
+
 def test_after_level_1_adapters_are_enough(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
     sync(trainer, engine)
     engine.sleep(1)

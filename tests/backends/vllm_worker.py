@@ -93,6 +93,17 @@ class Server:
     def held(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         return {"checksum": self.engine.held(body["name"])}
 
+    def spoil_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """What a device's memory is like after a sleep that dropped it: anything."""
+
+        def spoil(worker: Any) -> None:
+            for module in worker.model_runner.lora_manager._adapter_manager.modules.values():
+                for tensor in (*module.lora_a_stacked, *module.lora_b_stacked):
+                    tensor.fill_(3.0)
+
+        self.engine.llm.collective_rpc(spoil)
+        return {}
+
     def forget_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.request = None
         return {}
