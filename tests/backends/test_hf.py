@@ -133,9 +133,7 @@ def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
     refuse_a_swap(model, decision)
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
     model.model.layers[1].self_attn.config._attn_implementation = "kernels-community/flash-attn2"
-    with pytest.raises(
-        ModelError, match="transformers built kernels-community/flash-attn2, sdpa"
-    ):
+    with pytest.raises(ModelError, match="transformers built kernels-community/flash-attn2, sdpa"):
         refuse_a_swap(model, decision)
 
 
