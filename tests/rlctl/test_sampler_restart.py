@@ -123,15 +123,15 @@ def test_one_that_comes_back_as_something_else_is_refused(tmp_path: Path) -> Non
 
 
 def test_the_real_engine_over_a_process_group(tmp_path: Path) -> None:
-    """The group of the actor and both samplers is made anew each time."""
-    small = """run.steps=2 data.prompts_per_step=4 algorithm.group_size=4 rollout.processes=2 rollout.threads=1
+    """The group of the actor and both samplers is made anew each time; the run without crashes has one sampler."""
+    small = """run.steps=2 data.prompts_per_step=4 algorithm.group_size=4 rollout.threads=1
         actor.threads=1 eval.prompts=4""".split()  # noqa: SIM905
     common = ["train", preset("quickstart", tmp_path), *(part for one in small for part in ("--set", one))]
     crashes = [
         {"role": "rollout", "rank": 1, "method": "generate", "call": 2},
         {"role": "rollout", "rank": 0, "method": "import_weight", "call": 65},
     ]
-    road = ["--set", 'sync.road="group"', "--set", "sync.bucket_MiB=0.01"]
+    road = ["--set", "rollout.processes=2", "--set", 'sync.road="group"', "--set", "sync.bucket_MiB=0.01"]
     options = [*crashing.install(tmp_path / "plot", crashes, crashing.TORCH), *road]
     runs = tmp_path / "plain", tmp_path / "crashed"
     for run, more in zip(runs, ([], options), strict=True):
