@@ -21,7 +21,7 @@ def test_a_checkpoint_and_an_evaluation_change_nothing(tmp_path):
     """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples."""
     spec = preset("fake", tmp_path)
     common = ("--set", "run.steps=4", "--set", "checkpoint.every=1")
-    evaluated = ("--set", 'eval={every=2, prompts=8}')
+    evaluated = ("--set", "eval={every=2, prompts=8}")
     for name, extra in {"apart": (), "turns": SHARED}.items():
         done = rlctl("train", spec, "--run-dir", tmp_path / name, *common, *evaluated, *extra)
         assert done.returncode == 0, done.stdout + done.stderr
