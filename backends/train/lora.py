@@ -126,8 +126,8 @@ class Adapters:
 
     @torch.no_grad()
     def apart(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The model's own weights by its names, and A and (alpha / rank) · B in fp32, made before any cast: whoever gets
-        them adds B (A x) and needs to know neither alpha nor rank."""
+        """The model's own weights by its names, and A and (alpha / rank) · B in fp32, made before any cast: whoever
+        gets them adds B (A x) and needs to know neither alpha nor rank."""
         for name, tensor in weights:
             if is_adapter(name):
                 tensor = tensor.detach().float() if is_down(name) else tensor.detach().float() * self.scale
