@@ -18,14 +18,14 @@ from specs.schema import Spec
 # How a run is watched, where it runs and how its models are held: not what it computes, to rounding.
 MAY_CHANGE = (
     *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s", "run.colocate"),
-    *("checkpoint", "cluster", "eval", "tracking", "sync", "ref"),
+    *("run.max_memory_growth_GiB", "checkpoint", "cluster", "eval", "tracking", "sync", "ref"),
     *("reward.workers", "reward.timeout_s", "reward.threads", "reward.env", "reward.python"),
     *("actor.env", "actor.python", "actor.threads", "actor.devices"),
     *("actor.processes", "actor.nodes", "actor.launcher", "actor.engine"),
     *("actor.micro_batch_tokens", "actor.gradient_checkpointing"),
     *("rollout.env", "rollout.python", "rollout.threads", "rollout.devices"),
     *("rollout.processes", "rollout.nodes", "rollout.launcher", "rollout.engine", "rollout.max_probe_gap"),
-    *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "rollout.max_staleness", "run.max_memory_growth_GiB"),
+    *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "rollout.max_staleness", "rollout.max_restarts"),
     *("model.attn_implementation", "actor.attn_implementation", "rollout.attn_implementation"),
 )
 MAY_NOT_CHANGE = ("ref.model",)  # within the above

@@ -37,7 +37,7 @@ class Segment:
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """A new segment. Raises OSError when the memory is not there (pages are reserved at once)."""
-        path = _folder() / f"rlctl-{secrets.token_hex(8)}"
+        path = _folder() / f"rlctl-{os.getpid()}-{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)

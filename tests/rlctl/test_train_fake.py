@@ -157,10 +157,11 @@ def test_a_hanging_rank_is_noticed(running):
 def test_a_dead_driver_leaves_nobody_behind(running):
     driver, run = running
     judges = psutil.Process(workers_of(run)["reward"][0].pid).children(recursive=True)
+    actor = workers_of(run)["actor"][0].pid
     driver.kill()
     nothing_left(run, timeout_s=30)
     wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in judges), 10, "judges' end")
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("rlctl-")]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rlctl-{actor}-")]
 
 
 def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec):
