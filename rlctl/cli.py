@@ -60,7 +60,7 @@ def init(
     ] = "",
 ) -> None:
     """Write a commented spec to start from."""
-    from rlctl.init import print_presets, write_batch_script, write_preset
+    from rlctl.init import batch_script_of, print_presets, refuse_existing, write_batch_script, write_preset
     from specs.errors import UsageError
 
     if launcher not in ("", "slurm"):
@@ -71,6 +71,8 @@ def init(
         print_presets()
         return
     target = spec or Path(f"{preset}.toml")
+    if launcher == "slurm" and not force:
+        refuse_existing(batch_script_of(target))  # before the spec is written: both or neither
     write_preset(preset, target, force=force)
     if launcher == "slurm":
         batch_script = write_batch_script(target, force=force)

@@ -40,6 +40,17 @@ def print_presets() -> None:
     Console().print(table)
 
 
+def batch_script_of(spec: Path) -> Path:
+    """Where the batch script of a spec is written: beside it."""
+    return spec.with_suffix(".sbatch")
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises UsageError when a file is in the way."""
+    if target.exists():
+        raise _exists(target)
+
+
 def write_batch_script(spec: Path, *, force: bool) -> Path:
     """Write the SLURM batch script that trains `spec` beside it, with hosts for its actor; returns the path.
 
@@ -54,7 +65,7 @@ def write_batch_script(spec: Path, *, force: bool) -> Path:
     text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
     for word, value in values.items():
         text = text.replace(word, value)
-    target = spec.with_suffix(".sbatch")
+    target = batch_script_of(spec)
     _write(target, text, force=force)
     return target
 
@@ -84,8 +95,12 @@ def _write(target: Path, text: str, *, force: bool) -> None:
         with open(target, "w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"{target}: exists already", hint="name another file, or add --force") from None
+        raise _exists(target) from None
     except FileNotFoundError:
         raise UsageError(f"{target.parent}: no such folder", hint=f"mkdir -p {target.parent}") from None
     except OSError as error:
         raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+
+
+def _exists(target: Path) -> UsageError:
+    return UsageError(f"{target}: exists already", hint="name another file, or add --force")

@@ -169,6 +169,15 @@ def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path
     assert '--launcher "mpi"' in again.stderr
 
 
+def test_a_batch_script_in_the_way_leaves_no_spec_either(tmp_path: Path) -> None:
+    (tmp_path / "my.sbatch").write_text("mine")
+    made = rlctl("init", "my.toml", "--launcher", "slurm", cwd=tmp_path)
+    assert made.returncode == 2
+    assert "my.sbatch: exists already" in made.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["my.sbatch"]
+    assert (tmp_path / "my.sbatch").read_text() == "mine"
+
+
 def test_srun_outside_a_job_is_refused(tmp_path: Path) -> None:
     spec = preset("quickstart", tmp_path)
     options = ("--run-dir", tmp_path / "run", "--set", "actor.launcher=srun", "--set", "actor.processes=2")
