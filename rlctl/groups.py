@@ -86,7 +86,9 @@ class Groups:
 
     def restart(self, role: str) -> list[int]:
         """Start the lost ranks of a role again and wait until they have proven themselves; those that are lost again
-        meanwhile are not waited for. Returns the ranks. Raises RoleFailure as `start` does."""
+        meanwhile are not waited for. Verbs in line go to the other ranks first: a new process could not answer them.
+        Returns the ranks. Raises RoleFailure as `start` does."""
+        self._groups[role].settle()
         ranks = self.losses.begin_restart(role)
         for rank in ranks:
             self.members.pop((role, rank), None)

@@ -49,6 +49,22 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
         assert failure.value.rank == 1
 
 
+def test_verbs_in_line_are_for_the_other_replicas_not_for_the_new_process(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("rollout", 2), verb_timeout_s=10.0) as groups:
+        groups.losses = Losses("rollout", 1)
+        rollout = groups["rollout"]
+        lost = rollout.post(Verb.PING, [{}, {"do": "kill"}])
+        in_flight, in_line = rollout.post(Verb.PING, {"sleep_s": 0.3}), rollout.post(Verb.PING)
+        with pytest.raises(RanksLost):
+            lost.result()
+        assert groups.restart("rollout") == [1]
+        for call in (in_flight, in_line):
+            with pytest.raises(RanksLost):
+                call.result()
+            assert (sorted(call.answers), call.lost) == ([0], {1})
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+
+
 def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("rollout", 1), heartbeat_timeout_s=1.0) as groups:
         groups.losses = Losses("rollout", 1)
