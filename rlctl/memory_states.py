@@ -94,7 +94,6 @@ def _ddp(held: Held) -> Iterator[Part]:
         yield _state("master weights", whole * _FP32)
     yield _state("gradients", whole * _FP32, dropped=True)
     yield _state("Adam moments", whole * ADAM_BYTES)
-    yield Part("gradients in fp64, for their norm", whole * 8, frozenset({"step"}))
 
 
 def _fsdp2(held: Held, engine: Fsdp2Engine) -> Iterator[Part]:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from backends.ddp.optimizer import FlatAdamW
 from backends.hf import DTYPES, build_model, describe, named_weights
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
+from backends.train.gradient_norm import gradient_norm
 from backends.train.groups import join_group, leave_group
 from backends.train.parking import Parking
 from backends.train.policy import Policy
@@ -74,8 +74,7 @@ class DdpTrainEngine(HfTrainEngine):
         assert grad_P is not None
         if self.rank.world_size > 1:
             dist.all_reduce(grad_P)
-        # In fp64: over millions of values the fp32 sum is off in the fourth digit.
-        norm = float(torch.linalg.vector_norm(grad_P, dtype=torch.float64))
+        norm = float(gradient_norm([grad_P]))
         lr = self._learning_rate()
         finite = math.isfinite(norm)
         if finite:

@@ -20,6 +20,7 @@ from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, gathering_dtype
 from backends.hf import DTYPES, build_on_meta, describe, tensor_bytes, wire_dtype
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
+from backends.train.gradient_norm import gradient_norm
 from backends.train.groups import join_group, leave_group, pretended_group
 from backends.train.parking import Parking, storages_of
 from backends.train.policy import Policy
@@ -150,10 +151,8 @@ class Fsdp2TrainEngine(HfTrainEngine):
         return gradients
 
     def _norm(self, gradients: Iterable[Tensor]) -> float:
-        """Of the whole gradient, the same on all ranks. In fp64: over millions of values the fp32 sum is off in the
-        fourth digit."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-        total = torch.stack(norms).square().sum().to(self.device)
+        """Of the whole gradient, the same on all ranks."""
+        total = gradient_norm(gradients).square().to(self.device)
         dist.all_reduce(total, group=self.mesh.shard_group)
         return math.sqrt(float(total))
 
