@@ -42,6 +42,7 @@ def differences(spec: Spec, reports: Reports, asked: Mapping[RoleName, Asked]) -
             expect(where, "device", "cuda" if section.devices else "cpu", report.device.split(":")[0])
             model, first = report.model, ranks[0].model
             if model is None or first is None:
+                expect(where, "whether it holds a model", role in asked, model is not None)
                 continue
             engine = getattr(section, "engine", None)
             expect(where, "engine", engine.kind if engine else None, report.engine)
@@ -62,7 +63,7 @@ def compare(asked: Asked, model: ModelBuilt, not_seen: Sequence[str] = ()) -> li
             continue
         if field != "mesh":
             found.append((NAMES.get(field, field), wanted, got))
-        elif wanted:
+        else:
             axes = ((axis, wanted.get(axis, 0), got.get(axis, 0)) for axis in {**wanted, **got})
             found += [(f"ranks along the mesh axis {axis}", ask, have) for axis, ask, have in axes if ask != have]
     return found

@@ -18,6 +18,7 @@ from specs.schema import Lora, RoleName, Spec
 from specs.seats import built_mesh
 
 _OF_TRANSFORMERS = ("ddp", "fsdp2", "zero", "zero3", "torch", "vllm", "sglang")
+_SAY_THEIR_MESH = ("ddp", "fsdp2", "zero", "zero3", "torch", "vllm", "fake")
 
 Asked = Mapping[str, Any]
 """Fields of `ModelBuilt` → the value that they must have. What is left out is not known before the model is built."""
@@ -32,7 +33,9 @@ def _asked(spec: Spec, role: RoleName, spec_dir: Path) -> Asked:
     section: Any = spec.role(role)
     path = resolve_model(spec.model_path(role), spec_dir)
     dtype = spec.rollout_dtype if role == "rollout" else section.dtype
-    asked: dict[str, Any] = {"path": str(path), "dtype": dtype, "mesh": built_mesh(section)}
+    asked: dict[str, Any] = {"path": str(path), "dtype": dtype}
+    if section.engine.kind in _SAY_THEIR_MESH:
+        asked["mesh"] = built_mesh(section)
     decision = attention_of(spec, role, spec_dir)
     # On another host's GPU, or one that nobody could ask, `auto` may find what was not to be known here.
     known = not section.devices or (section.nodes == 1 and gpu_capability() is not None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specs.schema import Fsdp2Engine, RoleSection, ZeroEngine
+from specs.schema import Fsdp2Engine, RoleSection, VllmEngine, ZeroEngine
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,13 @@ def mesh_of(section: RoleSection) -> Mesh | None:
 
 
 def built_mesh(section: RoleSection) -> dict[str, int]:
-    """Axis → ranks, as the engine must report it in `ModelBuilt.mesh`: ZeRO has one axis, FSDP2 both."""
-    mesh = mesh_of(section)
+    """Axis → ranks, as the engine must report it in `ModelBuilt.mesh`: ZeRO has one axis, FSDP2 both, vLLM its own."""
+    mesh, engine = mesh_of(section), getattr(section, "engine", None)
+    if isinstance(engine, VllmEngine) and engine.tensor_parallel > 1:
+        return {"tensor": engine.tensor_parallel}
     if mesh is None:
         return {}
-    if isinstance(getattr(section, "engine", None), ZeroEngine):
+    if isinstance(engine, ZeroEngine):
         return {"shard": mesh.shard}
     return {"replicate": mesh.replicate, "shard": mesh.shard}
 

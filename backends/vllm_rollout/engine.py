@@ -70,7 +70,8 @@ class VllmRolloutEngine(RolloutEngine):
 
     def built(self) -> ModelBuilt:
         """Read back from vLLM's model; the attention is the backend that vLLM chose."""
-        first: WorkerModel = self._call("rlctl_describe")[0]
+        workers: list[WorkerModel] = self._call("rlctl_describe")
+        first = workers[0]
         text = self.llm.llm_engine.model_config.hf_text_config
         whole = self.table.tensor_parallel == 1
         return ModelBuilt(
@@ -85,7 +86,7 @@ class VllmRolloutEngine(RolloutEngine):
             attn_implementation=",".join(first.attention),
             attn_function=",".join(first.attention_classes),
             tied_embeddings=first.tied_embeddings,
-            mesh={} if whole else {"tensor": self.table.tensor_parallel},
+            mesh={"tensor": len(workers)} if len(workers) > 1 else {},
             weights_checksum="",
         )
 

@@ -134,6 +134,21 @@ def test_another_mesh_on_one_rank_is_named(mesh_spec, engine, built, words):
     assert as_built.differences(spec, reports, asked(spec)) == [words]
 
 
+def test_a_mesh_where_none_was_asked_for_is_named(spec):
+    reports = good()
+    reports["actor"][1] = report("actor", 1, mesh={"shard": 2})
+    found = as_built.differences(spec, reports, asked(spec))
+    assert found == ["actor rank 1: ranks along the mesh axis shard: asked 0, built 2"]
+
+
+@pytest.mark.parametrize(("role", "rank"), [("ref", 0), ("ref", 1), ("actor", 1)])
+def test_a_rank_without_a_model_is_named(spec, role, rank):
+    reports = good()
+    reports[role][rank] = reports[role][rank].model_copy(update={"model": None})
+    found = as_built.differences(spec, reports, asked(spec))
+    assert f"{role} rank {rank}: whether it holds a model: asked True, built False" in found
+
+
 def test_the_table_shows_mesh_and_what_learns(mesh_spec, capsys):
     from rich.console import Console
 

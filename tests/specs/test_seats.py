@@ -10,7 +10,7 @@ import pytest
 from specs.errors import Problem, SpecError
 from specs.load import spec_from
 from specs.rules import cross_field_warnings
-from specs.schema import ActorSection, DdpEngine, Fsdp2Engine, Spec, ZeroEngine
+from specs.schema import ActorSection, DdpEngine, Fsdp2Engine, RolloutSection, Spec, VllmEngine, ZeroEngine
 from specs.seats import Mesh, Seat, built_mesh, mesh_of, seat_groups, straddling
 
 RAW: dict[str, Any] = {
@@ -67,6 +67,11 @@ def test_zero_is_one_group_and_ddp_none() -> None:
     assert ranks(actor(ZeroEngine(kind="zero3"), 4)) == [[0, 1, 2, 3]]
     assert built_mesh(actor(ZeroEngine(stage=1), 4)) == {"shard": 4}
     assert (mesh_of(actor(DdpEngine(), 4)), built_mesh(actor(DdpEngine(), 4))) == (None, {})
+
+
+@pytest.mark.parametrize(("parallel", "mesh"), [(1, {}), (4, {"tensor": 4})])
+def test_a_sampler_cut_by_vllm_says_so(parallel: int, mesh: dict[str, int]) -> None:
+    assert built_mesh(RolloutSection(engine=VllmEngine(tensor_parallel=parallel))) == mesh
 
 
 @pytest.mark.parametrize(
