@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.interpreters import packages_of
 from specs.model_facts import model_facts
-from specs.model_files import hub_snapshot, resolve_model
+from specs.model_files import config_of
 from specs.schema import OWN_ATTENTION, RoleName, Spec
 
 # Engines whose models are transformers' own, built by backends/hf.py.
@@ -61,7 +60,7 @@ def _key(spec: Spec, role: RoleName) -> str:
 
 def _facts(spec: Spec, role: RoleName, spec_dir: Path | None) -> AttentionFacts:
     section: Any = spec.role(role)
-    config = {} if spec_dir is None else _config(spec.model_path(role), spec_dir)
+    config = {} if spec_dir is None else config_of(spec.model_path(role), spec_dir)
     shape = model_facts(config)
     return AttentionFacts(
         device="cuda" if section.devices else "cpu",
@@ -74,17 +73,6 @@ def _facts(spec: Spec, role: RoleName, spec_dir: Path | None) -> AttentionFacts:
         head_dim=shape.head_dim if shape else 0,
         scores=score_changes(config),
     )
-
-
-def _config(path: str, spec_dir: Path) -> Mapping[str, Any]:
-    """The model's `config.json`; empty where it cannot be read, which others report."""
-    where = resolve_model(path, spec_dir)
-    folder = where if isinstance(where, Path) else hub_snapshot(where)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 @cache

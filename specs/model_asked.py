@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specs.attention_rules import attention_of, gpu_capability
 from specs.model_facts import model_facts
-from specs.model_files import hub_snapshot, resolve_model
+from specs.model_files import config_of, resolve_model
 from specs.model_tensors import ModelTensors, tensors_of_config
 from specs.schema import Lora, RoleName, Spec
 from specs.seats import built_mesh
@@ -25,7 +24,7 @@ Asked = Mapping[str, Any]
 
 
 def models_asked(spec: Spec, spec_dir: Path) -> dict[RoleName, Asked]:
-    """For every role that holds a model. A hub id is looked up in this machine's cache alone."""
+    """For every role that holds a model. A hub id is looked up as in `model_folder`."""
     return {role: _asked(spec, role, spec_dir) for role in spec.roles if role != "reward"}
 
 
@@ -43,7 +42,7 @@ def _asked(spec: Spec, role: RoleName, spec_dir: Path) -> Asked:
         asked["attn_implementation"] = decision.implementation
         if decision.implementation == "sdpa":
             asked["attn_function"] = decision.function
-    config = _config(path)
+    config = config_of(spec.model_path(role), spec_dir)
     if section.engine.kind == "fake":
         return asked | ({"vocab_size": config["vocab_size"]} if "vocab_size" in config else {})
     if section.engine.kind in _OF_TRANSFORMERS:
@@ -53,16 +52,6 @@ def _asked(spec: Spec, role: RoleName, spec_dir: Path) -> Asked:
             asked["parameters"] = tensors.elements
             asked["trainable_parameters"] = 0 if role != "actor" else _learning(tensors, spec.actor.lora)
     return asked
-
-
-def _config(path: Path | str) -> dict[str, Any]:
-    """`config.json`; empty where it is not on this machine, or cannot be read, which others report."""
-    folder = path if isinstance(path, Path) else hub_snapshot(path)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a model lies, and whether its folder can be used. Reads JSON and file headers; never asks the network."""
+"""Where a model lies, and whether it can be used. Reads JSON and file headers, of the hub only small files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 from specs.errors import Problem
 from specs.explain import show
+from specs.hub import Folder, HubFile, HubFolder, look_up, unread
 from specs.keys import closest
-from specs.model_weights import AGAIN, weight_problems
+from specs.model_weights import AGAIN, hub_weight_problems, weight_problems
 from specs.schema import DataSection
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
@@ -31,6 +32,7 @@ FOLDER_WORDS = {
 }
 FOLDER_WORDS |= {"run", "runs", "data", "weights", "tmp"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # the first that has one
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"
 
 
@@ -75,6 +77,27 @@ def offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def model_folder(path: str, spec_dir: Path) -> Folder | None:
+    """Where a model's small files can be read: its folder, the hub's cache, or the hub; None where nowhere."""
+    where = resolve_model(path, spec_dir)
+    if isinstance(where, Path):
+        return where
+    if (snapshot := hub_snapshot(where)) is not None and (snapshot / "config.json").is_file():
+        return snapshot
+    found = None if offline() else look_up(where)
+    return found if isinstance(found, HubFolder) else None
+
+
+def config_of(path: str, spec_dir: Path) -> dict[str, Any]:
+    """A model's parsed `config.json`; empty where it cannot be read, which others report."""
+    folder = model_folder(path, spec_dir)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
 def template_error(template: str) -> str:
     """What is wrong with the syntax of a chat template, or ""."""
     try:
@@ -101,7 +124,7 @@ class ModelCheck:
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self.config: dict[str, Any] = {}
-        self.folder: Path | None = None
+        self.folder: Folder | None = None
         where = resolve_model(path, spec_dir)
         if isinstance(where, Path):
             self._check_folder(where)
@@ -115,14 +138,20 @@ class ModelCheck:
         snapshot = hub_snapshot(hub_id)
         if snapshot is not None and (snapshot / "config.json").is_file():
             self._check_folder(snapshot)
-        elif offline():
+            return
+        if offline():
             self._wrong(
                 "no such folder, and not in the Hugging Face cache while HF_HUB_OFFLINE is set", "check the name"
             )
+            return
+        found = look_up(hub_id)
+        if isinstance(found, HubFolder):
+            self._check_files(found)
+        elif found.refused:
+            self._wrong(found.why, found.hint)
         else:
-            message = "no such folder; taken as a hub id, which will be downloaded when the run starts"
-            hint = "check the name, and that this machine reaches the hub"
-            self.warnings.append(Problem(self.key, message, hint, show(self.path)))
+            message = f"no such folder; taken as a hub id, which will be downloaded when the run starts. {found.why}"
+            self.warnings.append(Problem(self.key, message, found.hint, show(self.path)))
 
     def _check_folder(self, folder: Path) -> None:
         name = self.path.removeprefix("builtin:")
@@ -135,16 +164,19 @@ class ModelCheck:
             what = "a file, not a model folder" if folder.exists() else "no such model folder"
             self._wrong(f"{what} ({folder})", "a relative path starts at the spec file's folder")
             return
+        self._check_files(folder, builtin=name != self.path)
+
+    def _check_files(self, folder: Folder, *, builtin: bool = False) -> None:
         self.folder = folder
         if not self._read_config(folder):
             return
         if self.tokenizer:
             self._check_tokenizer(folder)
         if not self.from_scratch:
-            self._check_weights(folder, builtin=name != self.path)
+            self._check_weights(folder, builtin)
         self._check_code()
 
-    def _read_config(self, folder: Path) -> bool:
+    def _read_config(self, folder: Folder) -> bool:
         if not (folder / "config.json").is_file():
             adapter = (folder / "adapter_config.json").is_file()
             hint = "merge the adapter into its base model first" if adapter else "is it a model folder at all?"
@@ -160,14 +192,15 @@ class ModelCheck:
         self._check_heads()
         return True
 
-    def _json(self, file: Path) -> dict[str, Any] | None:
+    def _json(self, file: Path | HubFile) -> dict[str, Any] | None:
+        hint = AGAIN if isinstance(file, Path) else "it lies so on the hub: name another model, or tell its owner"
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            self._wrong(f"{file.name} cannot be read: {error}", AGAIN)
+            self._wrong(f"{file.name} cannot be read: {error}", hint)
             return None
         if not isinstance(content, dict):
-            self._wrong(f"{file.name} is not a JSON object", AGAIN)
+            self._wrong(f"{file.name} is not a JSON object", hint)
             return None
         return content
 
@@ -180,14 +213,20 @@ class ModelCheck:
             if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
                 self._wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}", _REPAIR)
 
-    def _check_tokenizer(self, folder: Path) -> None:
+    def _check_tokenizer(self, folder: Folder) -> None:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            hint = f"put the model's tokenizer files into {folder}"
-            self._wrong(f"no tokenizer in the model folder (none of {', '.join(TOKENIZER_FILES[:3])}, …)", hint)
+            if unread(folder, TOKENIZER_FILES):
+                return
+            here = isinstance(folder, Path)
+            hint = f"put the model's tokenizer files into {folder}" if here else "name a repository that has one"
+            where = "in the model folder" if here else "with the model on the hub"
+            self._wrong(f"no tokenizer {where} (none of {', '.join(TOKENIZER_FILES[:3])}, …)", hint)
             return
         file, vocab_size = folder / "tokenizer.json", self.config.get("vocab_size")
         # Large files cost more time to parse than the check may take; the reward role parses them anyway.
-        if not file.is_file() or file.stat().st_size > 2**22:
+        if not file.is_file() or unread(folder, ["tokenizer.json"]):
+            return
+        if isinstance(file, Path) and file.stat().st_size > 2**22:
             return
         tokenizer = self._json(file)
         if tokenizer is None or not isinstance(vocab_size, int):
@@ -199,13 +238,17 @@ class ModelCheck:
             message = f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}"
             self._wrong(message, "use the tokenizer that the model was trained with")
 
-    def _check_weights(self, folder: Path, builtin: bool) -> None:
+    def _check_weights(self, folder: Folder, builtin: bool) -> None:
         if builtin:
             self._wrong(
                 "a built-in model has no weights", "set model.from_scratch = true", "model.from_scratch", "false"
             )
             return
-        for message, hint in weight_problems(folder, self.config):
+        if isinstance(folder, Path):
+            found = weight_problems(folder, self.config)
+        else:
+            found = hub_weight_problems(folder, self.config)
+        for message, hint in found:
             self._wrong(message, hint)
 
     def _check_code(self) -> None:
@@ -234,19 +277,23 @@ class ModelCheck:
         if template:
             if wrong := template_error(template):
                 self._wrong(f"{name}: {wrong}", 'repair the template, or set data.chat = "never"')
+        elif unread(self.folder, _TEMPLATE_FILES):
+            return
         elif data.chat == "always":
             self._wrong(lacks, 'write "auto" or "never"', "data.chat", '"always"')
         elif data.system:
             hint = "remove the key, or put its text into data.template"
             self._wrong(f"has no effect: {lacks}", hint, "data.system", show(data.system))
 
-    def _chat_template(self, folder: Path) -> tuple[str, str]:
+    def _chat_template(self, folder: Folder) -> tuple[str, str]:
         """Where the template stands, and its text; "" where there is none. Of several the default one."""
-        file = folder / "chat_template.jinja"
-        if file.is_file():
-            return file.name, file.read_text(encoding="utf-8", errors="replace")
-        for name in ("chat_template.json", "tokenizer_config.json"):
-            found = (self._json(folder / name) or {}).get("chat_template") if (folder / name).is_file() else None
+        for name in _TEMPLATE_FILES:
+            file = folder / name
+            if not file.is_file() or unread(folder, [name]):
+                continue
+            if name.endswith(".jinja"):
+                return name, file.read_text(encoding="utf-8", errors="replace")
+            found = (self._json(file) or {}).get("chat_template")
             if isinstance(found, list):
                 found = {one.get("name"): one.get("template") for one in found}.get("default")
             if found:

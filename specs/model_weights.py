@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from specs.hub import HubFolder
 from specs.model_facts import model_facts
 from specs.model_tensors import tensors_of_config
 from specs.tensor_files import read_header
@@ -44,6 +45,23 @@ def weight_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
         shapes |= held
     if "quantization_config" not in config:  # packed weights have shapes of their own
         yield from _differences(shapes, config)
+
+
+def hub_weight_problems(folder: HubFolder, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """What is wrong with a model's weights on the hub, as far as their names tell."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.there is False and index.there is False:
+        hint = "name a repository that has them as safetensors, or convert them: load once, then save_pretrained()"
+        yield "no model.safetensors on the hub; weights as pickle can run code and are never read", hint
+    if single.there or index.content is None:
+        return
+    try:
+        names = [str(name) for name in json.loads(index.content)["weight_map"]]
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"{index.name} on the hub cannot be read: {error!r}", "tell its owner, or name another model"
+        return
+    if wrong := _other_depth(names, config):
+        yield wrong
 
 
 def cut_short(file: Path) -> str:
@@ -90,10 +108,8 @@ def _no_weights(folder: Path) -> Wrong:
 
 def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
     """Where weights and config differ: in the number of layers, else in the first shape."""
-    facts = model_facts(config)
-    layers = 1 + max((int(found[1]) for name in shapes if (found := _LAYER.search(name))), default=-1)
-    if facts is not None and layers and layers != facts.layers:
-        yield f"the weights have {layers} layers, and config.json says {facts.layers}", OTHER_CONFIG
+    if wrong := _other_depth(shapes, config):
+        yield wrong
         return
     known = tensors_of_config(config)
     for parameter in known.parameters if known else ():
@@ -102,3 +118,11 @@ def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
             message = f"{parameter.name} is {list(stored)}, and by config.json it is {list(parameter.shape)}"
             yield message, OTHER_CONFIG
             return
+
+
+def _other_depth(names: Iterable[str], config: Mapping[str, Any]) -> Wrong | None:
+    facts = model_facts(config)
+    layers = 1 + max((int(found[1]) for name in names if (found := _LAYER.search(name))), default=-1)
+    if facts is None or not layers or layers == facts.layers:
+        return None
+    return f"the weights have {layers} layers, and config.json says {facts.layers}", OTHER_CONFIG

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from specs.errors import Problem
 from specs.explain import show
+from specs.hub import TOKENS, Folder, HubFile, HubFolder, unread, with_tokens
 from specs.schema import RoleName, Spec
 
 SHOWN = 3  # differing tokens that a message shows
@@ -51,14 +52,14 @@ class VocabularyDifference:
     extra: int
 
 
-def compare_vocabularies(actor: Path, other: Path) -> VocabularyDifference | None:
+def compare_vocabularies(actor: Folder, other: Folder) -> VocabularyDifference | None:
     """Token by token, from the tokenizers' files in two model folders; None where one has none that can be read."""
     mine, theirs = _tokenizer_file(actor), _tokenizer_file(other)
     if mine is None or theirs is None:
         return None
     if mine.name == theirs.name == "tokenizer.json" and mine.read_bytes() == theirs.read_bytes():
         return VocabularyDifference((), 0)
-    ours, others = _tokens(mine), _tokens(theirs)
+    ours, others = _tokens(mine, actor), _tokens(theirs, other)
     if ours is None or others is None:
         return None
     changed = ((number, ours[number], others.get(number)) for number in sorted(ours))
@@ -67,8 +68,12 @@ def compare_vocabularies(actor: Path, other: Path) -> VocabularyDifference | Non
     )
 
 
-def vocabulary_problems(actor: Path, other: Path, key: str, path: str) -> tuple[list[Problem], list[Problem]]:
+def vocabulary_problems(actor: Folder, other: Folder, key: str, path: str) -> tuple[list[Problem], list[Problem]]:
     """(errors, warnings) about the tokenizer of the model `path` that `key` names, beside the actor's."""
+    actor, other = (with_tokens(one) if isinstance(one, HubFolder) else one for one in (actor, other))
+    if _not_read(actor) or _not_read(other):
+        message = "its tokenizer was not compared with the actor's: the hub was too slow to read both from"
+        return [], [Problem(key, message, 'hf download ID --include "tokenizer*" brings them', show(path))]
     found = compare_vocabularies(actor, other)
     if found is None:
         message = "has no tokenizer.json or vocab.json to compare with the actor's"
@@ -93,16 +98,22 @@ def _shown(number: int, mine: str, theirs: str | None) -> str:
     return f"{number} is {show(mine, 20)} and {'nothing' if theirs is None else show(theirs, 20)} there"
 
 
-def _tokenizer_file(folder: Path) -> Path | None:
-    return next((folder / name for name in ("tokenizer.json", "vocab.json") if (folder / name).is_file()), None)
+def _tokenizer_file(folder: Folder) -> Path | HubFile | None:
+    return next((folder / name for name in TOKENS if (folder / name).is_file()), None)
 
 
-def _tokens(file: Path) -> dict[int, str] | None:
+def _not_read(folder: Folder) -> bool:
+    """Whether there may be a tokenizer that has not come from the hub in time."""
+    file = _tokenizer_file(folder)
+    return unread(folder, TOKENS if file is None else [file.name])
+
+
+def _tokens(file: Path | HubFile, folder: Folder) -> dict[int, str] | None:
     """Id → token, added ones too; None where the file is of an unknown form."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if file.name == "vocab.json":
-            extra = file.with_name("added_tokens.json")
+            extra = folder / "added_tokens.json"
             vocabulary = content | (json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {})
             return {number: token for token, number in vocabulary.items()}
         listed = content["model"]["vocab"]

@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test depends on the network: what is not in the cache is asked where nobody listens, and refused at once.
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
