@@ -10,7 +10,6 @@ from specs.errors import Problem
 from specs.foreign_engines import foreign_kinds
 from specs.hints import hint_for
 from specs.keys import (
-    SYNONYMS,
     Path,
     chosen_tables,
     closest,
@@ -23,6 +22,7 @@ from specs.keys import (
     tables_at,
     value_at,
 )
+from specs.synonyms import SECTIONS, SYNONYMS, TWINS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -49,6 +49,7 @@ NEVER_KEYS = {
     "critic": ("grpo has no critic", "remove the [critic] section; groups are the baseline"),
     "lora": ("only the actor has adapters", "write it as actor.lora"),
 }
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 PATTERNS = {
     "run.name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
     "eval.name": "letters, digits, dashes and underscores",
@@ -103,7 +104,7 @@ def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
         return Problem(key, f"must be {form}", value=value)
     if kind == "finite_number":
         return Problem(key, "must be a finite number", value=value)
-    return Problem(key, error["msg"], value=value)
+    return Problem(key, error["msg"], str(context.get("hint", "")), value)
 
 
 def without_tags(loc: Path, raw: Any) -> Path:
@@ -143,7 +144,9 @@ def _wrong_type(key: str, given: Any, wanted: str) -> Problem:
     elif wanted == "text" and isinstance(given, bool | int | float):
         hint = f"write it in quotes: {show(str(given).lower() if isinstance(given, bool) else str(given))}"
     elif wanted == "a list" and not isinstance(given, dict):
-        hint = f"write it in brackets: [{show(given)}]"
+        numbers = isinstance(given, str) and re.fullmatch(r"\d+(\s*,\s*\d+)*", given.strip())
+        inside = ", ".join(re.findall(r"\d+", given)) if numbers else show(given)
+        hint = f"write it in brackets: [{inside}]"
     elif wanted == "a whole number" and isinstance(given, float) and given.is_integer():
         hint = f"write {int(given)}"
     return Problem(key, f"must be {wanted}, not {_type_name(given)}", hint, show(given))
@@ -212,17 +215,24 @@ def unknown_key(path: Path, raw: dict[str, Any]) -> Problem:
     other_kinds = [kind_of(table) for table in siblings if name in known_keys(table)]
     if other_kinds:
         kind = value_at((*parent, "kind"), raw)
-        return Problem(
-            key, f'unknown key: kind "{kind}" does not have it', f"it belongs to kind {show(other_kinds[0])}", value
-        )
+        here_called = next((own for own in TWINS.get(name, ()) if own in here), "")
+        hint = f"it belongs to kind {show(other_kinds[0])}" + (f"; here it is `{here_called}`" if here_called else "")
+        return Problem(key, f'unknown key: kind "{kind}" does not have it', hint, value)
     return Problem(key, "unknown key", _where(name, here, parent), value)
 
 
 def _where(name: str, here: list[str], parent: Path) -> str:
+    if not parent and name in SECTIONS:
+        return f"its place is {SECTIONS[name]}"
+    if of_this_section := SYNONYMS.get(dotted((*parent, name))):
+        return f"did you mean `{of_this_section}`?"
+    foreign = SYNONYMS.get(name, "")
+    if foreign and (last := foreign.rpartition(".")[2]) in here:
+        return f"did you mean `{dotted((*parent, last))}`?"
     near = closest(name, here, cutoff=0.75)
-    if near:
+    if near and not foreign:
         return f"did you mean `{near}`?"
-    elsewhere = homes().get(name, ()) or ((SYNONYMS[name],) if name in SYNONYMS else ())
+    elsewhere = homes().get(name, ()) or ((foreign,) if foreign else ())
     if elsewhere:
         listed = " or ".join(f"`{key}`" for key in _nearest_first(elsewhere, parent)[:3])
         return f"did you mean {listed}?"
@@ -248,12 +258,19 @@ def show(value: Any, limit: int = 60) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        text = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        text = '"' + "".join(_shown(character) for character in value) + '"'
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(show(item) or "{…}" for item in value) + "]"
     else:
         text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _shown(character: str) -> str:
+    """A character as TOML writes it between double quotes; those that cannot be seen by their number."""
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    return character if character.isprintable() else f"\\u{ord(character):04x}"
 
 
 def listed(numbers: list[int], shown: int = 8) -> str:

@@ -21,6 +21,13 @@ def hint_for(kind: str, path: Path, bound: Any, raw: dict[str, Any]) -> str:
     field = _field(path, raw)
     if kind in ("dict_type", "model_type", "model_attributes_type", "dataclass_type"):
         return _as_table(path, raw)
+    if kind == "string_pattern_mismatch" and path[-1] == "path":
+        given = value_at(path, raw)
+        return (
+            f'write "{given}:score", or whatever the function is called'
+            if str(given).endswith(".py")
+            else ('write the path of a Python file, a colon and the name of a function in it: "rewards.py:score"')
+        )
     if kind == "string_pattern_mismatch" and (cleaned := _clean(value_at(path, raw))):
         return f'write "{cleaned}"'
     leave_out = _leave_out(field)

@@ -137,7 +137,10 @@ def look_at(python: str) -> Interpreter:
         said = (done.stderr or done.stdout).strip().splitlines()
         ended = f"it ended with code {done.returncode}"
         return Interpreter(failure=f"{ended}: {said[-1]}" if said else f"{ended} and said nothing")
-    return Interpreter(**json.loads(answer.removeprefix(_MARK)))
+    try:
+        return Interpreter(**json.loads(answer.removeprefix(_MARK)))
+    except (ValueError, TypeError):
+        return Interpreter(failure="it is no Python: its answer is not that of the program it was given")
 
 
 @cache
@@ -188,6 +191,9 @@ def _sections(spec: Spec) -> Iterator[tuple[RoleName, RoleSection]]:
 
 def _foreign(role: RoleName, section: RoleSection, path: str) -> Iterator[Problem]:
     key, value = f"{role}.python", show(section.python)
+    if os.path.isdir(path):
+        yield Problem(key, "is a folder", "name the interpreter in it, such as its bin/python", value)
+        return
     if not os.path.isfile(path):
         yield Problem(key, f"no such interpreter ({path})", _where_to_get(section), value)
         return

@@ -12,50 +12,6 @@ from specs.schema import DdpEngine, Spec, Table, TorchRolloutEngine
 
 Path = tuple[str | int, ...]
 
-# Names that other trainers use for the same thing.
-SYNONYMS = {
-    "learning_rate": "actor.optimizer.lr",
-    "lr_scheduler_type": "actor.optimizer.schedule",
-    "lr_scheduler": "actor.optimizer.schedule",
-    "warmup": "actor.optimizer.warmup_steps",
-    "grad_clip": "actor.optimizer.max_grad_norm",
-    "max_steps": "run.steps",
-    "num_steps": "run.steps",
-    "total_steps": "run.steps",
-    "output_dir": "run.dir",
-    "beta": "algorithm.kl_coef",
-    "kl_beta": "algorithm.kl_coef",
-    "clip_ratio": "algorithm.clip_low",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
-    "loss_type": "algorithm.loss_aggregation",
-    "num_generations": "algorithm.group_size",
-    "n_samples": "algorithm.group_size",
-    "n_samples_per_prompt": "algorithm.group_size",
-    "num_iterations": "algorithm.epochs_per_step",
-    "batch_size": "data.prompts_per_step",
-    "train_batch_size": "data.prompts_per_step",
-    "rollout_batch_size": "data.prompts_per_step",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_completion_length": "data.max_response_tokens",
-    "max_response_length": "data.max_response_tokens",
-    "max_new_tokens": "data.max_response_tokens",
-    "max_tokens": "data.max_response_tokens",
-    "dataset": "data.train",
-    "system_prompt": "data.system",
-    "gpus": "actor.devices",
-    "num_gpus": "actor.processes",
-    "precision": "actor.dtype",
-    "torch_dtype": "actor.dtype",
-    "attention": "model.attn_implementation",
-    "attn": "model.attn_implementation",
-    "save_steps": "checkpoint.every",
-    "save_interval": "checkpoint.every",
-    "eval_steps": "eval.every",
-}
-
 
 @cache
 def known_keys(table: type[Table]) -> dict[str, Any]:

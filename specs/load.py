@@ -95,6 +95,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: not UTF-8 (byte {error.start})", hint="save the file as UTF-8") from None
     except tomli.TOMLDecodeError as error:
         raise SpecError(_syntax(path, text, str(error)), hint=_syntax_hint(text, str(error))) from None
+    except RecursionError:
+        raise SpecError(f"{path}: not a spec: brackets within brackets, hundreds deep", hint="flatten it") from None
 
 
 def _other_schema(version: Any) -> Problem:
@@ -122,19 +124,31 @@ def _syntax(path: Path, text: str, message: str) -> str:
 
 
 def _syntax_hint(text: str, message: str) -> str:
-    line = _place(message, text)[0]
+    line, column = _place(message, text)
     lines = text.splitlines()
     shown = lines[line - 1] if line <= len(lines) else ""
-    if "Cannot overwrite" in message or "Cannot declare" in message:
-        return "a key or a section stands twice; keep one"
-    if "Expected '='" in message:
-        return "write key = value, or [section]"
-    if re.search(r"=\s*(True|False|None)\b", shown):
-        return "TOML writes true and false in lower case, and has no None: leave the key out"
-    if re.search(r"=\s*[A-Za-z][\w./:-]*\s*(#.*)?$", shown):
-        return "text needs quotes"
-    if "end of document" in message:
-        return "a bracket, brace or quote is not closed"
+    value = shown.partition("=")[2].partition("#")[0].strip()
     if text.startswith("\ufeff"):
         return "the file begins with a byte order mark; save it as UTF-8 without one"
+    if "Cannot overwrite" in message or "Cannot declare" in message or "Cannot mutate" in message:
+        return "a key or a section stands twice; keep one"
+    if "Unclosed array" in message or "Unclosed inline table" in message:
+        return "a bracket or brace above is not closed"
+    if "Expected ']'" in message:
+        return "a section is written [section], on a line of its own"
+    if "Illegal character '\\n'" in message or "Unterminated string" in message:
+        return "the quote is not closed on its line"
+    if "Unescaped '\\'" in message or "hex" in message:
+        return "a backslash begins an escape; between single quotes it is only itself"
+    if "Expected '='" in message:
+        return "write key = value, or [section]"
+    if re.fullmatch(r"(True|False|None|null|nil|yes|no|on|off)", value):
+        return "TOML writes true and false in lower case, and has no None: leave the key out"
+    if re.match(r"[A-Za-z$./~\u201c\u2018][^,]*$", value):
+        return 'text needs quotes, "…"'
+    if "Expected newline" in message:
+        rest = shown[column - 1 :].strip()
+        return f"what follows the value is not TOML: {rest}; one key stands on a line, and comments begin with #"
+    if "end of document" in message:
+        return "a bracket, brace or quote is not closed"
     return "repair that line; https://toml.io says what TOML is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def _assign(raw: dict[str, Any], parts: list[str], value: Any, text: str) -> Pro
         last = depth == len(parts) - 1
         here = ".".join(parts[:depth])
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
+            if not re.fullmatch("[0-9]+", part) or int(part) >= len(node):
                 hint = f"write {here}.0 to {here}.{len(node) - 1}" if node else f"set {here} as a whole"
                 return Problem(f"--set {text}", f"{here} is a list of {len(node)}; it has no entry {part!r}", hint)
             if last:

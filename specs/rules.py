@@ -95,8 +95,7 @@ def _batch(spec: Spec) -> Iterator[Problem]:
     total, parts = spec.samples_per_step, algorithm.mini_batches_per_step
     arithmetic = f"{data.prompts_per_step} prompts × {algorithm.group_size} answers = {total} samples"
     if total % parts:
-        fitting = [n for n in range(1, total + 1) if total % n == 0]
-        near = min(fitting, key=lambda n: abs(n - parts))
+        near = next(n for away in range(parts) for n in (parts - away, parts + away) if total % n == 0)
         message = f"{arithmetic} cannot be cut into {parts} equal mini-batches"
         yield Problem("algorithm.mini_batches_per_step", message, f"{near} would fit", str(parts))
     elif total // parts < spec.actor.processes:

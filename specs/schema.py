@@ -9,10 +9,20 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StringConstraints,
+    WrapValidator,
+    field_validator,
+)
 
 from specs import foreign_engines
 from specs.attention import Attention
+from specs.plain_values import plain, usable_path
 
 SCHEMA_VERSION = 1
 
@@ -25,12 +35,16 @@ LEARNED_A_STEP_WARN, LEARNED_A_STEP_STOP = 0.5, 1.0
 WeightForm = Literal["merged", "apart", "adapters"]
 OWN_ATTENTION = ("vllm", "sglang")  # rollout engines that choose their attention themselves
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+PathText = Annotated[str, AfterValidator(usable_path)]
+NonEmptyPath = Annotated[NonEmpty, AfterValidator(usable_path)]
 
 
 class Table(BaseModel):
     """A TOML table: frozen, and without room for a mistyped key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    _plain = field_validator("*")(plain)
 
 
 # ── what is run ───────────────────────────────────────────────────────────────────────────────────
@@ -39,12 +53,14 @@ class Table(BaseModel):
 class RunSection(Table):
     """What the run is called, how long it lasts and how long anything may take."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
-        description="Name of the run; also the name of its directory under `dir`."
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(usable_path)] = (
+        Field(description="Name of the run; also the name of its directory under `dir`.")
     )
     steps: int = Field(gt=0, description="Steps to train. A step is generate, score, learn, once.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random in the run.")
-    dir: NonEmpty = Field("runs", description="Folder that holds run directories; relative to where `rlctl` is called.")
+    dir: NonEmptyPath = Field(
+        "runs", description="Folder that holds run directories; relative to where `rlctl` is called."
+    )
     colocate: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether trainers and rollouts take turns on their devices (offload and sleep between phases). "
@@ -66,7 +82,7 @@ class RunSection(Table):
 class ModelSection(Table):
     """The model that every role uses unless its own section says otherwise."""
 
-    path: NonEmpty = Field(
+    path: NonEmptyPath = Field(
         description="Folder (relative to the spec file), hub id, or one of the tiny random models that ship with "
         "rlctl: `builtin:tiny-digits`, `builtin:tiny-bytes`."
     )
@@ -86,7 +102,7 @@ class ModelSection(Table):
 class DataSection(Table):
     """Where prompts come from and how they become tokens."""
 
-    train: NonEmpty = Field(
+    train: NonEmptyPath = Field(
         description="`*.jsonl` or `*.parquet`, relative to the spec file; or a hub dataset id, with `:config` where it "
         "has several (`openai/gsm8k:main`); or `builtin:sort-digits`."
     )
@@ -156,7 +172,7 @@ class Function(RewardTerm):
     """A Python function `score(prompt, completion, row) -> float`."""
 
     kind: Literal["function"]
-    path: Annotated[str, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")] = Field(
+    path: Annotated[PathText, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")] = Field(
         description="`file.py:name`, relative to the spec file."
     )
 
@@ -329,7 +345,7 @@ class SglangEngine(Table):
         False,
         description="Let the weights survive a sleep in host memory. A run does without: a sync follows every sleep.",
     )
-    weights_dir: str = Field(
+    weights_dir: PathText = Field(
         "",
         description="Folder that a sync passes the weights through, whole, as safetensors; the server must see it, and "
         "it is emptied after each sync. Empty: shared memory (`/dev/shm`).",
@@ -371,7 +387,7 @@ class RoleSection(Table):
     processes: int = Field(1, ge=1, le=4096, description="Processes of this role, on all its nodes together.")
     nodes: int = Field(1, ge=1, le=512, description="Hosts that share the processes evenly.")
     devices: tuple[int, ...] = Field((), description="GPU numbers on each node, one per process there; empty: CPU.")
-    python: str = Field(
+    python: PathText = Field(
         "", description="Interpreter of this role, relative to the spec file; empty: the one that runs rlctl."
     )
     env: dict[str, str] = Field({}, description="Extra environment variables of this role.")
@@ -431,7 +447,7 @@ class ActorSection(ModelRole):
 class RefSection(ModelRole):
     """The frozen model that the KL term compares with. Exists only when `algorithm.kl_coef` is above 0."""
 
-    model: str = Field("", description="Another model's path; empty: the actor's own starting weights.")
+    model: PathText = Field("", description="Another model's path; empty: the actor's own starting weights.")
     engine: TrainEngineTable = Field(DdpEngine(), description="How the reference is held.")
 
 
@@ -499,7 +515,7 @@ class EvalSection(Table):
     every: int = Field(
         gt=0, description="Steps between evaluations; one runs before the first step and after the last."
     )
-    data: str = Field(
+    data: PathText = Field(
         "", description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out."
     )
     split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
@@ -531,7 +547,7 @@ class SyncSection(Table):
         "`group`: a process group (NCCL between GPUs, else gloo). `cuda_ipc`: memory of the one GPU that actor and "
         "rollout share. `auto`: from where they are.",
     )
-    folder: str = Field(
+    folder: PathText = Field(
         "", description="Folder of the road `folder`, relative to the spec file; empty: `sync` in the run directory."
     )
 
@@ -539,7 +555,7 @@ class SyncSection(Table):
 class ClusterSection(Table):
     """The hosts of a run on several nodes. The first one is where `rlctl train` runs."""
 
-    hostfile: str = Field(
+    hostfile: PathText = Field(
         "", description="File with a line `host slots=N` per node (DeepSpeed's format), relative to the spec file."
     )
     remote_shell: tuple[NonEmpty, ...] = Field(

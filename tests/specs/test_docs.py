@@ -50,7 +50,7 @@ def test_keys_know_where_they_belong() -> None:
 
 
 def test_synonyms_point_at_keys_that_exist() -> None:
-    from specs.keys import SYNONYMS
+    from specs.synonyms import SYNONYMS
 
     known = {key for key, _ in walk()}
     assert set(SYNONYMS.values()) <= known

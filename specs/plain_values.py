@@ -1,0 +1,47 @@
+"""What no value of a spec may be, whatever its key: text that no file name can hold, numbers beyond TOML's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+_LARGEST = 2**63 - 1  # TOML 1.0: whole numbers have 64 bits; the parser lets longer ones through
+_NAME_BYTES, _PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX without its end
+
+
+def plain(value: Any) -> Any:
+    """`value`, looked through at every depth. Raises PydanticCustomError."""
+    if isinstance(value, str) and "\0" in value:
+        raise unusable("holds a NUL character, which no file, command or variable can", "write it without")
+    if type(value) is int and not -_LARGEST <= value <= _LARGEST:
+        raise unusable("is longer than 64 bits, which TOML's whole numbers have", "write a smaller number")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            plain(name)
+            plain(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            plain(item)
+    return value
+
+
+def usable_path(path: str) -> str:
+    """`path`, if the file system can be asked about it. Raises PydanticCustomError."""
+    if "\0" in path:
+        return path  # `plain` says so
+    if path.startswith("~") and os.path.expanduser(path) == path:
+        user = path.partition("/")[0]
+        raise unusable(f"this machine has no user {user[1:]!r}", f"write the path without {user}")
+    longest = max(path.split("/"), key=len)
+    if len(os.fsencode(longest)) > _NAME_BYTES:
+        raise unusable(f"too long: a name in it has {len(os.fsencode(longest))} bytes", f"use at most {_NAME_BYTES}")
+    if len(os.fsencode(path)) > _PATH_BYTES:
+        raise unusable(f"too long: {len(os.fsencode(path))} bytes", f"use at most {_PATH_BYTES}")
+    return path
+
+
+def unusable(why: str, hint: str) -> PydanticCustomError:
+    """A finding whose words and hint `specs/explain.py` takes over."""
+    return PydanticCustomError("unusable", "{why}", {"why": why, "hint": hint})
