@@ -13,12 +13,14 @@ from typing import Any
 from rlctl.memory_activations import Pass, learning_parts, scoring_parts
 from rlctl.memory_parts import DTYPE_BYTES, GIB, PHASES, Part, Phase, peak, total
 from rlctl.memory_rollout import Replica, replica_parts
+from rlctl.memory_shapes import built_tensors
 from rlctl.memory_states import Held, state_parts
 from rlctl.plan import make_plan
 from specs.errors import Problem, SpecError
 from specs.explain import show
+from specs.hub import Folder, NotGiven, look_up
 from specs.model_facts import ModelFacts, model_facts
-from specs.model_files import hub_snapshot, resolve_model
+from specs.model_files import model_folder, offline
 from specs.model_tensors import KNOWN_FAMILIES, ModelTensors, tensors_of_config, tensors_on_disk
 from specs.road_rules import choose_road
 from specs.schema import ActorSection, ModelRole, RoleName, Spec
@@ -94,38 +96,30 @@ class MemoryPlan:
         return all(place.bytes_in(phase) <= share * place.memory for place in places for phase in phases)
 
 
-def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float) -> MemoryPlan:
-    """`gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. Raises SpecError where a model's shape
-    cannot be found out here."""
+def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, may_build: bool = False) -> MemoryPlan:
+    """`gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. `may_build`: a model of an unknown family
+    is built without memory, in a process with torch. Raises SpecError where a model's shape cannot be found out."""
     colocated = make_plan(spec, spec_dir, cores=1).colocated
-    roles = tuple(_roles(spec, spec_dir, colocated, gpu_GiB))
+    roles = tuple(_roles(spec, spec_dir, colocated, gpu_GiB, may_build))
     return MemoryPlan(roles, tuple(_places(spec, roles, gpu_GiB, host_GiB)))
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
-    """Shape of a role's model from its folder or the hub's cache. Raises SpecError."""
+def find_model(spec: Spec, role: RoleName, spec_dir: Path, *, may_build: bool = False) -> Model:
+    """Shape of a role's model from its folder, the hub's cache or the hub. Raises SpecError."""
     path = spec.model_path(role)
     key = "ref.model" if role == "ref" and path != spec.model.path else "model.path"
-    where = resolve_model(path, spec_dir)
-    folder = where if isinstance(where, Path) else hub_snapshot(where)
+    folder = model_folder(path, spec_dir)
     if folder is None:
+        asked = None if offline() else look_up(path)
+        why = f": {asked.why}" if isinstance(asked, NotGiven) else ""
         hint = f"hf download {path} config.json brings it (a few kB); or name a folder that has it"
-        raise SpecError([Problem(key, "its config.json is not on this machine", hint, show(path))])
-    return _read_model(key, path, folder)
-
-
-@cache
-def _read_model(key: str, path: str, folder: Path) -> Model:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        hint = "a model folder has a config.json"
-        raise SpecError([Problem(key, f"config.json cannot be read: {error}", hint, show(path))]) from None
-    facts = model_facts(config)
-    tensors = tensors_of_config(config) or tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
+        raise SpecError([Problem(key, f"its config.json is not on this machine{why}", hint, show(path))])
+    config, facts, tensors = _read_model(key, path, folder)
+    if tensors is None and facts is not None and may_build:
+        tensors = built_tensors(spec, spec_dir, folder, key)
     if facts is None or tensors is None:
         kind = config.get("model_type", "?")
         message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights"
@@ -134,15 +128,28 @@ def _read_model(key: str, path: str, folder: Path) -> Model:
     return Model(config, facts, tensors)
 
 
+@cache
+def _read_model(key: str, path: str, folder: Folder) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = "a model folder has a config.json"
+        raise SpecError([Problem(key, f"config.json cannot be read: {error}", hint, show(path))]) from None
+    facts, tensors = model_facts(config), tensors_of_config(config)
+    if tensors is None and isinstance(folder, Path):
+        tensors = tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
+    return config, facts, tensors
+
+
 # ── roles ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float) -> Iterator[RoleMemory]:
+def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float, may_build: bool) -> Iterator[RoleMemory]:
     for name in spec.roles:
         section: Any = spec.role(name)
         if name == "reward" or section.engine.kind == "fake":
             continue
-        model = find_model(spec, name, spec_dir)
+        model = find_model(spec, name, spec_dir, may_build=may_build)
         device = "cuda" if section.devices else "cpu"
         if name == "rollout":
             parts = list(_rollout(spec, model, colocated, gpu_GiB if section.devices else 0.0))
@@ -173,6 +180,7 @@ def _rollout(spec: Spec, model: Model, colocated: bool, gpu_GiB: float) -> Itera
         max_prompt_tokens=spec.data.max_prompt_tokens,
         gpu_GiB=gpu_GiB,
         colocated=colocated,
+        lora=spec.actor.lora if spec.rollout_applies_adapters else None,
     )
     yield from replica_parts(replica)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlctl.memory_parts import ALWAYS, DTYPE_BYTES, GIB, Part, Phase
+from rlctl.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, Part, Phase
+from rlctl.memory_states import adapters
 from specs.model_facts import ModelFacts
 from specs.model_tensors import ModelTensors
-from specs.schema import DType, SglangEngine, TorchRolloutEngine, VllmEngine
+from specs.schema import DType, Lora, SglangEngine, TorchRolloutEngine, VllmEngine
+from specs.vllm_rules import lora_room
 
 VLLM_CPU_KV_GIB = 1.0  # backends/vllm_rollout/start.py
 ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: graphs, workspaces (an assumption)
@@ -19,7 +21,8 @@ _AWAKE: frozenset[Phase] = frozenset({"generate"})
 
 @dataclass(frozen=True)
 class Replica:
-    """`sequences`: those that one replica answers in a step. `gpu_GiB`: memory of a GPU; 0 on the CPU."""
+    """`sequences`: those that one replica answers in a step. `gpu_GiB`: memory of a GPU; 0 on the CPU. `lora`: adapters
+    that it applies itself."""
 
     engine: object
     tensors: ModelTensors
@@ -30,6 +33,21 @@ class Replica:
     max_prompt_tokens: int
     gpu_GiB: float
     colocated: bool
+    lora: Lora | None = None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights wait in host memory while it sleeps: a sync brings adapters alone, or it was asked to."""
+        return self.lora is not None or bool(getattr(self.engine, "weights_backup", False))
+
+    @property
+    def adapters(self) -> int:
+        """Bytes of the room that vLLM makes for one set of adapters."""
+        if self.lora is None:
+            return 0
+        room = self.lora.model_copy(update={"rank": lora_room(self.lora.rank)})
+        elements = sum(parameter.elements for parameter in adapters(self.tensors, room))
+        return elements * DTYPE_BYTES[self.dtype] // int(getattr(self.engine, "tensor_parallel", 1))
 
     @property
     def weights(self) -> int:
@@ -67,14 +85,19 @@ def _awake(replica: Replica) -> frozenset[Phase]:  # phases in which it holds it
     return _AWAKE if replica.colocated else ALWAYS
 
 
-def _weights(replica: Replica) -> Part:
-    """Asleep they are dropped; they come back for the sync."""
-    awake: frozenset[Phase] = frozenset({"generate", "sync"}) if replica.colocated else ALWAYS
-    return Part("weights", replica.weights, awake, exact=True)
+def _weights(replica: Replica) -> Iterator[Part]:
+    """Asleep they are dropped, or wait in host memory; they come back for the sync."""
+    stay = not replica.colocated or (replica.keeps_weights and not replica.gpu_GiB)
+    awake: frozenset[Phase] = ALWAYS if stay else frozenset({"generate", "sync"})
+    yield Part("weights", replica.weights, awake, exact=True)
+    if replica.keeps_weights and not stay:
+        yield Part("weights, asleep", replica.weights, LEARNING, exact=True, host=True)
+    if replica.adapters:
+        yield Part("adapters", replica.adapters, awake)
 
 
 def _torch(replica: Replica, engine: TorchRolloutEngine) -> Iterator[Part]:
-    yield _weights(replica)
+    yield from _weights(replica)
     yield Part("KV cache", replica.cache_bytes(), _awake(replica), exact=True)
     facts, size = replica.facts, DTYPE_BYTES[replica.dtype]
     prompts = max(1, min(engine.prefill_tokens, replica.sequences * replica.max_prompt_tokens))
@@ -88,7 +111,7 @@ def _vllm(replica: Replica, engine: VllmEngine) -> Iterator[Part]:
     if replica.gpu_GiB and engine.kv_cache_GiB is None:
         yield from _reserved(replica, int(engine.gpu_memory_utilization * replica.gpu_GiB * GIB))
         return
-    yield _weights(replica)
+    yield from _weights(replica)
     cache_GiB = VLLM_CPU_KV_GIB if engine.kv_cache_GiB is None else engine.kv_cache_GiB
     yield Part("KV cache", int(cache_GiB * GIB), _awake(replica), exact=True)
     if replica.gpu_GiB:
@@ -96,8 +119,13 @@ def _vllm(replica: Replica, engine: VllmEngine) -> Iterator[Part]:
 
 
 def _reserved(replica: Replica, nbytes: int) -> Iterator[Part]:
-    yield _weights(replica)
-    yield Part("KV cache and the rest of its share", max(0, nbytes - replica.weights), _awake(replica), exact=True)
+    yield from _weights(replica)
+    yield Part(
+        "KV cache and the rest of its share",
+        max(0, nbytes - replica.weights - replica.adapters),
+        _awake(replica),
+        exact=True,
+    )
     if replica.colocated:
         asleep: frozenset[Phase] = frozenset({"learn", "step", "sync"})
         yield Part("left while asleep", int(ASLEEP_GIB * GIB), asleep)

@@ -45,7 +45,7 @@ class Planner:
             if table:
                 own["engine"] = section.engine.model_copy(update=table)
             spec = spec.model_copy(update={role: section.model_copy(update=own)})
-        return plan_memory(spec, self.spec_dir, gpu_GiB=self.gpu_GiB, host_GiB=self.host_GiB)
+        return plan_memory(spec, self.spec_dir, gpu_GiB=self.gpu_GiB, host_GiB=self.host_GiB, may_build=True)
 
     def fits(self, role: str, **changes: Any) -> bool:
         """Whether the role's devices hold everyone in the phase in which these keys matter."""
@@ -121,7 +121,7 @@ def _rollout(planner: Planner) -> Iterator[Suggestion]:
 
 
 def _replica(planner: Planner) -> Replica:
-    model = find_model(planner.spec, "rollout", planner.spec_dir)
+    model = find_model(planner.spec, "rollout", planner.spec_dir, may_build=True)
     spec = planner.spec
     return Replica(
         engine=spec.rollout.engine,

@@ -64,7 +64,7 @@ class HubFile:
         return self.read_bytes().decode(encoding, errors)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HubFolder:
     """A model's files by name, to be read as those of a folder."""
 

@@ -237,9 +237,12 @@ def tensors_on_disk(folder: Path, *, tied: bool) -> ModelTensors | None:
             return None
     if tied:
         shapes.pop("lm_head.weight", None)
-    if not shapes:
-        return None
-    return ModelTensors(tuple(_stored(name, shape) for name, shape in shapes.items()), "headers of the weight files")
+    return tensors_of_shapes(shapes, "headers of the weight files") if shapes else None
+
+
+def tensors_of_shapes(shapes: Mapping[str, Shape], source: str) -> ModelTensors:
+    """Of names and shapes alone: layers and linear layers are told by name and form."""
+    return ModelTensors(tuple(_stored(name, shape) for name, shape in shapes.items()), source)
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from rlctl import memory_compare
 from rlctl.cli import main
 from rlctl.init import presets
 from rlctl.memory_parts import GIB
+from rlctl.memory_plan import plan_memory
 from rlctl.memory_suggest import largest
 from rlctl.report import render
+from specs.errors import SpecError
 from specs.load import load_spec
 
 QWEN_7B: dict[str, Any] = {
@@ -160,12 +162,54 @@ def test_a_model_that_is_not_here_says_what_to_do(
     spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
     assert main(["plan", str(spec)]) == 2
     said = capsys.readouterr().err
-    assert "config.json is not on this machine" in said
+    assert "config.json is not on this machine: http://127.0.0.1:9 could not be asked" in said
     assert "hint: hf download Qwen/Qwen2.5-7B-Instruct config.json" in said
     (tmp_path / "model" / "config.json").write_text(json.dumps({**QWEN_7B, "model_type": "mamba9"}))
     assert main(["plan", str(spec), "--set", f"model.path={tmp_path / 'model'}"]) == 2
-    assert "the family mamba9" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot be built without memory" in said
+    assert "mamba9" in said
+    with pytest.raises(SpecError, match="the family mamba9"):  # a run that starts builds nothing to plan with
+        plan_memory(load_spec(spec, [f"model.path={tmp_path / 'model'}"]), tmp_path, gpu_GiB=80, host_GiB=0)
     assert main(["plan", str(spec), "--set", "run.stepz=3"]) == 2
+
+
+def test_a_family_that_is_not_known_is_built_without_memory(tmp_path: Path, planned: Any) -> None:
+    """GPT-NeoX: names and layers unlike Llama's, and no weight files. 12 E² + 13 E a layer, by hand."""
+    width, layers, vocabulary = 2560, 32, 50432
+    config = {
+        "model_type": "gpt_neox",
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+    elements = layers * (12 * width**2 + 13 * width) + 2 * vocabulary * width + 2 * width
+    plan = planned("grpo-8gpu-colocated", "data.max_prompt_tokens=512", "data.max_response_tokens=512", config=config)
+    assert part(plan, "actor", "master weights") == pytest.approx(elements * 4 / 8, rel=1e-3)
+    assert "a build of the model without memory" in plan["assumptions"][0] + plan["assumptions"][1]
+    assert suggested(plan, "actor.micro_batch_tokens")["value"] is not None
+
+
+def test_adapters_that_the_sampler_applies(planned: Any) -> None:
+    """Their room is vLLM's: two matrices beside each of 7 linear layers, of the next rank that vLLM has. Asleep the
+    model waits in host memory, for only adapters come with a sync."""
+    lora = ("actor.lora.rank=10", "rollout.engine.lora=adapters", "rollout.engine.tensor_parallel=1")
+    plan, merged = planned("grpo-8gpu-colocated", *lora), planned("grpo-8gpu-colocated", *lora[:1], lora[2])
+    query, key, width, inner = 3584, 512, QWEN_7B["hidden_size"], QWEN_7B["intermediate_size"]
+    outs_and_ins = (2 * (width + query)) + 2 * (width + key) + 3 * (width + inner)
+    assert part(plan, "rollout", "adapters") == 28 * 16 * outs_and_ins * 2
+    assert part(plan, "rollout", "weights, asleep") == part(plan, "rollout", "weights")
+    rollout = plan["roles"]["rollout"]
+    assert rollout["host_phases"]["learn"] == part(plan, "rollout", "weights")
+    assert rollout["host_phases"]["generate"] == rollout["host_phases"]["sync"] == 0
+    assert rollout["phases"]["generate"] == merged["roles"]["rollout"]["phases"]["generate"], "one share, cut otherwise"
+    assert merged["roles"]["rollout"]["host_phases"]["learn"] == 0
+    apart = planned("grpo-8gpu-separate", "actor.lora.rank=10", "rollout.engine.lora=adapters")
+    assert apart["roles"]["rollout"]["host_phases"]["learn"] == 0, "it never sleeps"
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:
