@@ -20,13 +20,15 @@ MIB = 2**20
 
 def test_resident_memory_is_what_the_system_says() -> None:
     before = memory.held_GiB("cpu")
-    assert before == pytest.approx(psutil.Process().memory_info().rss / memory.GIB, rel=0.02)
+    own = psutil.Process()  # other tests may have left it processes that they share
+    processes = [own, *own.children(recursive=True)]
+    assert before == pytest.approx(sum(each.memory_info().rss for each in processes) / memory.GIB, rel=0.02)
     block = np.ones(200 * MIB, dtype=np.uint8)
     assert memory.held_GiB("cpu") - before == pytest.approx(200 / 1024, abs=0.02)
     del block
     memory.hand_back("cpu")
     assert memory.held_GiB("cpu") - before < 0.02
-    assert memory.peak_GiB("cpu") >= before + 0.19
+    assert memory.peak_GiB("cpu") >= own.memory_info().rss / memory.GIB + 0.17
 
 
 CHILD = """

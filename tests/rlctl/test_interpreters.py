@@ -17,6 +17,7 @@ from running import preset, rlctl
 from rlctl.check import check
 from specs import interpreters
 from specs.errors import Problem
+from specs.explain import show
 from specs.interpreters import WORKER_PACKAGES, interpreter_problems, look_at
 from specs.load import load_spec
 
@@ -82,7 +83,7 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(bare: Path, 
     python = bare / "bin" / "python"
     (found,) = problems(tmp_path, python)
     packages = [*WORKER_PACKAGES, "torch", "transformers", "accelerate", "packaging"]
-    assert (found.key, found.value) == ("rollout.python", f'"{python}"')
+    assert (found.key, found.value) == ("rollout.python", show(str(python)))
     assert found.message == f"lacks the packages {', '.join(packages)}"
     assert found.hint == f"{python} -m pip install {' '.join(packages)}"
 
