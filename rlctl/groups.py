@@ -91,6 +91,7 @@ class Groups:
         self._groups[role].settle()
         ranks = self.losses.begin_restart(role)
         for rank in ranks:
+            self.launcher.kill(role, rank)  # there is one where a restart was broken off
             self.members.pop((role, rank), None)
             self.hub.forget(role, rank)
             remark = f"{role} rank {rank} is started again"

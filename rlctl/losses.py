@@ -7,7 +7,7 @@ only repeat (an error that a verb raised, a missed deadline) ends the run as wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rlctl.failures import ECHO_GRACE_S, Evidence
@@ -89,6 +89,11 @@ class Losses:
             del self.lost[role, rank]
         self.restarts += len(ranks)
         return ranks
+
+    def not_back(self, lost: Mapping[Place, Evidence]) -> None:
+        """A restart of these was broken off: they are lost as before, and it does not count."""
+        self.restarts -= len(lost.keys() - self.lost.keys())
+        self.lost |= lost
 
     def remark(self, role: str) -> str:
         """What a failure of `role` should say about earlier restarts."""

@@ -86,15 +86,22 @@ class SteadySync:
 
     def _bring_back(self, step: int | None) -> None:
         self.residency.enter("build", step=step)
-        while self.losses.lost:
-            ranks = self.groups.restart(ROLLOUT)
-            for answer in self._ask(Verb.BUILD, self.body, ranks, step):
-                report = AsBuilt.model_validate(answer.body)
-                as_built.check_same_again(self.built[report.rank], report)
-            if self.residency.shared:
-                self._ask(Verb.SLEEP, {"level": SLEEP_LEVEL}, ranks, step)
+        while lost := dict(self.losses.lost):
+            try:
+                self._start_and_build(step)
+            except BaseException:  # a Ctrl-C too: what is saved then may need the sampler, and must not wait for it
+                self.losses.not_back(lost)
+                raise
         self.weights.forget_readers()
         self.residency.enter("sync", step=step)
+
+    def _start_and_build(self, step: int | None) -> None:
+        ranks = self.groups.restart(ROLLOUT)
+        for answer in self._ask(Verb.BUILD, self.body, ranks, step):
+            report = AsBuilt.model_validate(answer.body)
+            as_built.check_same_again(self.built[report.rank], report)
+        if self.residency.shared:
+            self._ask(Verb.SLEEP, {"level": SLEEP_LEVEL}, ranks, step)
 
     def _ask(self, verb: Verb, body: Mapping[str, Any], ranks: Sequence[int], step: int | None) -> Sequence[Message]:
         """Answers of those that are not lost again."""

@@ -12,7 +12,9 @@ from probe_groups import probe_groups, role_plan, wait_until
 from rlctl.calls import RanksLost
 from rlctl.failures import Evidence
 from rlctl.losses import Losses
-from specs.errors import RoleFailure
+from rlctl.residency import Residency
+from rlctl.revive import SteadySync
+from specs.errors import Interrupted, RoleFailure
 from specs.messages import Verb
 
 
@@ -63,6 +65,33 @@ def test_verbs_in_line_are_for_the_other_replicas_not_for_the_new_process(tmp_pa
                 call.result()
             assert (sorted(call.answers), call.lost) == ([0], {1})
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+
+
+def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_path: Path) -> None:
+    """As when a person interrupts: what is saved then may still ask the other replicas."""
+    interrupts: list[Interrupted] = []
+
+    def on_tick() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    limits = {"verb_timeout_s": 10.0, "on_tick": on_tick}
+    with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
+        rollout, weights = groups["rollout"], None  # which it does not come to
+        sync = SteadySync(
+            groups, Residency(False, [], rollout), weights, body={}, built=[], limit=1, start_timeout_s=10, warn=str
+        )
+        with pytest.raises(RanksLost):
+            rollout.call(Verb.PING, {"do": "kill", "rank": 1})
+        interrupts.append(Interrupted("now"))
+        with pytest.raises(Interrupted):
+            sync.run()
+        with pytest.raises(RanksLost) as caught:
+            rollout.call(Verb.PING)
+        assert (caught.value.call.lost, groups.losses.restarts) == ({1}, 0)
+        assert groups.restart("rollout") == [1]
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+        assert len(groups.launcher.started) == 2, "what had begun to start is gone"
 
 
 def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
