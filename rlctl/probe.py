@@ -21,7 +21,8 @@ from rlctl.build import build_bodies
 from rlctl.launch import base_environment, python_path
 from rlctl.plan import Plan, RolePlan
 from specs.files import has_nvidia_driver
-from specs.model_files import hub_snapshot
+from specs.hub import HubFolder, bring, look_up
+from specs.model_files import hub_snapshot, offline
 from specs.probed import Level, MicroStepShape, Probed, ProbeRequest, RoleRequest
 from specs.schema import ModelRole, RoleName, Spec
 from specs.seats import devices_of_a_process
@@ -42,25 +43,29 @@ class Probe:
 def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
     """Ask every role; what goes wrong with one is in its `error`. Leaves no process and no file behind."""
     requests = _requests(spec, spec_dir, level)
-    found = {role: _not_here(role, path) for role, asked in requests.items() if (path := _missing(asked.body))}
     with ExitStack() as stack:
-        links = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
+        made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
+        missing = {role: path for role, asked in requests.items() if (path := _missing(asked.body))}
+        brought = bring_models(missing.values(), made)
+        found = {role: _not_here(role, path) for role, path in missing.items() if path not in brought}
+        placed = {role: _placed(asked, brought) for role, asked in requests.items()}
         shares = _shares([plan.role(role) for role in requests if role not in found], level)
-        children = [_Child(spec, plan, roles, requests, links) for roles in shares]
+        children = [_Child(spec, plan, roles, placed, made) for roles in shares]
         if level == "run":
             for child in children:
                 with child.started():
                     found |= child.answers(spec.run.start_timeout_s + spec.run.verb_timeout_s)
-            return Probe(level, requests, {role: found[role] for role in requests})
-        for child in children:
-            stack.enter_context(child.started())
-        for child in children:
-            found |= child.answers(spec.run.start_timeout_s)
-    return Probe(level, requests, {role: found[role] for role in requests})
+        else:
+            for child in children:
+                stack.enter_context(child.started())
+            for child in children:
+                found |= child.answers(spec.run.start_timeout_s)
+    ids = {str(folder): path for path, folder in brought.items()}
+    return Probe(level, requests, {role: _named(found[role], ids) for role in requests})
 
 
 def _missing(body: Mapping[str, Any]) -> str:
-    """The body's hub id where it is not in this machine's cache: a probe downloads nothing."""
+    """The body's hub id where it is not in this machine's cache."""
     path = str(body["model"]["path"] if "model" in body else body["model_path"])
     if Path(path).is_absolute():
         return ""
@@ -68,8 +73,39 @@ def _missing(body: Mapping[str, Any]) -> str:
     return "" if snapshot is not None and (snapshot / "config.json").is_file() else path
 
 
+def bring_models(hub_ids: Iterable[str], folder: Path) -> dict[str, Path]:
+    """Hub id → where its config and tokenizer are now, in `folder`; without those that the hub does not give."""
+    brought = {}
+    for number, hub_id in enumerate(dict.fromkeys(hub_ids)):
+        place = folder / f"model-{number}"
+        place.mkdir()
+        if not offline() and isinstance(look_up(hub_id), HubFolder) and bring(hub_id, place):
+            brought[hub_id] = place
+    return brought
+
+
+def _placed(asked: RoleRequest, brought: Mapping[str, Path]) -> RoleRequest:
+    """The request with the folder in place of a hub id."""
+    body = dict(asked.body)
+    if "model" in body:
+        path = str(body["model"]["path"])
+        body["model"] = {**body["model"], "path": str(brought.get(path, path))}
+    else:
+        body["model_path"] = str(brought.get(body["model_path"], body["model_path"]))
+    return asked.model_copy(update={"body": body})
+
+
+def _named(found: Probed, ids: Mapping[str, str]) -> Probed:
+    """With the hub id again where the folder stood in for it."""
+    if found.model is None or found.model.path not in ids:
+        return found
+    return found.model_copy(update={"model": found.model.model_copy(update={"path": ids[found.model.path]})})
+
+
 def _not_here(role: RoleName, path: str) -> Probed:
-    error = f"the probe needs the model's config.json, and {path} is not in the Hugging Face cache"
+    error = (
+        f"the probe needs the model's config.json, and neither the Hugging Face cache nor the hub gives that of {path}"
+    )
     hint = f'download it first: hf download {path} --include "*.json", which leaves the weights where they are'
     return Probed(role=role, error=error, hint=hint)
 
