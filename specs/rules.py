@@ -5,6 +5,7 @@ A key counts as *set* when the spec writes it, whatever the value. Rules about f
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 
@@ -18,9 +19,11 @@ from specs.road_rules import road_problems
 from specs.rollout_rules import rollout_problems
 from specs.run_ahead_rules import run_ahead_problems, run_ahead_warnings
 from specs.schema import (
+    ExactMatch,
     FakeRolloutEngine,
     FakeTrainEngine,
     Fsdp2Engine,
+    MathVerify,
     ModelRole,
     Overlong,
     Regex,
@@ -95,7 +98,8 @@ def _batch(spec: Spec) -> Iterator[Problem]:
     total, parts = spec.samples_per_step, algorithm.mini_batches_per_step
     arithmetic = f"{data.prompts_per_step} prompts × {algorithm.group_size} answers = {total} samples"
     if total % parts:
-        near = next(n for away in range(parts) for n in (parts - away, parts + away) if total % n == 0)
+        start = min(parts, total)
+        near = next((n for far in range(min(start, 10_000)) for n in (start - far, start + far) if total % n == 0), 1)
         message = f"{arithmetic} cannot be cut into {parts} equal mini-batches"
         yield Problem("algorithm.mini_batches_per_step", message, f"{near} would fit", str(parts))
     elif total // parts < spec.actor.processes:
@@ -190,10 +194,13 @@ def _data(spec: Spec) -> Iterator[Problem]:
         yield _no_effect("data.split", data, f"{show(data.train)} is not a hub data set")
     if data.system and data.chat == "never":
         yield _no_effect("data.system", data, 'data.chat is "never"')
+    if "answer_column" in given and not any(isinstance(term, ExactMatch | MathVerify) for term in spec.reward.terms):
+        yield _no_effect("data.answer_column", data, "no term of reward.terms compares with it")
     if data.template and "prompt_column" in given:
         yield _no_effect("data.prompt_column", data, "data.template makes the prompt")
     if data.template and not template_columns(data.template):
-        hint = "write {column} where a row's value goes"
+        jinja = re.findall(r"\{\{\s*(\w+)\s*\}\}", data.template)
+        hint = f"write {{{jinja[0] if jinja else 'column'}}} where a row's value goes"
         yield Problem("data.template", "names no column, so every prompt would be the same", hint, show(data.template))
 
 
@@ -208,12 +215,16 @@ def _eval(spec: Spec) -> Iterator[Problem]:
             else "eval.data is empty, so rows of data.train are held out"
         )
         yield _no_effect("eval.split", held, why)
-    if held.data == data.train and (not is_hub_data(held.data) or held.split == data.split):
+    if _same_source(held.data, data.train) and (not is_hub_data(held.data) or held.split == data.split):
         hint = "leave eval.data out to hold rows of data.train out"
         yield Problem("eval.data", "these are the training prompts", hint, show(held.data))
     if not held.data and data.max_rows is not None and held.prompts >= data.max_rows:
         message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
         yield Problem("eval.prompts", message, f"use fewer than {data.max_rows}", str(held.prompts))
+
+
+def _same_source(one: str, other: str) -> bool:
+    return one == other or (not is_hub_data(one) and bool(one) and os.path.normpath(one) == os.path.normpath(other))
 
 
 def _reward(spec: Spec) -> Iterator[Problem]:

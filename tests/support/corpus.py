@@ -7,7 +7,8 @@ A case is a table:
     remove    dotted keys to take out
     text      the whole file, instead of all the above
     override  what `--set` is given
-    files     name → text, written beside the spec; a name that ends in `/` is a folder
+    files     name → text, written beside the spec; a name that ends in `/` is a folder; { hex = "…" } are bytes,
+              { link = "…" } is a symbolic link
     model     changes to a sound model folder `model/` beside the spec: file → keys to set (false: the file is removed)
     errors    dotted key → words of its message or hint: exactly these problems are found, each with a hint
     also      keys that may have problems besides, for what need not be installed
@@ -66,7 +67,10 @@ def write_case(case: Case, folder: Path) -> Path:
     for name, text in case.get("files", {}).items():
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.mkdir() if name.endswith("/") else place.write_text(text)
+        if isinstance(text, dict):
+            place.symlink_to(text["link"]) if "link" in text else place.write_bytes(bytes.fromhex(text["hex"]))
+        else:
+            place.mkdir() if name.endswith("/") else place.write_text(text)
     if "model" in case:
         write_model(folder / "model", case["model"])
     spec = folder / "spec.toml"
