@@ -74,8 +74,9 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
             )
         )
     if not fake:
-        for check in checks:
+        for check, section in zip(checks, (spec.actor, spec.ref), strict=False):
             check.check_length(spec.max_sequence_tokens)
+            check.check_kind(learns=section is spec.actor, here=bool(section and not section.python))
     main.check_chat(spec.data)
     errors = [problem for check in checks for problem in check.problems]
     warnings = [problem for check in checks for problem in check.warnings]

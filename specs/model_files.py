@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import operator
 import os
 import re
 from pathlib import Path
@@ -13,7 +14,8 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.hub import Folder, HubFile, HubFolder, look_up, unread
 from specs.keys import closest
-from specs.model_weights import AGAIN, hub_weight_problems, weight_problems
+from specs.model_kinds import config_problem, kind_problem, quantized_problem
+from specs.model_weights import AGAIN, LFS, LFS_HINT, hub_weight_problems, weight_problems
 from specs.schema import DataSection
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
@@ -49,7 +51,7 @@ def resolve_model(path: str, spec_dir: Path) -> Path | str:
     if path.startswith("builtin:"):
         return BUILTIN_FOLDER / path.removeprefix("builtin:")
     folder = Path(os.path.abspath(spec_dir / Path(path).expanduser()))
-    if folder.exists() or not looks_like_hub_id(path, spec_dir):
+    if folder.exists() or folder.is_symlink() or not looks_like_hub_id(path, spec_dir):
         return folder
     return path
 
@@ -107,10 +109,25 @@ def template_error(template: str) -> str:
     # transformers' own tag around what the assistant says; it has no meaning here.
     plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+        Environment(extensions=["jinja2.ext.loopcontrols"]).compile(plain, raw=True)  # filters are looked up too
     except TemplateSyntaxError as error:
         return f"not a Jinja template: line {error.lineno}: {error.message}"
     return ""
+
+
+def _what_it_is(folder: Folder) -> str:
+    """A hint for a folder without a config.json: what else it may be."""
+    if (folder / "adapter_config.json").is_file():
+        return "merge the adapter into its base model first"
+    if isinstance(folder, Path):
+        if (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file():
+            return "rlctl export-checkpoint makes a model folder of a run's checkpoint"
+        inside = sorted(
+            file.parent for file in [*folder.glob("snapshots/*/config.json"), *folder.glob("*/config.json")]
+        )
+        if inside:
+            return f"did you mean {inside[0]}?"
+    return "is it a model folder at all?"
 
 
 class ModelCheck:
@@ -123,7 +140,8 @@ class ModelCheck:
         self.from_scratch, self.remote_code, self.tokenizer = from_scratch, remote_code, tokenizer
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}  # with what `text_config` says of the language model of several in one
+        self.whole_config: dict[str, Any] = {}  # as written
         self.folder: Folder | None = None
         where = resolve_model(path, spec_dir)
         if isinstance(where, Path):
@@ -162,7 +180,11 @@ class ModelCheck:
             return
         if not folder.is_dir():
             what = "a file, not a model folder" if folder.exists() else "no such model folder"
-            self._wrong(f"{what} ({folder})", "a relative path starts at the spec file's folder")
+            if folder.is_symlink() and not folder.exists():
+                what = f"a link to {os.readlink(folder)}, which is not there"
+            address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
+            hint = f'write "{address[1]}"' if address else "a relative path starts at the spec file's folder"
+            self._wrong(f"{what} ({folder})", hint)
             return
         self._check_files(folder, builtin=name != self.path)
 
@@ -178,9 +200,7 @@ class ModelCheck:
 
     def _read_config(self, folder: Folder) -> bool:
         if not (folder / "config.json").is_file():
-            adapter = (folder / "adapter_config.json").is_file()
-            hint = "merge the adapter into its base model first" if adapter else "is it a model folder at all?"
-            self._wrong(f"no config.json in {folder}", hint)
+            self._wrong(f"no config.json in {folder}", _what_it_is(folder))
             return False
         config = self._json(folder / "config.json")
         if config is None:
@@ -188,23 +208,35 @@ class ModelCheck:
         if not isinstance(config.get("model_type"), str):
             self._wrong("config.json has no model_type", "it must be the config of a Hugging Face model")
             return False
+        self.whole_config = config
         self.config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
-        self._check_heads()
-        return True
+        if wrong := config_problem(self.config):
+            self._wrong(*wrong)
+            return False
+        return self._heads_share_out()
 
     def _json(self, file: Path | HubFile) -> dict[str, Any] | None:
         hint = AGAIN if isinstance(file, Path) else "it lies so on the hub: name another model, or tell its owner"
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            self._wrong(f"{file.name} cannot be read: {error}", hint)
+            text = file.read_text(encoding="utf-8")
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            if text.startswith(LFS):
+                self._wrong(f"{file.name} is a pointer of Git LFS, not the file itself", LFS_HINT)
+            else:
+                self._wrong(f"{file.name} cannot be read: not JSON (line {error.lineno}, column {error.colno})", hint)
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            words = error.strerror if isinstance(error, OSError) and error.strerror else "not JSON in UTF-8"
+            self._wrong(f"{file.name} cannot be read: {words}", hint)
             return None
         if not isinstance(content, dict):
             self._wrong(f"{file.name} is not a JSON object", hint)
             return None
         return content
 
-    def _check_heads(self) -> None:
+    def _heads_share_out(self) -> bool:
+        before = len(self.problems)
         hidden, heads = self.config.get("hidden_size"), self.config.get("num_attention_heads")
         kv_heads = self.config.get("num_key_value_heads")
         if isinstance(heads, int) and heads > 0:
@@ -212,6 +244,7 @@ class ModelCheck:
                 self._wrong(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}", _REPAIR)
             if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
                 self._wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}", _REPAIR)
+        return len(self.problems) == before
 
     def _check_tokenizer(self, folder: Folder) -> None:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -231,15 +264,22 @@ class ModelCheck:
         tokenizer = self._json(file)
         if tokenizer is None or not isinstance(vocab_size, int):
             return
-        vocab, added = (tokenizer.get("model") or {}).get("vocab"), tokenizer.get("added_tokens") or []
-        ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1] if vocab else []
-        highest = max([*ids, *(token["id"] for token in added)], default=-1)
+        try:
+            vocab, added = (tokenizer.get("model") or {}).get("vocab"), tokenizer.get("added_tokens") or []
+            ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1] if vocab else []
+            highest = max([*map(operator.index, ids), *(operator.index(token["id"]) for token in added)], default=-1)
+        except (AttributeError, TypeError, KeyError):
+            self._wrong("tokenizer.json is JSON, but no tokenizer", AGAIN)
+            return
         if highest >= vocab_size:
             message = f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}"
             self._wrong(message, "use the tokenizer that the model was trained with")
 
     def _check_weights(self, folder: Folder, builtin: bool) -> None:
         if builtin:
+            if self.key == "ref.model":
+                self._wrong("a built-in model has no weights", "leave it out for the actor's starting weights")
+                return
             self._wrong(
                 "a built-in model has no weights", "set model.from_scratch = true", "model.from_scratch", "false"
             )
@@ -260,6 +300,17 @@ class ModelCheck:
         if roots and not any((Path(root) / "models" / native).is_dir() for root in roots):
             hint = "read that code, then set model.trust_remote_code = true"
             self._wrong("needs Python code that lies in the model folder", hint)
+
+    def check_kind(self, *, learns: bool, here: bool) -> None:
+        """Whether rlctl can train the model, by its kind; `here`: the role runs in this interpreter."""
+        if not self.whole_config:
+            return
+        wrong = kind_problem(self.whole_config, from_scratch=self.from_scratch) if here else None
+        if wrong is None and learns and not self.from_scratch:
+            wrong = quantized_problem(self.whole_config)
+        if wrong:
+            self.problems = [problem for problem in self.problems if problem.key != self.key]  # they follow from it
+            self._wrong(*wrong)
 
     def check_length(self, max_sequence_tokens: int) -> None:
         positions = self.config.get("max_position_embeddings")
@@ -295,7 +346,7 @@ class ModelCheck:
                 return name, file.read_text(encoding="utf-8", errors="replace")
             found = (self._json(file) or {}).get("chat_template")
             if isinstance(found, list):
-                found = {one.get("name"): one.get("template") for one in found}.get("default")
+                found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
             if found:
                 return f"chat_template in {name}", str(found)
         return "", ""

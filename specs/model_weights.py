@@ -14,13 +14,16 @@ from typing import Any
 
 from specs.hub import HubFolder
 from specs.model_facts import model_facts
-from specs.model_tensors import tensors_of_config
+from specs.model_tensors import ModelTensors, tensors_of_config
 from specs.tensor_files import read_header
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 AGAIN = "copy or download it again"
+LFS, LFS_HINT = "version https://git-lfs", "fetch it: `git lfs pull` in the model folder"
 OTHER_CONFIG = "weights and config.json are of different models: copy the whole folder again"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 Wrong = tuple[str, str]  # what is wrong, and a hint
 Shapes = dict[str, tuple[int, ...]]
@@ -33,17 +36,27 @@ def weight_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
         yield wrong
         return
     shapes: Shapes = {}
+    whole = True
     for file in files:
         try:
-            held = {name: entry.shape for name, entry in read_header(file).entries.items()}
+            entries = read_header(file).entries
         except (OSError, ValueError) as error:
-            yield f"{file.name} {_words(error)}", AGAIN
+            whole = False
+            if _is_pointer(file):
+                yield f"{file.name} is a pointer of Git LFS, not the file itself", LFS_HINT
+            else:
+                yield f"{file.name} {_words(error)}", AGAIN
             continue
+        held = {name: entry.shape for name, entry in entries.items()}
+        packed = [name for name, entry in entries.items() if name.endswith(".weight") and entry.dtype not in _FLOATS]
+        if packed and "quantization_config" not in config:
+            message = f"{packed[0]} is stored as {entries[packed[0]].dtype}, not as floating point"
+            yield message, "name the model that it was made from, in bf16 or fp32"
         lacking = [name for name, where in index.items() if where == file.name and name not in held]
         if lacking:
             yield f"the index puts {lacking[0]} into {file.name}, which lacks it", AGAIN
         shapes |= held
-    if "quantization_config" not in config:  # packed weights have shapes of their own
+    if whole and "quantization_config" not in config:  # packed weights have shapes of their own
         yield from _differences(shapes, config)
 
 
@@ -62,6 +75,11 @@ def hub_weight_problems(folder: HubFolder, config: Mapping[str, Any]) -> Iterato
         return
     if wrong := _other_depth(names, config):
         yield wrong
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(LFS)) == LFS.encode()
 
 
 def cut_short(file: Path) -> str:
@@ -87,9 +105,9 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], Wrong | Non
     try:
         placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(placed.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [], {}, (f"{index.name} cannot be read: {error!r}", AGAIN)
-    missing = [name for name in names if not (folder / name).is_file()]
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [], {}, (f"{index.name} cannot be read: no JSON with a weight_map of names", AGAIN)
     if missing or not names:
         wrong = f"{index.name} names {', '.join(missing) or 'no file'}, which the folder lacks"
         return [], {}, (wrong, "copy the whole model")
@@ -102,6 +120,8 @@ def _no_weights(folder: Path) -> Wrong:
     if pickles:
         hint = "convert it: load it once with transformers and call save_pretrained()"
         return f"weights only as pickle ({pickles[0]}), which can run code and is never read", hint
+    if shards := sorted(file.name for file in folder.glob("*.safetensors")):
+        return f"no model.safetensors.index.json, which says what lies in {shards[0]}", "copy the whole model"
     hint = "set model.from_scratch = true to start from random weights"
     return f"no model.safetensors in {folder}", hint
 
@@ -118,6 +138,24 @@ def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
             message = f"{parameter.name} is {list(stored)}, and by config.json it is {list(parameter.shape)}"
             yield message, OTHER_CONFIG
             return
+    if known and not config.get("text_config") and (wrong := _lacking(shapes, known)):
+        yield wrong
+
+
+def _lacking(shapes: Shapes, known: ModelTensors) -> Wrong | None:
+    """Parameters that no file has. Names may lack their first part, as those of a model that was saved without a head;
+    experts are stored under other names than they are built."""
+    names = [parameter.name for parameter in known.parameters]
+    if any(".experts." in name for name in names):
+        return None
+    missing = [name for name in names if name not in shapes and name.partition(".")[2] not in shapes]
+    if not missing:
+        return None
+    if len(missing) > len(names) // 2:
+        found = next(iter(shapes), "none")
+        return f"the weights have other names than the model's: {missing[0]} is not there, {found} is", OTHER_CONFIG
+    hint = "is it a causal language model, and are all its weight files there?"
+    return f"lacks {len(missing)} of the model's {len(names)} weights, first {missing[0]}", hint
 
 
 def _other_depth(names: Iterable[str], config: Mapping[str, Any]) -> Wrong | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpus import qwen2_shapes, write_weights
 from test_load_spec import GOOD
 
 from specs.errors import Problem
@@ -42,7 +43,8 @@ def model(tmp_path: Path) -> Path:
     """A model folder that is fine; weights included."""
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN_FOLDER / "tiny-digits", folder)
-    safetensors(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    write_weights(folder / "model.safetensors", qwen2_shapes(config))
     return folder
 
 
@@ -50,6 +52,12 @@ def edit_json(file: Path, **changes: Any) -> None:
     content = json.loads(file.read_text())
     content.update(changes)
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def resize_vocabulary(model: Path, size: int) -> None:
+    """Config and weights; the tokenizer stays."""
+    edit_json(model / "config.json", vocab_size=size)
+    write_weights(model / "model.safetensors", qwen2_shapes(json.loads((model / "config.json").read_text())))
 
 
 USE_MODEL = ("model.path=./model", "model.from_scratch=false")
@@ -120,7 +128,7 @@ def _cut(folder: Path) -> None:
         (lambda folder: edit_json(folder / "config.json", model_type=None), "no model_type"),
         (lambda folder: edit_json(folder / "config.json", num_attention_heads=6), "not a multiple"),
         (lambda folder: edit_json(folder / "config.json", num_key_value_heads=3), "num_key_value_heads 3"),
-        (lambda folder: edit_json(folder / "config.json", vocab_size=10), "token 14"),
+        (lambda folder: resize_vocabulary(folder, 10), "token 14"),
         (lambda folder: edit_json(folder / "config.json", max_position_embeddings=15), "15 positions"),
         (
             lambda folder: edit_json(folder / "config.json", model_type="strange", auto_map={"AutoModel": "m.M"}),
@@ -149,7 +157,7 @@ def test_a_safetensors_frame_is_judged_by_its_length(tmp_path: Path) -> None:
 
 
 def test_a_reference_needs_weights_and_as_many_tokens(tmp_path: Path, model: Path) -> None:
-    edit_json(model / "config.json", vocab_size=14)
+    resize_vocabulary(model, 14)
     assert "cannot score the same tokens" in only_error(tmp_path, "algorithm.kl_coef=0.1", "ref.model=./model")
     (model / "model.safetensors").unlink()
     errors, _ = check(tmp_path, "algorithm.kl_coef=0.1", "ref.model=./model")
