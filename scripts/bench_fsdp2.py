@@ -11,16 +11,12 @@ length per token, as of a causal model without recomputation), peak memory of ea
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from _bench import actor_config, model_config, write_config
 
 FAMILY = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
 # Qwen2-1.5B's shapes: 1.54 billion parameters.
@@ -56,7 +52,7 @@ def main() -> None:
     device = "cpu" if args.tiny or not torch.cuda.is_available() else "cuda"
     join_group(rank, device, even_alone=True)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps({**FAMILY, **(TINY if args.tiny else LARGE)}))
+        write_config(folder, {**FAMILY, **(TINY if args.tiny else LARGE)})
         batch = make_batch(args, rank)
         sides = {}
         for name, build in (("rlctl", ours), ("bare loop", bare)):
@@ -93,29 +89,10 @@ def make_batch(args, rank):
 def ours(folder, batch, args, rank, device):
     from backends.fsdp2.engine import Fsdp2TrainEngine
     from backends.protocol import LossScale
-    from specs.role_config import ModelConfig, TrainConfig
-    from specs.schema import Fsdp2Engine, Grpo, Optimizer
+    from specs.schema import Fsdp2Engine, Grpo
 
-    model = ModelConfig(
-        path=folder,
-        from_scratch=True,
-        seed=0,
-        dtype=dtype_of(device),
-        attn_implementation="auto",
-        trust_remote_code=False,
-        device=device,
-        max_sequence_tokens=args.length,
-    )
-    config = TrainConfig(
-        role="actor",
-        model=model,
-        engine=Fsdp2Engine(),
-        optimizer=Optimizer(lr=1e-6),
-        total_optimizer_steps=100,
-        micro_batch_tokens=args.per_pass * args.length,
-        gradient_checkpointing=False,
-        temperature=1.0,
-    )
+    model = model_config(folder, args.length, dtype=dtype_of(device), device=device)
+    config = actor_config(model, Fsdp2Engine(), args.per_pass * args.length)
     engine = Fsdp2TrainEngine.build(config, rank)
     tokens = int(batch["loss_mask_T"].sum()) * rank.world_size
     scale = LossScale(tokens, len(batch) * rank.world_size, args.length)

@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _bench import actor_config, model_config, rollout_config, write_config
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
-from specs.schema import DdpEngine, Optimizer, TorchRolloutEngine
+from specs.schema import DdpEngine
 
 
 def model_folder(folder: Path, mib: float) -> None:
@@ -42,14 +40,7 @@ def model_folder(folder: Path, mib: float) -> None:
         "num_key_value_heads": 8, "vocab_size": vocab, "max_position_embeddings": 128, "tie_word_embeddings": False,
         "eos_token_id": 0, "torch_dtype": "float32",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def model(folder: str, dtype: str) -> ModelConfig:
-    return ModelConfig(
-        path=folder, from_scratch=True, seed=0, dtype=dtype, attn_implementation="auto", trust_remote_code=False,
-        device="cpu", max_sequence_tokens=64,
-    )  # fmt: skip
+    write_config(folder, config)
 
 
 def forget_hashing() -> None:
@@ -69,13 +60,11 @@ def forget_hashing() -> None:
 def reader_main(road: str, options: dict[str, Any], folder: str, dtype: str, checked: bool) -> None:
     """The rollout: obeys lines of JSON."""
     from backends.protocol import Rank
-    from backends.torch_rollout.engine import TorchRolloutEngine as Engine
+    from backends.torch_rollout.engine import TorchRolloutEngine
     from workers.weights import Importer, from_json
 
-    config = RolloutConfig(
-        model=model(folder, dtype), engine=TorchRolloutEngine(), max_prompt_tokens=32, max_response_tokens=32, stop=()
-    )
-    importer = Importer(Engine.build(config, Rank()), 0, road, options)  # type: ignore[arg-type]
+    config = rollout_config(model_config(folder, 64, dtype=dtype), {"kind": "torch"}, 32)
+    importer = Importer(TorchRolloutEngine.build(config, Rank()), 0, road, options)  # type: ignore[arg-type]
     if not checked:
         forget_hashing()
     print("{}", flush=True)
@@ -160,10 +149,7 @@ def measure(road: str, folder: str, dtype: str, bucket_bytes: int, repeats: int,
     from workers.weights import Exporter
 
     torch.set_num_threads(1)
-    config = TrainConfig(
-        role="actor", model=model(folder, dtype), engine=DdpEngine(), optimizer=Optimizer(), total_optimizer_steps=1,
-        micro_batch_tokens=64, gradient_checkpointing=False, temperature=1.0,
-    )  # fmt: skip
+    config = actor_config(model_config(folder, 64, dtype=dtype), DdpEngine(), 64)
     with tempfile.TemporaryDirectory() as shared:
         options = {"folder": {"folder": shared}, "group": {"address": "127.0.0.1", "device": "cpu"}}.get(road, {})
         reader = ReaderProcess(road, options, folder, dtype, checked)

@@ -12,32 +12,24 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import mean, median
 
-# Without this, idle OpenMP threads spin against the working ones; both sides are quicker with it.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as rlctl starts its roles
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import numpy as np
+import _bench
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 
 from backends.hf import build_model, named_weights, tensor_bytes
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from specs.batch import Batch
-from specs.role_config import ModelConfig, RolloutConfig, Sampling
+from specs.role_config import Sampling
 
-GROUPS, GROUP_SIZE, PROMPT_TOKENS, END_TOKEN, VOCAB = 8, 16, 24, 1, 52
+GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 16, 24
 WORKS = {"short ragged": 64, "long tail": 256}
 
 
@@ -50,7 +42,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         model, engine = build(folder)
-        prompts = make_prompts()
+        prompts = _bench.group_prompts(GROUPS, GROUP_SIZE, PROMPT_TOKENS)
         gc.freeze()  # as a role does once it is built; for both sides
         table = Table("work", "limit", "ours tok/s", "generate tok/s", "mean length", "ratio")
         for name in options.work or WORKS:
@@ -63,58 +55,15 @@ def main() -> None:
 
 
 def build(folder: str) -> tuple[PreTrainedModel, TorchRolloutEngine]:
-    shape = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=END_TOKEN,
-        pad_token_id=0,
-    )
-    shape.save_pretrained(folder)
-    config = ModelConfig(
-        path=folder,
-        from_scratch=True,
-        seed=0,
-        dtype="fp32",
-        attn_implementation="sdpa",
-        trust_remote_code=False,
-        device="cpu",
-        max_sequence_tokens=PROMPT_TOKENS + max(WORKS.values()),
-    )
+    _bench.write_config(folder, _bench.SMALL)
+    config = _bench.model_config(folder, PROMPT_TOKENS + max(WORKS.values()))
     model = build_model(config, load_weights=True)
-    rollout = RolloutConfig(
-        model=config,
-        engine={"kind": "torch"},
-        max_prompt_tokens=PROMPT_TOKENS,
-        max_response_tokens=max(WORKS.values()),
-        stop=(),
-    )
-    engine = TorchRolloutEngine.build(rollout, Rank())
+    engine = TorchRolloutEngine.build(_bench.rollout_config(config, {"kind": "torch"}, PROMPT_TOKENS), Rank())
     weights = named_weights(model)
     for spec in engine.weight_specs():
         engine.import_weight(spec, tensor_bytes(weights[spec.name]))
     engine.finish_import()
     return model, engine
-
-
-def make_prompts() -> Batch:
-    rng = np.random.default_rng(0)
-    rows = np.repeat(rng.integers(2, VOCAB, (GROUPS, PROMPT_TOKENS)), GROUP_SIZE, axis=0)
-    samples = len(rows)
-    group_B = np.repeat(np.arange(GROUPS), GROUP_SIZE)
-    return Batch(
-        {
-            "tokens_T": rows.reshape(-1),
-            "length_B": np.full(samples, PROMPT_TOKENS),
-            "group_B": group_B,
-            "id_B": np.arange(samples),
-            "row_B": group_B,
-        }
-    )
 
 
 def compare(
@@ -137,7 +86,7 @@ def compare(
             max_new_tokens=limit,
             return_dict_in_generate=True,
         ).sequences[:, PROMPT_TOKENS:]
-        ended = (out == END_TOKEN).int()
+        ended = (out == _bench.SMALL["eos_token_id"]).int()
         return int(((ended.cumsum(1) - ended) == 0).sum())
 
     seconds: dict[Callable[[int], int], list[float]] = {ours: [], theirs: []}

@@ -10,29 +10,13 @@ ragged answers (limit 64, mean about 50) and a long tail (limit 256, mean about 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from _bench import SMALL, actor_config, model_config, write_config
 
-CONFIG = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 52,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
 PROMPT_TOKENS = 12
 
 
@@ -50,7 +34,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        write_config(folder, {**SMALL, "tie_word_embeddings": True})
         for name in ("short ragged", "long tail"):
             batch = make_batch(np.random.default_rng(0), name)
             ours = ours_step(folder, batch, args.micro_batch_tokens)
@@ -73,7 +57,7 @@ def make_batch(rng, name):
     return Batch(
         {
             "length_B": lengths.astype(np.int64),
-            "tokens_T": rng.integers(0, CONFIG["vocab_size"], total).astype(np.int32),
+            "tokens_T": rng.integers(0, SMALL["vocab_size"], total).astype(np.int32),
             "loss_mask_T": mask,
             "advantage_T": np.repeat(rng.normal(size=128), lengths).astype(np.float32),
             "rollout_logprob_T": np.full(total, -4.0, dtype=np.float32),
@@ -84,29 +68,9 @@ def make_batch(rng, name):
 def ours_step(folder, batch, micro_batch_tokens):
     from backends.ddp.engine import DdpTrainEngine
     from backends.protocol import LossScale, Rank
-    from specs.role_config import ModelConfig, TrainConfig
-    from specs.schema import DdpEngine, Grpo, Optimizer
+    from specs.schema import DdpEngine, Grpo
 
-    model = ModelConfig(
-        path=folder,
-        from_scratch=True,
-        seed=0,
-        dtype="fp32",
-        attn_implementation="auto",
-        trust_remote_code=False,
-        device="cpu",
-        max_sequence_tokens=512,
-    )
-    config = TrainConfig(
-        role="actor",
-        model=model,
-        engine=DdpEngine(),
-        optimizer=Optimizer(lr=1e-6),
-        total_optimizer_steps=100,
-        micro_batch_tokens=micro_batch_tokens,
-        gradient_checkpointing=False,
-        temperature=1.0,
-    )
+    config = actor_config(model_config(folder, 512), DdpEngine(), micro_batch_tokens)
     engine = DdpTrainEngine.build(config, Rank())
     algorithm = Grpo(kind="grpo", group_size=8)
     scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), 256)

@@ -20,12 +20,10 @@ import time
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
+from _bench import ROOT, SMALL, group_prompts, model_config, rollout_config, write_model
 
-ROOT = Path(__file__).resolve().parents[1]
-GROUPS, GROUP_SIZE, PROMPT_TOKENS, END_TOKEN, VOCAB = 8, 16, 24, 1, 52
+GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 16, 24
 WORKS = {"short ragged": 64, "long tail": 256}
 
 
@@ -41,7 +39,8 @@ def main() -> None:
         serve(*options.serve)
         return
     with tempfile.TemporaryDirectory() as folder:
-        parameters = write_model(folder, options.hidden)
+        hidden = options.hidden
+        parameters = write_model(folder, {**SMALL, "hidden_size": hidden, "intermediate_size": 2 * hidden})
         print(f"{parameters:,} parameters, {GROUPS} prompts x {GROUP_SIZE} answers, {options.threads} threads")
         sides = [Side("torch", sys.executable, folder, options), Side("vllm", options.vllm, folder, options)]
         try:
@@ -107,83 +106,28 @@ class Side:
         self.process.wait(60)
 
 
-def write_model(folder: str, hidden: int) -> int:
-    """A random Qwen2 with weights in `folder`; returns its number of parameters."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            eos_token_id=END_TOKEN,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-        )
-    )
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def serve(kind: str, folder: str) -> None:
     """The other end of a `Side`."""
     from safetensors.numpy import load_file
 
     from backends.protocol import Rank
     from backends.registry import rollout_engine
-    from specs.batch import Batch
-    from specs.role_config import ModelConfig, RolloutConfig, Sampling
+    from specs.role_config import Sampling
 
-    model = ModelConfig(
-        path=folder,
-        from_scratch=False,
-        seed=0,
-        dtype="fp32",
-        attn_implementation="auto",
-        trust_remote_code=False,
-        device="cpu",
-        max_sequence_tokens=PROMPT_TOKENS + max(WORKS.values()),
-    )
-    table = {"kind": kind, "max_sequences": GROUPS * GROUP_SIZE}
-    config = RolloutConfig.model_validate(
-        {
-            "model": model,
-            "engine": table,
-            "max_prompt_tokens": PROMPT_TOKENS,
-            "max_response_tokens": max(WORKS.values()),
-            "stop": (),
-        }
-    )
+    model = model_config(folder, PROMPT_TOKENS + max(WORKS.values()), from_scratch=False)
+    config = rollout_config(model, {"kind": kind, "max_sequences": GROUPS * GROUP_SIZE}, PROMPT_TOKENS)
     engine = rollout_engine(kind).build(config, Rank())
     weights = load_file(str(Path(folder) / "model.safetensors"))
     for spec in engine.weight_specs():
         engine.import_weight(spec, np.ascontiguousarray(weights[spec.name]).reshape(-1).view(np.uint8))
     engine.finish_import()
-    prompts = Batch(columns())
+    prompts = group_prompts(GROUPS, GROUP_SIZE, PROMPT_TOKENS)
     for line in sys.stdin:
         limit, seed = map(int, line.split())
         started = time.monotonic()
         told = engine.generate(prompts, Sampling(seed=seed, max_response_tokens=limit), lambda batch: None)
         answer = {"seconds": time.monotonic() - started, "tokens": told["generated_tokens"]}
         print(json.dumps(answer), flush=True)
-
-
-def columns() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    group_B = np.repeat(np.arange(GROUPS), GROUP_SIZE)
-    return {
-        "tokens_T": np.repeat(rng.integers(2, VOCAB, (GROUPS, PROMPT_TOKENS)), GROUP_SIZE, axis=0).reshape(-1),
-        "length_B": np.full(len(group_B), PROMPT_TOKENS),
-        "group_B": group_B,
-        "id_B": np.arange(len(group_B)),
-        "row_B": group_B,
-    }
 
 
 if __name__ == "__main__":
