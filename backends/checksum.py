@@ -6,13 +6,13 @@ What hashing costs is counted where it happens, since it is interleaved with cop
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-CHUNK_BYTES = 256 * 2**10  # fits a core's own cache, source and target together; smaller ones cost interpreter time
+BLOCK_BYTES = 512 * 2**10  # copied, then hashed while the cache holds it; smaller ones cost interpreter time
 
 
 _spent_s = 0.0
@@ -47,16 +47,9 @@ def checksum_bytes(data: NDArray[np.uint8]) -> str:
     return digest.hexdigest()
 
 
-def copy_with_checksum(source_U: NDArray[np.uint8], target_U: NDArray[np.uint8], *, of: NDArray[np.uint8]) -> str:
-    """Copy bytes, and xxh3-64 of `of`, which is one of the two: each chunk is hashed while the cache still holds it, so
-    that checking costs no second trip to memory. Both are flat, contiguous and equally long."""
-    assert source_U.shape == target_U.shape == of.shape, (source_U.shape, target_U.shape)
-    digest = Digest()
-    for start in range(0, len(of), CHUNK_BYTES):
-        chunk = slice(start, start + CHUNK_BYTES)
-        target_U[chunk] = source_U[chunk]
-        digest.update(of[chunk])
-    return digest.hexdigest()
+def blocks_of(bytes_U: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    """A byte array in pieces that a core's cache holds until they are hashed."""
+    return (bytes_U[start : start + BLOCK_BYTES] for start in range(0, len(bytes_U), BLOCK_BYTES))
 
 
 def checksum_weights(weights: Iterable[tuple[str, str]]) -> str:

@@ -8,7 +8,7 @@ Batches come in as numpy columns (`specs/batch.py`) and go out the same way. The
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,16 @@ class Weight(ABC):
     @abstractmethod
     def copy_to(self, buffer: Buffer) -> str:
         """Write the bytes in wire dtype into `buffer`, which is exactly `spec.nbytes` long; returns `checksum()`."""
+
+    def copy_in_blocks(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
+        """As `copy_to`, into host memory that comes block by block, `spec.nbytes` in all. A block is filled when the
+        next one is asked for, or the end; from then on others read it."""
+        whole_U = np.empty(self.spec.nbytes, dtype=np.uint8)
+        digest, start = self.copy_to(whole_U), 0
+        for block_U in blocks:
+            block_U[:] = whole_U[start : start + len(block_U)]
+            start += len(block_U)
+        return digest
 
 
 @dataclass(frozen=True)
@@ -220,6 +230,15 @@ class RolloutEngine(ABC):
 
         One exception: sglang holds its tensors in a server that shows no bytes, so it reads back what it hands over,
         and has the server's own hashes judged in `finish_import` (docs/sglang.md)."""
+
+    def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
+        """As `import_weight`, from bytes that come block by block. A block is gone when the next one is asked for. An
+        engine that can copy each to its place spares a copy of the whole weight."""
+        whole_U, start = np.empty(spec.nbytes, dtype=np.uint8), 0
+        for block_U in blocks:
+            whole_U[start : start + len(block_U)] = block_U
+            start += len(block_U)
+        return self.import_weight(spec, whole_U)
 
     def import_from_device(self, spec: WeightSpec, buffer: Buffer) -> str:
         """As `import_weight`, from a uint8 tensor on a device. An engine whose weights are there spares the way

@@ -357,6 +357,7 @@ def _arithmetic(spec: Spec) -> str:
     cut = f" → {numbers['mini_batches_per_step']} mini-batches of {numbers['samples_per_mini_batch']}"
     epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
     road, why = choose_road(spec)
+    buckets = "" if road == "shm" else f", in buckets of {spec.sync.bucket_MiB:g} MiB"
     most = spec.rollout.max_staleness
     ahead = f"\nahead  {_ahead(most)}" if most else ""
     return (
@@ -366,7 +367,7 @@ def _arithmetic(spec: Spec) -> str:
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
         f"ref    {_reference(spec)}\n"
-        f"sync   weights travel by {road} ({why}), in buckets of {spec.sync.bucket_MiB:g} MiB"
+        f"sync   weights travel by {road} ({why}){buckets}"
         f"{ahead}"
     )
 

@@ -25,6 +25,7 @@ from specs.model_tensors import KNOWN_FAMILIES, ModelTensors, tensors_of_config,
 from specs.road_rules import choose_road
 from specs.schema import ActorSection, ModelRole, RoleName, Spec
 from specs.seats import devices_of_a_process
+from workers.roads.base import BLOCK_BYTES, BLOCKS
 
 CONTEXT_GIB = 0.7  # of a process on a GPU: CUDA context and kernels
 COLLECTIVES_GIB = 0.3  # NCCL's buffers, where several ranks compute together
@@ -224,13 +225,17 @@ def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: 
 
 
 def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
-    """A weight that is whole for a moment, in fp32 and as it travels, and the buckets, of which two exist."""
+    """A weight that is whole for a moment, in fp32 and as it travels, and the road's ring, or its two buckets."""
     size = DTYPE_BYTES[spec.rollout_dtype]
     phases: frozenset[Phase] = frozenset({"sync"})
     yield Part("largest weight, whole", model.tensors.largest * (4 + size), phases)
+    road = choose_road(spec)[0]
+    if road == "shm":
+        yield Part("ring", BLOCKS * BLOCK_BYTES, phases, host=device != "cpu", first_rank=True)
+        return
     whole, largest = model.tensors.elements * size, model.tensors.largest * size
     bucket = max(min(int(spec.sync.bucket_MiB * 2**20), whole), largest)
-    travels_on_host = choose_road(spec)[0] in ("shm", "folder") and device != "cpu"
+    travels_on_host = road == "folder" and device != "cpu"
     yield Part("buckets", 2 * bucket, phases, host=travels_on_host, first_rank=True)
 
 

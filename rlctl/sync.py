@@ -1,4 +1,4 @@
-"""Weight sync, actor to rollouts: paced bucket by bucket, verified twice, fatal when anything is off.
+"""Weight sync, actor to rollouts: verified twice, fatal when anything is off.
 
 1. A checksum per weight: of the actor's own tensor before the road, and of the rollout's own tensor after it.
 2. The behaviour probe: both sides score the same short token sequences; their log-probs must agree. On shared devices
@@ -149,26 +149,51 @@ class WeightSync:
         return "apart" if len(forms) > 1 else forms.pop()
 
     def _move(self, offer: Mapping[str, Any], step: int | None) -> None:
-        """Buckets through two windows: the actor fills the next while the rollouts read the last."""
-        announced = [spec["name"] for spec in offer["specs"]]
+        """Every weight, and every checksum compared."""
+        move = self._move_in_blocks if offer["in_blocks"] else self._move_in_buckets
+        arrived = set(move(offer, step))
+        lost = [spec["name"] for spec in offer["specs"] if spec["name"] not in arrived]
+        if lost:
+            raise SyncError(f"weight {lost[0]} was announced but never sent ({len(lost)} missing)", hint=_HINT)
+
+    def _move_in_blocks(self, offer: Mapping[str, Any], step: int | None) -> list[str]:
+        """Both ends are told once, and pace each other."""
+        arrived: list[str] = []
+        for bucket in range(int(offer["buckets"])):
+            writing = self.actor.post(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)
+            reading = self.rollout.post(Verb.IMPORT_BUCKET, {"bucket": bucket, "entries": offer["specs"]}, step=step)
+            arrived += self._compare(reading, self._written(writing, offer))
+        return arrived
+
+    def _move_in_buckets(self, offer: Mapping[str, Any], step: int | None) -> list[str]:
+        """Through two windows: the actor fills the next while the rollouts read the last."""
         arrived: list[str] = []
         reading: tuple[Call, Sequence[dict[str, Any]]] | None = None
         for bucket in range(int(offer["buckets"])):
             if reading is not None and int(offer["windows"]) < 2:
                 arrived += self._compare(*reading)
                 reading = None
-            filled = self.actor.call(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)[0].body
-            entries = filled["entries"]
-            self._hashing.actor += float(filled["checksum_s"])
+            entries = self._written(self.actor.post(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step), offer)
             if reading is not None:
                 arrived += self._compare(*reading)
             body = {"bucket": bucket, "entries": entries}
             reading = (self.rollout.post(Verb.IMPORT_BUCKET, body, step=step), entries)
         if reading is not None:
             arrived += self._compare(*reading)
-        lost = [name for name in announced if name not in set(arrived)]
-        if lost:
-            raise SyncError(f"weight {lost[0]} was announced but never sent ({len(lost)} missing)", hint=_HINT)
+        return arrived
+
+    def _written(self, call: Call, offer: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        """What the actor's rank 0 says it sent, which must be as it was announced."""
+        filled = call.result()[0].body
+        self._hashing.actor += float(filled["checksum_s"])
+        announced = {spec["name"]: spec for spec in offer["specs"]}
+        entries: Sequence[dict[str, Any]] = filled["entries"]
+        for entry in entries:
+            spec = announced.get(entry["name"], {})
+            if not spec or any(entry[key] != value for key, value in spec.items()):
+                told = f"comes as {_shown(entry)}; announced was {_shown(spec)}"
+                raise SyncError(f"weight {entry['name']} {told}", hint=_HINT)
+        return entries
 
     def _compare(self, call: Call, entries: Sequence[dict[str, Any]]) -> list[str]:
         sent = {entry["name"]: entry["checksum"] for entry in entries}
@@ -217,6 +242,10 @@ class WeightSync:
 
 
 _HINT = "a weight was lost or changed on its way; nothing was sampled with it. Resume from the last checkpoint."
+
+
+def _shown(spec: Mapping[str, Any]) -> str:
+    return f"{spec['dtype']} {spec['shape']} ({spec['nbytes']} bytes)" if spec else "nothing of that name"
 
 
 def probe_batch(vocab: int) -> Batch:

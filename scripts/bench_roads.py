@@ -107,23 +107,31 @@ def passes(exporter: Any, reader: ReaderProcess, dtype: str, bucket_bytes: int, 
         offer = exporter.begin(dtype, bucket_bytes, 1, number == 0)
         reader.tell({"specs": offer["specs"], "offer": offer["offer"]})
         reader.hear()
-        reading: list[dict[str, Any]] | None = None
-        for bucket in range(offer["buckets"]):
-            if reading is not None and offer["windows"] < 2:
-                compare(reader, reading)
-                reading = None
-            entries = exporter.write(bucket)["entries"]
-            if reading is not None:
-                compare(reader, reading)
-            reader.tell({"bucket": bucket, "entries": entries})
-            reading = entries
-        if reading is not None:
-            compare(reader, reading)
+        if offer["in_blocks"]:
+            reader.tell({"bucket": 0, "entries": offer["specs"]})
+            compare(reader, exporter.write(0)["entries"])
+        else:
+            move_in_buckets(exporter, reader, offer)
         reader.tell({})
         reader.hear()
         exporter.end()
         taken.append(time.perf_counter() - started)
     return taken
+
+
+def move_in_buckets(exporter: Any, reader: ReaderProcess, offer: dict[str, Any]) -> None:
+    reading: list[dict[str, Any]] | None = None
+    for bucket in range(offer["buckets"]):
+        if reading is not None and offer["windows"] < 2:
+            compare(reader, reading)
+            reading = None
+        entries = exporter.write(bucket)["entries"]
+        if reading is not None:
+            compare(reader, reading)
+        reader.tell({"bucket": bucket, "entries": entries})
+        reading = entries
+    if reading is not None:
+        compare(reader, reading)
 
 
 def compare(reader: ReaderProcess, entries: list[dict[str, Any]]) -> None:

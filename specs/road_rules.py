@@ -42,6 +42,9 @@ def road_problems(spec: Spec) -> Iterator[Problem]:
     if "folder" in sync.model_fields_set and road != "folder":
         message = f'has no effect: the road is "{road}"'
         yield Problem("sync.folder", message, 'set sync.road = "folder", or remove the key', show(sync.folder))
+    if "bucket_MiB" in sync.model_fields_set and road == "shm":
+        message = 'has no effect: the road is "shm", on which weights do not travel in buckets'
+        yield Problem("sync.bucket_MiB", message, "remove the key, or choose another sync.road", show(sync.bucket_MiB))
 
 
 def _not_one_gpu(spec: Spec) -> Problem:

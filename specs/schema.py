@@ -538,8 +538,8 @@ class SyncSection(Table):
     bucket_MiB: float = Field(
         16.0,
         gt=0,
-        description="Most that travels at once; a larger weight travels alone. Two exist at a time: over shared memory "
-        "they are quickest where both fit the cache of the CPU.",
+        description="Most that travels at once, in two buckets by turns; a larger weight travels alone. Not for the "
+        "road `shm`, which has a small ring of its own.",
     )
     road: Literal["auto", "shm", "folder", "group", "cuda_ipc"] = Field(
         "auto",

@@ -1,7 +1,8 @@
 """Both ends of a sync, over any road (`workers/roads/`): buckets out of the actor, buckets into a rollout.
 
-Two windows take turns, so that the actor fills one while the rollouts read the other. The driver paces both ends
-and compares the checksums (`rlctl/sync.py`); data never passes through it.
+In buckets, two windows take turns, so that the actor fills one while the rollouts read the other, and the driver paces
+both ends. In blocks, all weights are one bucket, and the ends pace each other. Either way the driver compares the
+checksums (`rlctl/sync.py`); data never passes through it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from backends.adapter_names import is_on_the_wire
 from backends.protocol import RolloutEngine, TrainEngine, Weight, WeightSpec
 from specs.errors import SyncError
 from specs.schema import DType, RoadKind, WeightForm
-from workers.roads import ALIGNMENT, Reader, Writer, open_reader, open_writer
+from workers.roads import (
+    ALIGNMENT,
+    IN_BLOCKS,
+    BlockReader,
+    BlockWriter,
+    BucketReader,
+    BucketWriter,
+    Reader,
+    Writer,
+    open_reader,
+    open_writer,
+)
 
 WINDOWS = 2
 
@@ -53,6 +65,7 @@ class Exporter:
 
     def __init__(self, engine: TrainEngine, rank: int, road: RoadKind, options: Mapping[str, Any]) -> None:
         self.engine, self.rank = engine, rank
+        self.in_blocks = road in IN_BLOCKS
         self.writer: Writer | None = open_writer(road, options) if rank == 0 else None
         self.stream: Iterator[Weight] = iter(())
         self.specs: Sequence[WeightSpec] = ()
@@ -63,7 +76,8 @@ class Exporter:
     ) -> dict[str, Any]:
         """Start a pass over all weights to `readers` replicas. `renew`: one of them is new, nothing is known to it."""
         self.specs = self.engine.weight_specs(dtype, form)
-        self.buckets = plan_buckets(self.specs, bucket_bytes)
+        everything = [range(len(self.specs))] if self.specs else []
+        self.buckets = everything if self.in_blocks else plan_buckets(self.specs, bucket_bytes)
         self.stream = self.engine.export_weights(dtype, form)
         if self.writer is None:
             return {}
@@ -73,32 +87,55 @@ class Exporter:
             "specs": [to_json(spec) for spec in self.specs],
             "buckets": len(self.buckets),
             "windows": windows,
+            "in_blocks": self.in_blocks,
             "offer": self.writer.begin(sizes, windows, readers, renew=renew),
         }
 
     def write(self, bucket: int) -> dict[str, Any]:
         """Send one bucket; returns where each weight lies in it, the checksum of the engine's own tensor, and the
         seconds that hashing took."""
+        hashed_s = checksum.seconds()
+        entries = self._write_blocks(bucket) if self.in_blocks else self._write_window(bucket)
+        if bucket == len(self.buckets) - 1 and next(self.stream, None) is not None:
+            raise SyncError("the actor streamed more weights than it announced")
+        return {"entries": entries, "checksum_s": checksum.seconds() - hashed_s}
+
+    def _write_window(self, bucket: int) -> list[dict[str, Any]]:
+        assert self.writer is None or isinstance(self.writer, BucketWriter)
         entries: list[dict[str, Any]] = []
-        offset, hashed_s = 0, checksum.seconds()
-        window = self.writer.window(bucket) if self.writer is not None else None
+        offset, window = 0, self.writer.window(bucket) if self.writer is not None else None
+        for weight in self._weights_of(bucket):
+            if window is None:
+                continue
+            digest = weight.copy_to(window[offset : offset + weight.spec.nbytes])
+            entries.append({**to_json(weight.spec), "offset": offset, "checksum": digest})
+            offset += _aligned(weight.spec.nbytes)
+        if self.writer is not None:
+            self.writer.send(bucket, entries)
+        return entries
+
+    def _write_blocks(self, bucket: int) -> list[dict[str, Any]]:
+        assert self.writer is None or isinstance(self.writer, BlockWriter)
+        entries: list[dict[str, Any]] = []
+        try:
+            for weight in self._weights_of(bucket):
+                if self.writer is not None:
+                    digest = weight.copy_in_blocks(self.writer.blocks(weight.spec.nbytes))
+                    entries.append({**to_json(weight.spec), "checksum": digest})
+        except BaseException:
+            self.close()  # the readers wait for what will not come
+            raise
+        return entries
+
+    def _weights_of(self, bucket: int) -> Iterator[Weight]:
+        """The bucket's weights from the engine's stream, as they were announced."""
         for index in self.buckets[bucket]:
             weight = next(self.stream, None)
             if weight is None:
                 raise SyncError(f"the actor's weight stream ended before {self.specs[index].name}")
             if weight.spec != self.specs[index]:
                 raise SyncError(f"the actor streamed {weight.spec} where {self.specs[index]} was announced")
-            if window is None:
-                continue
-            digest = weight.copy_to(window[offset : offset + weight.spec.nbytes])
-            entries.append({**to_json(weight.spec), "offset": offset, "checksum": digest})
-            offset += _aligned(weight.spec.nbytes)
-        last = bucket == len(self.buckets) - 1
-        if last and next(self.stream, None) is not None:
-            raise SyncError("the actor streamed more weights than it announced")
-        if self.writer is not None:
-            self.writer.send(bucket, entries)
-        return {"entries": entries, "checksum_s": checksum.seconds() - hashed_s}
+            yield weight
 
     def end(self) -> None:
         """Every replica has everything."""
@@ -150,10 +187,20 @@ class Importer:
             )
 
     def read(self, bucket: int, entries: Sequence[dict[str, Any]]) -> dict[str, str]:
-        """Load one bucket; returns the checksum read back from the engine for each weight."""
-        specs = [from_json(entry) for entry in entries]
-        for spec in specs:
-            self._check(spec)
+        """Load one bucket; returns the checksum read back from the engine for each weight. `entries` has the offset of
+        each in its window; in blocks, weights come as they were announced, one after the other."""
+        if isinstance(self.reader, BlockReader):
+            return self._read_blocks(self.reader, entries)
+        return self._read_window(bucket, entries)
+
+    def _expect(self, entry: dict[str, Any]) -> WeightSpec:
+        spec = from_json(entry)
+        self._check(spec)
+        return spec
+
+    def _read_window(self, bucket: int, entries: Sequence[dict[str, Any]]) -> dict[str, str]:
+        specs = [self._expect(entry) for entry in entries]
+        assert isinstance(self.reader, BucketReader)
         window = self.reader.receive(bucket, entries)
         load = self.engine.import_weight if isinstance(window, np.ndarray) else self.engine.import_from_device
         checksums = {}
@@ -164,6 +211,18 @@ class Importer:
                 raise SyncError(f"weight {spec.name} is truncated: {len(data)} of {spec.nbytes} bytes")
             checksums[spec.name] = load(spec, data)
             self.missing.discard(spec.name)
+        return checksums
+
+    def _read_blocks(self, reader: BlockReader, entries: Sequence[dict[str, Any]]) -> dict[str, str]:
+        checksums = {}
+        try:
+            for entry in entries:
+                spec = self._expect(entry)
+                checksums[spec.name] = self.engine.import_in_blocks(spec, reader.blocks(spec.nbytes))
+                self.missing.discard(spec.name)
+        except BaseException:
+            reader.close()  # the actor waits for this end
+            raise
         return checksums
 
     def end(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from backends.answers import Answers
 from backends.attention_choice import choose
-from backends.checksum import checksum_bytes, copy_with_checksum
+from backends.checksum import Digest, blocks_of, checksum_bytes
 from backends.hf import (
     build_model,
     build_without_memory,
@@ -29,7 +29,7 @@ from backends.hf import (
     wire_dtype,
 )
 from backends.packed_layout import PackedLayout
-from backends.protocol import Buffer, Emit, OnMeta, Rank, RolloutEngine, WeightSpec
+from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_lengths, check_usable
 from backends.stops import stop_tokens, token_ids
 from backends.torch_rollout.cache import KvCache
@@ -83,8 +83,13 @@ class TorchRolloutEngine(RolloutEngine):
             for (name, tensor), shape in zip(self._weights.items(), self._shapes.values(), strict=True)
         ]
 
-    @torch.inference_mode()
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
+        if len(buffer) != spec.nbytes:
+            raise SyncError(f"weight {spec.name} is truncated: {len(buffer)} of {spec.nbytes} bytes")
+        return self.import_in_blocks(spec, blocks_of(buffer))
+
+    @torch.inference_mode()
+    def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
         tensor = self._weights.get(spec.name)
         if tensor is None:
             raise SyncError(f"weight {spec.name} arrived, but {type(self.model).__name__} here has none of that name")
@@ -92,15 +97,13 @@ class TorchRolloutEngine(RolloutEngine):
             raise SyncError(
                 f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
             )
-        self._check_fits(spec, tensor, buffer)
+        self._check_fits(spec, tensor, spec.nbytes)
         self._ready = False
         self._imported.add(spec.name)
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            held_U = tensor_bytes(tensor)
-            return copy_with_checksum(buffer, held_U, of=held_U)
-        # A buffer may be read-only shared memory; it is only read here.
-        source = torch.from_numpy(np.asarray(buffer)) if buffer.flags.writeable else torch.from_numpy(buffer.copy())
-        tensor.copy_(_typed(source, tensor))
+            return _copy_and_read_back(blocks, tensor_bytes(tensor))
+        whole_U = np.concatenate([block_U.copy() for block_U in blocks])
+        tensor.copy_(_typed(torch.from_numpy(whole_U), tensor))
         return checksum_bytes(tensor_bytes(tensor))
 
     @torch.inference_mode()
@@ -108,17 +111,17 @@ class TorchRolloutEngine(RolloutEngine):
         tensor = self._weights.get(spec.name)
         if tensor is None or tensor.device != buffer.device or self._dropped:
             return super().import_from_device(spec, buffer)
-        self._check_fits(spec, tensor, buffer)
+        self._check_fits(spec, tensor, len(buffer))
         self._ready = False
         self._imported.add(spec.name)
         tensor.copy_(_typed(buffer, tensor))
         return checksum_bytes(tensor_bytes(tensor))
 
-    def _check_fits(self, spec: WeightSpec, tensor: Tensor, buffer: Buffer) -> None:
+    def _check_fits(self, spec: WeightSpec, tensor: Tensor, nbytes: int) -> None:
         held = (wire_dtype(tensor.dtype), self._shapes[spec.name], tensor.nbytes)
-        if (spec.dtype, tuple(spec.shape), len(buffer)) != held:
+        if (spec.dtype, tuple(spec.shape), nbytes) != held:
             raise SyncError(
-                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
+                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {nbytes} bytes; "
                 f"the rollout holds {held[0]} {list(held[1])}, {held[2]} bytes"
             )
 
@@ -252,6 +255,17 @@ def _end_tokens(model: PreTrainedModel, path: str) -> set[int]:
     with suppress(OSError):  # the file is optional
         named |= set(token_ids(GenerationConfig.from_pretrained(path).eos_token_id))
     return named
+
+
+def _copy_and_read_back(blocks: Iterable[NDArray[np.uint8]], held_U: NDArray[np.uint8]) -> str:
+    """Copy into the model's memory, and hash that while the cache holds it: checking costs no second trip to memory."""
+    digest, start = Digest(), 0
+    for block_U in blocks:
+        place_U = held_U[start : start + len(block_U)]
+        place_U[:] = block_U
+        digest.update(place_U)
+        start += len(block_U)
+    return digest.hexdigest()
 
 
 def _typed(source: Tensor, tensor: Tensor) -> Tensor:

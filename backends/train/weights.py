@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backends.checksum import CHUNK_BYTES, Digest, checksum_bytes, copy_with_checksum
+from backends.checksum import Digest, blocks_of, checksum_bytes
 from backends.hf import DTYPES, tensor_bytes, wire_dtype
 from backends.protocol import Buffer, Weight, WeightSpec
 from specs.schema import DType
@@ -40,32 +39,27 @@ class TensorWeight(Weight):
             buffer.copy_(self._tensor.to(self._sent).contiguous().flatten().view(torch.uint8))
             return self.checksum()
         target_U = buffer.view(np.uint8).reshape(-1)
-        if self._tensor.device.type == "cpu" and self._tensor.dtype != self._sent:
-            return self._cast_to(target_U)
-        source_U = tensor_bytes(self._tensor.to(self._sent))
-        return copy_with_checksum(source_U, target_U, of=source_U)
+        return self.copy_in_blocks(blocks_of(target_U))
 
-    def _cast_to(self, target_U: NDArray[np.uint8]) -> str:
-        """Cast, hash and copy chunk by chunk in the cache: no cast copy of the whole weight is ever made."""
-        own_E = self._tensor.contiguous().flatten()
-        cast_E, cast_U = _scratch(self._sent)
-        digest, itemsize = Digest(), self._sent.itemsize
-        for first in range(0, len(own_E), len(cast_E)):
-            piece = own_E[first : first + len(cast_E)]
-            whole = len(piece) == len(cast_E)
-            (cast_E if whole else cast_E[: len(piece)]).copy_(piece)
-            chunk_U = cast_U if whole else cast_U[: len(piece) * itemsize]
-            digest.update(chunk_U)
-            target_U[first * itemsize : first * itemsize + len(chunk_U)] = chunk_U
+    def copy_in_blocks(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
+        """Each block is hashed while the cache holds it: the bytes of the engine's own tensor, or, where they are cast,
+        what the cast has just left in the block. No cast copy of the whole weight is made on the CPU."""
+        digest, start = Digest(), 0
+        cast = self._tensor.device.type == "cpu" and self._tensor.dtype != self._sent
+        own_E = self._tensor.contiguous().flatten() if cast else None
+        own_U = None if cast else tensor_bytes(self._tensor.to(self._sent))
+        for block_U in blocks:
+            stop = start + len(block_U)
+            if own_E is not None:
+                first, last = start // self._sent.itemsize, stop // self._sent.itemsize
+                torch.from_numpy(block_U).view(self._sent).copy_(own_E[first:last])
+                digest.update(block_U)
+            else:
+                block_U[:] = own_U[start:stop]
+                digest.update(own_U[start:stop])
+            start = stop
+        assert start == self.spec.nbytes, (self.spec.name, start, self.spec.nbytes)
         return digest.hexdigest()
-
-
-@cache
-def _scratch(dtype: torch.dtype) -> tuple[Tensor, NDArray[np.uint8]]:
-    """A chunk in the cast's dtype, and the same memory as bytes. Kept: to fault in its pages for every weight anew
-    would take as long as the cast."""
-    scratch_E = torch.empty(CHUNK_BYTES // dtype.itemsize, dtype=dtype)
-    return scratch_E, tensor_bytes(scratch_E)
 
 
 def stream(tensors: Iterator[tuple[str, Tensor]], dtype: DType) -> Iterator[Weight]:

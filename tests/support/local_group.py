@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar
 
 from specs.messages import Kind, Message, Verb, parse
+
+AT_THE_SAME_TIME = (Verb.EXPORT_BUCKET, Verb.IMPORT_BUCKET)  # their ends may wait for each other
 
 
 class LocalCall:
@@ -16,30 +19,63 @@ class LocalCall:
         return self.answers
 
 
+class ThreadsCall:
+    """Answers that are still made, a thread per rank. As in rlctl/failures.py, a connection that broke is the echo of
+    what happened at its other end."""
+
+    flying: ClassVar[list[Future[Message]]] = []
+
+    def __init__(self, answers: list[Future[Message]]) -> None:
+        self.answers = answers
+        self.flying.extend(answers)
+
+    def result(self) -> list[Message]:
+        try:
+            return [answer.result(60) for answer in self.answers]
+        except ConnectionError:
+            causes = [future.exception(60) for future in self.flying]
+            raise next(cause for cause in causes if cause and not isinstance(cause, ConnectionError)) from None
+        finally:
+            if all(future.done() for future in self.flying):
+                self.flying.clear()
+
+
 class LocalGroup:
     """`handlers` holds one mapping per rank."""
 
     def __init__(self, role: str, handlers: Sequence[Mapping[Verb, Any]]) -> None:
         self.role, self.handlers, self.verbs = role, handlers, []
+        self._threads = ThreadPoolExecutor(len(handlers))
 
     @property
     def size(self) -> int:
         return len(self.handlers)
 
-    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None) -> LocalCall:
+    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None):
         self.verbs.append(verb)
-        answers = []
-        for rank, handlers in enumerate(self.handlers):
-            own_body = body[rank] if isinstance(body, list) else body or {}
-            own_tensors = tensors[rank] if isinstance(tensors, list) else tensors or {}
-            call = parse(Message(Kind.CALL, own_body, verb, 1, own_tensors).frames())
-
-            def emit(part_body, part_tensors, verb=verb):
-                on_part(parse(Message(Kind.PART, part_body, verb, 1, part_tensors).frames()))
-
-            answer_body, answer_tensors = handlers[verb](call, emit)
-            answers.append(parse(Message(Kind.ANSWER, answer_body, verb, 1, answer_tensors).frames()))
-        return LocalCall(answers)
+        told = [
+            (
+                handlers,
+                verb,
+                body[rank] if isinstance(body, list) else body or {},
+                tensors[rank] if isinstance(tensors, list) else tensors or {},
+                on_part,
+            )
+            for rank, handlers in enumerate(self.handlers)
+        ]
+        if verb in AT_THE_SAME_TIME:
+            return ThreadsCall([self._threads.submit(_answer, *one) for one in told])
+        return LocalCall([_answer(*one) for one in told])
 
     def call(self, verb, body=None, tensors=None, *, step=None, timeout_s=None) -> list[Message]:
         return self.post(verb, body, tensors, step=step, timeout_s=timeout_s).result()
+
+
+def _answer(handlers, verb, body, tensors, on_part) -> Message:
+    call = parse(Message(Kind.CALL, body, verb, 1, tensors).frames())
+
+    def emit(part_body, part_tensors):
+        on_part(parse(Message(Kind.PART, part_body, verb, 1, part_tensors).frames()))
+
+    answer_body, answer_tensors = handlers[verb](call, emit)
+    return parse(Message(Kind.ANSWER, answer_body, verb, 1, answer_tensors).frames())

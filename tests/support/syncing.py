@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from local_group import LocalGroup
 
 from backends.protocol import Rank
 from rlctl.residency import Residency
-from rlctl.sync import WeightSync
+from rlctl.sync import SHM, WeightSync
 from specs.messages import Verb
 from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
 from specs.schema import DdpEngine, FakeRolloutEngine, FakeTrainEngine, Optimizer, TorchRolloutEngine
@@ -43,12 +44,61 @@ def build(kind, replicas=1):
     return actor, rollouts, groups, vocab
 
 
-def sync_of(groups, vocab, bucket_bytes=4096, shared=False):
+def sync_of(groups, vocab, bucket_bytes=4096, shared=False, road=SHM):
     actor, rollout = groups
     residency = Residency(shared, [actor], rollout)
     return WeightSync(
-        actor, rollout, residency, dtype="fp32", bucket_bytes=bucket_bytes, temperature=0.7, max_gap=2e-3, vocab=vocab
-    )
+        actor, rollout, residency, road=road, dtype="fp32", bucket_bytes=bucket_bytes, temperature=0.7, max_gap=2e-3,
+        vocab=vocab,
+    )  # fmt: skip
+
+
+def send_instead(weight, bytes_U):
+    """Let a weight put other bytes than its own on the road, of which it has the right checksum."""
+
+    def copy_in_blocks(blocks):
+        start = 0
+        for block_U in blocks:
+            block_U[:] = bytes_U[start : start + len(block_U)]
+            start += len(block_U)
+        return weight.checksum()
+
+    def copy_to(buffer_U):
+        buffer_U[:] = bytes_U
+        return weight.checksum()
+
+    weight.copy_to, weight.copy_in_blocks = copy_to, copy_in_blocks
+
+
+def do_not_copy(weight):
+    """Let a weight leave on the road what lies there."""
+
+    def copy_in_blocks(blocks):
+        for _ in blocks:
+            pass
+        return weight.checksum()
+
+    weight.copy_to, weight.copy_in_blocks = lambda buffer: weight.checksum(), copy_in_blocks
+
+
+def wire_bytes(weight):
+    buffer_U = np.empty(weight.spec.nbytes, dtype=np.uint8)
+    weight.copy_to(buffer_U)
+    return buffer_U
+
+
+def swap(engine, first, second):
+    """Let two weights of one shape change places on the road."""
+    export = engine.export_weights
+    bytes_of = {w.spec.name: wire_bytes(w) for w in export("fp32") if w.spec.name in (first, second)}
+
+    def swapped(*asked):
+        for weight in export(*asked):
+            if weight.spec.name in bytes_of:
+                send_instead(weight, bytes_of[second if weight.spec.name == first else first])
+            yield weight
+
+    engine.export_weights = swapped
 
 
 class Sabotage:

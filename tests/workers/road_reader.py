@@ -1,7 +1,8 @@
 """A rollout's end of a road in a process of its own, told what to do by lines of JSON: for tests that kill it.
 
 `{"begin": offer, "road": …, "options": …, "replica": …}`, `{"read": bucket, "entries": […]}`, which answers the bytes'
-checksum of each weight, and `{"rest": true}`; every answer is a line too.
+checksum of each weight, `{"blocks": nbytes}`, which answers that of so much of a stream, and `{"rest": true}`; every
+answer is a line too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 
 import numpy as np
 
-from backends.checksum import checksum_bytes
+from backends.checksum import Digest, checksum_bytes
 from workers.roads import open_reader
 
 
@@ -23,6 +24,11 @@ def main() -> None:
         if "begin" in told:
             reader = reader or open_reader(told["road"], told["options"], told["replica"])
             reader.begin(told["begin"])
+        elif "blocks" in told:
+            digest = Digest()
+            for block_U in reader.blocks(told["blocks"]):
+                digest.update(block_U)
+            answer = digest.hexdigest()
         elif "rest" in told:
             reader.rest()
         else:

@@ -11,7 +11,6 @@ from backends.checksum import checksum_bytes
 from workers.roads import open_writer, sweep
 
 CASES = [
-    pytest.param("shm", "cpu", {}, {}, id="shm"),
     pytest.param("group", "cpu", {"address": "127.0.0.1", "device": "cpu"}, {}, id="gloo"),
     pytest.param("cuda_ipc", "cuda", {}, {}, id="cuda_ipc", marks=[pytest.mark.gpu, *needs(1)]),
     pytest.param(

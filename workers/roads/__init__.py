@@ -1,6 +1,6 @@
-"""Weight roads: how buckets of weights get from the actor's rank 0 to the rollouts. One file per road.
+"""Weight roads: how weights get from the actor's rank 0 to the rollouts. One file per road.
 
-A road moves bytes and nothing else: pacing, checksums and what is fatal are the same on all (`workers/weights.py`,
+A road moves bytes and nothing else: checksums and what is fatal are the same on all (`workers/weights.py`,
 `rlctl/sync.py`). Which road a run takes is decided in `rlctl/roads.py`.
 """
 
@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from specs.schema import RoadKind
-from workers.roads.base import ALIGNMENT, Reader, Writer
+from workers.roads.base import ALIGNMENT, BlockReader, BlockWriter, BucketReader, BucketWriter, Reader, Writer
 
-__all__ = ["ALIGNMENT", "Reader", "Writer", "open_reader", "open_writer", "sweep"]
+__all__ = [
+    "ALIGNMENT", "IN_BLOCKS", "BlockReader", "BlockWriter", "BucketReader", "BucketWriter", "Reader", "Writer",
+    "open_reader", "open_writer", "sweep",
+]  # fmt: skip
+
+IN_BLOCKS: frozenset[RoadKind] = frozenset({"shm"})  # whose ends pace each other; all others go in buckets
 
 _ROADS: Mapping[RoadKind, str] = {
     "shm": "workers.roads.shm:Shm",

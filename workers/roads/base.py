@@ -1,27 +1,45 @@
-"""What a road is: two small ends that share windows of memory, a bucket in each in turn."""
+"""What a road is: two small ends, one at the actor's rank 0 and one at each rollout. There are two kinds.
+
+- In buckets: windows of memory that each hold a bucket in turn. The driver paces both ends, bucket by bucket.
+- In blocks: a stream of small blocks, in which a weight takes as many as it needs. The ends pace each other.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from backends.protocol import Buffer
 
 ALIGNMENT = 64  # bytes; keeps every tensor aligned for vector loads
+BLOCKS, BLOCK_BYTES = 8, 512 * 2**10  # of a ring: it stays in the CPU's cache, a block in that of a core
 FOLDER_PREFIX = "rlctl-sync-"  # of every file that a road puts into a folder that others use too
 Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, and the offset of its first byte
 
 
 class Writer(ABC):
-    """The end on the actor's rank 0. Bucket b goes through window b modulo the number of windows, and the driver asks
-    for b + windows only when every reader is done with b."""
+    """The end on the actor's rank 0."""
 
     @abstractmethod
     def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
         """Make ready for a pass of buckets of at most `sizes` bytes; returns the offer, the JSON that readers begin
         with. `renew`: some reader is new. `leftovers` in the offer lists {folder, prefix} of files that may stay behind
         when processes are killed."""
+
+    def rest(self) -> None:
+        """Every reader has everything: let go of what the trainer or a disk may need until the next pass."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class BucketWriter(Writer):
+    """Bucket b goes through window b modulo the number of windows, and the driver asks for b + windows only when every
+    reader is done with b."""
 
     @abstractmethod
     def window(self, bucket: int) -> Buffer:
@@ -30,11 +48,15 @@ class Writer(ABC):
     def send(self, bucket: int, entries: Sequence[Entry]) -> None:
         """The window is filled: let it go to the readers. Must not wait for them."""
 
-    def rest(self) -> None:
-        """Every reader has everything: let go of what the trainer or a disk may need until the next pass."""
+
+class BlockWriter(Writer):
+    """Everything is one bucket, which readers read while it is written."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        """Memory for the next `nbytes` of the stream, block by block. A block goes to the readers when the next one is
+        asked for, or the end, and comes back when all of them are done with it. Raises ConnectionError when a reader is
+        gone, TimeoutError when one does not go on."""
 
 
 class Reader(ABC):
@@ -44,15 +66,24 @@ class Reader(ABC):
     def begin(self, offer: Mapping[str, Any]) -> None:
         """Raises SyncError when the writer cannot be reached this way."""
 
-    @abstractmethod
-    def receive(self, bucket: int, entries: Sequence[Entry]) -> Buffer:
-        """The bucket's bytes, each weight at its offset; valid until the next bucket but one."""
-
     def rest(self) -> None:
         """The last bucket has been read."""
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+class BucketReader(Reader):
+    @abstractmethod
+    def receive(self, bucket: int, entries: Sequence[Entry]) -> Buffer:
+        """The bucket's bytes, each weight at its offset; valid until the next bucket but one."""
+
+
+class BlockReader(Reader):
+    @abstractmethod
+    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        """The next `nbytes` of the stream, cut as the writer cut them. A block is gone when the next one is asked for.
+        Raises what the writer's `blocks` raises."""
 
 
 def filled_bytes(entries: Sequence[Entry]) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 
 from backends.cuda_ipc import MappedWindows, SharedWindows
 from backends.protocol import Buffer
-from workers.roads.base import Entry, Reader, Writer
+from workers.roads.base import BucketReader, BucketWriter, Entry
 
 
-class CudaIpcWriter(Writer):
+class CudaIpcWriter(BucketWriter):
     """Owns the windows."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class CudaIpcWriter(Writer):
         self.rest()
 
 
-class CudaIpcReader(Reader):
+class CudaIpcReader(BucketReader):
     """Maps the windows for the length of a sync."""
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from backends.protocol import Buffer
 from specs.errors import RlctlError, SyncError
 from specs.tensor_files import Header, make_header, read_header
-from workers.roads.base import ALIGNMENT, FOLDER_PREFIX, Entry, Reader, Writer, filled_bytes
+from workers.roads.base import ALIGNMENT, FOLDER_PREFIX, BucketReader, BucketWriter, Entry, filled_bytes
 
 _APPEAR_TIMEOUT_S = 60.0  # a shared file system may show a new name late
 _CODES = {"fp32": "F32", "bf16": "BF16", "float64": "F64", "float16": "F16", "bool": "BOOL"} | {
@@ -27,7 +27,7 @@ _CODES = {"fp32": "F32", "bf16": "BF16", "float64": "F64", "float16": "F16", "bo
 }
 
 
-class FolderWriter(Writer):
+class FolderWriter(BucketWriter):
     """Fills one buffer in host memory, then writes it: the file is a copy, so a single window will do."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class FolderWriter(Writer):
         self.buffer_U = np.zeros(0, dtype=np.uint8)
 
 
-class FolderReader(Reader):
+class FolderReader(BucketReader):
     """Reads each file whole into one buffer of its own."""
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:

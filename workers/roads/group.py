@@ -13,10 +13,10 @@ from typing import Any
 from backends.joined_group import JoinedGroup, Meeting, host_meeting
 from backends.protocol import Buffer
 from specs.errors import RlctlError
-from workers.roads.base import Entry, Reader, Writer
+from workers.roads.base import BucketReader, BucketWriter, Entry
 
 
-class GroupWriter(Writer):
+class GroupWriter(BucketWriter):
     """Rank 0 of the group. The others need the offer to find it, so it waits for them aside."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class GroupWriter(Writer):
         self.group = self.meeting = self._joining = self._error = None
 
 
-class GroupReader(Reader):
+class GroupReader(BucketReader):
     """Rank 1 + replica of the group."""
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:

@@ -1,70 +1,163 @@
-"""The road over shared memory: both ends map the same segments. For one host, and weights in host memory."""
+"""The road over shared memory: a ring of blocks that both ends map. For one host, and weights in host memory.
+
+The ring is small enough to stay in the CPU's cache: the actor fills a block while the rollouts copy and hash the ones
+before it. A socket beside it carries one byte per block, "filled" from the actor and "done" from each rollout; it also
+orders the memory accesses of both, and ends when either end does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from backends.protocol import Buffer
+import numpy as np
+from numpy.typing import NDArray
+
 from specs.errors import SyncError
-from workers.roads.base import Entry, Reader, Writer
+from workers.roads.base import BLOCK_BYTES, BLOCKS, BlockReader, BlockWriter
 from workers.shm import Segment
 
+PATIENCE_S = 300.0  # for one block, or one reader; a peer that stands still for so long will not go on
+_SIGN = b"\0"
 
-class ShmWriter(Writer):
-    """Segments are kept from pass to pass: to make, map and fault in their pages costs more than to fill them."""
+
+class ShmWriter(BlockWriter):
+    """The ring is kept from pass to pass."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.segments: list[Segment] = []
+        self.segment: Segment | None = None
+        self._listener: socket.socket | None = None
+        self._readers: list[socket.socket] = []
+        self._expected = 0
+        self._sent, self._done = 0, [0]  # blocks since the ring was made; by reader
 
     def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
-        window_bytes = max(sizes, default=0)
-        fits = len(self.segments) >= windows and all(segment.nbytes >= window_bytes for segment in self.segments)
-        if renew or not fits:
+        if renew or self.segment is None:
             self.close()
-            self.segments = [Segment.create(max(window_bytes, 1)) for _ in range(windows)]
-        listed = [{"path": str(segment.path), "nbytes": segment.nbytes} for segment in self.segments]
-        leftovers = [{"folder": str(segment.path.parent), "prefix": segment.path.name} for segment in self.segments]
-        return {"segments": listed, "leftovers": leftovers}
+            self.segment = Segment.create(BLOCKS * BLOCK_BYTES)
+            self._listener = _listen(_socket_path(self.segment.path), readers)
+            self._expected = readers
+        path = self.segment.path
+        return {"ring": str(path), "leftovers": [{"folder": str(path.parent), "prefix": path.name}]}
 
-    def window(self, bucket: int) -> Buffer:
-        segment = self.segments[bucket % len(self.segments)]
-        segment.unlink()  # every reader has opened it: from here on no crash leaves it behind
-        return segment.bytes_U
+    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        assert self.segment is not None, "begin comes first"
+        self._meet_readers()
+        for start in range(0, nbytes, BLOCK_BYTES):
+            for reader, peer in enumerate(self._readers):
+                while self._sent - self._done[reader] >= BLOCKS:
+                    self._done[reader] += _hear(peer, f"rollout {reader}")
+            yield _block(self.segment, self._sent, nbytes - start)
+            self._sent += 1
+            for peer in self._readers:
+                peer.sendall(_SIGN)
+
+    def _meet_readers(self) -> None:
+        if self._listener is None:
+            return
+        while len(self._readers) < self._expected:
+            peer, _ = self._listener.accept()
+            peer.settimeout(PATIENCE_S)
+            self._readers.append(peer)
+        self._sent, self._done = 0, [0] * len(self._readers)
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        """Every reader has opened the ring, or none will: from here on no crash leaves a name behind."""
+        if self._listener is not None and self.segment is not None:
+            self._listener.close()
+            self._listener = None
+            _socket_path(self.segment.path).unlink(missing_ok=True)
+            self.segment.unlink()
 
     def close(self) -> None:
-        for segment in self.segments:
-            segment.close()
-        self.segments = []
+        self._stop_listening()
+        for peer in self._readers:
+            peer.close()
+        self._readers = []
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None
 
 
-class ShmReader(Reader):
-    """Maps each segment once."""
+class ShmReader(BlockReader):
+    """Maps the ring once."""
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:
-        self.segments: dict[str, Segment] = {}
-        self.order: list[str] = []
+        self.segment: Segment | None = None
+        self._peer: socket.socket | None = None
+        self._arrived = self._read = 0  # blocks since the ring was made
 
     def begin(self, offer: Mapping[str, Any]) -> None:
-        self.order = [segment["path"] for segment in offer["segments"]]
-        for path in set(self.segments) - set(self.order):
-            self.segments.pop(path).close()
-        for segment in offer["segments"]:
-            if segment["path"] not in self.segments:
-                self.segments[segment["path"]] = _open(segment["path"], int(segment["nbytes"]))
+        path = Path(offer["ring"])
+        if self.segment is not None and self.segment.path == path:
+            return
+        self.close()
+        try:
+            self.segment = Segment.open(str(path), BLOCKS * BLOCK_BYTES)
+            self._peer = _connect(_socket_path(path))
+        except (OSError, ValueError) as error:
+            self.close()
+            hint = 'actor and rollout must share /dev/shm; else set sync.road = "folder"'
+            raise SyncError(f"the rollout cannot open the actor's shared memory {path}: {error}", hint=hint) from None
 
-    def receive(self, bucket: int, entries: Sequence[Entry]) -> Buffer:
-        return self.segments[self.order[bucket % len(self.order)]].bytes_U
+    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        assert self.segment is not None, "begin comes first"
+        assert self._peer is not None
+        for start in range(0, nbytes, BLOCK_BYTES):
+            while self._arrived == self._read:
+                self._arrived += _hear(self._peer, "the actor")
+            yield _block(self.segment, self._read, nbytes - start)
+            self._read += 1
+            self._peer.sendall(_SIGN)
 
     def close(self) -> None:
-        for segment in self.segments.values():
-            segment.close()
-        self.segments = {}
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None
+        self._arrived = self._read = 0
 
 
-def _open(path: str, nbytes: int) -> Segment:
+def _block(segment: Segment, number: int, left: int) -> NDArray[np.uint8]:
+    first = number % BLOCKS * BLOCK_BYTES
+    return segment.bytes_U[first : first + min(BLOCK_BYTES, left)]
+
+
+def _hear(peer: socket.socket, name: str) -> int:
+    """Wait for at least one sign; how many came."""
     try:
-        return Segment.open(path, nbytes)
-    except (OSError, ValueError) as error:
-        hint = 'actor and rollout must share /dev/shm; else set sync.road = "folder"'
-        raise SyncError(f"the rollout cannot open the actor's shared memory {path}: {error}", hint=hint) from None
+        signs = peer.recv(BLOCKS)
+    except TimeoutError:
+        raise TimeoutError(f"Timed out: {name} has not touched the road for {PATIENCE_S:g} s") from None
+    if not signs:
+        raise ConnectionError(f"Connection closed by peer: {name} left the road")
+    return len(signs)
+
+
+def _socket_path(ring: Path) -> Path:
+    return ring.with_name(f"{ring.name}.socket")
+
+
+def _listen(path: Path, readers: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.settimeout(PATIENCE_S)
+    listener.bind(str(path))
+    path.chmod(0o600)  # before anybody can connect
+    listener.listen(readers)
+    return listener
+
+
+def _connect(path: Path) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.settimeout(PATIENCE_S)
+    try:
+        peer.connect(str(path))
+    except OSError:
+        peer.close()
+        raise
+    return peer
