@@ -28,6 +28,8 @@ def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
     """What is wrong with `file.py:name`, and a hint."""
     name = path.rpartition(":")[2]
     file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
+    if file.is_dir():
+        return f"{file} is a folder", "name a Python file in it"
     if not file.is_file():
         return f"no such file ({os.path.abspath(file)})", "a relative path starts at the spec file's folder"
     try:

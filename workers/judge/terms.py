@@ -6,6 +6,7 @@ Kept free of pydantic and numpy: a process that a reward killed must be back in 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -120,7 +121,26 @@ def _function(table: Mapping[str, Any], setting: Setting) -> Term:
         raise TermError(f"{path} defines no {name}", f"define `def {name}(prompt, completion, row)` in it")
     if not callable(function):
         raise TermError(f"{name} in {path} is {type(function).__name__}, not a function", "name a function")
+    if wrong := _not_a_score(function, name):
+        raise TermError(*wrong)
     return lambda sample: function(sample.prompt, sample.completion, dict(sample.row))
+
+
+def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | None:
+    """Why something that can be called gives no score of (prompt, completion, row); None where nobody can tell."""
+    if inspect.isclass(function):
+        return f"{name} is a class, and calling it makes an object, not a score", f"name an object: scorer = {name}()"
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        return f"{name} gives a generator or a coroutine, not a number", "write a plain function that returns one"
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return None
+    try:
+        signature.bind("", "", {})
+    except TypeError:
+        return f"{name} must take three arguments", f"write def {name}(prompt, completion, row)"
+    return None
 
 
 def _load_module(path: Path) -> Any:
