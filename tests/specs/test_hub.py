@@ -11,11 +11,12 @@ import pytest
 from hub_server import CONFIG, LONG_S, SECRET, Hub, serve
 from test_load_spec import GOOD
 
+from rlctl.init import presets
 from specs import hub, hub_http, reference
 from specs.attention_rules import attention_of
 from specs.errors import Problem
 from specs.files import file_problems
-from specs.load import spec_from
+from specs.load import load_spec, spec_from
 from specs.model_asked import models_asked
 from specs.model_files import config_of
 
@@ -130,6 +131,17 @@ def test_the_token_is_for_the_endpoint_alone(the_hub: Hub, tmp_path: Path, monke
     assert check(tmp_path, "org/gated") == ([], []), "as `hf auth login` leaves it"
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
     assert len(check(tmp_path, "org/gated")[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "preset", sorted(name for name, file in presets().items() if 'path = "Qwen/' in file.read_text())
+)
+def test_presets_give_no_alarm_when_the_hub_is_reached(the_hub: Hub, tmp_path: Path, preset: str) -> None:
+    spec = load_spec(presets()[preset])
+    errors, warnings = file_problems(spec, tmp_path)
+    assert not [str(found) for found in [*errors, *warnings] if found.key.startswith(("model.", "data.chat"))]
+    assert not [error for error in errors if not error.key.endswith("python")]
+    assert any(spec.model.path in path for path, _ in the_hub.seen)
 
 
 def test_offline_nothing_is_asked(the_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

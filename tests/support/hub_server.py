@@ -28,8 +28,25 @@ def changed(**changes: Any) -> dict[str, bytes]:
     return {**TINY, "model.safetensors": b"", "config.json": json.dumps({**CONFIG, **changes}).encode()}
 
 
+def qwen(hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, bytes]:
+    """What the hub has of a Qwen2.5, in small: a tokenizer too large to be read, a template, an index."""
+    config = {
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "eos_token_id": 151645},
+        **{"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 32768},
+    }
+    return {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.json": b" " * (hub.LIMITS["tokenizer.json"] + 1),
+        "tokenizer_config.json": json.dumps({"chat_template": "{{ messages[0].content }}"}).encode(),
+        "model.safetensors.index.json": index_of(layers),
+    }
+
+
 MODELS: dict[str, dict[str, bytes]] = {
     "org/good": {**TINY, "model.safetensors": b"weights"},
+    "Qwen/Qwen2.5-7B-Instruct": qwen(3584, 28, 28, 4),
+    "Qwen/Qwen2.5-0.5B-Instruct": qwen(896, 24, 14, 2),
     "org/gated": {**TINY, "model.safetensors": b"weights"},
     "org/cut": {**TINY, "model.safetensors": b"", "config.json": TINY["config.json"][:-40]},
     "org/heads": changed(num_attention_heads=6),
