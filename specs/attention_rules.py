@@ -43,12 +43,28 @@ def attention_of(spec: Spec, role: RoleName, spec_dir: Path | None = None) -> De
 def attention_problems(spec: Spec, spec_dir: Path | None = None) -> Iterator[Problem]:
     """Attention that cannot be had. By the spec alone, or with what it names (`attention_of`)."""
     named = set()
-    for role in spec.roles:
+    # What a trainer says of a key of all roles comes before what the sampler says: it is the wish that counts there.
+    for role in sorted(spec.roles, key=("actor", "ref", "rollout", "reward").index):
         found = attention_of(spec, role, spec_dir)
         key = _key(spec, role)
         if found is not None and found.problem and key not in named:
             named.add(key)
             yield Problem(key, found.problem, found.hint, show(found.asked))
+
+
+def shadowed_attention(spec: Spec) -> Iterator[Problem]:
+    """A wish for all roles that every role overrules."""
+    if "attn_implementation" not in spec.model.model_fields_set or spec.actor.engine.kind == "fake":
+        return
+    asking = [role for role in spec.roles if role != "reward" and attention_of(spec, role) is not None]
+    if not any(_key(spec, role).startswith("model.") and _listens(spec, role) for role in asking):
+        message = "has no effect: every role has an attn_implementation of its own, or an engine that chooses it"
+        value = show(spec.model.attn_implementation)
+        yield Problem("model.attn_implementation", message, "remove the key", value)
+
+
+def _listens(spec: Spec, role: RoleName) -> bool:
+    return not (role == "rollout" and spec.rollout.engine.kind in OWN_ATTENTION)
 
 
 def _key(spec: Spec, role: RoleName) -> str:

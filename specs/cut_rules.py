@@ -9,10 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specs.errors import Problem
-from specs.explain import listed
+from specs.explain import listed, show
 from specs.model_facts import model_facts
+from specs.model_tensors import tensors_of_config
 from specs.schema import Spec
 from specs.seats import devices_of_a_process
+
+# vLLM 0.32, vllm/v1/attention/backends/cpu_attn.py
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def cut_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -30,6 +34,28 @@ def cut_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
         what = f"the width of the model's MLP, {inner},"
     hint = f"use {listed(fitting)}"
     yield Problem("rollout.engine.tensor_parallel", f"{what} cannot be shared out evenly", hint, str(parts))
+
+
+def odd_heads(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Heads that vLLM has no kernel for on the CPU."""
+    facts = model_facts(config)
+    if facts is None or spec.rollout.engine.kind != "vllm" or spec.rollout.devices or facts.head_dim in CPU_HEAD_DIMS:
+        return
+    message = f"vLLM on the CPU takes heads of {listed(list(CPU_HEAD_DIMS), 99)}, and the model's have {facts.head_dim}"
+    yield Problem("rollout.engine.kind", message, 'write "torch", or take another model', '"vllm"')
+
+
+def adapter_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Names in `actor.lora.targets` that are no linear layer of the model, where its layers are known."""
+    known = tensors_of_config(config) if spec.actor.lora else None
+    if known is None or spec.actor.lora is None:
+        return
+    layers = [parameter.name.removesuffix(".weight") for parameter in known.parameters if parameter.linear]
+    for name in spec.actor.lora.targets:
+        if name not in ("all-linear", "lm_head") and not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            last = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+            message = f"the model has no linear layer {name!r}"
+            yield Problem("actor.lora.targets", message, f"it has {', '.join(last)}", show(spec.actor.lora.targets))
 
 
 def _shares_out(heads: int, kv_heads: int, parts: int) -> bool:

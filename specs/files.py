@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.attention_rules import attention_problems
-from specs.cut_rules import cut_problems
+from specs.cut_rules import adapter_problems, cut_problems, odd_heads
 from specs.data_files import check_data
 from specs.errors import Problem
 from specs.explain import show
@@ -83,7 +83,10 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     if len(checks) == 2:
         ref_errors, ref_warnings = _tokens(main, checks[1])
         errors, warnings = errors + ref_errors, warnings + ref_warnings
-    return [*errors, *cut_problems(spec, main.config)], warnings, main.config
+    if not fake:
+        errors += [*cut_problems(spec, main.config), *odd_heads(spec, main.config)]
+        errors += adapter_problems(spec, main.config)
+    return errors, warnings, main.config
 
 
 def _tokens(actor: ModelCheck, ref: ModelCheck) -> tuple[list[Problem], list[Problem]]:

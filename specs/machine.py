@@ -77,6 +77,9 @@ def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
     named = [("run.dir", spec.run.dir, run_dir.parent)]
     if spec.sync.folder:
         named.append(("sync.folder", spec.sync.folder, spec_dir / Path(spec.sync.folder).expanduser()))
+    weights_dir = Path(getattr(spec.rollout.engine, "weights_dir", ""))
+    if weights_dir.is_absolute():
+        named.append(("rollout.engine.weights_dir", str(weights_dir), weights_dir))
     problems = []
     for key, given, folder in named:
         place = nearest_existing(folder)

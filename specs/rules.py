@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 
-from specs.attention_rules import attention_problems
+from specs.attention_rules import attention_problems, shadowed_attention
 from specs.data_files import is_hub_data
 from specs.errors import Problem
 from specs.explain import listed, show
@@ -436,6 +436,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _mesh,
     zero_problems,
     attention_problems,
+    shadowed_attention,
     _fake,
     _eval,
     _tracking,

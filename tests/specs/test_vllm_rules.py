@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlctl.residency import sleep_level
+from specs.cut_rules import odd_heads
 from specs.errors import Problem, SpecError
 from specs.load import spec_from
 from specs.schema import Spec
@@ -84,3 +85,21 @@ def test_on_a_gpu_adapters_compute_in_bf16() -> None:
 def test_room_for_a_rank() -> None:
     assert [lora_room(rank) for rank in (1, 2, 8, 9, 257, 512)] == [1, 8, 8, 16, 320, 512]
     assert sorted(LORA_ROOMS) == list(LORA_ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "engine", "devices", "fits"),
+    [
+        (16, "vllm", [], False),
+        (48, "vllm", [], False),
+        (64, "vllm", [], True),
+        (16, "vllm", [0], True),
+        (16, "torch", [], True),
+    ],
+)
+def test_heads_that_vllm_has_no_kernel_for_on_the_cpu(
+    head_dim: int, engine: str, devices: list[int], fits: bool
+) -> None:
+    config = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    found = [*odd_heads(spec({"engine": {"kind": engine}, "devices": devices}, None), config | {"head_dim": head_dim})]
+    assert [problem.key for problem in found] == ([] if fits else ["rollout.engine.kind"])
