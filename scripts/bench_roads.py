@@ -1,10 +1,10 @@
 """GB/s of every weight road between two processes, against a plain memcpy of the same bytes, and what checking costs.
 
     python scripts/bench_roads.py                                # 128 MiB in fp32 and bf16, over shm, folder, group
-    python scripts/bench_roads.py --MiB 512 --bucket-MiB 8 --roads shm
+    python scripts/bench_roads.py --MiB 512 --bucket-MiB 8 --roads folder
 
 The weights are those of a Qwen2 of about that size. A sync is the real one: the actor's Exporter here, the rollout's
-Importer of the `torch` engine in a process of its own, checksums compared, buckets paced as `rlctl/sync.py` does. The
+Importer of the `torch` engine in a process of its own, checksums compared, both ends told as `rlctl/sync.py` does. The
 best of several passes counts, as for memcpy; the first pass (pages are faulted in) is left out. "unchecked" is the same
 with a hash that does nothing: what verification costs is the difference.
 """
@@ -177,7 +177,7 @@ def measure(road: str, folder: str, dtype: str, bucket_bytes: int, repeats: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--MiB", type=float, default=128.0, help="of weights in fp32")
-    parser.add_argument("--bucket-MiB", type=float, default=16.0)
+    parser.add_argument("--bucket-MiB", type=float, default=16.0, help="on the roads that go in buckets")
     parser.add_argument("--roads", nargs="+", default=["shm", "folder", "group"])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--passes", type=int, default=40)
