@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from local_group import LocalGroup
 from running import metrics, preset, rlctl, start, steps_done, trajectory, wait_for, workers_of
 
 from rlctl import ahead_files
+from rlctl.driver import Driver
+from rlctl.residency import Residency
 from rlctl.run_ahead import RunAhead
 from rlctl.sampling import Sampler
 from rlctl.step_metrics import Clock
@@ -158,6 +161,25 @@ def test_a_group_with_an_old_sample_goes_as_a_whole(tmp_path: Path) -> None:
     assert (fresh.scored.reward_B == fresh.batch["id_B"]).all()
     told = ahead.take_metrics(fresh.batch, 6, 0.0)
     assert [told[f"rollout/{name}"] for name in ("staleness_mean", "staleness_max", "dropped_stale")] == [0, 0, GROUP]
+
+
+def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
+    """In a step after which none were due, too."""
+    spec = load_spec(preset("fake", tmp_path), ["rollout.max_staleness=2", "eval.every=3", "eval.prompts=8"])
+    roles, weights = Roles(), SimpleNamespace(sent=2)
+
+    def sync(done: int) -> None:
+        roles.log.append(("sync", done))
+        weights.sent = done
+
+    steady = SimpleNamespace(weights=weights, run=sync, ready=lambda step: None, restore=None)
+    groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "reward": roles.reward}
+    progress = SimpleNamespace(phase=lambda name: None)
+    driver = Driver(spec, groups, Residency(False, [], roles.rollout), steady, None, progress)
+    driver.evaluate(3)
+    driver.evaluate(3)
+    assert [what for what, _ in roles.log] == ["sync", "sample", "sample"]
+    assert roles.log[0] == ("sync", 3)
 
 
 def test_a_file_of_the_line_that_is_broken_is_named(tmp_path: Path) -> None:
