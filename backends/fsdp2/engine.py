@@ -21,7 +21,7 @@ from backends.hf import DTYPES, build_on_meta, describe, tensor_bytes, wire_dtyp
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
-from backends.train.groups import join_group, leave_group, pretended_group
+from backends.train.groups import join_group, leave_group, most_of_any_rank, pretended_group
 from backends.train.parking import Parking, storages_of
 from backends.train.policy import Policy
 from backends.train.shards import Shard
@@ -113,9 +113,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
 
     def _rounds(self, micro_batches: int) -> int:
         """The most of any rank: every forward and backward pass gathers from all."""
-        most = torch.tensor(micro_batches, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+        return most_of_any_rank(micro_batches, self.device)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         self.policy.set_requires_gradient_sync(last or self.engine.sync_every_micro_batch)

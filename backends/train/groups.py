@@ -46,6 +46,13 @@ def pretended_group(rank: Rank) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def most_of_any_rank(count: int, device: torch.device) -> int:
+    """All ranks call this together."""
+    most = torch.tensor([count], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
 def leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from backends.adapter_names import base_name, is_adapter
 from backends.checksum import checksum_bytes, checksum_weights
@@ -21,7 +20,7 @@ from backends.hf import build_model, build_on_meta, describe, named_weights, ten
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.rows import RowCopies
 from backends.train.engine import HfTrainEngine, TensorKind
-from backends.train.groups import leave_group
+from backends.train.groups import leave_group, most_of_any_rank
 from backends.train.head import LogprobTask, LossTask
 from backends.train.parking import Parking, storages_of
 from backends.train.policy import Policy
@@ -101,9 +100,7 @@ class ZeroTrainEngine(HfTrainEngine):
 
     def _rounds(self, micro_batches: int) -> int:
         """At least one, so that DeepSpeed has seen a backward pass before it steps."""
-        count = torch.tensor([max(1, micro_batches)], device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return int(count)
+        return most_of_any_rank(max(1, micro_batches), self.device)
 
     def _run(self, row: Row, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
         return (self.deepspeed or self.policy)(row, rows_N, task)

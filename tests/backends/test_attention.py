@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_helpers import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL_WINDOW, QWEN2, model_config, write_model
+from train_helpers import (
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    MISTRAL_WINDOW,
+    QWEN2,
+    assert_same_gradients,
+    model_config,
+    write_model,
+)
 
 from backends.attention import use_layout
 from backends.attention_choice import attention_function
@@ -53,13 +63,7 @@ def packed_and_single(folder: Path, config: dict[str, Any], implementation: str)
 def test_packed_equals_one_by_one(tmp_path: Path, implementation: str, config: dict[str, Any]) -> None:
     model, packed, single = packed_and_single(tmp_path, config, implementation)
     torch.testing.assert_close(packed, single, atol=2e-5, rtol=1e-4)
-    grads = []
-    for logits in (packed, single):
-        model.zero_grad()
-        logits.square().sum().backward()
-        grads.append([parameter.grad.clone() for parameter in model.parameters()])
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4 * float(theirs.abs().max()) + 1e-6, rtol=1e-3)
+    assert_same_gradients(model, packed, single)
 
 
 def test_without_the_layout_sequences_do_mix(tmp_path: Path) -> None:

@@ -172,3 +172,16 @@ def weights_of(engine: TrainEngine, dtype: str = "fp32", form: WeightForm = "mer
 def largest_gap(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
     assert first.keys() == second.keys()
     return max(float(np.abs(np.asarray(first[name]) - np.asarray(second[name])).max()) for name in first)
+
+
+def assert_same_gradients(model: Any, first: Any, second: Any) -> None:
+    """Two ways to the same logits [T, V] also lead back to the same gradients of every parameter."""
+    import torch
+
+    grads = []
+    for logits in (first, second):
+        model.zero_grad()
+        logits.square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4 * float(other.abs().max()) + 1e-6, rtol=1e-3)
