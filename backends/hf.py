@@ -161,7 +161,10 @@ def recompute_activations(model: PreTrainedModel) -> None:
 def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
     """What transformers said, in one line, and what to do about it."""
     said = _first_line(error)
-    if "attention implementation" in said:
+    if isinstance(error, KeyError):
+        said = f"config.json names {said}, which this transformers does not know"
+        hint = "repair config.json, or give the role an interpreter with the transformers that the model needs"
+    elif "attention implementation" in said:
         hint = 'set attn_implementation = "eager" for this model'
     elif config.path.startswith((".", "/")) and not Path(config.path).is_dir():
         hint = "model.path names a folder that does not exist"

@@ -29,7 +29,7 @@ class Mesh:
     def __init__(self, engine: Fsdp2Engine, rank: Rank, device: torch.device) -> None:
         self.replicate = engine.replicate
         self.shard = engine.shard or rank.world_size // engine.replicate
-        assert self.replicate * self.shard == rank.world_size, "specs/rules.py"
+        assert self.replicate * self.shard == rank.world_size, "specs/mesh_rules.py"
         self.shard_index = rank.rank % self.shard
         self.replicate_index = rank.rank // self.shard
         self.device_mesh: DeviceMesh = (
