@@ -182,6 +182,27 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
     assert roles.log[0] == ("sync", 3)
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_only_samples_drawn_ahead_are_compared_with_their_sampler(tmp_path: Path, most: int) -> None:
+    """`version_B` in an update is what says so (backends/protocol.py)."""
+    one = ("algorithm.mini_batches_per_step=1", f"rollout.max_staleness={most}")
+    spec, roles, sent = load_spec(preset("fake", tmp_path), [*one]), Roles(), []
+
+    def update(call, emit):
+        sent.append("version_B" in call.tensors)
+        return {"sums": {"tokens": 1.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}}, {}
+
+    actor = LocalGroup("actor", [{Verb.UPDATE: update, Verb.STEP: lambda call, emit: ({}, {})}])
+    groups = {"actor": actor, "rollout": roles.rollout, "reward": roles.reward}
+    budget = SimpleNamespace(broken_by=lambda gap: False)
+    steady = SimpleNamespace(restore=None)
+    driver = Driver(spec, groups, Residency(False, [], roles.rollout), steady, budget, None)
+    driver.ahead.fill(1)
+    batch = driver.ahead.take(1, Clock()).batch
+    driver.update(batch.with_columns(advantage_T=np.zeros(batch.num_tokens, np.float32)), 1)
+    assert sent == [bool(most)]
+
+
 def test_a_file_of_the_line_that_is_broken_is_named(tmp_path: Path) -> None:
     ahead, roles = ahead_of(tmp_path, 1)
     go(ahead, roles, 1, 2)
