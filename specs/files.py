@@ -62,7 +62,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         tokenizer=True,
     )
     checks = [main]
-    if spec.ref is not None and spec.ref.model:
+    if spec.needs_ref and spec.ref is not None and spec.ref.model:
         checks.append(
             ModelCheck(
                 "ref.model",

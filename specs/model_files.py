@@ -169,7 +169,8 @@ class ModelCheck:
             self._wrong(found.why, found.hint)
         else:
             message = f"no such folder; taken as a hub id, which will be downloaded when the run starts. {found.why}"
-            self.warnings.append(Problem(self.key, message, found.hint, show(self.path)))
+            hint = f'did you mean "builtin:{hub_id}"?' if hub_id in builtin_models() else found.hint
+            self.warnings.append(Problem(self.key, message, hint, show(self.path)))
 
     def _check_folder(self, folder: Path) -> None:
         name = self.path.removeprefix("builtin:")
