@@ -100,14 +100,12 @@ class Run:
                 if checkpoint is not None:
                     self._restore(checkpoint)
                 self._steps()
-            except Interrupted:
-                self._save_last_step("interrupted")
-                raise
-            except (LogprobGapError, MemoryGrowthError):
-                self._save_last_step("stopped")
+                self._compare_memory()
+            except (Interrupted, LogprobGapError, MemoryGrowthError) as error:
+                self._save_last_step("interrupted" if isinstance(error, Interrupted) else "stopped")
+                self._compare_memory()
                 raise
             finally:
-                self._compare_memory()
                 write_report(self.run.path)
         self.progress.message(f"done: {self.done} steps; report: {self.run.path / 'report.html'}")
 
