@@ -51,7 +51,7 @@ def test_ending_it_leaves_nothing(run, tmp_path, number):
         command.send_signal(number)
         output = command.communicate(timeout=30)[0]
         assert command.returncode == 130, output
-        assert not child.is_running()
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     finally:
         command.kill()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
