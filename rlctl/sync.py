@@ -211,18 +211,17 @@ class WeightSync:
 
     def _probe(self, step: int | None) -> tuple[float, float]:
         """Largest log-prob difference over the probe's tokens and all replicas, and the seconds that both sides took.
-        On shared devices the trainers hand theirs over in between, which is not counted."""
+        One side after the other: at once, on a CPU that they share, they take twice as long. On shared devices the
+        trainers hand theirs over in between, which is not counted."""
         tensors = self.probe_batch.columns
         started = time.perf_counter()
-        ours = self.actor.post(Verb.PROBE, tensors=tensors, step=step)
+        want_T = self.actor.call(Verb.PROBE, tensors=tensors, step=step)[0].tensors["logprob_T"]
         handover_s = 0.0
         if self.residency.shared:
-            ours.result()
             before = time.perf_counter()
             self.residency.enter("generate", step=step)
             handover_s = time.perf_counter() - before
-        theirs = self.rollout.post(Verb.PROBE, {"temperature": self.temperature}, tensors=tensors, step=step)
-        want_T, got = ours.result()[0].tensors["logprob_T"], theirs.result()
+        got = self.rollout.call(Verb.PROBE, {"temperature": self.temperature}, tensors=tensors, step=step)
         seconds = time.perf_counter() - started - handover_s
         return self._worst_gap(want_T, got), seconds
 
