@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from backends.protocol import WeightSpec
 from specs.errors import BatchError, RlctlError, SyncError
 from specs.role_config import Sampling
 
@@ -27,3 +28,25 @@ def check_lengths(longest_prompt: int, sampling: Sampling, limit: int) -> None:
             f"a prompt of {longest_prompt} tokens with an answer of up to {sampling.max_response_tokens} makes {total} "
             f"tokens; the rollout was built for {limit}"
         )
+
+
+def check_arrival(spec: WeightSpec, nbytes: int, held: WeightSpec | None, holder: str, *, awake: bool) -> WeightSpec:
+    """`held`, what the engine holds under the name of a weight that arrives in `nbytes` bytes; `holder` names the model
+    in words. Raises SyncError where there is none, where the weights are not `awake`, or where it does not fit."""
+    if held is None:
+        raise SyncError(f"weight {spec.name} arrived, but {holder} has none of that name")
+    if not awake:
+        raise SyncError(f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first')
+    if (spec.dtype, tuple(spec.shape), nbytes) != (held.dtype, held.shape, held.nbytes):
+        raise SyncError(
+            f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {nbytes} bytes; "
+            f"the rollout holds {held.dtype} {list(held.shape)}, {held.nbytes} bytes"
+        )
+    return held
+
+
+def check_complete(needed: Iterable[str], imported: Collection[str]) -> None:
+    """Raises SyncError where a weight has not arrived."""
+    missing = [name for name in needed if name not in imported]
+    if missing:
+        raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")

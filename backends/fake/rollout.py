@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from backends.answers import Answers
 from backends.checksum import checksum_bytes
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
-from backends.rollout_checks import check_lengths, check_usable
+from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
 from backends.stops import end_tokens_of, stop_tokens
 from backends.uniform import sample_keys, uniform
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
-from specs.errors import ModelError, SyncError
+from specs.errors import ModelError
 from specs.role_config import RolloutConfig, Sampling
 
 BIGRAM, BIAS = "bigram.weight", "bias.weight"
@@ -74,18 +74,8 @@ class FakeRolloutEngine(RolloutEngine):
         return [WeightSpec(name, "fp32", shape, 4 * int(np.prod(shape))) for name, shape in self._shapes.items()]
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
-        held = {one.name: one for one in self.weight_specs()}.get(spec.name)
-        if held is None:
-            raise SyncError(f"weight {spec.name} arrived, but the fake model has none of that name")
-        if "weights" not in self._awake:
-            raise SyncError(
-                f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
-            )
-        if (spec.dtype, tuple(spec.shape), len(buffer)) != (held.dtype, held.shape, held.nbytes):
-            raise SyncError(
-                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
-                f"the rollout holds {held.dtype} {list(held.shape)}, {held.nbytes} bytes"
-            )
+        known = {one.name: one for one in self.weight_specs()}.get(spec.name)
+        held = check_arrival(spec, len(buffer), known, "the fake model", awake="weights" in self._awake)
         self._ready = False
         weight = np.empty(held.shape, dtype=np.float32)
         weight.reshape(-1).view(np.uint8)[:] = buffer
@@ -94,9 +84,7 @@ class FakeRolloutEngine(RolloutEngine):
         return checksum_bytes(weight.reshape(-1).view(np.uint8))
 
     def finish_import(self) -> None:
-        missing = sorted(set(self._shapes) - self._imported)
-        if missing:
-            raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
+        check_complete(sorted(self._shapes), self._imported)
         self._imported.clear()
         self._ready = True
 

@@ -18,7 +18,7 @@ from packaging.version import Version
 from backends.answers import Answers
 from backends.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
-from backends.rollout_checks import check_lengths, check_usable
+from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
 from backends.sglang_rollout.answers import Sample, parse_sample, parse_scores
 from backends.sglang_rollout.client import ServerError, Unreachable
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
@@ -103,18 +103,8 @@ class SglangRolloutEngine(RolloutEngine):
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         """Writes into the folder that the server will load; the checksum is of the bytes read back from there, because
         the server shows none of its own. What it made of them is checked in `finish_import`, and by the probe."""
-        held = self.shape.weights.get(spec.name)
-        if held is None:
-            raise SyncError(f"weight {spec.name} arrived, but {self.config.model.path} has none of that name")
-        if WEIGHTS not in self._awake:
-            raise SyncError(
-                f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
-            )
-        if (spec.dtype, tuple(spec.shape), len(buffer)) != (held.dtype, held.shape, held.nbytes):
-            raise SyncError(
-                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
-                f"the rollout holds {held.dtype} {list(held.shape)}, {held.nbytes} bytes"
-            )
+        known, awake = self.shape.weights.get(spec.name), WEIGHTS in self._awake
+        held = check_arrival(spec, len(buffer), known, self.config.model.path, awake=awake)
         self._ready = False
         if self._folder is None:
             self._folder = WeightsFolder(self.shape.weights, self.table.weights_dir)
@@ -122,9 +112,8 @@ class SglangRolloutEngine(RolloutEngine):
 
     def finish_import(self) -> None:
         folder, arrived = self._folder, {} if self._folder is None else self._folder.checksums
-        missing = [name for name in self.shape.weights if name not in arrived]
-        if missing or folder is None:
-            raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
+        check_complete(self.shape.weights, arrived)
+        assert folder is not None, "a model has weights"
         try:
             # `safetensors`, not `auto`: that one falls back to pickled files.
             request = {"model_path": str(folder.path), "load_format": "safetensors", "flush_cache": True}

@@ -30,7 +30,7 @@ from backends.hf import (
 )
 from backends.packed_layout import PackedLayout
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
-from backends.rollout_checks import check_lengths, check_usable
+from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
 from backends.stops import stop_tokens, token_ids
 from backends.torch_rollout.cache import KvCache
 from backends.torch_rollout.check import attention_shapes, check_decoding
@@ -78,10 +78,11 @@ class TorchRolloutEngine(RolloutEngine):
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
     def weight_specs(self) -> Sequence[WeightSpec]:
-        return [
-            WeightSpec(name, wire_dtype(tensor.dtype), shape, int(np.prod(shape)) * tensor.element_size())
-            for (name, tensor), shape in zip(self._weights.items(), self._shapes.values(), strict=True)
-        ]
+        return [self._held(name) for name in self._weights]
+
+    def _held(self, name: str) -> WeightSpec:
+        tensor, shape = self._weights[name], self._shapes[name]
+        return WeightSpec(name, wire_dtype(tensor.dtype), shape, int(np.prod(shape)) * tensor.element_size())
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         if len(buffer) != spec.nbytes:
@@ -90,16 +91,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @torch.inference_mode()
     def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
-        tensor = self._weights.get(spec.name)
-        if tensor is None:
-            raise SyncError(f"weight {spec.name} arrived, but {type(self.model).__name__} here has none of that name")
-        if self._dropped or WEIGHTS not in self._awake:
-            raise SyncError(
-                f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
-            )
-        self._check_fits(spec, tensor, spec.nbytes)
-        self._ready = False
-        self._imported.add(spec.name)
+        tensor = self._take(spec, spec.nbytes)
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             return _copy_and_read_back(blocks, tensor_bytes(tensor))
         whole_U = np.concatenate([block_U.copy() for block_U in blocks])
@@ -111,25 +103,22 @@ class TorchRolloutEngine(RolloutEngine):
         tensor = self._weights.get(spec.name)
         if tensor is None or tensor.device != buffer.device or self._dropped:
             return super().import_from_device(spec, buffer)
-        self._check_fits(spec, tensor, len(buffer))
-        self._ready = False
-        self._imported.add(spec.name)
+        tensor = self._take(spec, len(buffer))
         tensor.copy_(_typed(buffer, tensor))
         return checksum_bytes(tensor_bytes(tensor))
 
-    def _check_fits(self, spec: WeightSpec, tensor: Tensor, nbytes: int) -> None:
-        held = (wire_dtype(tensor.dtype), self._shapes[spec.name], tensor.nbytes)
-        if (spec.dtype, tuple(spec.shape), nbytes) != held:
-            raise SyncError(
-                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {nbytes} bytes; "
-                f"the rollout holds {held[0]} {list(held[1])}, {held[2]} bytes"
-            )
+    def _take(self, spec: WeightSpec, nbytes: int) -> Tensor:
+        """The tensor that a weight of `nbytes` bytes is to fill."""
+        known = self._held(spec.name) if spec.name in self._weights else None
+        holder, awake = f"{type(self.model).__name__} here", not self._dropped and WEIGHTS in self._awake
+        check_arrival(spec, nbytes, known, holder, awake=awake)
+        self._ready = False
+        self._imported.add(spec.name)
+        return self._weights[spec.name]
 
     @torch.inference_mode()
     def finish_import(self) -> None:
-        missing = [name for name in self._weights if name not in self._imported]
-        if missing:
-            raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
+        check_complete(self._weights, self._imported)
         self._imported.clear()
         self.model.tie_weights()
         self._cache = None  # what is cached belongs to the old weights

@@ -15,7 +15,7 @@ from backends.answers import Answers
 from backends.memory import hand_back
 from backends.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
-from backends.rollout_checks import check_lengths, check_usable
+from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
 from backends.stops import stop_tokens
 from backends.uniform import sample_keys
 from backends.vllm_rollout.adapters import adapter_request
@@ -115,24 +115,13 @@ class VllmRolloutEngine(RolloutEngine):
         return self._call("rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
 
     def _check_fits(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> None:
-        held = self.model.weights.get(spec.name) or self.model.adapters.get(spec.name)
-        if held is None:
-            raise SyncError(f"weight {spec.name} arrived, but {self.model.architecture} here has none of that name")
-        if WEIGHTS not in self._awake:
-            raise SyncError(
-                f"weight {spec.name} arrived while the weights are asleep", hint='call wake(["weights"]) first'
-            )
-        if (spec.dtype, tuple(spec.shape), len(buffer)) != (held.dtype, held.shape, held.nbytes):
-            raise SyncError(
-                f"weight {spec.name} arrived as {spec.dtype} {list(spec.shape)}, {len(buffer)} bytes; "
-                f"the rollout holds {held.dtype} {list(held.shape)}, {held.nbytes} bytes"
-            )
+        known = self.model.weights.get(spec.name) or self.model.adapters.get(spec.name)
+        holder = f"{self.model.architecture} here"
+        check_arrival(spec, len(buffer), known, holder, awake=WEIGHTS in self._awake)
 
     def finish_import(self) -> None:
         needed = self.model.adapters if self._has_model else {spec.name: spec for spec in self.weight_specs()}
-        missing = [name for name in needed if name not in self._imported]
-        if missing:
-            raise SyncError(f"{len(missing)} weights did not arrive, first {missing[0]}")
+        check_complete(needed, self._imported)
         self._imported.clear()
         self._forget_prefixes()
         self._has_model = self._ready = True
