@@ -19,8 +19,9 @@ from rlctl.plan import make_plan
 from specs.errors import Problem, SpecError
 from specs.explain import show
 from specs.hub import Folder, NotGiven, look_up
+from specs.hub_cache import offline
 from specs.model_facts import ModelFacts, model_facts
-from specs.model_files import model_folder, offline
+from specs.model_files import model_folder
 from specs.model_tensors import KNOWN_FAMILIES, ModelTensors, tensors_of_config, tensors_on_disk
 from specs.road_rules import choose_road
 from specs.schema import ActorSection, ModelRole, RoleName, Spec

@@ -22,7 +22,7 @@ from rlctl.launch import base_environment, python_path
 from rlctl.plan import Plan, RolePlan
 from specs.files import has_nvidia_driver
 from specs.hub import HubFolder, bring, look_up
-from specs.model_files import hub_snapshot, offline
+from specs.hub_cache import hub_snapshot, offline
 from specs.probed import Level, MicroStepShape, Probed, ProbeRequest, RoleRequest
 from specs.schema import ModelRole, RoleName, Spec
 from specs.seats import devices_of_a_process

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specs.errors import CheckpointError
-from specs.model_files import hub_snapshot, resolve_model
+from specs.hub_cache import hub_snapshot
+from specs.model_files import resolve_model
 from specs.schema import Spec
 
 # How a run is watched, where it runs and how its models are held: not what it computes, to rounding.

@@ -17,7 +17,7 @@ from specs.errors import Problem
 from specs.explain import show
 from specs.interpreters import interpreter_problems
 from specs.machine import machine_problems
-from specs.model_files import ModelCheck
+from specs.model_check import ModelCheck
 from specs.node_rules import hostfile_problems
 from specs.reference import vocabulary_problems
 from specs.reward_files import reward_problems
