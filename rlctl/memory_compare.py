@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from rlctl.group import Group
+from rlctl.memory_machine import gpu_memory_GiB
 from rlctl.memory_parts import GIB
 from rlctl.memory_plan import plan_memory
-from rlctl.memory_print import gpu_memory_GiB
 from specs.errors import SpecError
 from specs.schema import Spec
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from specs.schema import RoleName
+
 GIB = 2**30
 
 Phase = Literal["generate", "learn", "step", "sync"]
@@ -47,3 +49,29 @@ def peak(parts: Iterable[Part]) -> int:
     """Bytes in the fullest phase."""
     kept = list(parts)
     return max(total(kept, phase) for phase in PHASES)
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """One role: every rank holds the same, or less than the one that is meant here."""
+
+    role: RoleName
+    engine: str
+    ranks: int
+    device: str  # "cpu" or "cuda"
+    devices_of_rank: int
+    parts: tuple[Part, ...]
+    source: str  # where the parameters are known from
+
+    @property
+    def on_device(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if not part.host)
+
+    @property
+    def on_host(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.host)
+
+    @property
+    def measurable_bytes(self) -> int:
+        """The peak that a rank itself can measure: without the context, which no allocator reports."""
+        return peak(part for part in self.on_device if not part.context)

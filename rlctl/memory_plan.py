@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlctl.memory_activations import Pass, learning_parts, scoring_parts
-from rlctl.memory_parts import DTYPE_BYTES, GIB, PHASES, Part, Phase, peak, total
+from rlctl.memory_models import Model, find_model
+from rlctl.memory_parts import DTYPE_BYTES, GIB, PHASES, Part, Phase, RoleMemory
+from rlctl.memory_places import Place, places_of
 from rlctl.memory_rollout import Replica, replica_parts
-from rlctl.memory_shapes import built_tensors
 from rlctl.memory_states import Held, state_parts
 from rlctl.plan import make_plan
-from specs.errors import Problem, SpecError
-from specs.explain import show
-from specs.hub import Folder, NotGiven, look_up
-from specs.hub_cache import offline
-from specs.model_facts import ModelFacts, model_facts
-from specs.model_files import model_folder
-from specs.model_tensors import KNOWN_FAMILIES, ModelTensors, tensors_of_config, tensors_on_disk
 from specs.road_rules import choose_road
 from specs.schema import ActorSection, ModelRole, RoleName, Spec
 from specs.seats import devices_of_a_process
@@ -31,60 +22,6 @@ from workers.roads.base import BLOCK_BYTES, BLOCKS
 CONTEXT_GIB = 0.7  # of a process on a GPU: CUDA context and kernels
 COLLECTIVES_GIB = 0.3  # NCCL's buffers, where several ranks compute together
 PROCESS_GIB = 0.6  # of a process on the CPU: Python, torch, transformers
-
-
-@dataclass(frozen=True)
-class Model:
-    config: dict[str, Any]
-    facts: ModelFacts
-    tensors: ModelTensors
-
-
-@dataclass(frozen=True)
-class RoleMemory:
-    """One role: every rank holds the same, or less than the one that is meant here."""
-
-    role: RoleName
-    engine: str
-    ranks: int
-    device: str  # "cpu" or "cuda"
-    devices_of_rank: int
-    parts: tuple[Part, ...]
-    source: str  # where the parameters are known from
-
-    @property
-    def on_device(self) -> tuple[Part, ...]:
-        return tuple(part for part in self.parts if not part.host)
-
-    @property
-    def on_host(self) -> tuple[Part, ...]:
-        return tuple(part for part in self.parts if part.host)
-
-    @property
-    def measurable_bytes(self) -> int:
-        """The peak that a rank itself can measure: without the context, which no allocator reports."""
-        return peak(part for part in self.on_device if not part.context)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Devices of the same kind with the same ranks on them: `count` GPUs, or hosts."""
-
-    kind: str  # "GPU" or "host"
-    names: tuple[str, ...]
-    phases: dict[Phase, dict[str, int]]  # phase → role → bytes
-    memory: int  # bytes; 0: not known
-
-    def bytes_in(self, phase: Phase) -> int:
-        return sum(self.phases[phase].values())
-
-    @property
-    def fullest(self) -> Phase:
-        return max(PHASES, key=self.bytes_in)
-
-    @property
-    def peak(self) -> int:
-        return self.bytes_in(self.fullest)
 
 
 @dataclass(frozen=True)
@@ -103,47 +40,7 @@ def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, 
     is built without memory, in a process with torch. Raises SpecError where a model's shape cannot be found out."""
     colocated = make_plan(spec, spec_dir, cores=1).colocated
     roles = tuple(_roles(spec, spec_dir, colocated, gpu_GiB, may_build))
-    return MemoryPlan(roles, tuple(_places(spec, roles, gpu_GiB, host_GiB)))
-
-
-# ── models ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def find_model(spec: Spec, role: RoleName, spec_dir: Path, *, may_build: bool = False) -> Model:
-    """Shape of a role's model from its folder, the hub's cache or the hub. Raises SpecError."""
-    path = spec.model_path(role)
-    key = "ref.model" if role == "ref" and path != spec.model.path else "model.path"
-    folder = model_folder(path, spec_dir)
-    if folder is None:
-        asked = None if offline() else look_up(path)
-        why = f": {asked.why}" if isinstance(asked, NotGiven) else ""
-        hint = f"hf download {path} config.json brings it (a few kB); or name a folder that has it"
-        raise SpecError([Problem(key, f"its config.json is not on this machine{why}", hint, show(path))])
-    config, facts, tensors = _read_model(key, path, folder)
-    if tensors is None and facts is not None and may_build:
-        tensors = built_tensors(spec, spec_dir, folder, key)
-    if facts is None or tensors is None:
-        kind = config.get("model_type", "?")
-        message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights"
-        hint = f"put the model's safetensors beside its config.json; known: {', '.join(KNOWN_FAMILIES)}"
-        raise SpecError([Problem(key, message, hint, show(path))])
-    return Model(config, facts, tensors)
-
-
-@cache
-def _read_model(key: str, path: str, folder: Folder) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        hint = "a model folder has a config.json"
-        raise SpecError([Problem(key, f"config.json cannot be read: {error}", hint, show(path))]) from None
-    facts, tensors = model_facts(config), tensors_of_config(config)
-    if tensors is None and isinstance(folder, Path):
-        tensors = tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
-    return config, facts, tensors
-
-
-# ── roles ─────────────────────────────────────────────────────────────────────────────────────────
+    return MemoryPlan(roles, tuple(places_of(spec, roles, gpu_GiB, host_GiB)))
 
 
 def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float, may_build: bool) -> Iterator[RoleMemory]:
@@ -252,65 +149,3 @@ def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:
     else:
         yield replace(part, phases=part.phases - {"generate"})
         yield replace(part, name=f"{part.name}, offloaded", phases=frozenset({"generate"}), host=True)
-
-
-# ── places ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _places(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB: float) -> Iterator[Place]:
-    """GPUs and hosts, those with the same ranks on them together."""
-    tenants: dict[tuple[str, int, int], list[Tenant]] = {}  # (kind, node, GPU) → who is there
-    for role in roles:
-        section = spec.role(role.role)
-        per_node = max(1, section.processes // section.nodes)
-        for rank in range(section.processes):
-            node, local = divmod(rank, per_node)
-            for number in section.devices[local * role.devices_of_rank : (local + 1) * role.devices_of_rank]:
-                tenants.setdefault(("GPU", node, number), []).append(Tenant.of(role, role.on_device, rank))
-            beside = role.on_device if role.device == "cpu" else role.on_host
-            if beside:
-                tenants.setdefault(("host", node, 0), []).append(Tenant.of(role, beside, rank))
-    alike: dict[tuple[str, tuple[Tenant, ...]], list[tuple[str, int, int]]] = {}
-    for place, there in sorted(tenants.items(), key=lambda item: item[0]):
-        alike.setdefault((place[0], tuple(there)), []).append(place)
-    for (kind, same), places in alike.items():
-        phases = {phase: _by_role(same, phase) for phase in PHASES}
-        memory = gpu_GiB if kind == "GPU" else host_GiB
-        yield Place(kind, tuple(_name(place) for place in places), phases, int(memory * GIB))
-
-
-@dataclass(frozen=True)
-class Tenant:
-    """A rank's parts in one place."""
-
-    role: RoleName
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def of(cls, role: RoleMemory, parts: Sequence[Part], rank: int) -> Tenant:
-        return cls(role.role, tuple(part for part in parts if rank == 0 or not part.first_rank))
-
-
-def _by_role(tenants: Sequence[Tenant], phase: Phase) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for tenant in tenants:
-        found[tenant.role] = found.get(tenant.role, 0) + total(tenant.parts, phase)
-    return found
-
-
-def _name(place: tuple[str, int, int]) -> str:
-    kind, node, number = place
-    return f"node {node} GPU {number}" if kind == "GPU" else f"node {node}"
-
-
-def host_memory_GiB() -> float:
-    """Of this machine, or of the container that it is; 0 where it cannot be asked."""
-    try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0.0
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-    except (OSError, ValueError):
-        limit = whole
-    return min(whole, limit) / GIB

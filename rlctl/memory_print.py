@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.memory_parts import GIB, PHASES, Part, total
-from rlctl.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan, Place, RoleMemory, host_memory_GiB
+from rlctl.memory_machine import gpu_memory_GiB, host_memory_GiB
+from rlctl.memory_parts import GIB, PHASES, Part, RoleMemory, total
+from rlctl.memory_places import Place
+from rlctl.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan
 from rlctl.memory_rollout import ASLEEP_GIB
 from rlctl.memory_suggest import USED_SHARE, Planner, Suggestion, suggestions
 from specs.errors import UsageError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-USUAL_GPU_GIB = 80.0
 _BAR = 48  # characters that a device's memory is wide
 _SHADES = "█▓▒░"
 
@@ -54,16 +53,6 @@ def plan_command(
     else:
         _print(plan, found, notes)
     return 0
-
-
-def gpu_memory_GiB() -> tuple[float, str]:
-    """Of the smallest GPU here, and where that is from."""
-    with suppress(OSError, ValueError, subprocess.SubprocessError):
-        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        smallest = min(float(line) for line in answer.stdout.split()) / 1024
-        return smallest, f"GPUs have {smallest:.1f} GiB, as nvidia-smi says here; --gpu-GiB says another size"
-    return USUAL_GPU_GIB, f"GPUs are taken to have {USUAL_GPU_GIB:g} GiB: there is none here to ask; --gpu-GiB says it"
 
 
 def assumptions(plan: MemoryPlan) -> list[str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.memory_models import find_model
 from rlctl.memory_parts import Phase
-from rlctl.memory_plan import MemoryPlan, find_model, plan_memory
+from rlctl.memory_plan import MemoryPlan, plan_memory
 from rlctl.memory_rollout import Replica
 from specs.schema import Spec, TorchRolloutEngine, VllmEngine
 
