@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,7 +78,8 @@ def _nothing(message: Message, emit: Emit) -> Reply:
 def error_message(error: BaseException, call: Message | None = None) -> Message:
     """The ERROR message of an exception. Its whole traceback also goes to the log."""
     text = "".join(traceback.format_exception(error))
-    print(text, file=sys.stderr, end="", flush=True)
+    with suppress(OSError):  # on a full disk the log is full too, and what is wrong must still be told
+        print(text, file=sys.stderr, end="", flush=True)
     body: dict[str, Any] = {"kind": type(error).__name__, "message": str(error), "hint": "", "known": False}
     if isinstance(error, RlctlError):
         body |= {"message": error.message, "hint": error.hint, "known": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 
 import numpy as np
@@ -71,6 +73,22 @@ def test_the_loop_survives_errors_and_reports_them(capsys: pytest.CaptureFixture
     ]
     assert (tape.answers[0].body["message"], tape.answers[0].body["hint"]) == ("row 3", "look")
     assert "ZeroDivisionError: division by zero" in capsys.readouterr().err
+
+
+def test_an_error_is_told_though_the_log_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log lies on the disk that was too full for the checkpoint."""
+
+    def save(message: Message, emit: Emit) -> Reply:
+        raise DataError("no space", hint="free some")
+
+    tape = Tape(call(Verb.SAVE, 1), call(Verb.PING, 2))
+    with monkeypatch.context() as patched, open("/dev/full", "w", buffering=1) as full:
+        patched.setattr(sys, "stderr", full)
+        serve(tape, {Verb.SAVE: save})
+        patched.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what is left in its buffer must go somewhere
+    assert [answer.kind for answer in tape.answers] == [Kind.ERROR, Kind.ANSWER, Kind.ANSWER]
+    assert (tape.answers[0].body["message"], tape.answers[0].body["hint"]) == ("no space", "free some")
 
 
 def test_what_is_not_a_call_is_passed_over() -> None:
