@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -74,13 +75,13 @@ def init(
     if launcher == "slurm" and not force:
         refuse_existing(batch_script_of(target))  # before the spec is written: both or neither
     write_preset(preset, target, force=force)
+    quoted = shlex.quote(str(target))
     if launcher == "slurm":
         batch_script = write_batch_script(target, force=force)
-        typer.echo(
-            f"wrote {target}\nwrote {batch_script}\n\nnext: rlctl check-config {target}\n      sbatch {batch_script}"
-        )
+        start = f"sbatch {shlex.quote(str(batch_script))}"
+        typer.echo(f"wrote {target}\nwrote {batch_script}\n\nnext: rlctl check-config {quoted}\n      {start}")
         return
-    typer.echo(f"wrote {target}\n\nnext: rlctl check-config {target}\n      rlctl train {target}")
+    typer.echo(f"wrote {target}\n\nnext: rlctl check-config {quoted}\n      rlctl train {quoted}")
 
 
 class ProbeLevel(StrEnum):
@@ -222,11 +223,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def show_error(error: RlctlError) -> None:
     """`error: …`, a blank line, `hint: …`; a spec's problems one after another."""
+    from rlctl.outlet import Outlet
     from specs.errors import Problem, SpecError
 
     problems = error.problems if isinstance(error, SpecError) else [Problem("", error.message, error.hint)]
+    if sys.stderr is None:
+        return
+    outlet = Outlet(sys.stderr)  # the exit code must not depend on who still listens
     for index, problem in enumerate(problems):
-        print(("\n" if index else "") + problem_text("error", problem), file=sys.stderr)
+        print(("\n" if index else "") + problem_text("error", problem), file=outlet, flush=True)
 
 
 def problem_text(word: str, problem: object) -> str:

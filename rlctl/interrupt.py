@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during a run."""
+"""Ctrl-C, SIGTERM and the terminal's hanging up during a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from specs.errors import Interrupted
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM, turned into `Interrupted` at the next wait.
+    """Ctrl-C, SIGTERM and SIGHUP, turned into `Interrupted` at the next wait.
 
-    The first one waits for an update to finish, so that the state can be saved; a second one does not.
+    The first one waits for an update to finish, so that the state can be saved; a second one does not. A SIGHUP that
+    is ignored stays so: that is what `nohup` asks for.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.count, self.name = 0, ""
@@ -23,6 +24,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         for number in self.SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -6,10 +6,11 @@ Keys of `step()` are those of `metrics.jsonl`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.outlet import Outlet
 from rlctl.text_format import count, duration, number, sparkline, time_shares
 
 REDRAW_S = 0.15
@@ -35,7 +37,7 @@ class Progress:
     def __init__(
         self, total_steps: int, start_step: int, name: str, console: Console | None = None, live: bool | None = None
     ) -> None:
-        self.console = console or Console()
+        self.console = console or _console()
         reconfigure = getattr(self.console.file, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")  # a console without Unicode must not end a run
@@ -233,6 +235,11 @@ class Progress:
         if self._warnings:
             row.append(f"   {self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow")
         return row or Text("done")
+
+
+def _console() -> Console:
+    """Standard output, which a run must outlive; it is None when it was closed from the start."""
+    return Console() if sys.stdout is None else Console(file=cast(TextIO, Outlet(sys.stdout)))
 
 
 def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:
