@@ -19,6 +19,7 @@ from rlctl.run_ahead import RunAhead
 from rlctl.sampling import Sampler, Scored
 from rlctl.step_metrics import Clock
 from rlctl.sync import SyncReport
+from rlctl.unjudged import UnjudgedWatch
 from specs.batch import Batch, balanced_shards
 from specs.messages import COLUMNS, Verb
 from specs.schema import Spec
@@ -55,6 +56,7 @@ class Driver:
         self.sampler = Sampler(spec, groups["rollout"], groups["reward"], sync.restore)
         self.ref = groups.get("ref")
         self.ahead = RunAhead(spec, self.sampler)
+        self.unjudged = UnjudgedWatch(lambda text: progress.warning(text))
         self.updating = False  # between the first optimizer step of a step and its end: not a state to save
         self.eval_prompts: Batch | None = None
 
@@ -82,6 +84,7 @@ class Driver:
         gaps = updates[:1] if self.spec.ratio_against == "sampler" else updates
         metrics = step_metrics.collect(number, batch, drawn.scored, updates, gaps, synced, clock.seconds, total_s)
         metrics |= self.ahead.take_metrics(batch, number, overlap_s)
+        self.unjudged.see(drawn.scored.failures, len(batch), number)
         metrics |= self.gap_budget.note(metrics, number) | self.residency.take_memory() | self.sync.take_metrics()
         return StepRecord(metrics, drawn.scored.samples)
 

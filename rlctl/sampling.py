@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,7 @@ class Scored:
     reward_B: NDArray[np.float32]
     scored_B: NDArray[np.bool_]  # False: judging failed and the fallback stands
     failures: dict[str, int]
-    terms: dict[str, float]
+    terms: dict[str, float]  # term_<i>: its mean over what was judged
     samples: list[dict[str, Any]]
 
     @staticmethod
@@ -156,11 +156,9 @@ class Scored:
         for answer in answers:
             for cause, count in answer.body["failures"].items():
                 failures[cause] = failures.get(cause, 0) + int(count)
-        terms = {
-            name: float(column.mean()) for name, column in columns.items() if name.startswith("term_") and len(column)
-        }
         samples = [sample for answer in answers for sample in answer.body.get("samples", ())]
-        return Scored(columns["reward_B"], columns["scored_B"].astype(bool), failures, terms, samples)
+        scored_B = columns["scored_B"].astype(bool)
+        return Scored(columns["reward_B"], scored_B, failures, term_means(columns, scored_B), samples)
 
     def select(self, indices: NDArray[np.int64]) -> Scored:
         """The scores of some samples. What judging had to say stays as it was said of all."""
@@ -183,6 +181,12 @@ class Drawn:
         group_B = self.batch["group_B"]
         kept = np.flatnonzero(~np.isin(group_B, group_B[stale_B]))
         return Drawn(self.batch.select(kept), self.scored.select(kept))
+
+
+def term_means(columns: Mapping[str, NDArray[Any]], scored_B: NDArray[np.bool_]) -> dict[str, float]:
+    """Mean of each term over the samples that were judged; 0 when there is none."""
+    names = sorted(name for name in columns if name.startswith("term_"))
+    return {name.removesuffix("_B"): float(columns[name][scored_B].mean()) if scored_B.any() else 0.0 for name in names}
 
 
 def in_id_order(batch: Batch) -> Batch:

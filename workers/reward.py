@@ -76,7 +76,6 @@ class Reward:
         self._record_failures(message, batch, requests, verdicts)
         body = {
             "failures": {cause: sum(verdict.cause == cause for verdict in verdicts) for cause in CAUSES},
-            "terms": term_means(columns),
             "samples": self._examples(batch, requests, columns, int(message.body.get("samples", 0))),
         }
         return body, columns
@@ -176,13 +175,6 @@ def weigh(
     for index in range(len(weights)):
         columns[f"term_{index}_B"] = np.where(scored, terms[:, index], np.float32(0.0)).astype(np.float32)
     return columns, checked
-
-
-def term_means(columns: Mapping[str, Column]) -> dict[str, float]:
-    """Mean of each term over the samples that were judged; 0 when there is none."""
-    scored = columns["scored_B"].astype(bool)
-    names = sorted(name for name in columns if name.startswith("term_"))
-    return {name.removesuffix("_B"): float(columns[name][scored].mean()) if scored.any() else 0.0 for name in names}
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:
