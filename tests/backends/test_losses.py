@@ -163,9 +163,22 @@ def test_aggregations_by_hand() -> None:
         assert (loss_weight_T(batch, aggregation, scale) * loss_T).sum() == pytest.approx(value), aggregation
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
-)
+AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_share_of_the_batch_weighs_what_it_does_in_the_whole(aggregation: str) -> None:
+    """Ranks hold unequal shares: only the global counts may divide."""
+    batch = make_batch()
+    scale, order = scale_of(batch), np.argsort(batch["length_B"])
+    whole_T = loss_weight_T(batch, aggregation, scale)
+    for share in (order[:2], order[2:]):
+        np.testing.assert_array_equal(
+            loss_weight_T(batch.select(share), aggregation, scale), whole_T[batch.token_index(share)]
+        )
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_aggregations_against_a_slow_loop(aggregation: str) -> None:
     batch, rng = make_batch(), np.random.default_rng(1)
     scale = scale_of(batch)

@@ -135,9 +135,12 @@ def rescored(path, *args):
 
 
 SMALL_TORCH = ("data.prompts_per_step=4", "algorithm.group_size=4", "algorithm.mini_batches_per_step=1")
+# Next to nothing is learned, so that the gap of samples drawn ahead is the lie alone.
+AHEAD = ("rollout.max_staleness=1", "rollout.max_logprob_gap=0.01", "actor.optimizer.lr=1e-12")
 CASES = {
     "fake": ("lying-fake", "fake", ()),
     "fake, several updates": ("lying-fake", "fake", ("algorithm.mini_batches_per_step=4",)),
+    "fake, running ahead": ("lying-fake", "fake", AHEAD),
     "torch": ("lying-torch", "quickstart", SMALL_TORCH),
 }
 

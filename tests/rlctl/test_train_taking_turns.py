@@ -16,6 +16,29 @@ def other(self, tags):
 m.FakeRolloutEngine.wake = other
 """
 
+SAYS_HOW_DEEP = """
+import backends.fake.rollout as m
+sleep = m.FakeRolloutEngine.sleep
+def said(self, level):
+    print("asleep at level", level, flush=True)
+    sleep(self, level)
+m.FakeRolloutEngine.sleep = said
+"""
+
+
+def test_weights_that_a_sync_will_bring_are_dropped(tmp_path):
+    """Level 2, from the first sleep after the build on: level 1 would keep a copy in host memory for nothing."""
+    spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
+    plot.mkdir()
+    (plot / "sitecustomize.py").write_text(SAYS_HOW_DEEP)
+    options = ("--set", f'rollout.env.PYTHONPATH="{plot}"', "--set", "run.steps=2", "--set", "checkpoint.every=1")
+    done = rlctl("train", spec, "--run-dir", run, *SHARED, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (run / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text().splitlines()
+    said = [line for line in log if line.startswith("asleep")]
+    assert len(said) >= 3, "after the build, and before each of two updates"
+    assert set(said) == {"asleep at level 2"}
+
 
 def test_a_checkpoint_and_an_evaluation_change_nothing(tmp_path):
     """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples."""

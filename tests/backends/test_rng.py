@@ -1,0 +1,39 @@
+"""The random generator of a process goes on where a checkpoint left it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from train_helpers import QWEN2, build_engine, train_config, write_model
+
+from backends.train.rng import read_rng, write_rng
+from specs.errors import CheckpointError
+
+
+def test_it_goes_on_where_it_was(tmp_path):
+    torch.manual_seed(7)
+    write_rng(tmp_path, 3)
+    drawn = torch.rand(4)
+    torch.manual_seed(8)
+    read_rng(tmp_path, 2)  # a rank that was not there: nothing happens
+    assert not torch.equal(torch.rand(4), drawn)
+    read_rng(tmp_path, 3)
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def test_a_torn_state_is_named(tmp_path):
+    path = write_rng(tmp_path, 0)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"rng\.rank0"):
+        read_rng(tmp_path, 0)
+
+
+def test_an_engine_keeps_it(tmp_path):
+    engine = build_engine(train_config(write_model(tmp_path / "model", QWEN2)))
+    (tmp_path / "saved").mkdir()
+    torch.manual_seed(7)
+    engine.save(tmp_path / "saved")
+    drawn = torch.rand(4)
+    engine.load(tmp_path / "saved")
+    assert torch.equal(torch.rand(4), drawn)
+    engine.close()
