@@ -16,6 +16,9 @@ from specs.wire_tensors import Buffer
 
 Body = Mapping[str, Any]
 Tensors = Mapping[str, NDArray[np.generic]] | Batch
+# To the ranks of a role: the same to all of them, or one each.
+Bodies = Body | Sequence[Body] | None
+Blobs = Tensors | Sequence[Tensors] | None
 
 
 class Call:
@@ -97,9 +100,7 @@ class RanksLost(Exception):
         self.call = call
 
 
-def frames_by_rank(
-    verb: Verb, number: int, size: int, body: Body | Sequence[Body] | None, tensors: Tensors | Sequence[Tensors] | None
-) -> list[list[Buffer]]:
+def frames_by_rank(verb: Verb, number: int, size: int, body: Bodies, tensors: Blobs) -> list[list[Buffer]]:
     """A request's frames for each rank. What is the same for all ranks is written once."""
     bodies, blobs = _per_rank("bodies", body, size), _per_rank("tensors", tensors, size)
     made: dict[tuple[int, int], list[Buffer]] = {}

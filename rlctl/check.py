@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.meaning import batch, reference, roles, seats
+from rlctl.check_meaning import batch, reference, roles, seats
 from rlctl.plan import Plan, make_plan
 from specs.errors import Problem, SpecError
 from specs.load import parse, read_toml
+from specs.reward_terms import Function
 from specs.road_rules import choose_road
 from specs.rules import cross_field_warnings, file_problems
-from specs.schema import Function, Spec
+from specs.schema import Spec
 
 if TYPE_CHECKING:
     from rlctl.probe import Probe

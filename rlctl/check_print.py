@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.attention_table import attention_table
-from rlctl.meaning import batch, reference, roles
+from rlctl.check_meaning import batch, reference, roles
 from rlctl.plan import Plan
 from specs.errors import Problem
 from specs.road_rules import choose_road

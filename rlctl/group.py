@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from rlctl.calls import Body, Call, Tensors, frames_by_rank
+from rlctl.calls import Blobs, Bodies, Call, frames_by_rank
 from specs.messages import Message, Verb
 
 if TYPE_CHECKING:
     from rlctl.groups import Groups
+
+
+class Terms(TypedDict, total=False):
+    """How a verb is called, of what `Group.post` takes."""
+
+    step: int | None  # the step that it is part of: for the message where it fails
+    timeout_s: float | None  # seconds until a rank must have answered; unset: `run.verb_timeout_s`
+    ranks: Sequence[int] | None  # only these; unset: all
 
 
 class Group:
@@ -23,33 +31,23 @@ class Group:
         self.used_GiB = 0.0  # the most that any rank said it has held of its device since before it built its model
         self._number = 0
 
-    def call(
-        self,
-        verb: Verb,
-        body: Body | Sequence[Body] | None = None,
-        tensors: Tensors | Sequence[Tensors] | None = None,
-        *,
-        step: int | None = None,
-        timeout_s: float | None = None,
-        ranks: Sequence[int] | None = None,
-    ) -> list[Message]:
-        """Ask every rank (or only `ranks`) and wait; answers by rank. A single body or tensors go to all of them, a
-        list one to each.
+    def call(self, verb: Verb, body: Bodies = None, tensors: Blobs = None, **terms: Unpack[Terms]) -> list[Message]:
+        """Ask every rank and wait; answers by rank. A single body or tensors go to all of them, a list one to each.
 
         Raises RoleFailure, RanksLost, and BatchError when a column that the verb needs is not there.
         """
-        return self.post(verb, body, tensors, step=step, timeout_s=timeout_s, ranks=ranks).result()
+        return self.post(verb, body, tensors, **terms).result()
 
     def post(
         self,
         verb: Verb,
-        body: Body | Sequence[Body] | None = None,
-        tensors: Tensors | Sequence[Tensors] | None = None,
+        body: Bodies = None,
+        tensors: Blobs = None,
         *,
         step: int | None = None,
         timeout_s: float | None = None,
-        on_part: Callable[[Message], None] | None = None,
         ranks: Sequence[int] | None = None,
+        on_part: Callable[[Message], None] | None = None,
     ) -> Call:
         """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line.
 
