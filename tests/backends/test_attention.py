@@ -81,23 +81,19 @@ def test_softcap_is_refused_where_it_would_be_ignored(tmp_path: Path) -> None:
         packed_and_single(tmp_path, GEMMA2, "sdpa")
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("lengths", [[5], [4, 4], LENGTHS, [40, 2, 2, 39, 11]])
-def test_layout_against_a_dense_mask(lengths: list[int], window: int | None) -> None:
-    total, heads, kv_heads, dim = sum(lengths), 4, 2, 8
+def assert_equals_dense(layout: PackedLayout, seen: torch.Tensor, window: int | None) -> None:
+    """Outputs and gradients of `layout` are those of dense attention with the mask `seen` [T, T]."""
+    heads, kv_heads, dim = 4, 2, 8
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, heads, total, dim), (1, kv_heads, total, dim), (1, kv_heads, total, dim))
-    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    row = torch.arange(total)
-    seen = (sequence[:, None] == sequence) & (row[:, None] >= row)
-    if window is not None:
-        seen &= row[:, None] - row < window
+    leaves = [
+        torch.randn(1, count, len(seen), dim, generator=generator, dtype=torch.float64)
+        for count in (heads, kv_heads, kv_heads)
+    ]
     results = []
     for packed in (True, False):
         q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
         if packed:
-            out = PackedLayout(lengths).attend(torch.nn.Module(), q, k, v, scaling=0.3, sliding_window=window)
+            out = layout.attend(torch.nn.Module(), q, k, v, scaling=0.3, sliding_window=window)
         else:
             scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3)) * 0.3
             out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
@@ -106,6 +102,17 @@ def test_layout_against_a_dense_mask(lengths: list[int], window: int | None) -> 
         results.append([out.detach(), q.grad, k.grad, v.grad])
     for ours, dense in zip(*results, strict=True):
         torch.testing.assert_close(ours, dense)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("lengths", [[5], [4, 4], LENGTHS, [40, 2, 2, 39, 11]])
+def test_layout_against_a_dense_mask(lengths: list[int], window: int | None) -> None:
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    row = torch.arange(sum(lengths))
+    seen = (sequence[:, None] == sequence) & (row[:, None] >= row)
+    if window is not None:
+        seen &= row[:, None] - row < window
+    assert_equals_dense(PackedLayout(lengths), seen, window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -119,30 +126,14 @@ def test_layout_against_a_dense_mask(lengths: list[int], window: int | None) -> 
     ],
 )
 def test_shared_rows_against_a_dense_mask(lengths: list[int], parents: list[int], window: int | None) -> None:
-    total, heads, kv_heads, dim = sum(lengths), 4, 2, 8
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((1, heads, total, dim), (1, kv_heads, total, dim), (1, kv_heads, total, dim))
-    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    total = sum(lengths)
     chains = [([*range(sum(lengths[:p]), sum(lengths[: p + 1]))] if p >= 0 else []) for p in parents]
     seen = torch.zeros(total, total, dtype=torch.bool)
     for i, (length, chain) in enumerate(zip(lengths, chains, strict=True)):
         for row in range(sum(lengths[:i]), sum(lengths[:i]) + length):
             chain.append(row)
             seen[row, chain if window is None else chain[-window:]] = True
-    results = []
-    for packed in (True, False):
-        q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
-        if packed:
-            layout = PackedLayout(lengths, parents=parents)
-            out = layout.attend(torch.nn.Module(), q, k, v, scaling=0.3, sliding_window=window)
-        else:
-            scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3)) * 0.3
-            out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
-            out = out.transpose(1, 2)
-        out.cos().sum().backward()
-        results.append([out.detach(), q.grad, k.grad, v.grad])
-    for ours, dense in zip(*results, strict=True):
-        torch.testing.assert_close(ours, dense)
+    assert_equals_dense(PackedLayout(lengths, parents=parents), seen, window)
 
 
 def test_layout_is_current_only_inside() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peak_memory import CLEAR
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.export import Source, as_published, prove, trained_weights, write_model
@@ -240,16 +241,8 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from backends.export import Source, prove, write_model
-
-def status(key):
-    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
-
-def grown(work):
-    '''MiB by which the peak of this process rises above what it holds before `work`.'''
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-    work()
-    return status("VmHWM") - before
+sys.path.append("tests/support")
+from peak_memory import MIB, grown_bytes
 
 small, big = (Source(Path(folder) / "checkpoint", folder, "fp32", False) for folder in sys.argv[1:3])
 def proven(source, memory_bytes):
@@ -261,13 +254,14 @@ def written(source):
     write_model(source, out, 50_000_000, lambda *_: None)
 
 written(small); proven(small, 60_000)  # imports everything
-print(grown(lambda: written(big)), grown(lambda: proven(big, 100_000_000)), grown(lambda: proven(big, 2**40)))
+works = (lambda: written(big), lambda: proven(big, 100_000_000), lambda: proven(big, 2**40))
+print(*(grown_bytes(work) / MIB for work in works))
 files = list((big.checkpoint.parent / "out").glob("*.safetensors"))
 print(sum(path.stat().st_size for path in files), len(files))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to see the peak")
+@pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux's /proc to see the peak")
 def test_memory_is_bounded_whatever_the_model(tmp_path, repo_root):
     """400 MB in files of 50 MB; the proof may load 100 MB."""
     wide = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "initializer_range": 0.02}

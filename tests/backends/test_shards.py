@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peak_memory import CLEAR
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -166,30 +167,22 @@ def test_another_models_checkpoint_changes_nothing(halves, expected):
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from backends.train.shards import Shard, ShardReader, whole, write_shards
-
-def status(key):
-    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
-
-def grown(work):
-    '''MiB by which the peak of this process rises above what it holds before `work`.'''
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-    work()
-    return status("VmHWM") - before
+from backends.train.shards import ShardReader, whole, write_shards
+sys.path.append("tests/support")
+from peak_memory import MIB, grown_bytes
 
 folder, size = Path(sys.argv[1]), 64 * 2**20  # elements: 256 MiB
 big = torch.ones(size)
-write = grown(lambda: write_shards(folder, "model", 0, 1, [whole("w", big)]))
-load = grown(lambda: ShardReader(folder, "model").load([whole("w", big)], {"w": ((size,), torch.float32)}))
+write = grown_bytes(lambda: write_shards(folder, "model", 0, 1, [whole("w", big)]))
+load = grown_bytes(lambda: ShardReader(folder, "model").load([whole("w", big)], {"w": ((size,), torch.float32)}))
 strided = torch.ones(size // 2, 2)[:, 0]  # 128 MiB, two stages
-stage = grown(lambda: ShardReader(folder, "model").read_into(strided, "w", 5))
-piece = grown(lambda: ShardReader(folder, "model").read("w", size // 2, size // 2 + 1000))
-print(write, load, stage, piece)
+stage = grown_bytes(lambda: ShardReader(folder, "model").read_into(strided, "w", 5))
+piece = grown_bytes(lambda: ShardReader(folder, "model").read("w", size // 2, size // 2 + 1000))
+print(write / MIB, load / MIB, stage / MIB, piece / MIB)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to see the peak")
+@pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux's /proc to see the peak")
 def test_neither_writing_nor_reading_holds_a_copy(tmp_path, repo_root):
     """Of 256 MiB. A slice costs what it holds; memory that is not the file's shape costs one stage of 64 MiB."""
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
