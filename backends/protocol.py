@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specs.algorithms import Grpo
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.role_config import RolloutConfig, Sampling, TrainConfig
-from specs.schema import DType, Grpo, WeightForm
+from specs.schema import DType, WeightForm
 
 Buffer = Any  # flat bytes: NDArray[np.uint8] in host memory, or a one-dimensional uint8 torch.Tensor on a device
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from rlctl.plan import RolePlan, make_plan
 from specs.deepspeed_config import deepspeed_config
+from specs.engine_tables import ZeroEngine
 from specs.errors import SpecError
 from specs.load import load_spec
 from specs.road_rules import choose_road
 from specs.rules import file_problems
-from specs.schema import ActorSection, ModelRole, Spec, ZeroEngine
+from specs.schema import ActorSection, ModelRole, Spec
 
 
 def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:

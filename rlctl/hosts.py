@@ -17,7 +17,8 @@ from rlctl.plan import Plan, RemoteNode, make_plan
 from rlctl.remote_probe import MARK
 from specs.errors import Problem, SpecError
 from specs.hostfile import read_hostfile
-from specs.schema import ClusterSection, Spec
+from specs.run_sections import ClusterSection
+from specs.schema import Spec
 from workers.network import address_towards
 
 PROBE_TIMEOUT_S = 20.0

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from rlctl.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, Part, Phase
 from rlctl.memory_states import adapters
+from specs.engine_tables import SglangEngine, TorchRolloutEngine, VllmEngine
 from specs.model_facts import ModelFacts
 from specs.model_tensors import ModelTensors
-from specs.schema import DType, Lora, SglangEngine, TorchRolloutEngine, VllmEngine
+from specs.schema import DType, Lora
 from specs.vllm_rules import lora_room
 
 VLLM_CPU_KV_GIB = 1.0  # backends/vllm_rollout/start.py

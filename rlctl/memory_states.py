@@ -13,8 +13,9 @@ from typing import Any
 
 from rlctl.memory_parts import ADAM_BYTES, DTYPE_BYTES, LEARNING, Part
 from specs.deepspeed_config import deepspeed_config
+from specs.engine_tables import DdpEngine, Fsdp2Engine, ZeroEngine
 from specs.model_tensors import ModelTensors, ParameterShape
-from specs.schema import DdpEngine, DType, Fsdp2Engine, Lora, Optimizer, ZeroEngine
+from specs.schema import DType, Lora, Optimizer
 
 _FLAT_ALIGN = 16  # elements (backends/ddp/flat.py)
 _FP32 = 4

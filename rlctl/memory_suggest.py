@@ -11,7 +11,8 @@ from rlctl.memory_models import find_model
 from rlctl.memory_parts import Phase
 from rlctl.memory_plan import MemoryPlan, plan_memory
 from rlctl.memory_rollout import Replica
-from specs.schema import Spec, TorchRolloutEngine, VllmEngine
+from specs.engine_tables import TorchRolloutEngine, VllmEngine
+from specs.schema import Spec
 
 USED_SHARE = 0.95  # of a device: allocators leave gaps
 _STEP_TOKENS = 256

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from specs.errors import Problem, SpecError
 from specs.hostfile import Host, read_hostfile
-from specs.schema import ClusterSection, RoleName, RoleSection, Spec
+from specs.run_sections import ClusterSection
+from specs.schema import RoleName, RoleSection, Spec
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Between two small operations a thread waits for the next by spinning this often, some tens of microseconds, before it

@@ -20,7 +20,8 @@ from rlctl.plan import package_root
 from specs.errors import Problem
 from specs.explain import show
 from specs.interpreters import own_path
-from specs.schema import Function, Spec
+from specs.reward_terms import Function
+from specs.schema import Spec
 from workers.judge.terms import Setting
 
 TIMEOUT_S = 20.0

@@ -23,6 +23,9 @@ from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
 from specs.schema import Optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
+# What samplers are timed on: prompts × answers, and the longest answer of each work.
+GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 16, 24
+WORKS = {"short ragged": 64, "long tail": 256}
 # 2.4 million parameters, or a few less when tied.
 SMALL = {
     "model_type": "qwen2",

@@ -89,7 +89,8 @@ def make_batch(args, rank):
 def ours(folder, batch, args, rank, device):
     from backends.fsdp2.engine import Fsdp2TrainEngine
     from backends.protocol import LossScale
-    from specs.schema import Fsdp2Engine, Grpo
+    from specs.algorithms import Grpo
+    from specs.engine_tables import Fsdp2Engine
 
     model = model_config(folder, args.length, dtype=dtype_of(device), device=device)
     config = actor_config(model, Fsdp2Engine(), args.per_pass * args.length)

@@ -68,7 +68,8 @@ def make_batch(rng, name):
 def ours_step(folder, batch, micro_batch_tokens):
     from backends.ddp.engine import DdpTrainEngine
     from backends.protocol import LossScale, Rank
-    from specs.schema import DdpEngine, Grpo
+    from specs.algorithms import Grpo
+    from specs.engine_tables import DdpEngine
 
     config = actor_config(model_config(folder, 512), DdpEngine(), micro_batch_tokens)
     engine = DdpTrainEngine.build(config, Rank())

@@ -21,10 +21,18 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from _bench import ROOT, SMALL, group_prompts, model_config, rollout_config, write_model
-
-GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 16, 24
-WORKS = {"short ragged": 64, "long tail": 256}
+from _bench import (
+    GROUP_SIZE,
+    GROUPS,
+    PROMPT_TOKENS,
+    ROOT,
+    SMALL,
+    WORKS,
+    group_prompts,
+    model_config,
+    rollout_config,
+    write_model,
+)
 
 
 def main() -> None:

@@ -19,12 +19,13 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 
 from specs.explain import show  # noqa: E402
 from specs.keys import is_list, kind_of, tables_of  # noqa: E402
-from specs.schema import Spec, Table  # noqa: E402
+from specs.schema import Spec  # noqa: E402
+from specs.table import Table  # noqa: E402
 
 TARGET = ROOT / "docs" / "spec.md"
 INTRO = """# The run spec, key by key
 
-Generated from `specs/schema.py` by `scripts/make_docs.py`; do not edit.
+Generated from the tables of `specs/schema.py` by `scripts/make_docs.py`; do not edit.
 
 A run is one TOML file. `rlctl init SPEC.toml --preset NAME` writes a commented one, `rlctl check-config SPEC` says
 what it means and what is wrong with it, and `--set a.b=c` changes a key for one call: the value is read as TOML, and as

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from specs.schema import Table
+from specs.table import Table
 
 
 class ModelBuilt(Table):

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from specs.attention import AttentionFacts, Decision, decide, score_changes
+from specs.engine_tables import OWN_ATTENTION
 from specs.errors import Problem
 from specs.explain import show
 from specs.interpreters import packages_of
 from specs.model_facts import model_facts
 from specs.model_files import config_of
-from specs.schema import OWN_ATTENTION, RoleName, Spec
+from specs.schema import RoleName, Spec
 
 # Engines whose models are transformers' own, built by backends/hf.py.
 _BUILT_HERE = ("ddp", "fsdp2", "zero", "zero3", "torch")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specs.schema import ExactMatch, MathVerify, Spec
+from specs.reward_terms import ExactMatch, MathVerify
+from specs.schema import Spec
 from specs.templates import template_columns
 
 ROWS_LOOKED_AT = 50

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from specs.data_files import is_hub_data
 from specs.errors import Problem
 from specs.explain import show
+from specs.reward_terms import ExactMatch, MathVerify, Regex
 from specs.rule_parts import no_effect
-from specs.schema import ExactMatch, MathVerify, Regex, Spec
+from specs.schema import Spec
 from specs.templates import template_columns
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from specs.engine_tables import ZeroEngine
 from specs.errors import Problem
 from specs.explain import show
-from specs.schema import DType, Optimizer, ZeroEngine
+from specs.schema import DType, Optimizer
 
 # DeepSpeed measures the gradient norm at every stage only when it clips; no norm in fp32 reaches this.
 NEVER_CLIPS = 1e38

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from specs.engine_tables import FakeRolloutEngine, FakeTrainEngine
 from specs.errors import Problem
 from specs.explain import show
 from specs.rule_parts import no_effect, written_sections
-from specs.schema import FakeRolloutEngine, FakeTrainEngine, ModelRole, RoleName, RoleSection, RolloutSection, Spec
+from specs.schema import ModelRole, RoleName, RoleSection, RolloutSection, Spec
 
 
 def _is_fake(section: RoleSection) -> bool:

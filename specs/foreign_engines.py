@@ -3,7 +3,7 @@
     train.<kind>         the engine's class            (read by `backends/registry.py`, in a role's process)
     table.train.<kind>   its table in the spec         (read here, where the spec is read: it must not import torch)
 
-and the same with `rollout`. A table is a `specs.schema.Table` with `kind: Literal["<kind>"]`; all its other keys have
+and the same with `rollout`. A table is a `specs.table.Table` with `kind: Literal["<kind>"]`; all its other keys have
 defaults, and a key that it does not know is refused as everywhere. An engine without keys of its own needs no table.
 
 Nothing is looked for before a spec names a kind that is not rlctl's own.
@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import SerializationInfo, ValidationError, ValidatorFunctionWrapHandler, create_model
 from pydantic_core import PydanticCustomError
 
-if TYPE_CHECKING:
-    from specs.schema import Table
+from specs.table import Table
 
 GROUP = "rlctl.engines"
 Family = Literal["train", "rollout"]
@@ -82,22 +81,18 @@ def _points() -> dict[str, EntryPoint]:
 
 
 def _only_kind(kind: str) -> type[Table]:
-    from specs.schema import Table
-
     only: Any = Literal[kind]
     return create_model("ForeignEngine", __base__=Table, kind=(only, kind))
 
 
 def _load(point: EntryPoint, kind: str) -> type[Table]:
-    from specs.schema import Table
-
     where = f"{point.value!r} of the package {point.dist.name if point.dist else '?'}"
     try:
         table = point.load()
     except (ImportError, AttributeError) as error:
         raise _broken(f"{where} cannot be imported: {type(error).__name__}: {error}") from None
     if not (isinstance(table, type) and issubclass(table, Table)):
-        raise _broken(f"{where} is not a specs.schema.Table")
+        raise _broken(f"{where} is not a specs.table.Table")
     field = table.model_fields.get("kind")
     if field is None or kind not in get_args(field.annotation):
         raise _broken(f"{where} has no `kind: Literal[{kind!r}]`")

@@ -8,7 +8,9 @@ from functools import cache
 from typing import Any, get_args
 
 from specs import foreign_engines
-from specs.schema import DdpEngine, Spec, Table, TorchRolloutEngine
+from specs.engine_tables import DdpEngine, TorchRolloutEngine
+from specs.schema import Spec
+from specs.table import Table
 
 Path = tuple[str | int, ...]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from specs.engine_tables import Fsdp2Engine
 from specs.errors import Problem
 from specs.explain import listed
 from specs.rule_parts import no_effect, written_sections
-from specs.schema import Fsdp2Engine, RoleName, RoleSection, Spec
+from specs.schema import RoleName, RoleSection, Spec
 from specs.seats import mesh_of, straddling
 
 

@@ -17,7 +17,7 @@ from specs.keys import closest
 from specs.model_files import builtin_models, read_object, resolve_model
 from specs.model_kinds import config_problem, kind_problem, quantized_problem
 from specs.model_weights import hub_weight_problems, weight_problems
-from specs.schema import DataSection
+from specs.run_sections import DataSection
 from specs.tokenizer_files import check_chat_template, check_tokenizer
 
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"

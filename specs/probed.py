@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from specs.as_built import ModelBuilt
-from specs.schema import Table
+from specs.table import Table
 
 Level = Literal["meta", "run"]
 

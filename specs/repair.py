@@ -17,7 +17,8 @@ from specs.errors import Problem
 from specs.explain import without_tags
 from specs.foreign_engines import tuples
 from specs.keys import Path, chosen_tables, tables_at, value_at
-from specs.schema import Spec, Table
+from specs.schema import Spec
+from specs.table import Table
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

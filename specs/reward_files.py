@@ -12,7 +12,8 @@ from pathlib import Path
 from specs.errors import Problem
 from specs.explain import show
 from specs.keys import closest
-from specs.schema import Function, Spec
+from specs.reward_terms import Function
+from specs.schema import Spec
 
 
 def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:

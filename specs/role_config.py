@@ -8,18 +8,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from specs.attention import Attention
-from specs.schema import (
-    DataSection,
-    DType,
-    EvalSection,
-    Lora,
-    Optimizer,
-    RewardSection,
-    RoleName,
-    RolloutEngineTable,
-    Table,
-    TrainEngineTable,
-)
+from specs.engine_tables import RolloutEngineTable, TrainEngineTable
+from specs.run_sections import DataSection, EvalSection
+from specs.schema import DType, Lora, Optimizer, RewardSection, RoleName
+from specs.table import Table
 
 
 class ModelConfig(Table):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from specs.engine_tables import OWN_ATTENTION, VllmEngine
 from specs.errors import Problem
 from specs.explain import show
-from specs.schema import OWN_ATTENTION, Spec, VllmEngine
+from specs.schema import Spec
 from specs.seats import devices_of_a_process
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from specs.errors import Problem
 from specs.explain import show
-from specs.schema import RoleName, RoleSection, Spec, Table
+from specs.schema import RoleName, RoleSection, Spec
+from specs.table import Table
 
 
 def no_effect(key: str, table: Table, why: str) -> Problem:

@@ -10,24 +10,19 @@ from collections.abc import Callable, Iterator
 
 from specs.attention_rules import attention_problems, shadowed_attention
 from specs.data_rules import data_problems, eval_problems, reward_section_problems
+from specs.engine_tables import TorchRolloutEngine
 from specs.errors import Problem
 from specs.explain import show
 from specs.fake_rules import fake_problems
 from specs.files import file_problems
 from specs.mesh_rules import mesh_problems, straddling_warnings
 from specs.node_rules import node_problems
+from specs.reward_terms import Overlong
 from specs.road_rules import road_problems
 from specs.rollout_rules import rollout_problems
 from specs.rule_parts import no_effect, written_sections
 from specs.run_ahead_rules import run_ahead_problems, run_ahead_warnings
-from specs.schema import (
-    ModelRole,
-    Overlong,
-    RoleName,
-    RoleSection,
-    Spec,
-    TorchRolloutEngine,
-)
+from specs.schema import ModelRole, RoleName, RoleSection, Spec
 from specs.seats import devices_of_a_process
 from specs.sglang_rules import sglang_problems
 from specs.vllm_rules import vllm_problems

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specs.schema import Fsdp2Engine, RoleSection, VllmEngine, ZeroEngine
+from specs.engine_tables import Fsdp2Engine, VllmEngine, ZeroEngine
+from specs.schema import RoleSection
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from specs.engine_tables import SglangEngine
 from specs.errors import Problem
 from specs.explain import show
-from specs.schema import SglangEngine, Spec
+from specs.schema import Spec
 
 _SET_BY_THE_ENGINE = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
 

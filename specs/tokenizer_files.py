@@ -12,7 +12,7 @@ from specs.explain import show
 from specs.hub import Folder, unread
 from specs.model_files import read_object
 from specs.model_weights import AGAIN
-from specs.schema import DataSection
+from specs.run_sections import DataSection
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # the first that has one

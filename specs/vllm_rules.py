@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from specs.engine_tables import VllmEngine
 from specs.errors import Problem
 from specs.explain import show
-from specs.schema import Spec, VllmEngine
+from specs.schema import Spec
 
 # vLLM 0.32, vllm/config/lora.py: ranks that it makes room for. A rank in between takes the room of the next one.
 LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

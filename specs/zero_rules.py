@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.deepspeed_config import deepspeed_problems
+from specs.engine_tables import ZeroEngine
 from specs.errors import Problem
 from specs.explain import show
-from specs.schema import ActorSection, RefSection, RoleName, Spec, ZeroEngine
+from specs.schema import ActorSection, RefSection, RoleName, Spec
 
 
 def zero_problems(spec: Spec) -> Iterator[Problem]:

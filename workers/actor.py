@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 
 from backends import memory
 from backends.protocol import LossScale, Rank
+from specs.algorithms import Grpo
 from specs.errors import RlctlError
 from specs.messages import Message, Verb
-from specs.schema import Grpo
 from workers.saved_files import settle
 from workers.serve import Emit, Handler, Reply
 from workers.trainer import Trainer
@@ -48,7 +48,7 @@ class Actor(Trainer):
             "lr": step.lr,
             "skipped": step.skipped,
             "peak_GiB": memory.peak_GiB(self.device),
-            "used_GiB": memory.used_GiB(self.device, self.before_GiB),
+            "used_GiB": self.used_GiB,
         }, {}
 
     def probe(self, message: Message, emit: Emit) -> Reply:

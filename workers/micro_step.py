@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from backends import memory
 from backends.protocol import LossScale, Rank, RolloutEngine, TrainEngine, WeightSpec
 from backends.registry import rollout_engine, train_engine
+from specs.algorithms import Grpo
 from specs.batch import Batch
 from specs.probed import MicroStep, MicroStepShape, Probed, RoleRequest
 from specs.role_config import RolloutConfig, Sampling, TrainConfig
-from specs.schema import Grpo
 
 _BLOCK = 2**20  # random values that are repeated in every weight: drawing them all would take longer than the step
 _SPREAD = 0.02

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from backends.text import ChatTemplateError, TextCodec
 from specs.errors import DataError
-from specs.schema import DataSection
+from specs.run_sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.rows import Row
 

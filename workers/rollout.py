@@ -6,32 +6,24 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from backends import checksum, memory
+from backends import checksum
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
 from specs.batch import Batch
 from specs.messages import Message, Verb
 from specs.role_config import RolloutConfig, Sampling
-from workers.report import as_built
+from workers.engine_rank import EngineRank
 from workers.serve import Emit, Handler, Reply
 from workers.weights import Importer, from_json
 
 
-class Rollout:
+class Rollout(EngineRank[RolloutEngine]):
     """A rank of the rollout; each is a replica of its own."""
 
     def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-        self._engine: RolloutEngine | None = None
+        super().__init__(rank)
         self._importer: Importer | None = None
         self.version = 0  # of the weights, as the driver counts them; every sample carries it
-        self.device = "cpu"
-        self.before_GiB = 0.0  # held before there was a model
-
-    @property
-    def engine(self) -> RolloutEngine:
-        assert self._engine is not None, "build comes first"
-        return self._engine
 
     @property
     def importer(self) -> Importer:
@@ -40,14 +32,7 @@ class Rollout:
 
     def build(self, message: Message, emit: Emit) -> Reply:
         config = RolloutConfig.model_validate(message.body)
-        self.device = config.model.device
-        engine = rollout_engine(config.engine.kind)
-        self.before_GiB = memory.held_GiB(self.device)
-        self._engine = engine.build(config, self.rank)
-        report = as_built(
-            "rollout", self.rank, engine=config.engine.kind, device=config.model.device, model=self.engine.built()
-        )
-        return report.model_dump(), {}
+        return self.hold("rollout", config, rollout_engine(config.engine.kind))
 
     def generate(self, message: Message, emit: Emit) -> Reply:
         """Finished groups leave as parts; the answer itself carries counters only."""
@@ -57,7 +42,7 @@ class Rollout:
             emit({}, batch.with_columns(version_B=np.full(len(batch), self.version)).columns)
 
         counters = dict(self.engine.generate(message.batch, sampling, send))
-        return {**counters, "used_GiB": memory.used_GiB(self.device, self.before_GiB)}, {}
+        return {**counters, "used_GiB": self.used_GiB}, {}
 
     def probe(self, message: Message, emit: Emit) -> Reply:
         return {}, {"logprob_T": self.engine.score(message.batch, float(message.body["temperature"]))}
@@ -84,24 +69,15 @@ class Rollout:
         return {"weights": weights, "checksum_s": checksum.seconds() - hashed_s}, {}
 
     def sleep(self, message: Message, emit: Emit) -> Reply:
-        """Leave the device to trainers. Answers the memory held before and after, in GiB."""
-        before = memory.held_GiB(self.device)
-        self.engine.sleep(int(message.body["level"]))
-        memory.hand_back(self.device)
-        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+        return self.leave(lambda: self.engine.sleep(int(message.body["level"])))
 
     def wake(self, message: Message, emit: Emit) -> Reply:
-        """Bring back what `tags` name, and answer as `sleep` does."""
-        before = memory.held_GiB(self.device)
-        self.engine.wake(message.body["tags"])
-        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+        return self.come_back(lambda: self.engine.wake(message.body["tags"]))
 
     def close(self, message: Message, emit: Emit) -> Reply:
         if self._importer is not None:
             self._importer.close()
-        if self._engine is not None:
-            self._engine.close()
-        return {}, {}
+        return super().close(message, emit)
 
     def handlers(self) -> Mapping[Verb, Handler]:
         return {

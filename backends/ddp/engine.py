@@ -25,8 +25,9 @@ from backends.train.policy import Policy
 from backends.train.shards import Shard, whole
 from backends.train.verify import verify_packing
 from specs.as_built import ModelBuilt
+from specs.engine_tables import DdpEngine
 from specs.role_config import TrainConfig
-from specs.schema import DdpEngine, DType
+from specs.schema import DType
 
 
 class DdpTrainEngine(HfTrainEngine):

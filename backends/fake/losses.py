@@ -1,5 +1,5 @@
 """GRPO's loss in numpy with its derivatives written out: the fake engine's, and the tests' second opinion on
-`backends/losses.py`. N: loss tokens."""
+`backends/train/losses.py`. N: loss tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specs.schema import Grpo
+from specs.algorithms import Grpo
 
 Column = NDArray[np.float64]
 

@@ -17,11 +17,12 @@ from backends.protocol import GreedyAnswer, LossScale, OnMeta, Rank, StepResult,
 from backends.train.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches
 from backends.train.schedule import lr_at
 from backends.train.trainer_state import TrainerState
+from specs.algorithms import Grpo
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.errors import CheckpointError, ModelError
 from specs.role_config import TrainConfig
-from specs.schema import DType, Grpo, WeightForm
+from specs.schema import DType, WeightForm
 
 
 class FakeTrainEngine(TrainEngine):

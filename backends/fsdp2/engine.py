@@ -27,8 +27,9 @@ from backends.train.policy import Policy
 from backends.train.shards import Shard
 from backends.train.verify import verify_packing
 from specs.as_built import ModelBuilt
+from specs.engine_tables import Fsdp2Engine
 from specs.role_config import TrainConfig
-from specs.schema import DType, Fsdp2Engine
+from specs.schema import DType
 
 
 class Fsdp2TrainEngine(HfTrainEngine):

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from backends.protocol import Rank
 from backends.train.policy import Policy
 from backends.train.shards import Shard, whole
+from specs.engine_tables import Fsdp2Engine
 from specs.errors import ModelError
-from specs.schema import Fsdp2Engine
 
 
 class Mesh:

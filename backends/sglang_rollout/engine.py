@@ -28,9 +28,9 @@ from backends.stops import stop_tokens
 from backends.uniform import sample_keys
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
+from specs.engine_tables import SglangEngine
 from specs.errors import ModelError, RlctlError, SyncError
 from specs.role_config import RolloutConfig, Sampling
-from specs.schema import SglangEngine
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 OLDEST = "0.5.23"  # what this was written and tested against; older ones differ in what a log-prob means

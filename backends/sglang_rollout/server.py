@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from backends.sglang_rollout.client import Client
+from specs.engine_tables import SglangEngine
 from specs.errors import ModelError, SamplerDied
 from specs.role_config import RolloutConfig
-from specs.schema import SglangEngine
 
 START_LIMIT_S = 3600.0  # `run.start_timeout_s` ends a slow start long before; this one holds where there is no driver
 END_LIMIT_S = 20.0

@@ -37,9 +37,10 @@ from backends.train.row import Row, can_share_prompts, packed_row
 from backends.train.schedule import lr_at
 from backends.train.shards import Shard, ShardReader, write_shards
 from backends.train.trainer_state import TrainerState
+from specs.algorithms import Grpo
 from specs.batch import Batch
 from specs.role_config import TrainConfig
-from specs.schema import DType, Grpo, WeightForm
+from specs.schema import DType, WeightForm
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from backends.train.losses import LOSS_SUMS, TokenColumns, grpo_loss
-from specs.schema import Grpo
+from specs.algorithms import Grpo
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Token losses of policy optimisation: pure functions of log-probs, one value per loss token (N).
 
-A loss over a mini-batch is the sum of these, each times its weight (`backends/packing.py: loss_weight_T`), so it does
-not depend on how tokens are split over micro-batches and ranks.
+A loss over a mini-batch is the sum of these, each times its weight (`backends/train/packing.py: loss_weight_T`), so it
+does not depend on how tokens are split over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specs.schema import Grpo
+from specs.algorithms import Grpo
 
 MAX_LOG_RATIO = 20.0  # exp of more overflows what a gradient can use
 MAX_KL = 10.0

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.protocol import LossScale
+from specs.algorithms import Grpo
 from specs.batch import Batch
 from specs.errors import BatchError
-from specs.schema import Grpo
 
 
 def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:

@@ -24,9 +24,10 @@ from backends.vllm_rollout.requests import answer_of, sampling_params
 from backends.vllm_rollout.start import has_sleep_mode, start_vllm
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
+from specs.engine_tables import VllmEngine
 from specs.errors import SyncError
 from specs.role_config import RolloutConfig, Sampling
-from specs.schema import VllmEngine, WeightForm
+from specs.schema import WeightForm
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

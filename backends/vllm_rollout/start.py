@@ -10,9 +10,9 @@ import torch._dynamo
 
 from backends.adapter_names import place_of
 from backends.model_shape import ModelShape
+from specs.engine_tables import VllmEngine
 from specs.errors import ModelError
 from specs.role_config import RolloutConfig
-from specs.schema import VllmEngine
 from specs.vllm_rules import lora_room
 
 if TYPE_CHECKING:

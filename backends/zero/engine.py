@@ -31,8 +31,9 @@ from backends.zero.build import cut_model, start_deepspeed
 from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, full_shape
 from specs.as_built import ModelBuilt
 from specs.deepspeed_config import deepspeed_config
+from specs.engine_tables import ZeroEngine
 from specs.role_config import TrainConfig
-from specs.schema import DType, Optimizer, ZeroEngine
+from specs.schema import DType, Optimizer
 
 
 class ZeroTrainEngine(HfTrainEngine):

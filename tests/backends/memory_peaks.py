@@ -8,25 +8,22 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent / "support")]
 torch.set_num_threads(1)
 
+from peak_memory import grown_bytes  # noqa: E402
 from train_helpers import build_engine, grpo, scale_of, train_config, write_model  # noqa: E402
 
 from specs.batch import Batch  # noqa: E402
-from specs.schema import DdpEngine  # noqa: E402
-
-
-def status(key: str) -> int:
-    """Bytes, of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+from specs.engine_tables import DdpEngine  # noqa: E402
 
 
 def full_batch(tokens: int, longest: int, vocab: int) -> Batch:
@@ -58,10 +55,7 @@ def peak_of(folder: Path, case: dict[str, Any]) -> int:
     for tokens in (case["longest"], case["tokens"]):  # the first one warms up
         batch = full_batch(tokens, case["longest"], case["model"]["vocab_size"])
         gc.collect()
-        held = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        engine.forward_backward(batch, algorithm, scale_of(batch))
-        peak = status("VmHWM") - held
+        peak = grown_bytes(partial(engine.forward_backward, batch, algorithm, scale_of(batch)))
     return peak
 
 

@@ -19,8 +19,8 @@ from backends.sglang_rollout.engine import SglangRolloutEngine
 from backends.sglang_rollout.fingerprints import Fingerprints
 from backends.sglang_rollout.server import Server, arguments
 from backends.stops import stop_tokens
+from specs.engine_tables import SglangEngine
 from specs.role_config import RolloutConfig
-from specs.schema import SglangEngine
 
 REPO = Path(__file__).resolve().parents[2]
 _running: dict[str, Server] = {}

@@ -27,7 +27,7 @@ from backends.protocol import Rank, TrainEngine  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
 from backends.train.parking import Parking  # noqa: E402
 from specs.batch import Batch, balanced_shards  # noqa: E402
-from specs.schema import DdpEngine, Fsdp2Engine, ZeroEngine  # noqa: E402
+from specs.engine_tables import DdpEngine, Fsdp2Engine, ZeroEngine  # noqa: E402
 
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
 # Changes to `train_config`, by the name of a case. One that starts with "4:" runs on four ranks, others on two.

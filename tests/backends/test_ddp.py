@@ -38,8 +38,9 @@ from backends.train.losses import TokenColumns, grpo_loss
 from backends.train.shards import ShardReader
 from backends.train.verify import verify_packing
 from specs.batch import Batch
+from specs.engine_tables import DdpEngine
 from specs.errors import ModelError
-from specs.schema import DdpEngine, Optimizer
+from specs.schema import Optimizer
 
 STEPS = 5
 

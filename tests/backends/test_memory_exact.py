@@ -15,8 +15,9 @@ from train_helpers import QWEN2, write_model
 
 from rlctl.memory_parts import ADAM_BYTES
 from rlctl.memory_states import Held, state_parts
+from specs.engine_tables import DdpEngine, Fsdp2Engine, ZeroEngine
 from specs.model_tensors import tensors_of_config
-from specs.schema import DdpEngine, Fsdp2Engine, Lora, Optimizer, ZeroEngine
+from specs.schema import Lora, Optimizer
 
 WITHIN = 0.01
 RANKS = 2

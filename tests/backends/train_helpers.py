@@ -11,9 +11,11 @@ import numpy as np
 
 from backends.protocol import LossScale, TrainEngine
 from backends.registry import train_engine
+from specs.algorithms import Grpo
 from specs.batch import Batch
+from specs.engine_tables import DdpEngine, FakeTrainEngine, Fsdp2Engine
 from specs.role_config import ModelConfig, TrainConfig
-from specs.schema import DdpEngine, FakeTrainEngine, Fsdp2Engine, Grpo, Optimizer, WeightForm
+from specs.schema import Optimizer, WeightForm
 
 VOCAB = 23
 

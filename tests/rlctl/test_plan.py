@@ -11,29 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_spec import raw_spec
 
 from rlctl.plan import Plan, make_plan, package_root, usable_cores
 from specs.errors import SpecError
 from specs.schema import Spec
 
-BASE: dict[str, Any] = {
-    "schema": 1,
-    "run": {"name": "t", "steps": 1},
-    "model": {"path": "builtin:tiny-digits", "from_scratch": True},
-    "data": {
-        "train": "builtin:sort-digits",
-        "prompts_per_step": 4,
-        "max_prompt_tokens": 16,
-        "max_response_tokens": 8,
-    },
-    "reward": {"terms": [{"kind": "exact_match"}]},
-    "algorithm": {"kind": "grpo", "group_size": 4},
-}
-
 
 def plan(cores: int = 8, **sections: Any) -> Plan:
-    merged = {**BASE, **{name: {**BASE.get(name, {}), **section} for name, section in sections.items()}}
-    return make_plan(Spec.model_validate(merged), Path("/specs"), cores=cores)
+    return make_plan(Spec.model_validate(raw_spec(**sections)), Path("/specs"), cores=cores)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_spec import raw_spec
 
 from rlctl.tracking import numbers, open_tracker
 from specs.errors import SpecError
@@ -14,18 +15,7 @@ from specs.schema import Spec
 
 
 def spec_with(tracking: dict[str, Any] | None) -> Spec:
-    return Spec.model_validate(
-        {
-            "schema": 1,
-            "run": {"name": "tracked", "steps": 2},
-            "model": {"path": "builtin:tiny-digits", "from_scratch": True},
-            "data": {"train": "builtin:sort-digits", "prompts_per_step": 1, "max_prompt_tokens": 8,
-                     "max_response_tokens": 8},
-            "reward": {"terms": [{"kind": "exact_match"}]},
-            "algorithm": {"kind": "grpo", "group_size": 2},
-            "tracking": tracking,
-        }
-    )  # fmt: skip
+    return Spec.model_validate(raw_spec(run={"name": "tracked"}, **({"tracking": tracking} if tracking else {})))
 
 
 def test_only_finite_numbers_are_tracked() -> None:

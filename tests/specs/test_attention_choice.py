@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_spec import raw_spec
 
 from specs import attention_rules
 from specs.attention import AttentionFacts, Decision, decide, score_changes
@@ -143,16 +144,7 @@ def spec(folder: Path, *overrides: str, **config: Any) -> Spec:
     """A run with a reference and a model of this config; vLLM samples, so that `model.*` is for the trainers."""
     shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 16}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **shape, **config}))
-    raw: dict[str, Any] = {
-        "schema": 1,
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": str(folder), "from_scratch": True},
-        "data": {"train": "builtin:sort-digits", "prompts_per_step": 8},
-        "reward": {"terms": [{"kind": "exact_match"}]},
-        "algorithm": {"kind": "grpo", "group_size": 4, "kl_coef": 0.1},
-        "rollout": {"engine": {"kind": "vllm"}},
-    }
-    raw["data"] |= {"max_prompt_tokens": 8, "max_response_tokens": 8}
+    raw = raw_spec(model={"path": str(folder)}, algorithm={"kl_coef": 0.1}, rollout={"engine": {"kind": "vllm"}})
     return spec_from(raw, list(overrides))
 
 

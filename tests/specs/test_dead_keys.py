@@ -26,8 +26,9 @@ from specs.errors import SpecError
 from specs.keys import kind_of, tables_of, walk
 from specs.load import spec_from
 from specs.road_rules import choose_road
-from specs.schema import Spec, Table
+from specs.schema import Spec
 from specs.seats import seat_groups
+from specs.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 DERIVED = ("roles", "samples_per_step", "optimizer_steps", "max_sequence_tokens", "logprob_gaps", "probe_gap")

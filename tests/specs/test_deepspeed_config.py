@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
+from small_spec import problems_of, raw_spec
 
 from specs.deepspeed_config import deepspeed_config, deepspeed_problems
-from specs.errors import Problem, SpecError
-from specs.load import spec_from
-from specs.schema import DType, Optimizer, ZeroEngine
-
-BASE = {
-    "schema": 1,
-    "run": {"name": "zero", "steps": 5},
-    "model": {"path": "builtin:tiny-digits", "from_scratch": True},
-    "data": {"train": "builtin:sort-digits", "prompts_per_step": 8, "max_prompt_tokens": 8, "max_response_tokens": 6},
-    "reward": {"terms": [{"kind": "exact_match"}]},
-    "algorithm": {"kind": "grpo", "group_size": 4},
-}
+from specs.engine_tables import ZeroEngine
+from specs.errors import Problem
+from specs.schema import DType, Optimizer
 
 
 def problems(engine: dict[str, object], **changes: object) -> list[Problem]:
     actor = {"launcher": "torchrun", "processes": 2, "engine": {"kind": "zero", **engine}}
     actor |= changes.pop("actor", {})  # type: ignore[arg-type, operator]
-    try:
-        spec_from(deepcopy({**BASE, "actor": actor, **changes}))
-    except SpecError as error:
-        return list(error.problems)
-    return []
+    return problems_of(raw_spec(actor=actor, **changes))
 
 
 def config(engine: dict[str, object], dtype: DType = "fp32", device: str = "cpu", **optimizer: object) -> dict:
@@ -148,7 +134,7 @@ def test_what_fits_is_fine() -> None:
 
 
 def test_a_reference_has_nothing_to_cut_below_stage_3() -> None:
-    changes = {"algorithm": {**BASE["algorithm"], "kl_coef": 0.1}}
+    changes = {"algorithm": {"kl_coef": 0.1}}
     ref = {"launcher": "torchrun", "processes": 2, "engine": {"kind": "zero", "stage": 2}}
     assert [problem.key for problem in problems({}, ref=ref, **changes)] == ["ref.engine.stage"]
     ref["engine"] = {"kind": "zero3", "offload_optimizer": False, "deepspeed": {"gradient_clipping": 1.0}}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from specs.keys import homes, known_keys, walk
 from specs.schema import Spec
@@ -55,3 +58,13 @@ def test_synonyms_point_at_keys_that_exist() -> None:
     known = {key for key, _ in walk()}
     assert set(SYNONYMS.values()) <= known
     assert not set(SYNONYMS) & set(homes()), "a synonym hides a real key"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_files_that_a_guide_names_are_there(page: str) -> None:
+    """With their folder, or, after one that has it, without."""
+    named = re.findall(r"`((?:\w+/)*[\w*]+\.py)`", (ROOT / page).read_text())
+    assert len(named) > 5
+    folders = ("rlctl", "workers", "backends", "specs", "tests", "scripts")
+    places = {name: [name] if "/" in name else [f"{folder}/**/{name}" for folder in folders] for name in named}
+    assert [name for name, tried in places.items() if not any(path for one in tried for path in ROOT.glob(one))] == []

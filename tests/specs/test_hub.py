@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hub_server import CONFIG, LONG_S, SECRET, Hub, serve
-from test_load_spec import GOOD
+from small_spec import raw_spec
 
 from rlctl.init import presets
 from specs import hub, hub_http, reference
@@ -37,7 +36,7 @@ def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def check(folder: Path, model: str, *more: str) -> tuple[list[Problem], list[Problem]]:
     changes = (f"model.path={model}", "model.from_scratch=false", *more)
-    return file_problems(spec_from(copy.deepcopy(GOOD), changes), folder)
+    return file_problems(spec_from(raw_spec(), changes), folder)
 
 
 def test_a_model_that_is_there_is_looked_at_and_nothing_is_said(the_hub: Hub, tmp_path: Path) -> None:
@@ -46,7 +45,7 @@ def test_a_model_that_is_there_is_looked_at_and_nothing_is_said(the_hub: Hub, tm
     assert check(tmp_path, "org/large-tokenizer") == ([], [])
     assert the_hub.tokens() == {""}
     asked = len(the_hub.seen)
-    spec = spec_from(copy.deepcopy(GOOD), ("model.path=org/good", "model.from_scratch=false"))
+    spec = spec_from(raw_spec(), ("model.path=org/good", "model.from_scratch=false"))
     decision = attention_of(spec, "actor", tmp_path)
     assert decision is not None
     assert decision.implementation == "sdpa"

@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
+from small_spec import problems_of, raw_spec
 
 from specs.errors import SpecError
 from specs.load import load_spec, spec_from
 
-GOOD: dict[str, Any] = {
-    "schema": 1,
-    "run": {"name": "test", "steps": 10},
-    "model": {"path": "builtin:tiny-digits", "from_scratch": True},
-    "data": {"train": "builtin:sort-digits", "prompts_per_step": 8, "max_prompt_tokens": 8, "max_response_tokens": 8},
-    "reward": {"terms": [{"kind": "exact_match"}]},
-    "algorithm": {"kind": "grpo", "group_size": 4},
-}
-GONE = object()
-
-
-def edited(edits: dict[str, Any]) -> dict[str, Any]:
-    """GOOD with keys set (dotted; list entries by number) or, for GONE, taken out."""
-    raw = copy.deepcopy(GOOD)
-    for key, value in edits.items():
-        *parents, last = key.split(".")
-        node: Any = raw
-        for part in parents:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        if value is GONE:
-            del node[last]
-        else:
-            node[int(last) if isinstance(node, list) else last] = value
-    return raw
-
-
-def problems(edits: dict[str, Any]) -> list[Any]:
-    with pytest.raises(SpecError) as caught:
-        spec_from(edited(edits))
-    return caught.value.problems
-
 
 def test_the_good_spec_is_good_and_unchanged_by_loading() -> None:
-    spec = spec_from(copy.deepcopy(GOOD))
+    good = raw_spec()
+    spec = spec_from(copy.deepcopy(good))
     assert spec.samples_per_step == 32
     resolved = spec.resolved()
-    for section, keys in GOOD.items():
+    for section, keys in good.items():
         if isinstance(keys, dict):
             for key, value in keys.items():
                 if key != "terms":
@@ -55,23 +25,24 @@ def test_the_good_spec_is_good_and_unchanged_by_loading() -> None:
 
 
 def test_whole_numbers_serve_as_numbers_and_lists_as_lists() -> None:
-    spec = spec_from(edited({"rollout.temperature": 2, "rollout.stop": ["a"], "actor.optimizer.betas": [0, 0.9]}))
+    spec = spec_from(raw_spec(rollout={"temperature": 2, "stop": ["a"]}, actor={"optimizer": {"betas": [0, 0.9]}}))
     assert spec.rollout.temperature == 2.0
     assert spec.rollout.stop == ("a",)
 
 
 def test_all_problems_come_at_once_and_in_one_message() -> None:
-    found = problems({"run.steps": 0, "actor.optimizer": {"rl": 1.0}, "rollout.top_p": "1", "data.chat": "maybe"})
+    broken = {"run": {"steps": 0}, "actor": {"optimizer": {"rl": 1.0}}, "rollout": {"top_p": "1"}}
+    found = problems_of(raw_spec(**broken, data={"chat": "maybe"}))
     assert {problem.key for problem in found} == {"run.steps", "actor.optimizer.rl", "rollout.top_p", "data.chat"}
 
 
 def test_all_rules_speak_at_once() -> None:
-    found = problems({"ref": {}, "algorithm.mini_batches_per_step": 5, "data.split": "x"})
+    found = problems_of(raw_spec(ref={}, algorithm={"mini_batches_per_step": 5}, data={"split": "x"}))
     assert {problem.key for problem in found} == {"[ref]", "algorithm.mini_batches_per_step", "data.split"}
 
 
 def test_an_engine_table_without_kind_is_the_default_engine() -> None:
-    spec = spec_from(edited({"rollout.engine": {"max_sequences": 7}}))
+    spec = spec_from(raw_spec(rollout={"engine": {"max_sequences": 7}}))
     assert spec.rollout.engine.kind == "torch"
     assert spec.rollout.engine.max_sequences == 7
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-from test_load_spec import GOOD
+from small_spec import raw_spec
 
 from specs.errors import SpecError
 from specs.load import spec_from
@@ -33,7 +31,7 @@ def test_values_are_toml_or_else_text(text: str, value: object) -> None:
 
 def test_keys_of_every_depth_can_be_set() -> None:
     spec = spec_from(
-        copy.deepcopy(GOOD),
+        raw_spec(),
         ["run.steps=3", "actor.optimizer.lr=0.5", "reward.terms.0.weight=2", "eval.every=2", "actor.devices=[1]"],
     )
     assert (spec.run.steps, spec.actor.optimizer.lr, spec.reward.terms[0].weight) == (3, 0.5, 2.0)
@@ -42,7 +40,7 @@ def test_keys_of_every_depth_can_be_set() -> None:
 
 
 def test_the_last_of_two_settings_wins() -> None:
-    assert spec_from(copy.deepcopy(GOOD), ["run.steps=3", "run.steps=4"]).run.steps == 4
+    assert spec_from(raw_spec(), ["run.steps=3", "run.steps=4"]).run.steps == 4
 
 
 @pytest.mark.parametrize(
@@ -62,11 +60,11 @@ def test_the_last_of_two_settings_wins() -> None:
 )
 def test_what_cannot_be_set_is_named(override: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
-        spec_from(copy.deepcopy(GOOD), [override])
+        spec_from(raw_spec(), [override])
     assert words in str(caught.value)
 
 
 def test_a_bad_override_and_a_bad_key_are_reported_together() -> None:
     with pytest.raises(SpecError) as caught:
-        spec_from({**copy.deepcopy(GOOD), "zzz": 1}, ["nonsense"])
+        spec_from({**raw_spec(), "zzz": 1}, ["nonsense"])
     assert len(caught.value.problems) == 2

@@ -5,44 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from small_spec import only_problem, raw_spec
 
-from specs.errors import Problem, SpecError
+from specs.errors import SpecError
 from specs.load import spec_from
 from specs.schema import Spec
 
 GPUS = {"kind": "vllm", "tensor_parallel": 2}
 
 
+def raw(rollout: dict[str, Any]) -> dict[str, Any]:
+    return raw_spec(rollout={"engine": {"kind": "vllm"}, **rollout})
+
+
 def spec(rollout: dict[str, Any], *overrides: str) -> Spec:
-    return spec_from(
-        {
-            "schema": 1,
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": "builtin:tiny-digits", "from_scratch": True},
-            "data": {
-                "train": "builtin:sort-digits",
-                "prompts_per_step": 8,
-                "max_prompt_tokens": 8,
-                "max_response_tokens": 8,
-            },
-            "reward": {"terms": [{"kind": "exact_match"}]},
-            "algorithm": {"kind": "grpo", "group_size": 4},
-            "rollout": {"engine": {"kind": "vllm"}, **rollout},
-        },
-        list(overrides),
-    )
-
-
-def only_problem(rollout: dict[str, Any]) -> Problem:
-    with pytest.raises(SpecError) as caught:
-        spec(rollout)
-    (found,) = caught.value.problems
-    assert found.hint
-    return found
+    return spec_from(raw(rollout), list(overrides))
 
 
 def test_vllm_chooses_its_own_attention() -> None:
-    found = only_problem({"attn_implementation": "sdpa"})
+    found = only_problem(raw({"attn_implementation": "sdpa"}))
     assert (found.key, found.value) == ("rollout.attn_implementation", '"sdpa"')
     assert "vllm chooses its attention itself" in found.message
 
@@ -68,21 +49,21 @@ def test_a_replica_that_is_cut_has_several_gpus(processes: int) -> None:
     ],
 )
 def test_gpus_that_do_not_share_out(devices: list[int], hint: str) -> None:
-    found = only_problem({"engine": GPUS, "processes": 2, "devices": devices})
+    found = only_problem(raw({"engine": GPUS, "processes": 2, "devices": devices}))
     assert found.key == "rollout.devices"
     assert found.message == f"{len(devices)} GPUs for 2 processes; each process has 2 (tensor_parallel)"
     assert found.hint == hint
 
 
 def test_a_model_is_not_cut_on_the_cpu() -> None:
-    found = only_problem({"engine": GPUS, "processes": 2})
+    found = only_problem(raw({"engine": GPUS, "processes": 2}))
     assert (found.key, found.value) == ("rollout.engine.tensor_parallel", "2")
     assert "name 4 GPUs in rollout.devices" in found.hint
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_replicas_need_no_launcher(launcher: str) -> None:
-    assert only_problem({"launcher": launcher}).key == "rollout.launcher"
+    assert only_problem(raw({"launcher": launcher})).key == "rollout.launcher"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +72,7 @@ def test_replicas_need_no_launcher(launcher: str) -> None:
 )
 def test_a_share_of_gpu_memory_needs_a_gpu_to_share(more: dict[str, Any], why: str) -> None:
     engine = {"kind": "vllm", "gpu_memory_utilization": 0.5, **({"kv_cache_GiB": 2.0} if more else {})}
-    found = only_problem({"engine": engine, **more})
+    found = only_problem(raw({"engine": engine, **more}))
     assert found.key == "rollout.engine.gpu_memory_utilization"
     assert why in found.message
     assert spec({"engine": {"kind": "vllm", "gpu_memory_utilization": 0.5}, "devices": [0]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import struct
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from corpus import qwen2_shapes, write_weights
-from test_load_spec import GOOD
+from small_spec import raw_spec
 
 from specs.errors import Problem
 from specs.files import file_problems
@@ -24,7 +23,7 @@ ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}
 
 
 def check(folder: Path, *overrides: str) -> tuple[list[Problem], list[Problem]]:
-    return file_problems(spec_from(copy.deepcopy(GOOD), overrides), folder)
+    return file_problems(spec_from(raw_spec(), overrides), folder)
 
 
 def only_error(folder: Path, *overrides: str) -> str:
@@ -288,7 +287,7 @@ def test_interpreters_must_be_there_and_executable(tmp_path: Path) -> None:
 @pytest.mark.parametrize("driver", [True, False])
 def test_gpus_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool) -> None:
     monkeypatch.setattr("specs.files.has_nvidia_driver", lambda: driver)
-    spec = spec_from(copy.deepcopy(GOOD), ["actor.devices=[0]"])
+    spec = spec_from(raw_spec(), ["actor.devices=[0]"])
     found = [Problem("actor.devices", "this machine has no NVIDIA driver", "leave it out to run on the CPU", "[0]")]
     assert file_problems(spec, tmp_path) == ([], [] if driver else found)
     assert file_problems(spec, tmp_path, starting=True) == ([] if driver else found, [])

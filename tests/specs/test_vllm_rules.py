@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from small_spec import only_problem, raw_spec
 
 from rlctl.residency import sleep_level
 from specs.cut_rules import odd_heads
-from specs.errors import Problem, SpecError
 from specs.load import spec_from
 from specs.schema import Spec
 from specs.vllm_rules import LORA_ROOMS, lora_room
@@ -16,33 +16,13 @@ from specs.vllm_rules import LORA_ROOMS, lora_room
 ADAPTERS = {"kind": "vllm", "lora": "adapters"}
 
 
+def raw(rollout: dict[str, Any], lora: dict[str, Any] | None) -> dict[str, Any]:
+    model = {"path": "some/model", "from_scratch": False}
+    return raw_spec(model=model, actor={} if lora is None else {"lora": lora}, rollout=rollout)
+
+
 def spec(rollout: dict[str, Any], lora: dict[str, Any] | None) -> Spec:
-    return spec_from(
-        {
-            "schema": 1,
-            "run": {"name": "test", "steps": 10},
-            "model": {"path": "some/model"},
-            "data": {
-                "train": "builtin:sort-digits",
-                "prompts_per_step": 8,
-                "max_prompt_tokens": 8,
-                "max_response_tokens": 8,
-            },
-            "reward": {"terms": [{"kind": "exact_match"}]},
-            "algorithm": {"kind": "grpo", "group_size": 4},
-            "actor": {} if lora is None else {"lora": lora},
-            "rollout": rollout,
-        },
-        [],
-    )
-
-
-def only_problem(rollout: dict[str, Any], lora: dict[str, Any] | None) -> Problem:
-    with pytest.raises(SpecError) as caught:
-        spec(rollout, lora)
-    (found,) = caught.value.problems
-    assert found.hint
-    return found
+    return spec_from(raw(rollout, lora))
 
 
 def test_who_applies_adapters() -> None:
@@ -61,13 +41,13 @@ def test_how_deep_a_sampler_sleeps() -> None:
 
 @pytest.mark.parametrize("how", ["merged", "adapters"])
 def test_without_adapters_the_key_has_no_effect(how: str) -> None:
-    found = only_problem({"engine": {"kind": "vllm", "lora": how}}, None)
+    found = only_problem(raw({"engine": {"kind": "vllm", "lora": how}}, None))
     assert (found.key, found.value) == ("rollout.engine.lora", f'"{how}"')
     assert "the actor trains no adapters" in found.message
 
 
 def test_a_rank_that_vllm_has_no_room_for() -> None:
-    found = only_problem({"engine": ADAPTERS}, {"rank": 513})
+    found = only_problem(raw({"engine": ADAPTERS}, {"rank": 513}))
     assert (found.key, found.value) == ("actor.lora.rank", "513")
     assert "up to 512" in found.message
     assert spec({"engine": ADAPTERS}, {"rank": 512})
@@ -75,7 +55,7 @@ def test_a_rank_that_vllm_has_no_room_for() -> None:
 
 
 def test_on_a_gpu_adapters_compute_in_bf16() -> None:
-    found = only_problem({"engine": ADAPTERS, "devices": [0], "dtype": "fp32"}, {"rank": 8})
+    found = only_problem(raw({"engine": ADAPTERS, "devices": [0], "dtype": "fp32"}, {"rank": 8}))
     assert found.key == "rollout.engine.lora"
     assert 'rollout.dtype = "bf16"' in found.hint
     assert spec({"engine": ADAPTERS, "devices": [0], "dtype": "bf16"}, {"rank": 8})

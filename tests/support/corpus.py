@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli
+from small_spec import raw_spec
 
 from rlctl.init import presets
 from specs.model_files import BUILTIN_FOLDER
@@ -43,8 +44,8 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 def base(name: str = "") -> dict[str, Any]:
-    file = presets()[name] if name else CORPUS / "base.toml"
-    return tomli.loads(file.read_text())
+    """Tables of a preset, or of the small spec."""
+    return tomli.loads(presets()[name].read_text()) if name else raw_spec()
 
 
 def edited(raw: dict[str, Any], sets: dict[str, Any], removed: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ TABLES = '''
 
 from typing import Literal
 
-from specs.schema import FakeRolloutEngine, TorchRolloutEngine
+from specs.engine_tables import FakeRolloutEngine, TorchRolloutEngine
 
 
 class LeakingTable(FakeRolloutEngine):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from specs.schema import FakeTrainEngine
+from specs.engine_tables import FakeTrainEngine
 
 
 class ShoutTable(FakeTrainEngine):

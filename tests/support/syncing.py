@@ -10,9 +10,10 @@ from local_group import LocalGroup
 from backends.protocol import Rank
 from rlctl.residency import Residency
 from rlctl.sync import SHM, WeightSync
+from specs.engine_tables import DdpEngine, FakeRolloutEngine, FakeTrainEngine, TorchRolloutEngine
 from specs.messages import Verb
 from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
-from specs.schema import DdpEngine, FakeRolloutEngine, FakeTrainEngine, Optimizer, TorchRolloutEngine
+from specs.schema import Optimizer
 from workers.actor import Actor
 from workers.rollout import Rollout
 

@@ -15,7 +15,7 @@ from backends.text import TextCodec, load_codec
 from specs.builtin_tasks import sort_digits
 from specs.errors import DataError
 from specs.role_config import RewardConfig
-from specs.schema import DataSection
+from specs.run_sections import DataSection
 from specs.templates import render_template, template_columns
 from workers.data import EVAL_IDS, RunData, open_data, scattered
 from workers.prompts import PromptTable, build_table

@@ -21,10 +21,11 @@ from backends.protocol import Rank
 from rlctl.residency import Residency
 from rlctl.roads import Road
 from rlctl.sync import WeightSync
+from specs.engine_tables import DdpEngine, TorchRolloutEngine
 from specs.errors import RlctlError, SyncError
 from specs.messages import Verb
 from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
-from specs.schema import DdpEngine, Optimizer, TorchRolloutEngine
+from specs.schema import Optimizer
 from workers.actor import Actor
 from workers.roads import open_writer, shm, sweep
 from workers.rollout import Rollout

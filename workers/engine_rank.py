@@ -1,0 +1,61 @@
+"""What every rank with an engine does with it: builds and reports it, lets others have its device, closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from backends import memory
+from backends.protocol import Rank, RolloutEngine, TrainEngine
+from specs.messages import Message
+from specs.role_config import RolloutConfig, TrainConfig
+from workers.report import as_built
+from workers.serve import Emit, Reply
+
+Engine = TypeVar("Engine", TrainEngine, RolloutEngine)
+
+
+class EngineRank(Generic[Engine]):
+    """A rank that holds an engine on a device."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._engine: Engine | None = None
+        self.device = "cpu"
+        self.before_GiB = 0.0  # held before there was a model
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "build comes first"
+        return self._engine
+
+    @property
+    def used_GiB(self) -> float:
+        """The most that was held for the model."""
+        return memory.used_GiB(self.device, self.before_GiB)
+
+    def hold(self, role: str, config: TrainConfig | RolloutConfig, engine: type[Engine]) -> Reply:
+        """Build an engine, and answer with what it is."""
+        self.device = config.model.device
+        self.before_GiB = memory.held_GiB(self.device)
+        self._engine = engine.build(config, self.rank)
+        report = as_built(role, self.rank, engine=config.engine.kind, device=self.device, model=self.engine.built())
+        return report.model_dump(), {}
+
+    def leave(self, let_go: Callable[[], None]) -> Reply:
+        """Leave the device to other roles. Answers the memory held before and after, in GiB."""
+        before = memory.held_GiB(self.device)
+        let_go()
+        memory.hand_back(self.device)
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+
+    def come_back(self, bring_back: Callable[[], None]) -> Reply:
+        """Undo `leave`, and answer as it does."""
+        before = memory.held_GiB(self.device)
+        bring_back()
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+
+    def close(self, message: Message, emit: Emit) -> Reply:
+        if self._engine is not None:
+            self._engine.close()
+        return {}, {}
