@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from train_helpers import GEMMA2, GEMMA3, GPT2, QWEN2, model_config, write_model
+from transformers import PreTrainedModel
 
 from backends.attention_choice import choose, refuse_a_swap
-from backends.hf import build_model, describe, named_weights, read_config
+from backends.hf import build_model, build_without_memory, describe, named_weights, read_config
 from specs.errors import ModelError
 
 
@@ -135,6 +137,17 @@ def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
     model.model.layers[1].self_attn.config._attn_implementation = "kernels-community/flash-attn2"
     with pytest.raises(ModelError, match="transformers built kernels-community/flash-attn2, sdpa"):
         refuse_a_swap(model, decision)
+
+
+@pytest.mark.parametrize("how", ["from disk", "drawn", "without weights", "on meta"])
+def test_every_way_of_building_refuses_a_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Where transformers decides it, and with no more than a warning."""
+    build_model(model_config(write_model(tmp_path / "a", QWEN2)), load_weights=True).save_pretrained(tmp_path / "b")
+    config = model_config(tmp_path / "b", from_scratch=how == "drawn")
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda *args, **kwargs: "eager")
+    build = partial(build_model, load_weights=how != "without weights") if how != "on meta" else build_without_memory
+    with pytest.raises(ModelError, match="to be built with sdpa attention, but transformers built eager"):
+        build(config)
 
 
 def test_the_function_really_called_is_read_from_every_layer(tmp_path: Path) -> None:
