@@ -19,6 +19,7 @@ from statistics import mean, median
 
 import _bench
 import torch
+from _bench import GROUP_SIZE, GROUPS, PROMPT_TOKENS, WORKS
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -28,9 +29,6 @@ from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from specs.batch import Batch
 from specs.role_config import Sampling
-
-GROUPS, GROUP_SIZE, PROMPT_TOKENS = 8, 16, 24
-WORKS = {"short ragged": 64, "long tail": 256}
 
 
 def main() -> None:

@@ -87,7 +87,11 @@ class VllmEngine(Table):
     """vLLM in the role's own process: for models and batches where its kernels pay, usually on GPUs."""
 
     kind: Literal["vllm"] = "vllm"
-    tensor_parallel: int = Field(1, gt=0, description="GPUs that hold the model together.")
+    tensor_parallel: int = Field(
+        1,
+        gt=0,
+        description="Workers of vLLM that hold the model together, a part each: a GPU each, on the CPU a process each.",
+    )
     gpu_memory_utilization: float = Field(
         0.5,
         gt=0,

@@ -26,7 +26,7 @@ def rollout_problems(spec: Spec) -> Iterator[Problem]:
             share = show(engine.gpu_memory_utilization)
             yield Problem("rollout.engine.gpu_memory_utilization", f"has no effect: {why}", "remove the key", share)
     each = devices_of_a_process(rollout)
-    if each > 1 and not rollout.devices:
+    if each > 1 and not rollout.devices and not isinstance(engine, VllmEngine):
         message = "cuts the model across GPUs, and rollout runs on the CPU"
         hint = f"remove the key, or name {each * rollout.processes} GPUs in rollout.devices"
         yield Problem("rollout.engine.tensor_parallel", message, hint, str(each))

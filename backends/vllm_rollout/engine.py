@@ -22,6 +22,7 @@ from backends.vllm_rollout.adapters import adapter_request
 from backends.vllm_rollout.read_back import checksum_of
 from backends.vllm_rollout.requests import answer_of, sampling_params
 from backends.vllm_rollout.start import has_sleep_mode, start_vllm
+from backends.vllm_rollout.workers import death_of_workers_told
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.engine_tables import VllmEngine
@@ -40,7 +41,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class VllmRolloutEngine(RolloutEngine):
     """Token ids in, token ids out. Weights come by `import_weight`, never from the model folder."""
 
-    PLAIN_WEIGHTS = True  # see `start.keep_weights_plain`
+    PLAIN_WEIGHTS = True  # see `plain.py`
 
     def __init__(self, config: RolloutConfig, table: VllmEngine, model: ModelShape, llm: LLM) -> None:
         self.config, self.table, self.model, self.llm = config, table, model, llm
@@ -196,7 +197,9 @@ class VllmRolloutEngine(RolloutEngine):
             for name, tokens, params in requests:
                 waiting.add(engine.add_request(name, tokens_input(tokens.tolist()), params, lora_request=self.request))
             while engine.has_unfinished_requests():
-                yield [output for output in engine.step() if output.finished]
+                with death_of_workers_told(self.llm):
+                    outputs = engine.step()
+                yield [output for output in outputs if output.finished]
             waiting.clear()
         finally:
             if waiting:
@@ -219,7 +222,8 @@ class VllmRolloutEngine(RolloutEngine):
         self._forget_prefixes()
         if self._sleep_mode:
             if self._awake:
-                self.llm.sleep(level)
+                with death_of_workers_told(self.llm):
+                    self.llm.sleep(level)
         else:
             self._say_how_it_sleeps()
             self._release(KV_CACHE)
@@ -236,7 +240,8 @@ class VllmRolloutEngine(RolloutEngine):
         for tag in (WEIGHTS, KV_CACHE):
             if tag in tags and tag not in self._awake:
                 if self._sleep_mode:
-                    self.llm.wake_up([tag])
+                    with death_of_workers_told(self.llm):
+                        self.llm.wake_up([tag])
                 self._reclaim(tag)
                 self._awake.add(tag)
                 if tag == WEIGHTS and not self._has_model:
@@ -283,4 +288,5 @@ class VllmRolloutEngine(RolloutEngine):
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of `WorkerExtension` on every worker."""
-        return self.llm.collective_rpc(method, args=args)
+        with death_of_workers_told(self.llm):
+            return self.llm.collective_rpc(method, args=args)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch._dynamo
 
 from backends.adapter_names import place_of
 from backends.model_shape import ModelShape
+from backends.vllm_rollout.installed import vllm_version
 from specs.engine_tables import VllmEngine
 from specs.errors import ModelError
 from specs.role_config import RolloutConfig
@@ -25,6 +27,7 @@ GIB = 2**30
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the role's process is the engine's
     "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers would want a NUMA node each
     "VLLM_NO_USAGE_STATS": "1",
     # One position more than a sequence may have: to score one, vLLM insists on sampling a token after its end. It is
     # dropped before it would take that position.
@@ -34,16 +37,11 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def start_vllm(config: RolloutConfig, table: VllmEngine, model: ModelShape, *, plain_weights: bool) -> LLM:
-    """vLLM with weights that have shape and dtype, but no meaning yet. `plain_weights`: see `keep_weights_plain`.
+    """vLLM with weights that have shape and dtype, but no meaning yet. `plain_weights`: see `plain.py`.
 
     Raises ModelError when vLLM is not installed, or refuses the model or the settings.
     """
     on_cpu = config.model.device == "cpu"
-    if on_cpu and table.tensor_parallel > 1:
-        raise ModelError(
-            f"rollout.engine.tensor_parallel = {table.tensor_parallel} needs GPUs",
-            hint="on the CPU use more replicas (rollout.processes) or threads (rollout.threads)",
-        )
     os.environ.update(_ENVIRONMENT)
     try:
         from vllm import LLM
@@ -53,15 +51,17 @@ def start_vllm(config: RolloutConfig, table: VllmEngine, model: ModelShape, *, p
             hint="run scripts/setup-engine vllm, and set rollout.python to the interpreter that it names",
         ) from None
     _check_platform(on_cpu)
-    if on_cpu and plain_weights:
-        keep_weights_plain()
     arguments = _arguments(config, table, model, on_cpu)
+    arguments["worker_extension_cls"] = _worker_extension(packs=on_cpu and plain_weights)
     if arguments["enforce_eager"]:
         # vLLM compiles helpers of its sampler all the same: on the CPU 20 s of a C++ compiler at the first answer.
         torch._dynamo.config.disable = True
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in workers of their own too
+    if table.tensor_parallel > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // table.tensor_parallel))
     try:
         return LLM(**arguments)
-    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+    except Exception as error:  # from a worker of its own whatever went wrong comes as just that
         raise ModelError(
             f"vLLM {vllm_version()} refuses {config.model.path}: {_gist(error)}",
             hint="the role's log has vLLM's own words; the keys of rollout.engine are passed on to it",
@@ -91,10 +91,15 @@ def _arguments(config: RolloutConfig, table: VllmEngine, model: ModelShape, on_c
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "logprobs_mode": "processed_logprobs",
         "seed": config.model.seed,
-        "worker_extension_cls": "backends.vllm_rollout.worker.WorkerExtension",
         "enable_sleep_mode": has_sleep_mode(),
         "disable_log_stats": True,
     }
+
+
+def _worker_extension(*, packs: bool) -> str:
+    """Name of the class whose methods vLLM adds to its workers. `packs`: its weights are to be kept plain."""
+    module = import_module(f"backends.vllm_rollout.{'plain_worker' if packs else 'worker'}")
+    return f"{module.__name__}.{module.WorkerExtension.__name__}"
 
 
 def _room_for_adapters(config: RolloutConfig, model: ModelShape) -> dict[str, Any]:
@@ -110,38 +115,10 @@ def _room_for_adapters(config: RolloutConfig, model: ModelShape) -> dict[str, An
     }
 
 
-def keep_weights_plain() -> None:
-    """Stop vLLM from packing linear layers for its CPU kernels. Call it before the model is built.
-
-    Packed, the parameters are emptied or, worse, kept beside a copy that computes: the head of a model with tied
-    embeddings then answers from old weights, although each parameter holds the new bytes.
-    """
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-
-    for module, name in ((_custom_ops, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
-        if not hasattr(module, name):
-            raise ModelError(
-                f"vLLM {vllm_version()} has no {module.__name__}.{name}: its packing of weights cannot be switched off",
-                hint="use the version that scripts/setup-engine vllm installs",
-            )
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
-
-
 def has_sleep_mode() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_sleep_mode_available())
-
-
-def vllm_version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "?"
 
 
 def _check_platform(on_cpu: bool) -> None:

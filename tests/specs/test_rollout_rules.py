@@ -10,6 +10,7 @@ from small_spec import only_problem, raw_spec
 from specs.errors import SpecError
 from specs.load import spec_from
 from specs.schema import Spec
+from specs.seats import built_mesh
 
 GPUS = {"kind": "vllm", "tensor_parallel": 2}
 
@@ -55,10 +56,8 @@ def test_gpus_that_do_not_share_out(devices: list[int], hint: str) -> None:
     assert found.hint == hint
 
 
-def test_a_model_is_not_cut_on_the_cpu() -> None:
-    found = only_problem(raw({"engine": GPUS, "processes": 2}))
-    assert (found.key, found.value) == ("rollout.engine.tensor_parallel", "2")
-    assert "name 4 GPUs in rollout.devices" in found.hint
+def test_vllm_cuts_a_model_on_the_cpu_too() -> None:
+    assert built_mesh(spec({"engine": GPUS, "processes": 2}).rollout) == {"tensor": 2}
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

