@@ -57,9 +57,13 @@ def export(
         raise UsageError("--adapter-only: this run was not trained with actor.lora", hint=hint)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
-        proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), adapter_only, status.update)
+    try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
+            proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), adapter_only, status.update)
+    except OSError as error:
+        told = f"{out_dir} cannot be written: {error.strerror or error}"
+        raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
     console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}")
     by = "peft" if adapter_only else "transformers"
     from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
@@ -146,7 +150,8 @@ def _run(python: str, scratch: Path, request: Path, say: Say) -> dict[str, Any]:
     finally:
         process.kill()
         process.wait()
-    result = json.loads(answer.read_text()) if answer.is_file() else {}
+    said = answer.read_text() if answer.is_file() else ""
+    result = json.loads(said) if said else {}  # empty: no room for a word
     if "proof" in result:
         return dict(result["proof"])
     if "error" in result:

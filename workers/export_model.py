@@ -8,8 +8,10 @@ to another as it goes along.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -39,12 +41,12 @@ class ProgressFile:
 def main(request_path: str) -> int:
     die_with_parent()
     request = json.loads(Path(request_path).read_text())
-    answer = Path(request["answer"])
+    answer, out = Path(request["answer"]), Path(request["out"])
     try:
         from backends.export import Source, prove, prove_adapters, write_model
         from backends.export_adapters import write_adapters
 
-        checkpoint, out = Path(request["checkpoint"]), Path(request["out"])
+        checkpoint = Path(request["checkpoint"])
         trust = bool(request["trust_remote_code"])
         source = Source(checkpoint, request["model_path"], request["dtype"], trust)
         progress = ProgressFile(Path(request["progress"]))
@@ -58,6 +60,12 @@ def main(request_path: str) -> int:
         answer.write_text(json.dumps({"proof": dataclasses.asdict(proof)}))
     except RlctlError as error:
         answer.write_text(json.dumps({"error": error.message, "hint": error.hint}))
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        shutil.rmtree(out, ignore_errors=True)  # the answer needs room too
+        answer.write_text(json.dumps({"error": "the disk is full", "hint": "free some space, or name another folder"}))
         return 1
     return 0
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +16,7 @@ from rlctl import checkpoints
 from rlctl.export import Limits, Pace, export
 from specs.errors import ExportError
 from specs.model_files import BUILTIN_FOLDER
+from workers import export_model
 from workers.saved_files import settle
 
 
@@ -61,6 +65,33 @@ def test_a_failure_leaves_nothing_and_says_why(run, tmp_path):
     with pytest.raises(ExportError, match=r"actor has no model-\*\.safetensors"):
         export(run, tmp_path / "out", None, "actor", "fp32", Limits())
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_place_that_cannot_be_written_is_named(run, tmp_path):
+    with pytest.raises(ExportError, match="/proc/none/out cannot be written: No such file or directory"):
+        export(run, Path("/proc/none/out"), None, "actor", "fp32", Limits())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_is_told_and_makes_room_for_the_telling(tmp_path, monkeypatch, number):
+    def write_model(source, out, shard_bytes, progress):
+        (out / "model.safetensors").write_bytes(b"half")
+        raise OSError(number, "no")
+
+    monkeypatch.setattr("backends.export.write_model", write_model)
+    monkeypatch.setattr(export_model, "die_with_parent", lambda: None)
+    names = ("checkpoint", "out", "model_path", "proof_file", "answer", "progress")
+    request = {name: str(tmp_path / name) for name in names}
+    request |= {"dtype": "fp32", "trust_remote_code": False, "adapter_only": False, "shard_bytes": 1, "memory_bytes": 1}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    if number != errno.ENOSPC:  # the traceback is wanted
+        with pytest.raises(OSError, match="no"):
+            export_model.main(str(tmp_path / "request.json"))
+        return
+    assert export_model.main(str(tmp_path / "request.json")) == 1
+    assert json.loads((tmp_path / "answer").read_text())["error"] == "the disk is full"
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_time_that_is_left():
