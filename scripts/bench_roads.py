@@ -1,30 +1,41 @@
-"""GB/s of every weight road between two processes, against a plain memcpy of the same bytes, and what checking costs.
+"""Every weight road between two processes, against a plain memcpy of the bytes that travel, and what checking costs.
 
-    python scripts/bench_roads.py                                # 128 MiB in fp32 and bf16, over shm, folder, group
-    python scripts/bench_roads.py --MiB 512 --bucket-MiB 8 --roads folder
+    python scripts/bench_roads.py                                # 128 MiB of fp32 weights, over shm, folder, group
+    python scripts/bench_roads.py --MiB 512 --bucket-MiB 8 --roads folder --cases fp32
 
 The weights are those of a Qwen2 of about that size. A sync is the real one: the actor's Exporter here, the rollout's
-Importer of the `torch` engine in a process of its own, checksums compared, both ends told as `rlctl/sync.py` does. The
-best of several passes counts, as for memcpy; the first pass (pages are faulted in) is left out. "unchecked" is the same
-with a hash that does nothing: what verification costs is the difference.
+Importer of the `torch` engine in a process of its own, checksums compared, both ends told as `rlctl/sync.py` does, both
+with the threads that roles on shared devices get. A round is one memcpy (one thread, warm memory, the bytes on the
+wire: 2 for each element of bf16), one sync, and each end of the road by itself while the other waits: what the sync
+would take if that end were all of it. "unchecked" is a sync in other processes, with a hash that does nothing.
+
+Cases: `fp32` and `bf16`, actor and rollout alike, and `cast`, an fp32 actor whose weights become bf16 on their way.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _bench import actor_config, model_config, rollout_config, write_config
+from numpy.typing import NDArray
 
-from specs.schema import DdpEngine
+from specs.engine_tables import DdpEngine
+from workers.roads.base import BLOCK_BYTES, BLOCKS
+
+CASES = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "cast": ("fp32", "bf16")}  # of actor, of rollout
+THREADS = str(len(os.sched_getaffinity(0)))  # of each: on shared devices only one of them computes at a time
 
 
 def model_folder(folder: Path, mib: float) -> None:
@@ -57,6 +68,20 @@ def forget_hashing() -> None:
     xxhash.xxh3_64_hexdigest = lambda data: ""
 
 
+def ring_alone() -> NDArray[np.uint8]:
+    """As large as that of the road, and on pages of its own as that is."""
+    ring_U = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), dtype=np.uint8)
+    ring_U[:] = 1
+    return ring_U
+
+
+def blocks_alone(ring_U: NDArray[np.uint8], nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    """A ring that never lets anybody wait."""
+    for number, start in enumerate(range(0, nbytes, BLOCK_BYTES)):
+        first = number % BLOCKS * BLOCK_BYTES
+        yield ring_U[first : first + min(BLOCK_BYTES, nbytes - start)]
+
+
 def reader_main(road: str, options: dict[str, Any], folder: str, dtype: str, checked: bool) -> None:
     """The rollout: obeys lines of JSON."""
     from backends.protocol import Rank
@@ -64,7 +89,9 @@ def reader_main(road: str, options: dict[str, Any], folder: str, dtype: str, che
     from workers.weights import Importer, from_json
 
     config = rollout_config(model_config(folder, 64, dtype=dtype), {"kind": "torch"}, 32)
-    importer = Importer(TorchRolloutEngine.build(config, Rank()), 0, road, options)  # type: ignore[arg-type]
+    engine = TorchRolloutEngine.build(config, Rank())
+    importer = Importer(engine, 0, road, options)  # type: ignore[arg-type]
+    ring_U = ring_alone()
     if not checked:
         forget_hashing()
     print("{}", flush=True)
@@ -74,6 +101,11 @@ def reader_main(road: str, options: dict[str, Any], folder: str, dtype: str, che
             importer.begin([from_json(spec) for spec in told["specs"]], told["offer"])
         elif "bucket" in told:
             answer = importer.read(told["bucket"], told["entries"])
+        elif "alone" in told:
+            started = time.perf_counter()
+            for spec in engine.weight_specs():
+                engine.import_in_blocks(spec, blocks_alone(ring_U, spec.nbytes))
+            answer = {"seconds": time.perf_counter() - started}
         else:
             importer.reader.rest()
         print(json.dumps(answer), flush=True)
@@ -83,7 +115,7 @@ class ReaderProcess:
     def __init__(self, *told: Any) -> None:
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--reader", json.dumps(told)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": THREADS},
         )  # fmt: skip
         self.hear()
 
@@ -99,24 +131,21 @@ class ReaderProcess:
         self.process.communicate()
 
 
-def passes(exporter: Any, reader: ReaderProcess, dtype: str, bucket_bytes: int, count: int) -> list[float]:
-    """Seconds of each pass."""
-    taken = []
-    for number in range(count):
-        started = time.perf_counter()
-        offer = exporter.begin(dtype, bucket_bytes, 1, number == 0)
-        reader.tell({"specs": offer["specs"], "offer": offer["offer"]})
-        reader.hear()
-        if offer["in_blocks"]:
-            reader.tell({"bucket": 0, "entries": offer["specs"]})
-            compare(reader, exporter.write(0)["entries"])
-        else:
-            move_in_buckets(exporter, reader, offer)
-        reader.tell({})
-        reader.hear()
-        exporter.end()
-        taken.append(time.perf_counter() - started)
-    return taken
+def sync_s(exporter: Any, reader: ReaderProcess, dtype: str, bucket_bytes: int, *, first: bool) -> float:
+    """Seconds of one verified sync."""
+    started = time.perf_counter()
+    offer = exporter.begin(dtype, bucket_bytes, 1, first)
+    reader.tell({"specs": offer["specs"], "offer": offer["offer"]})
+    reader.hear()
+    if offer["in_blocks"]:
+        reader.tell({"bucket": 0, "entries": offer["specs"]})
+        compare(reader, exporter.write(0)["entries"])
+    else:
+        move_in_buckets(exporter, reader, offer)
+    reader.tell({})
+    reader.hear()
+    exporter.end()
+    return time.perf_counter() - started
 
 
 def move_in_buckets(exporter: Any, reader: ReaderProcess, offer: dict[str, Any]) -> None:
@@ -138,40 +167,54 @@ def compare(reader: ReaderProcess, entries: list[dict[str, Any]]) -> None:
     assert reader.hear() == {entry["name"]: entry["checksum"] for entry in entries}
 
 
-def memcpy_s(nbytes: int, repeats: int) -> float:
-    """Best seconds of one copy of so many bytes, from warm memory to warm memory."""
-    source_U, target_U = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
-    best = float("inf")
-    for _ in range(repeats):
+class Memcpy:
+    """A copy of so many bytes, from warm memory to warm memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.source_U, self.target_U = np.ones(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8)
+
+    def seconds(self) -> float:
         started = time.perf_counter()
-        np.copyto(target_U, source_U)
-        best = min(best, time.perf_counter() - started)
-    return best
+        np.copyto(self.target_U, self.source_U)
+        return time.perf_counter() - started
 
 
-def measure(road: str, folder: str, dtype: str, bucket_bytes: int, repeats: int, checked: bool) -> dict[str, float]:
-    import torch
+def actor_alone_s(engine: Any, dtype: str, ring_U: NDArray[np.uint8]) -> float:
+    started = time.perf_counter()
+    for weight in engine.export_weights(dtype):
+        weight.copy_in_blocks(blocks_alone(ring_U, weight.spec.nbytes))
+    return time.perf_counter() - started
 
+
+def measure(road: str, folder: str, case: str, bucket_bytes: int, rounds: int, checked: bool) -> dict[str, Any]:
+    """Seconds of each round, by what was timed. The first two are left out: pages are faulted in."""
     from backends.ddp.engine import DdpTrainEngine
     from backends.protocol import Rank
     from workers.weights import Exporter
 
-    torch.set_num_threads(1)
-    config = actor_config(model_config(folder, 64, dtype=dtype), DdpEngine(), 64)
+    own, sent = CASES[case]
+    config = actor_config(model_config(folder, 64, dtype=own), DdpEngine(), 64)
+    ring_U = ring_alone()
+    taken: dict[str, list[float]] = {"memcpy": [], "sync": [], "actor": [], "rollout": []}
     with tempfile.TemporaryDirectory() as shared:
         options = {"folder": {"folder": shared}, "group": {"address": "127.0.0.1", "device": "cpu"}}.get(road, {})
-        reader = ReaderProcess(road, options, folder, dtype, checked)
+        reader = ReaderProcess(road, options, folder, sent, checked)
         engine = DdpTrainEngine.build(config, Rank())
         if not checked:
             forget_hashing()
         exporter = Exporter(engine, 0, road, options)  # type: ignore[arg-type]
-        nbytes = sum(spec.nbytes for spec in engine.weight_specs(dtype))  # type: ignore[arg-type]
+        memcpy = Memcpy(sum(spec.nbytes for spec in engine.weight_specs(sent)))  # type: ignore[arg-type]
         try:
-            best = min(passes(exporter, reader, dtype, bucket_bytes, repeats + 1)[1:])
+            for number in range(rounds + 2):
+                taken["memcpy"].append(memcpy.seconds())
+                taken["sync"].append(sync_s(exporter, reader, sent, bucket_bytes, first=number == 0))
+                taken["actor"].append(actor_alone_s(engine, sent, ring_U))
+                reader.tell({"alone": True})
+                taken["rollout"].append(reader.hear()["seconds"])
         finally:
             reader.end()
             exporter.close()
-    return {"nbytes": nbytes, "seconds": best, "memcpy_s": memcpy_s(nbytes, repeats)}
+    return {"nbytes": len(memcpy.source_U), **{name: seconds[2:] for name, seconds in taken.items()}}
 
 
 def main() -> None:
@@ -179,8 +222,8 @@ def main() -> None:
     parser.add_argument("--MiB", type=float, default=128.0, help="of weights in fp32")
     parser.add_argument("--bucket-MiB", type=float, default=16.0, help="on the roads that go in buckets")
     parser.add_argument("--roads", nargs="+", default=["shm", "folder", "group"])
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--passes", type=int, default=40)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -190,34 +233,37 @@ def main() -> None:
     if args.one:  # each measurement in a process of its own: the hash is taken away for good
         print(json.dumps(measure(*json.loads(args.one))))
         return
-    print(
-        f"{'road':8} {'dtype':5} {'MB':>6} {'GB/s':>6} {'memcpy':>7} {'share':>6} {'sync ms':>8} {'of it checking':>15}"
-    )
+    print(f"{args.rounds} rounds, {THREADS} threads; GB/s and ms: median")
+    print("                        GB/s, alone               sync          sync's share of memcpy")
+    print("road   case    MB  memcpy  actor rollout   GB/s    ms unchecked   median   min   max")
     with tempfile.TemporaryDirectory() as folder:
         model_folder(Path(folder), args.MiB)
         for road in args.roads:
-            for dtype in args.dtypes:
-                told = (road, folder, dtype, int(args.bucket_MiB * 2**20), args.passes)
-                _row(road, dtype, _one(*told, True), _one(*told, False))
+            for case in args.cases:
+                told = (road, folder, case, int(args.bucket_MiB * 2**20), args.rounds)
+                _row(road, case, _one(*told, True), _one(*told, False))
 
 
-def _one(*told: Any) -> dict[str, float]:
+def _one(*told: Any) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", json.dumps(told)]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": THREADS}
     )
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def _row(road: str, dtype: str, checked: dict[str, float], unchecked: dict[str, float]) -> None:
-    nbytes, seconds = checked["nbytes"], checked["seconds"]
-    share = checked["memcpy_s"] / seconds
-    checking_s, rate, plain = seconds - unchecked["seconds"], nbytes / seconds, nbytes / checked["memcpy_s"]
+def _row(road: str, case: str, checked: dict[str, Any], unchecked: dict[str, Any]) -> None:
+    nbytes = checked["nbytes"]
+    memcpy, actor, rollout, sync = (
+        nbytes / statistics.median(checked[name]) / 1e9 for name in ("memcpy", "actor", "rollout", "sync")
+    )
+    shares = [plain / whole for plain, whole in zip(checked["memcpy"], checked["sync"], strict=True)]
     print(
-        f"{road:8} {dtype:5} {nbytes / 1e6:6.0f} {rate / 1e9:6.2f} {plain / 1e9:7.2f} "
-        f"{share:6.0%} {seconds * 1e3:8.1f} {checking_s * 1e3:8.1f} ms {checking_s / seconds:4.0%}",
+        f"{road:6} {case:4} {nbytes / 1e6:5.0f} {memcpy:7.1f} {actor:6.1f} {rollout:7.1f} {sync:6.1f} "
+        f"{nbytes / sync / 1e6:5.1f} {statistics.median(unchecked['sync']) * 1e3:9.1f} "
+        f"{statistics.median(shares):8.0%} {min(shares):5.0%} {max(shares):5.0%}",
         flush=True,
     )
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from backends.ddp.flat import FlatParameters
 from backends.ddp.optimizer import FlatAdamW
 from backends.hf import DTYPES, build_model, describe, named_weights
-from backends.protocol import OnMeta, Rank, StepResult
+from backends.protocol import OnMeta, Rank, StepResult, Weight
+from backends.train import weights
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
 from backends.train.groups import join_group, leave_group
@@ -27,7 +28,7 @@ from backends.train.verify import verify_packing
 from specs.as_built import ModelBuilt
 from specs.engine_tables import DdpEngine
 from specs.role_config import TrainConfig
-from specs.schema import DType
+from specs.schema import DType, WeightForm
 
 
 class DdpTrainEngine(HfTrainEngine):
@@ -99,6 +100,19 @@ class DdpTrainEngine(HfTrainEngine):
         for segment in self.flat.segments:
             best[segment.name] = self.flat.source(segment)
         return best
+
+    def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
+        """What the model computes with, where that is what travels: the master, or its cast to the last bit."""
+        if form == "merged" and self.adapters is None and DTYPES[dtype] == self.flat.compute_P.dtype:
+            return weights.stream(iter(self._computed_weights().items()), dtype)
+        return super().export_weights(dtype, form)
+
+    def _computed_weights(self) -> dict[str, Tensor]:
+        """Every weight by name as the forward pass reads it. Walking through the whole model takes a millisecond."""
+        own: dict[str, Tensor] = {segment.name: segment.parameter for segment in self.flat.segments}
+        if own.keys() != self._kinds.keys():
+            return named_weights(self.policy.model)
+        return {name: own[name] for name in self._kinds}
 
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
         return self._kinds

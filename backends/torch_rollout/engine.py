@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -82,7 +83,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _held(self, name: str) -> WeightSpec:
         tensor, shape = self._weights[name], self._shapes[name]
-        return WeightSpec(name, wire_dtype(tensor.dtype), shape, int(np.prod(shape)) * tensor.element_size())
+        return WeightSpec(name, wire_dtype(tensor.dtype), shape, math.prod(shape) * tensor.element_size())
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         if len(buffer) != spec.nbytes:

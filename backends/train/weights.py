@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -52,7 +53,8 @@ class TensorWeight(Weight):
             stop = start + len(block_U)
             if own_E is not None:
                 first, last = start // self._sent.itemsize, stop // self._sent.itemsize
-                torch.from_numpy(block_U).view(self._sent).copy_(own_E[first:last])
+                with one_thread():
+                    torch.from_numpy(block_U).view(self._sent).copy_(own_E[first:last])
                 digest.update(block_U)
             else:
                 block_U[:] = own_U[start:stop]
@@ -60,6 +62,18 @@ class TensorWeight(Weight):
             start = stop
         assert start == self.spec.nbytes, (self.spec.name, start, self.spec.nbytes)
         return digest.hexdigest()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What torch computes meanwhile, it computes in the calling thread. Both ends of a road work at once: threads that
+    share out a block of half a megabyte wait for the other end's core longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def stream(tensors: Iterator[tuple[str, Tensor]], dtype: DType) -> Iterator[Weight]:

@@ -142,3 +142,19 @@ def test_standing_still_is_told_by_name(writer, monkeypatch):
     with pytest.raises(TimeoutError, match="Timed out: rollout 0 has not"):
         write(writer, random_bytes(RING_BYTES + 1))
     reader.close()
+
+
+def test_an_end_that_waits_long_sleeps(writer):
+    """A spin of microseconds, then no work: 0.3 s of waiting may not cost a core."""
+    reader = ShmReader({}, 0)
+    reader.begin(writer.begin([], 2, 1, renew=True))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, reader, 1)
+        for block_U in writer.blocks(1):
+            before = time.process_time()
+            time.sleep(0.3)
+            spent_s = time.process_time() - before
+            block_U[:] = 7
+        assert reading.result(30).tolist() == [7]
+    assert spent_s < 0.1
+    reader.close()

@@ -7,7 +7,10 @@ orders the memory accesses of both, and ends when either end does.
 
 from __future__ import annotations
 
+import os
+import select
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,42 @@ from workers.roads.base import BLOCK_BYTES, BLOCKS, BlockReader, BlockWriter
 from workers.shm import Segment
 
 PATIENCE_S = 300.0  # for one block, or one reader; a peer that stands still for so long will not go on
+SPIN_S = 200e-6  # before an end sleeps: one that works is done sooner, and waking takes as long on a virtual machine
 _SIGN = b"\0"
+
+
+class _Peer:
+    """The other end, which is told of each block by a byte. `name` is what errors call it."""
+
+    def __init__(self, connected: socket.socket, name: str) -> None:
+        connected.setblocking(False)
+        self._socket, self._name = connected, name
+        self._events = select.poll()
+        self._events.register(connected, select.POLLIN)
+
+    def say(self) -> None:
+        self._socket.send(_SIGN)  # never waits: at most BLOCKS of them are unheard
+
+    def hear(self) -> int:
+        """Wait for at least one sign; how many came."""
+        if not self._spin() and not self._events.poll(PATIENCE_S * 1e3):
+            raise TimeoutError(f"Timed out: {self._name} has not touched the road for {PATIENCE_S:g} s")
+        signs = self._socket.recv(BLOCKS)
+        if not signs:
+            raise ConnectionError(f"Connection closed by peer: {self._name} left the road")
+        return len(signs)
+
+    def _spin(self) -> bool:
+        """Whether there is something to hear, soon. Others who need the core get it first."""
+        until = time.perf_counter() + SPIN_S
+        while not self._events.poll(0):
+            if time.perf_counter() > until:
+                return False
+            os.sched_yield()
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class ShmWriter(BlockWriter):
@@ -29,7 +67,7 @@ class ShmWriter(BlockWriter):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.segment: Segment | None = None
         self._listener: socket.socket | None = None
-        self._readers: list[socket.socket] = []
+        self._readers: list[_Peer] = []
         self._expected = 0
         self._sent, self._done = 0, [0]  # blocks since the ring was made; by reader
 
@@ -48,19 +86,18 @@ class ShmWriter(BlockWriter):
         for start in range(0, nbytes, BLOCK_BYTES):
             for reader, peer in enumerate(self._readers):
                 while self._sent - self._done[reader] >= BLOCKS:
-                    self._done[reader] += _hear(peer, f"rollout {reader}")
+                    self._done[reader] += peer.hear()
             yield _block(self.segment, self._sent, nbytes - start)
             self._sent += 1
             for peer in self._readers:
-                peer.sendall(_SIGN)
+                peer.say()
 
     def _meet_readers(self) -> None:
         if self._listener is None:
             return
         while len(self._readers) < self._expected:
-            peer, _ = self._listener.accept()
-            peer.settimeout(PATIENCE_S)
-            self._readers.append(peer)
+            connected, _ = self._listener.accept()
+            self._readers.append(_Peer(connected, f"rollout {len(self._readers)}"))
         self._sent, self._done = 0, [0] * len(self._readers)
         self._stop_listening()
 
@@ -87,7 +124,7 @@ class ShmReader(BlockReader):
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:
         self.segment: Segment | None = None
-        self._peer: socket.socket | None = None
+        self._peer: _Peer | None = None
         self._arrived = self._read = 0  # blocks since the ring was made
 
     def begin(self, offer: Mapping[str, Any]) -> None:
@@ -97,7 +134,7 @@ class ShmReader(BlockReader):
         self.close()
         try:
             self.segment = Segment.open(str(path), BLOCKS * BLOCK_BYTES)
-            self._peer = _connect(_socket_path(path))
+            self._peer = _Peer(_connect(_socket_path(path)), "the actor")
         except (OSError, ValueError) as error:
             self.close()
             hint = 'actor and rollout must share /dev/shm; else set sync.road = "folder"'
@@ -108,10 +145,10 @@ class ShmReader(BlockReader):
         assert self._peer is not None
         for start in range(0, nbytes, BLOCK_BYTES):
             while self._arrived == self._read:
-                self._arrived += _hear(self._peer, "the actor")
+                self._arrived += self._peer.hear()
             yield _block(self.segment, self._read, nbytes - start)
             self._read += 1
-            self._peer.sendall(_SIGN)
+            self._peer.say()
 
     def close(self) -> None:
         if self._peer is not None:
@@ -126,17 +163,6 @@ class ShmReader(BlockReader):
 def _block(segment: Segment, number: int, left: int) -> NDArray[np.uint8]:
     first = number % BLOCKS * BLOCK_BYTES
     return segment.bytes_U[first : first + min(BLOCK_BYTES, left)]
-
-
-def _hear(peer: socket.socket, name: str) -> int:
-    """Wait for at least one sign; how many came."""
-    try:
-        signs = peer.recv(BLOCKS)
-    except TimeoutError:
-        raise TimeoutError(f"Timed out: {name} has not touched the road for {PATIENCE_S:g} s") from None
-    if not signs:
-        raise ConnectionError(f"Connection closed by peer: {name} left the road")
-    return len(signs)
 
 
 def _socket_path(ring: Path) -> Path:
