@@ -106,8 +106,7 @@ class Launcher:
     def kill(self, role: str, rank: int) -> None:
         """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it."""
         for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
-            _signal_groups([started], signal.SIGKILL)
-            left = kill_marked(f"{_OWN_MARK}={started.mark}", _KILL_TIMEOUT_S)
+            left = _kill_all_of([started])
             try:
                 started.process.wait(_KILL_TIMEOUT_S)  # it loses its environment, and with it the mark, before it ends
             except subprocess.TimeoutExpired:
@@ -155,7 +154,7 @@ class Launcher:
         _signal_groups(here, signal.SIGTERM)
         _signal_groups(self.started, signal.SIGCONT)  # a stopped process obeys only once it goes on
         self.wait(grace_s)
-        _signal_groups(here, signal.SIGKILL)
+        _kill_all_of(here)
         self.wait(_FAR_GRACE_S)  # a remote shell that is killed early leaves nobody to say that its host is clean
         _signal_groups(far, signal.SIGKILL)
         self.wait(_KILL_TIMEOUT_S)
@@ -259,6 +258,15 @@ def _signal_groups(those: Iterable[Started], number: signal.Signals) -> None:
             os.killpg(started.process.pid, number)  # also after its leader's end: its children may live
         except (ProcessLookupError, PermissionError):
             continue
+
+
+def _kill_all_of(those: Iterable[Started]) -> list[int]:
+    """SIGKILL these and all that they started; returns what would not end."""
+    left = []
+    for started in those:
+        left += kill_marked(f"{_OWN_MARK}={started.mark}", _KILL_TIMEOUT_S)
+        _signal_groups([started], signal.SIGKILL)  # where no mark can be read
+    return left
 
 
 def describe_exit(code: int) -> str:

@@ -17,6 +17,7 @@ EXIT_ORPHANED = 75
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _POLL_S = 0.5
+_CLEANING_S = 3.0  # for what cleans up after others, once they are gone
 
 
 def die_with_parent() -> None:
@@ -48,13 +49,26 @@ def pids_marked(variable: str) -> list[int]:
 
 
 def kill_marked(variable: str, timeout_s: float) -> list[int]:
-    """SIGKILL every process that `pids_marked` finds until there is none; returns those that would not end."""
-    deadline = time.monotonic() + timeout_s
+    """SIGKILL every process that `pids_marked` finds until there is none; returns those that would not end.
+
+    Python's resource trackers come last and get a moment: they remove the shared memory that others left, and end when
+    those have.
+    """
+    now = time.monotonic()
+    deadline, cleaned = now + timeout_s, now + min(_CLEANING_S, timeout_s)
     while (left := pids_marked(variable)) and time.monotonic() < deadline:
-        for pid in left:
+        others = [pid for pid in left if not _cleans_up(pid)]
+        for pid in left if time.monotonic() > cleaned else others:
             _kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     return left
+
+
+def _cleans_up(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _all_pids() -> Iterable[int]:

@@ -1,0 +1,42 @@
+"""What is killed leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.watchdog import kill_marked, pids_marked
+
+WITH_SHARED_MEMORY = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+print(SharedMemory(create=True, size=4096).name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="marks are read from /proc")
+def test_shared_memory_of_a_killed_process_is_removed() -> None:
+    """By Python's own tracker, a child that ends last: samplers share memory with their workers so."""
+    mark = f"RLCTL_TEST_MARK={os.getpid()}"
+    name, _, value = mark.partition("=")
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITH_SHARED_MEMORY],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    segment = Path("/dev/shm", process.stdout.readline().strip())
+    assert segment.exists()
+    assert len(pids_marked(mark)) == 2
+    assert kill_marked(mark, 10) == []
+    assert process.wait() == -9
+    process.stdout.close()
+    assert not segment.exists()
+    assert pids_marked(mark) == []
