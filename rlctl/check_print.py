@@ -13,6 +13,7 @@ from rich.text import Text
 from rlctl.attention_table import attention_table
 from rlctl.check_meaning import batch, reference, roles
 from rlctl.plan import Plan
+from rlctl.text_format import counted
 from specs.errors import Problem
 from specs.road_rules import choose_road
 from specs.schema import RoleSection, Spec
@@ -150,7 +151,7 @@ def _arithmetic(spec: Spec) -> str:
     return (
         f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} answers = "
         f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}\n"
-        f"run    {numbers['steps']} steps = {numbers['optimizer_steps']} optimizer steps\n"
+        f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}\n"
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
         f"ref    {_reference(spec)}\n"

@@ -52,6 +52,11 @@ def count(value: float | None) -> str:
     return f"{value:.0f}"
 
 
+def counted(things: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{things} {noun}" if things == 1 else f"{things} {noun}s"
+
+
 def duration(seconds: float | None) -> str:
     """0:42, 12:07, 3:12:07, 2d 03:12."""
     if seconds is None or not math.isfinite(seconds):

@@ -25,6 +25,7 @@ from rlctl.run_dir import RunDir
 from rlctl.saving import Saver, find_checkpoint
 from rlctl.start import start
 from rlctl.step_metrics import Clock, idle_s
+from rlctl.text_format import counted
 from rlctl.tracking import open_tracker
 from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, RlctlError, SpecError
 from specs.load import load_spec
@@ -100,7 +101,7 @@ class Run:
                 raise
             finally:
                 write_report(self.run.path)
-        self.progress.message(f"done: {self.done} steps; report: {self.run.path / 'report.html'}")
+        self.progress.message(f"done: {counted(self.done, 'step')}; report: {self.run.path / 'report.html'}")
 
     def _compare_memory(self) -> None:
         """What was planned for each role against what it took: for the report, and in a line."""
