@@ -19,10 +19,10 @@ from backends.rollout_checks import check_arrival, check_complete, check_lengths
 from backends.stops import stop_tokens
 from backends.uniform import sample_keys
 from backends.vllm_rollout.adapters import adapter_request
+from backends.vllm_rollout.lost_workers import death_of_workers_told
 from backends.vllm_rollout.read_back import checksum_of
 from backends.vllm_rollout.requests import answer_of, sampling_params
 from backends.vllm_rollout.start import has_sleep_mode, start_vllm
-from backends.vllm_rollout.workers import death_of_workers_told
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
 from specs.engine_tables import VllmEngine

@@ -1,4 +1,4 @@
-"""Workers that vLLM has beside this process: with tensor parallelism, one for each part of the model."""
+"""Workers that vLLM has beside this process, and what their end means: with tensor parallelism, one for each part."""
 
 from __future__ import annotations
 
