@@ -16,7 +16,10 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where there is no NVIDIA driver."""
+    """Files with a test marked `slow` come first: started last, one of them would have a core to itself at the end.
+    Tests marked `gpu` are skipped, with the reason, where there is no NVIDIA driver."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if Path("/proc/driver/nvidia/version").exists():
         return
     skip = pytest.mark.skip(reason="no NVIDIA driver on this machine")

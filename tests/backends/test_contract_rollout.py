@@ -19,6 +19,8 @@ from specs.errors import BatchError, ModelError, RlctlError, SyncError
 from specs.messages import SAMPLE_COLUMNS
 from specs.role_config import Sampling
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["fake", "torch", "sglang", pytest.param("vllm", marks=needs_vllm)])
 def kind(request: pytest.FixtureRequest) -> str:

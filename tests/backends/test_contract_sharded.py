@@ -31,7 +31,8 @@ MODEL = {
     "num_key_value_heads": 1,
 }
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all launches, on a machine that others may use
+# The first test waits for all launches, on a machine that others may use.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TWO = [name for name in CASES if not name.startswith("4:")]
 FOUR = [name for name in CASES if name.startswith("4:")]

@@ -42,6 +42,8 @@ from specs.engine_tables import DdpEngine
 from specs.errors import ModelError
 from specs.schema import Optimizer
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 

@@ -36,6 +36,8 @@ from backends.train.shards import ShardReader
 from specs.errors import CheckpointError, ModelError
 from specs.schema import Lora, Optimizer
 
+pytestmark = pytest.mark.slow
+
 LORA = Lora(rank=4, alpha=12.0)
 ATTENTION = Lora(rank=2, alpha=4.0, targets=("q_proj", "self_attn.v_proj"))
 

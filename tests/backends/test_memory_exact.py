@@ -53,7 +53,8 @@ if find_spec("deepspeed") is not None:
         },
     }
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the launch, on a machine that others may use
+# The first test waits for the launch, on a machine that others may use.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

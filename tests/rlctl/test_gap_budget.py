@@ -17,6 +17,8 @@ from specs.batch import Batch
 from specs.errors import SpecError
 from specs.load import load_spec
 
+pytestmark = pytest.mark.slow
+
 # ── the parts ─────────────────────────────────────────────────────────────────────────────────────
 
 

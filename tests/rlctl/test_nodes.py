@@ -20,6 +20,8 @@ from rlctl.channel import Hub
 from specs.errors import ChannelError
 from workers.channel import Dial, Link
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     *("--set", "run.steps=2", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
     *("--set", "algorithm.mini_batches_per_step=1", "--set", "actor.optimizer.warmup_steps=0"),
@@ -60,7 +62,6 @@ def left_in(host: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.slow
 def test_an_actor_on_two_hosts_trains_as_one_on_one(hosts: TwoHosts, spec: Path, tmp_path: Path) -> None:
     far = train(hosts, spec, tmp_path / "far", *SMALL, *FAR)
     output = far.communicate(timeout=170)[0]
@@ -78,7 +79,6 @@ def test_an_actor_on_two_hosts_trains_as_one_on_one(hosts: TwoHosts, spec: Path,
     assert [rank["rank"] for rank in built["actor"]] == [0, 1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["remote rank", "driver"])
 def test_a_death_ends_the_run_on_both_hosts(hosts: TwoHosts, spec: Path, tmp_path: Path, victim: str) -> None:
     run = tmp_path / "run"

@@ -19,6 +19,8 @@ import rlctl.check
 from rlctl.cli import main
 from specs.model_tensors import tensors_of_config
 
+pytestmark = pytest.mark.slow
+
 TINY = REPO / "specs" / "builtin" / "tiny-digits"
 VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", REPO / ".venv-vllm" / "bin" / "python"))
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm")

@@ -10,6 +10,8 @@ from running import metrics, preset, rlctl
 
 from specs.model_files import BUILTIN_FOLDER
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     *("--set", "data.prompts_per_step=8", "--set", "algorithm.group_size=4"),
     *("--set", "algorithm.mini_batches_per_step=2", "--set", "eval.every=100", "--set", "eval.prompts=8"),

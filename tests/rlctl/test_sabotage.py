@@ -27,6 +27,8 @@ from specs.messages import Verb
 from specs.model_asked import models_asked
 from specs.schema import Spec
 
+pytestmark = pytest.mark.slow
+
 MODULES = {role: f"sabotage:{role}" for role in ("actor", "ref", "rollout")}
 FUNCTION = "attention function: asked backends.attention.sdpa_by_layout, built "
 

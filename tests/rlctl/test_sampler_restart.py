@@ -9,6 +9,8 @@ import crashing
 import pytest
 from running import metrics, preset, rlctl, trajectory, wait_for, workers_of
 
+pytestmark = pytest.mark.slow
+
 TWO = ("--set", "run.steps=6", "--set", "rollout.processes=2")
 # One after the other: while it writes, after a part has left; while others learn; in a sync; by its engine's word.
 CRASHES = [

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from running import metrics, preset, rlctl
 
+pytestmark = pytest.mark.slow
+
 LORA = (
     *("--set", "run.steps=3", "--set", "checkpoint.every=3", "--set", "data.prompts_per_step=8"),
     *("--set", "algorithm.group_size=4", "--set", "algorithm.mini_batches_per_step=2"),

@@ -7,7 +7,10 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
 from running import metrics, preset, rlctl, start, steps_done, trajectory, wait_for, workers_of
+
+pytestmark = pytest.mark.slow
 
 SAMPLES = 8 * 4  # of a step: the preset `fake` has 8 prompts × 4 answers
 SIX = (

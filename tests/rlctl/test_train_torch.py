@@ -10,6 +10,8 @@ import sys
 import pytest
 from running import metrics, preset, rlctl, trajectory
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     *("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "data.prompts_per_step=8"),
     *(

@@ -7,6 +7,8 @@ import json
 import pytest
 from running import metrics, preset, rlctl
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("deepspeed", reason="scripts/setup-engine deepspeed installs it")
 
 # Taking turns, so that trainers offload and onload in every step.
