@@ -12,6 +12,14 @@ from pathlib import Path
 
 GIB = 2**30
 
+_borrowed_bytes = 0  # mapped here, and another role's
+
+
+def borrow(nbytes: int) -> None:
+    """This process maps so many bytes more (or fewer) of another role's memory, which do not count as held here."""
+    global _borrowed_bytes
+    _borrowed_bytes += nbytes
+
 
 def held_GiB(device: str) -> float:
     """On "cuda": what the allocator has taken from the device, cached blocks too, since nobody else can use those;
@@ -25,11 +33,20 @@ def held_GiB(device: str) -> float:
         pages = _resident_pages(os.getpid())
     except OSError:  # no Linux: the most there ever was, which is all that can be known
         return peak_GiB(device)
-    return (pages + sum(_pages_of_started(os.getpid()))) * resource.getpagesize() / GIB
+    held = (pages + sum(_pages_of_started(os.getpid()))) * resource.getpagesize()
+    return (held - min(_borrowed_bytes, _resident_shared_bytes())) / GIB
 
 
 def _resident_pages(process: int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1])
+
+
+def _resident_shared_bytes() -> int:
+    """Of memory that processes share without a file. It is the sampler's to say how much of it has pages."""
+    for line in Path("/proc/self/status").read_text().splitlines() if _borrowed_bytes else ():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _pages_of_started(process: int) -> Iterator[int]:
@@ -49,7 +66,7 @@ def peak_GiB(device: str) -> float:
 
         return torch.cuda.max_memory_reserved() / GIB
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest * (1 if sys.platform == "darwin" else 1024) / GIB
+    return (largest * (1 if sys.platform == "darwin" else 1024) - _borrowed_bytes) / GIB
 
 
 def used_GiB(device: str, before_GiB: float) -> float:

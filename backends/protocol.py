@@ -60,6 +60,14 @@ class Weight(ABC):
 
 
 @dataclass(frozen=True)
+class LentMemory:
+    """Memory of a rollout's weights that another process may map, to write them where they are read."""
+
+    descriptor: int  # of a file in memory; the rollout's, which closes it
+    place: Mapping[str, int]  # of each weight's first byte in it
+
+
+@dataclass(frozen=True)
 class Rank:
     """Where this process stands in its group."""
 
@@ -240,6 +248,15 @@ class RolloutEngine(ABC):
             whole_U[start : start + len(block_U)] = block_U
             start += len(block_U)
         return self.import_weight(spec, whole_U)
+
+    def lend_weights(self) -> LentMemory | None:
+        """The memory that the weights lie in, for the actor on this host to write all of them into; None where there is
+        no such memory. From here to `finish_import` the engine answers nothing."""
+        return None
+
+    def import_in_place(self, spec: WeightSpec, arrivals: Iterable[int]) -> str:
+        """As `import_weight`, of a weight in lent memory: each arrival is so many more bytes that are now there."""
+        raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
     def import_from_device(self, spec: WeightSpec, buffer: Buffer) -> str:
         """As `import_weight`, from a uint8 tensor on a device. An engine whose weights are there spares the way

@@ -96,6 +96,7 @@ class WeightSync:
         self.version = 0  # of the actor's weights now: steps that it has finished; whoever lets it learn says so
         self.sent: int | None = None  # the version that every replica holds
         self._readers_are_new = True
+        self._announced: Sequence[Mapping[str, Any]] = ()  # the weights of the last pass
         self._leftovers: Sequence[Mapping[str, str]] = ()
         self._hashing = HashingSeconds()
 
@@ -116,8 +117,8 @@ class WeightSync:
         moved_s = time.perf_counter() - started
         gap, probe_s = self._probe(step)
         self.sent = self.version
-        nbytes = sum(int(spec["nbytes"]) for spec in offer["specs"])
-        return SyncReport(len(offer["specs"]), nbytes, moved_s, self._hashing.total, probe_s, gap)
+        nbytes = sum(int(spec["nbytes"]) for spec in self._announced)
+        return SyncReport(len(self._announced), nbytes, moved_s, self._hashing.total, probe_s, gap)
 
     def forget_readers(self) -> None:
         """A replica was started anew: the next sync meets every replica as if for the first time."""
@@ -137,6 +138,8 @@ class WeightSync:
         body = {**road, **how, "renew": self._readers_are_new}
         offer = self.actor.call(Verb.EXPORT_BEGIN, body, step=step)[0].body
         self._leftovers = offer["offer"]["leftovers"]
+        if offer["specs"] is not None:
+            self._announced = offer["specs"]
         self.rollout.call(
             Verb.IMPORT_BEGIN, {**road, "form": form, "specs": offer["specs"], "offer": offer["offer"]}, step=step
         )
@@ -152,7 +155,7 @@ class WeightSync:
         """Every weight, and every checksum compared."""
         move = self._move_in_blocks if offer["in_blocks"] else self._move_in_buckets
         arrived = set(move(offer, step))
-        lost = [spec["name"] for spec in offer["specs"] if spec["name"] not in arrived]
+        lost = [spec["name"] for spec in self._announced if spec["name"] not in arrived]
         if lost:
             raise SyncError(f"weight {lost[0]} was announced but never sent ({len(lost)} missing)", hint=_HINT)
 
@@ -161,8 +164,8 @@ class WeightSync:
         arrived: list[str] = []
         for bucket in range(int(offer["buckets"])):
             writing = self.actor.post(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step)
-            reading = self.rollout.post(Verb.IMPORT_BUCKET, {"bucket": bucket, "entries": offer["specs"]}, step=step)
-            arrived += self._compare(reading, self._written(writing, offer))
+            reading = self.rollout.post(Verb.IMPORT_BUCKET, {"bucket": bucket, "entries": []}, step=step)
+            arrived += self._compare(reading, self._written(writing))
         return arrived
 
     def _move_in_buckets(self, offer: Mapping[str, Any], step: int | None) -> list[str]:
@@ -173,7 +176,7 @@ class WeightSync:
             if reading is not None and int(offer["windows"]) < 2:
                 arrived += self._compare(*reading)
                 reading = None
-            entries = self._written(self.actor.post(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step), offer)
+            entries = self._written(self.actor.post(Verb.EXPORT_BUCKET, {"bucket": bucket}, step=step))
             if reading is not None:
                 arrived += self._compare(*reading)
             body = {"bucket": bucket, "entries": entries}
@@ -182,11 +185,11 @@ class WeightSync:
             arrived += self._compare(*reading)
         return arrived
 
-    def _written(self, call: Call, offer: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    def _written(self, call: Call) -> Sequence[dict[str, Any]]:
         """What the actor's rank 0 says it sent, which must be as it was announced."""
         filled = call.result()[0].body
         self._hashing.actor += float(filled["checksum_s"])
-        announced = {spec["name"]: spec for spec in offer["specs"]}
+        announced = {spec["name"]: spec for spec in self._announced}
         entries: Sequence[dict[str, Any]] = filled["entries"]
         for entry in entries:
             spec = announced.get(entry["name"], {})

@@ -1,13 +1,16 @@
 """Every weight road between two processes, against a plain memcpy of the bytes that travel, and what checking costs.
 
-    python scripts/bench_roads.py                                # 128 MiB of fp32 weights, over shm, folder, group
+    python scripts/bench_roads.py                                # 128 MiB of fp32 weights, over every road
     python scripts/bench_roads.py --MiB 512 --bucket-MiB 8 --roads folder --cases fp32
+    python scripts/bench_roads.py --roads shm ring               # shared memory: written in place, and through the ring
 
 The weights are those of a Qwen2 of about that size. A sync is the real one: the actor's Exporter here, the rollout's
 Importer of the `torch` engine in a process of its own, checksums compared, both ends told as `rlctl/sync.py` does, both
 with the threads that roles on shared devices get. A round is one memcpy (one thread, warm memory, the bytes on the
 wire: 2 for each element of bf16), one sync, and each end of the road by itself while the other waits: what the sync
 would take if that end were all of it. "unchecked" is a sync in other processes, with a hash that does nothing.
+
+`ring` is the road `shm` as it is to several rollouts, or to an engine that lends no memory.
 
 Cases: `fp32` and `bf16`, actor and rollout alike, and `cast`, an fp32 actor whose weights become bf16 on their way.
 """
@@ -32,10 +35,16 @@ from _bench import actor_config, model_config, rollout_config, write_config
 from numpy.typing import NDArray
 
 from specs.engine_tables import DdpEngine
+from specs.schema import RoadKind
 from workers.roads.base import BLOCK_BYTES, BLOCKS
 
 CASES = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "cast": ("fp32", "bf16")}  # of actor, of rollout
+RING = "ring"
 THREADS = str(len(os.sched_getaffinity(0)))  # of each: on shared devices only one of them computes at a time
+
+
+def _kind(road: str) -> RoadKind:
+    return "shm" if road == RING else road  # type: ignore[return-value]
 
 
 def model_folder(folder: Path, mib: float) -> None:
@@ -90,7 +99,9 @@ def reader_main(road: str, options: dict[str, Any], folder: str, dtype: str, che
 
     config = rollout_config(model_config(folder, 64, dtype=dtype), {"kind": "torch"}, 32)
     engine = TorchRolloutEngine.build(config, Rank())
-    importer = Importer(engine, 0, road, options)  # type: ignore[arg-type]
+    importer = Importer(engine, 0, _kind(road), options)
+    if road == RING:
+        engine.lend_weights = lambda: None  # type: ignore[method-assign]
     ring_U = ring_alone()
     if not checked:
         forget_hashing()
@@ -98,7 +109,8 @@ def reader_main(road: str, options: dict[str, Any], folder: str, dtype: str, che
     for line in sys.stdin:
         told, answer = json.loads(line), {}
         if "offer" in told:
-            importer.begin([from_json(spec) for spec in told["specs"]], told["offer"])
+            specs = None if told["specs"] is None else [from_json(spec) for spec in told["specs"]]
+            importer.begin(specs, told["offer"])
         elif "bucket" in told:
             answer = importer.read(told["bucket"], told["entries"])
         elif "alone" in told:
@@ -138,7 +150,7 @@ def sync_s(exporter: Any, reader: ReaderProcess, dtype: str, bucket_bytes: int, 
     reader.tell({"specs": offer["specs"], "offer": offer["offer"]})
     reader.hear()
     if offer["in_blocks"]:
-        reader.tell({"bucket": 0, "entries": offer["specs"]})
+        reader.tell({"bucket": 0, "entries": []})
         compare(reader, exporter.write(0)["entries"])
     else:
         move_in_buckets(exporter, reader, offer)
@@ -202,7 +214,7 @@ def measure(road: str, folder: str, case: str, bucket_bytes: int, rounds: int, c
         engine = DdpTrainEngine.build(config, Rank())
         if not checked:
             forget_hashing()
-        exporter = Exporter(engine, 0, road, options)  # type: ignore[arg-type]
+        exporter = Exporter(engine, 0, _kind(road), options)
         memcpy = Memcpy(sum(spec.nbytes for spec in engine.weight_specs(sent)))  # type: ignore[arg-type]
         try:
             for number in range(rounds + 2):
@@ -221,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--MiB", type=float, default=128.0, help="of weights in fp32")
     parser.add_argument("--bucket-MiB", type=float, default=16.0, help="on the roads that go in buckets")
-    parser.add_argument("--roads", nargs="+", default=["shm", "folder", "group"])
+    parser.add_argument("--roads", nargs="+", default=["shm", RING, "folder", "group"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--reader", help=argparse.SUPPRESS)

@@ -54,7 +54,8 @@ class Rollout(EngineRank[RolloutEngine]):
         body = message.body
         if self._importer is None:
             self._importer = Importer(self.engine, self.rank.rank, body["road"], body["options"])
-        self.importer.begin([from_json(spec) for spec in body["specs"]], body["offer"], body["form"])
+        specs = None if body["specs"] is None else [from_json(spec) for spec in body["specs"]]
+        self.importer.begin(specs, body["offer"], body["form"])
         return {}, {}
 
     def import_bucket(self, message: Message, emit: Emit) -> Reply:

@@ -1,7 +1,8 @@
 """Shared-memory segments between processes of one host: a mapped file that nobody else can open for long.
 
-The creator makes the file (mode 0600), the others open it by path, then the creator unlinks it: from there on it
-lives exactly as long as a process maps it, so that no crash leaves anything behind in /dev/shm.
+The creator makes the file (mode 0600), the others open it by path, then the creator unlinks it. Or the file has no
+name, and its descriptor is handed to another process. From there on it lives exactly as long as a process maps it, so
+that no crash leaves anything behind in /dev/shm.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class Segment:
     def open(cls, path: str, nbytes: int) -> Segment:
         descriptor = os.open(path, os.O_RDWR)
         segment = cls(Path(path), descriptor, nbytes)
+        segment._linked = False
+        return segment
+
+    @classmethod
+    def of(cls, descriptor: int, nbytes: int) -> Segment:
+        """Of an open file, which is closed here; the mapping keeps it."""
+        segment = cls(Path(), descriptor, nbytes)
         segment._linked = False
         return segment
 

@@ -74,8 +74,10 @@ class Exporter:
     def begin(
         self, dtype: DType, bucket_bytes: int, readers: int, renew: bool, form: WeightForm = "merged"
     ) -> dict[str, Any]:
-        """Start a pass over all weights to `readers` replicas. `renew`: one of them is new, nothing is known to it."""
-        self.specs = self.engine.weight_specs(dtype, form)
+        """Start a pass over all weights to `readers` replicas. `renew`: one of them is new, nothing is known to it.
+        Else `specs` is None where the weights are those of the last pass."""
+        before, self.specs = self.specs, self.engine.weight_specs(dtype, form)
+        as_before = not renew and self.specs == before
         everything = [range(len(self.specs))] if self.specs else []
         self.buckets = everything if self.in_blocks else plan_buckets(self.specs, bucket_bytes)
         self.stream = self.engine.export_weights(dtype, form)
@@ -84,7 +86,7 @@ class Exporter:
         sizes = [sum(_aligned(self.specs[i].nbytes) for i in bucket) for bucket in self.buckets]
         windows = min(WINDOWS, max(1, len(self.buckets)))
         return {
-            "specs": [to_json(spec) for spec in self.specs],
+            "specs": None if as_before else [to_json(spec) for spec in self.specs],
             "buckets": len(self.buckets),
             "windows": windows,
             "in_blocks": self.in_blocks,
@@ -116,16 +118,18 @@ class Exporter:
 
     def _write_blocks(self, bucket: int) -> list[dict[str, Any]]:
         assert self.writer is None or isinstance(self.writer, BlockWriter)
-        entries: list[dict[str, Any]] = []
+        sent: list[tuple[WeightSpec, str]] = []
         try:
             for weight in self._weights_of(bucket):
                 if self.writer is not None:
-                    digest = weight.copy_in_blocks(self.writer.blocks(weight.spec.nbytes))
-                    entries.append({**to_json(weight.spec), "checksum": digest})
+                    blocks = self.writer.blocks(weight.spec.name, weight.spec.nbytes)
+                    sent.append((weight.spec, weight.copy_in_blocks(blocks)))
+            if self.writer is not None:
+                self.writer.flush()
         except BaseException:
             self.close()  # the readers wait for what will not come
             raise
-        return entries
+        return [{**to_json(spec), "checksum": digest} for spec, digest in sent]
 
     def _weights_of(self, bucket: int) -> Iterator[Weight]:
         """The bucket's weights from the engine's stream, as they were announced."""
@@ -161,9 +165,19 @@ class Importer:
         self.reader: Reader = open_reader(road, options, replica)
         self.missing: set[str] = set()
         self.expected: dict[str, WeightSpec] = {}
+        self.announced: Sequence[WeightSpec] = ()
 
-    def begin(self, specs: Sequence[WeightSpec], offer: Mapping[str, Any], form: WeightForm = "merged") -> None:
-        """Check that what will come is what this engine holds, and meet the writer."""
+    def begin(self, specs: Sequence[WeightSpec] | None, offer: Mapping[str, Any], form: WeightForm = "merged") -> None:
+        """Check that what will come (None: what came last) is what this engine holds, and meet the writer."""
+        if specs is not None:
+            self._expect_all(specs, form)
+        if isinstance(self.reader, BlockReader):
+            self.reader.begin(offer, self.engine.lend_weights)
+        else:
+            self.reader.begin(offer)
+        self.missing = set(self.expected)
+
+    def _expect_all(self, specs: Sequence[WeightSpec], form: WeightForm) -> None:
         held = self.engine.weight_specs()
         self.expected = {spec.name: spec for spec in held if form != "adapters" or is_on_the_wire(spec.name)}
         offered = {spec.name for spec in specs}
@@ -173,8 +187,7 @@ class Importer:
             raise SyncError(f"weight {name} is held by the rollout but not sent by the actor")
         for spec in specs:
             self._check(spec)
-        self.reader.begin(offer)
-        self.missing = set(self.expected)
+        self.announced = specs
 
     def _check(self, spec: WeightSpec) -> None:
         want = self.expected.get(spec.name)
@@ -188,18 +201,15 @@ class Importer:
 
     def read(self, bucket: int, entries: Sequence[dict[str, Any]]) -> dict[str, str]:
         """Load one bucket; returns the checksum read back from the engine for each weight. `entries` has the offset of
-        each in its window; in blocks, weights come as they were announced, one after the other."""
+        each in its window; in blocks there are none: weights come as they were announced, one after the other."""
         if isinstance(self.reader, BlockReader):
-            return self._read_blocks(self.reader, entries)
+            return self._read_blocks(self.reader)
         return self._read_window(bucket, entries)
 
-    def _expect(self, entry: dict[str, Any]) -> WeightSpec:
-        spec = from_json(entry)
-        self._check(spec)
-        return spec
-
     def _read_window(self, bucket: int, entries: Sequence[dict[str, Any]]) -> dict[str, str]:
-        specs = [self._expect(entry) for entry in entries]
+        specs = [from_json(entry) for entry in entries]
+        for spec in specs:
+            self._check(spec)
         assert isinstance(self.reader, BucketReader)
         window = self.reader.receive(bucket, entries)
         load = self.engine.import_weight if isinstance(window, np.ndarray) else self.engine.import_from_device
@@ -213,16 +223,19 @@ class Importer:
             self.missing.discard(spec.name)
         return checksums
 
-    def _read_blocks(self, reader: BlockReader, entries: Sequence[dict[str, Any]]) -> dict[str, str]:
+    def _read_blocks(self, reader: BlockReader) -> dict[str, str]:
         checksums = {}
         try:
-            for entry in entries:
-                spec = self._expect(entry)
-                checksums[spec.name] = self.engine.import_in_blocks(spec, reader.blocks(spec.nbytes))
-                self.missing.discard(spec.name)
+            for spec in self.announced:
+                if reader.in_place:
+                    checksums[spec.name] = self.engine.import_in_place(spec, reader.arrivals(spec.nbytes))
+                else:
+                    checksums[spec.name] = self.engine.import_in_blocks(spec, reader.blocks(spec.nbytes))
+            reader.flush()
         except BaseException:
             reader.close()  # the actor waits for this end
             raise
+        self.missing -= checksums.keys()
         return checksums
 
     def end(self) -> int:

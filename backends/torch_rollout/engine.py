@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,13 +29,14 @@ from backends.hf import (
     wire_dtype,
 )
 from backends.packed_layout import PackedLayout
-from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
+from backends.protocol import Emit, LentMemory, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
 from backends.stops import stop_tokens, token_ids
 from backends.torch_rollout.cache import KvCache
 from backends.torch_rollout.check import attention_shapes, check_decoding
 from backends.torch_rollout.decoder import Decoder
-from backends.torch_rollout.fused import choose_forward
+from backends.torch_rollout.fused import choose_forward, side_by_side
+from backends.torch_rollout.lent import SharedWeights, can_lend
 from backends.torch_rollout.runner import Forward, packed_positions
 from specs.as_built import ModelBuilt
 from specs.batch import Batch
@@ -56,13 +56,15 @@ class TorchRolloutEngine(RolloutEngine):
         self.device = torch.device(config.model.device)
         self.stops = stop_tokens(_end_tokens(model, config.model.path), config, ask_tokenizer=True)
         self._weights = named_weights(model)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+        self._held = {name: _spec(name, tensor) for name, tensor in self._weights.items()}
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
         self._imported: set[str] = set()
         self._ready = False  # whole set of weights is in
         self._awake = {WEIGHTS, KV_CACHE}
         self._dropped = False  # slept at level 2: weights have no memory
+        self._lends = can_lend(self.device)
+        self._shared: SharedWeights | None = None  # their memory, once somebody writes them there
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> TorchRolloutEngine:
@@ -79,11 +81,7 @@ class TorchRolloutEngine(RolloutEngine):
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
     def weight_specs(self) -> Sequence[WeightSpec]:
-        return [self._held(name) for name in self._weights]
-
-    def _held(self, name: str) -> WeightSpec:
-        tensor, shape = self._weights[name], self._shapes[name]
-        return WeightSpec(name, wire_dtype(tensor.dtype), shape, math.prod(shape) * tensor.element_size())
+        return list(self._held.values())
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         if len(buffer) != spec.nbytes:
@@ -99,6 +97,23 @@ class TorchRolloutEngine(RolloutEngine):
         tensor.copy_(_typed(torch.from_numpy(whole_U), tensor))
         return checksum_bytes(tensor_bytes(tensor))
 
+    def lend_weights(self) -> LentMemory | None:
+        """Not by an engine that sleeps at level 2: pages that come anew at each wake, in two processes, cost more than
+        a copy."""
+        if not self._lends:
+            return None
+        self._ready = False
+        if self._shared is None:
+            with suppress(OSError):
+                self._shared = SharedWeights(self._weights, side_by_side(self.model))
+            if self._forward is not None:
+                self._forward.join()
+        self._lends = self._shared is not None
+        return self._shared.lent if self._shared is not None else None
+
+    def import_in_place(self, spec: WeightSpec, arrivals: Iterable[int]) -> str:
+        return _read_back(arrivals, tensor_bytes(self._take(spec, spec.nbytes)))
+
     @torch.inference_mode()
     def import_from_device(self, spec: WeightSpec, buffer: Tensor) -> str:
         tensor = self._weights.get(spec.name)
@@ -110,9 +125,8 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _take(self, spec: WeightSpec, nbytes: int) -> Tensor:
         """The tensor that a weight of `nbytes` bytes is to fill."""
-        known = self._held(spec.name) if spec.name in self._weights else None
         holder, awake = f"{type(self.model).__name__} here", not self._dropped and WEIGHTS in self._awake
-        check_arrival(spec, nbytes, known, holder, awake=awake)
+        check_arrival(spec, nbytes, self._held.get(spec.name), holder, awake=awake)
         self._ready = False
         self._imported.add(spec.name)
         return self._weights[spec.name]
@@ -201,7 +215,7 @@ class TorchRolloutEngine(RolloutEngine):
         if WEIGHTS in tags and WEIGHTS not in self._awake:
             if self._dropped:
                 for name, tensor in self._weights.items():
-                    tensor.data = torch.empty(self._shapes[name], dtype=tensor.dtype, device=self.device)
+                    tensor.data = torch.empty(self._held[name].shape, dtype=tensor.dtype, device=self.device)
                 self._dropped = False
                 if self._forward is not None:
                     self._forward.join()
@@ -222,6 +236,9 @@ class TorchRolloutEngine(RolloutEngine):
             self._forward.release()
         for tensor in self._weights.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        if self._shared is not None:
+            self._shared.free()
+        self._lends, self._shared = False, None
         self._ready, self._dropped = False, True
         self._imported.clear()
 
@@ -230,6 +247,10 @@ class TorchRolloutEngine(RolloutEngine):
         self._drop_weights()
         self._forward = None
         _give_back_memory(self.device)
+
+
+def _spec(name: str, tensor: Tensor) -> WeightSpec:
+    return WeightSpec(name, wire_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
 
 
 def _make_model(config: RolloutConfig, make: Callable[[ModelConfig], PreTrainedModel]) -> PreTrainedModel:
@@ -255,6 +276,15 @@ def _copy_and_read_back(blocks: Iterable[NDArray[np.uint8]], held_U: NDArray[np.
         place_U[:] = block_U
         digest.update(place_U)
         start += len(block_U)
+    return digest.hexdigest()
+
+
+def _read_back(arrivals: Iterable[int], held_U: NDArray[np.uint8]) -> str:
+    """Hash what has arrived, while it arrives."""
+    digest, start = Digest(), 0
+    for nbytes in arrivals:
+        digest.update(held_U[start : start + nbytes])
+        start += nbytes
     return digest.hexdigest()
 
 

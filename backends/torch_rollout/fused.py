@@ -9,7 +9,7 @@ give the generic path's log-probs keeps the generic path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,33 @@ _MODELS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 def choose_forward(model: PreTrainedModel, device: torch.device, max_len: int) -> Forward:
     """The fused path where it fits and proves equal, else the generic one. Needs weights."""
     generic = GenericForward(model)
-    if type(model).__name__ not in _MODELS or model.config.hidden_act not in _ACTIVATIONS:
-        return generic
-    if getattr(model.model.rotary_emb, "rope_type", "dynamic") in _ROPE_BY_LENGTH:
-        return generic
-    if any(layer.mlp.down_proj.bias is not None for layer in model.model.layers):
+    if not _fits(model):
         return generic
     fused = FusedForward(model, device, max_len)
     limit = TOLERANCE.get(model.dtype, 0.25)
     return fused if same_forward(generic, fused, model.config.vocab_size, device, limit) else generic
+
+
+def _fits(model: PreTrainedModel) -> bool:
+    if type(model).__name__ not in _MODELS or model.config.hidden_act not in _ACTIVATIONS:
+        return False
+    if getattr(model.model.rotary_emb, "rope_type", "dynamic") in _ROPE_BY_LENGTH:
+        return False
+    return all(layer.mlp.down_proj.bias is None for layer in model.model.layers)
+
+
+def side_by_side(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Parameters that the fused path wants one after another in memory."""
+    for layer in model.model.layers if _fits(model) else ():
+        for parts in _joined_layers(layer):
+            yield [part.weight for part in parts]
+            if parts[0].bias is not None:
+                yield [part.bias for part in parts]
+
+
+def _joined_layers(layer: nn.Module) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,12 @@ class FusedLinear:
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor of all their rows, of which they become views, if they are not yet."""
+    first, rows = parameters[0].data, sum(len(p) for p in parameters)
+    ends = [p.data_ptr() + p.nbytes for p in parameters]
+    one_memory = len({p.untyped_storage().data_ptr() for p in parameters}) == 1
+    if one_memory and ends[:-1] == [p.data_ptr() for p in parameters[1:]]:
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
     joined = torch.cat([p.data for p in parameters])
     for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
         parameter.data = view
@@ -85,8 +109,8 @@ class FusedForward:
     @torch.inference_mode(False)
     def join(self) -> None:
         """Put the projections side by side."""
-        self.qkv = [FusedLinear.of(a.q_proj, a.k_proj, a.v_proj) for a in (b.self_attn for b in self.layers)]
-        self.gate_up = [FusedLinear.of(b.mlp.gate_proj, b.mlp.up_proj) for b in self.layers]
+        joined = [[FusedLinear.of(*parts) for parts in _joined_layers(layer)] for layer in self.layers]
+        self.qkv, self.gate_up = [qkv for qkv, _ in joined], [gate_up for _, gate_up in joined]
 
     def release(self) -> None:
         self.qkv, self.gate_up = [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from backends.protocol import Buffer, Weight, WeightSpec
 from specs.schema import DType
 
 
+@cache
 def spec_of(name: str, kind: tuple[tuple[int, ...], torch.dtype], dtype: DType) -> WeightSpec:
     """The wire's view of a tensor of this shape and dtype: floating ones travel as `dtype`, others as they are."""
     shape, own = kind
@@ -30,6 +32,8 @@ class TensorWeight(Weight):
     def __init__(self, spec: WeightSpec, tensor: Tensor, sent: torch.dtype) -> None:
         self.spec = spec
         self._tensor, self._sent = tensor, sent
+        as_it_is = tensor.dtype == sent and tensor.is_cpu and tensor.is_contiguous()
+        self._own_U = tensor.view(-1).view(torch.uint8).numpy() if as_it_is else None
 
     def checksum(self) -> str:
         return checksum_bytes(tensor_bytes(self._tensor.to(self._sent)))
@@ -45,22 +49,31 @@ class TensorWeight(Weight):
     def copy_in_blocks(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
         """Each block is hashed while the cache holds it: the bytes of the engine's own tensor, or, where they are cast,
         what the cast has just left in the block. No cast copy of the whole weight is made on the CPU."""
+        if self._own_U is not None:
+            return self._copy(self._own_U, blocks)
+        if self._tensor.is_cpu and self._tensor.dtype != self._sent:
+            return self._cast(blocks)
+        return self._copy(tensor_bytes(self._tensor.to(self._sent)), blocks)
+
+    def _copy(self, own_U: NDArray[np.uint8], blocks: Iterable[NDArray[np.uint8]]) -> str:
         digest, start = Digest(), 0
-        cast = self._tensor.device.type == "cpu" and self._tensor.dtype != self._sent
-        own_E = self._tensor.contiguous().flatten() if cast else None
-        own_U = None if cast else tensor_bytes(self._tensor.to(self._sent))
         for block_U in blocks:
-            stop = start + len(block_U)
-            if own_E is not None:
-                first, last = start // self._sent.itemsize, stop // self._sent.itemsize
-                with one_thread():
-                    torch.from_numpy(block_U).view(self._sent).copy_(own_E[first:last])
-                digest.update(block_U)
-            else:
-                block_U[:] = own_U[start:stop]
-                digest.update(own_U[start:stop])
-            start = stop
+            piece_U = own_U[start : start + len(block_U)]
+            block_U[:] = piece_U
+            digest.update(piece_U)
+            start += len(block_U)
         assert start == self.spec.nbytes, (self.spec.name, start, self.spec.nbytes)
+        return digest.hexdigest()
+
+    def _cast(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
+        own_E, digest, start = self._tensor.contiguous().flatten(), Digest(), 0
+        for block_U in blocks:
+            target_E = torch.from_numpy(block_U).view(self._sent)
+            with one_thread():
+                target_E.copy_(own_E[start : start + len(target_E)])
+            digest.update(block_U)
+            start += len(target_E)
+        assert start == len(own_E), (self.spec.name, start, len(own_E))
         return digest.hexdigest()
 
 

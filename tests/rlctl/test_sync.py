@@ -38,6 +38,27 @@ def test_sync_verifies_and_reuses_its_segments(built):
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rlctl-{os.getpid()}-")]
 
 
+def test_weights_are_announced_when_somebody_does_not_know_them(built):
+    """Not at every sync: hundreds of names and shapes would be written, read and compared five times each."""
+    actor, rollouts, groups, vocab = built
+    announced = []
+    Sabotage(groups[0], Verb.EXPORT_BEGIN, lambda body: announced.append(body["specs"]) or body)
+    sync = sync_of(groups, vocab)
+    first, second = sync.run(), sync.run()
+    assert (first.weights, first.nbytes) == (second.weights, second.nbytes)
+    sync.forget_readers()
+    sync.run()
+    told = [[spec["name"] for spec in specs or ()] for specs in announced]
+    names = [spec.name for spec in actor.engine.weight_specs("fp32")]
+    assert told == [names, [], names]
+
+    specs = actor.engine.weight_specs
+    actor.engine.weight_specs = lambda dtype, form: [replace(specs(dtype)[0], name="other"), *specs(dtype)[1:]]
+    with pytest.raises(SyncError, match=f"weight {names[0]} is held by the rollout but not sent by the actor"):
+        sync.run()
+    assert announced[-1][0]["name"] == "other"
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])
 def test_any_bucket_size(built, bucket_bytes, tmp_path):
     actor, _, groups, vocab = built

@@ -2,18 +2,29 @@
 
 `{"begin": offer, "road": …, "options": …, "replica": …}`, `{"read": bucket, "entries": […]}`, which answers the bytes'
 checksum of each weight, `{"blocks": nbytes}`, which answers that of so much of a stream, and `{"rest": true}`; every
-answer is a line too.
+answer is a line too. With `"lend": nbytes` beside "begin", memory for one weight, "0", is lent, and `{"arrivals":
+nbytes}` answers its checksum.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import sys
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.checksum import Digest, checksum_bytes
+from backends.protocol import LentMemory
 from workers.roads import open_reader
+
+
+def memory(nbytes: int) -> tuple[LentMemory, NDArray[np.uint8]]:
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, nbytes)
+    return LentMemory(descriptor, {"0": 0}), np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
 
 
 def main() -> None:
@@ -23,11 +34,20 @@ def main() -> None:
         answer: object = "ok"
         if "begin" in told:
             reader = reader or open_reader(told["road"], told["options"], told["replica"])
-            reader.begin(told["begin"])
+            if "lend" in told:
+                lent, held_U = memory(told["lend"])
+                reader.begin(told["begin"], lambda lent=lent: lent)
+            else:
+                reader.begin(told["begin"])
+        elif "arrivals" in told:
+            assert sum(reader.arrivals(told["arrivals"])) == len(held_U)
+            reader.flush()
+            answer = checksum_bytes(held_U)
         elif "blocks" in told:
             digest = Digest()
             for block_U in reader.blocks(told["blocks"]):
                 digest.update(block_U)
+            reader.flush()
             answer = digest.hexdigest()
         elif "rest" in told:
             reader.rest()

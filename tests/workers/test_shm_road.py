@@ -1,7 +1,9 @@
-"""The ring of shared memory by itself: blocks of any length to several readers, ends that go away or stand still."""
+"""The road over shared memory by itself: blocks of any length to several readers, the memory that a lone one lends,
+ends that go away or stand still."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ import pytest
 from test_roads import ReaderProcess
 
 from backends.checksum import checksum_bytes
+from backends.protocol import LentMemory
 from workers.roads import sweep
 from workers.roads.shm import BLOCK_BYTES, BLOCKS, ShmReader, ShmWriter
 from workers.shm import _folder
@@ -30,19 +33,27 @@ def writer():
     assert names_left() == []
 
 
-def write(writer, content_U):
-    start = 0
-    for block_U in writer.blocks(len(content_U)):
-        block_U[:] = content_U[start : start + len(block_U)]
-        start += len(block_U)
+def write(writer, *contents):
+    """A pass of weights called 0, 1, …"""
+    for number, content_U in enumerate(contents):
+        start = 0
+        for block_U in writer.blocks(str(number), len(content_U)):
+            block_U[:] = content_U[start : start + len(block_U)]
+            start += len(block_U)
+    writer.flush()
 
 
-def read(reader, nbytes, pause_s=0.0):
-    pieces = []
-    for block_U in reader.blocks(nbytes):
-        time.sleep(pause_s)
-        pieces.append(block_U.copy())
-    return np.concatenate(pieces or [np.zeros(0, np.uint8)])
+def read(reader, *sizes, pause_s=0.0):
+    """A pass: the bytes of each weight."""
+    contents = []
+    for nbytes in sizes:
+        pieces = []
+        for block_U in reader.blocks(nbytes):
+            time.sleep(pause_s)
+            pieces.append(block_U.copy())
+        contents.append(np.concatenate(pieces or [np.zeros(0, np.uint8)]))
+    reader.flush()
+    return contents
 
 
 def random_bytes(nbytes, seed=0):
@@ -61,11 +72,10 @@ def test_everything_reaches_every_reader_however_slow(writer):
         with ThreadPoolExecutor(2) as pool:
             pauses = 0.0, 0.003
             reading = [
-                pool.submit(lambda reader, pause_s: [read(reader, size, pause_s) for size in sizes], *end)
-                for end in zip(readers, pauses, strict=True)
+                pool.submit(read, reader, *sizes, pause_s=pause_s)
+                for reader, pause_s in zip(readers, pauses, strict=True)
             ]
-            for content_U in contents:
-                write(writer, content_U)
+            write(writer, *contents)
             for one in reading:
                 for got_U, sent_U in zip(one.result(30), contents, strict=True):
                     np.testing.assert_array_equal(got_U, sent_U)
@@ -89,10 +99,98 @@ def test_no_block_is_written_again_before_every_reader_is_done(writer):
         np.testing.assert_array_equal(first_U, content_U[:BLOCK_BYTES])
         for _ in blocks:
             pass
+        slow.flush()
         writing.result(30)
-        np.testing.assert_array_equal(reading.result(30), content_U)
+        np.testing.assert_array_equal(reading.result(30)[0], content_U)
     fast.close()
     slow.close()
+
+
+class Memory:
+    """Weights that lie apart in memory that can be lent."""
+
+    def __init__(self, *sizes):
+        self.descriptor = os.memfd_create("test")
+        places = np.cumsum([4096, *(size + 64 for size in sizes)]).tolist()
+        os.ftruncate(self.descriptor, places[-1])
+        self.bytes_U = np.frombuffer(mmap.mmap(self.descriptor, places[-1]), dtype=np.uint8)
+        self.weights = [self.bytes_U[place : place + size] for place, size in zip(places[:-1], sizes, strict=True)]
+        self.lent = LentMemory(self.descriptor, {str(number): place for number, place in enumerate(places[:-1])})
+
+    def between(self):
+        copy_U = self.bytes_U.copy()
+        for start, size in zip(self.lent.place.values(), map(len, self.weights), strict=True):
+            copy_U[start : start + size] = 0
+        return copy_U
+
+    def arrive(self, reader):
+        """What is there when it is said to be there."""
+        arrived = []
+        for weight_U in self.weights:
+            pieces, start = [], 0
+            for nbytes in reader.arrivals(len(weight_U)):
+                pieces.append(weight_U[start : start + nbytes].copy())
+                start += nbytes
+            arrived.append(np.concatenate(pieces))
+        reader.flush()
+        return arrived
+
+
+def test_a_lone_reader_gets_its_weights_where_it_wants_them(writer):
+    """From pass to pass: the same memory, other memory, none at all, and memory again."""
+    sizes = [3 * RING_BYTES + 5, 1, BLOCK_BYTES]
+    first, other = Memory(*sizes), Memory(*sizes)
+    reader = ShmReader({}, 0)
+    for step, memory in enumerate((first, first, other, None, first)):
+        lend = (lambda: None) if memory is None else (lambda memory=memory: memory.lent)
+        reader.begin(writer.begin(sizes, 2, 1, renew=step == 0), lend)
+        assert reader.in_place == (memory is not None)
+        contents = [random_bytes(size, seed=size + step) for size in sizes]
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read, reader, *sizes) if memory is None else pool.submit(memory.arrive, reader)
+            write(writer, *contents)
+            for got_U, sent_U in zip(reading.result(30), contents, strict=True):
+                np.testing.assert_array_equal(got_U, sent_U)
+        if memory is not None:
+            assert not memory.between().any()
+    for last_U, sent_U in zip(other.weights, first.weights, strict=True):
+        assert not np.array_equal(last_U, sent_U), "memory that is not lent any more is not written any more"
+    reader.close()
+
+
+def test_no_reader_of_several_is_asked_for_its_memory(writer):
+    readers = [ShmReader({}, 0), ShmReader({}, 1)]
+    offer = writer.begin([1], 2, 2, renew=True)
+    for reader in readers:
+        reader.begin(offer, lambda: pytest.fail("asked"))
+        assert not reader.in_place
+        reader.close()
+
+
+def test_lent_memory_is_not_held_by_the_writer(writer):
+    """100 MiB of the rollout's, written here: neither now nor as a peak does the actor hold it."""
+    from backends import memory
+
+    reader = ReaderProcess()
+    size = 100 * 2**20
+    offer = writer.begin([size], 2, 1, renew=True)
+    assert reader.ask({"begin": offer, "road": "shm", "options": {}, "replica": 0, "lend": size}) == "ok"
+    before, peak = memory.held_GiB("cpu") - held_by(reader), memory.peak_GiB("cpu")
+    content_U = random_bytes(size)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.ask, {"arrivals": size})
+        write(writer, content_U)
+        assert reading.result(60) == checksum_bytes(content_U)
+    own = len(content_U) / memory.GIB
+    assert memory.held_GiB("cpu") - held_by(reader) - before - own < 0.02
+    assert memory.peak_GiB("cpu") - peak - own < 0.02
+    reader.end()
+
+
+def held_by(reader):
+    import psutil
+
+    return psutil.Process(reader.process.pid).memory_info().rss / 2**30
 
 
 def test_a_killed_reader_ends_the_pass_at_once_and_another_takes_its_place(writer):
@@ -126,7 +224,7 @@ def test_a_reader_that_dies_before_it_is_met_leaves_no_name(writer):
 def test_a_reader_hears_that_the_writer_gave_up(writer):
     reader = ShmReader({}, 0)
     reader.begin(writer.begin([], 2, 1, renew=True))
-    next(writer.blocks(1))
+    next(writer.blocks("w", 1))
     writer.close()
     with pytest.raises(ConnectionError, match="Connection closed by peer: the actor left the road"):
         read(reader, 1)
@@ -150,11 +248,12 @@ def test_an_end_that_waits_long_sleeps(writer):
     reader.begin(writer.begin([], 2, 1, renew=True))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, reader, 1)
-        for block_U in writer.blocks(1):
+        for block_U in writer.blocks("w", 1):
             before = time.process_time()
             time.sleep(0.3)
             spent_s = time.process_time() - before
             block_U[:] = 7
-        assert reading.result(30).tolist() == [7]
+        writer.flush()
+        assert reading.result(30)[0].tolist() == [7]
     assert spent_s < 0.1
     reader.close()

@@ -7,17 +7,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.protocol import Buffer
+from backends.protocol import Buffer, LentMemory
 
 ALIGNMENT = 64  # bytes; keeps every tensor aligned for vector loads
 BLOCKS, BLOCK_BYTES = 8, 512 * 2**10  # of a ring: it stays in the CPU's cache, a block in that of a core
 FOLDER_PREFIX = "rlctl-sync-"  # of every file that a road puts into a folder that others use too
+Lend = Callable[[], LentMemory | None]  # `RolloutEngine.lend_weights`
 Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, and the offset of its first byte
 
 
@@ -53,10 +54,14 @@ class BlockWriter(Writer):
     """Everything is one bucket, which readers read while it is written."""
 
     @abstractmethod
-    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-        """Memory for the next `nbytes` of the stream, block by block. A block goes to the readers when the next one is
-        asked for, or the end, and comes back when all of them are done with it. Raises ConnectionError when a reader is
-        gone, TimeoutError when one does not go on."""
+    def blocks(self, name: str, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        """Memory for the `nbytes` of a weight, the next of the stream, block by block. A block goes to the readers when
+        the next one is asked for, or the end, and comes back when all of them are done with it. Raises ConnectionError
+        when a reader is gone, TimeoutError when one does not go on."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """That was the last weight. Returns when every reader is done with all."""
 
 
 class Reader(ABC):
@@ -80,10 +85,27 @@ class BucketReader(Reader):
 
 
 class BlockReader(Reader):
+    @property
+    @abstractmethod
+    def in_place(self) -> bool:
+        """In this pass the writer writes into memory that `lend` gave."""
+
+    @abstractmethod
+    def begin(self, offer: Mapping[str, Any], lend: Lend = lambda: None) -> None:
+        """`lend` is asked where the writer would write straight into the reader's own memory."""
+
     @abstractmethod
     def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
         """The next `nbytes` of the stream, cut as the writer cut them. A block is gone when the next one is asked for.
-        Raises what the writer's `blocks` raises."""
+        Raises what the writer's `blocks` raises. Not `in_place`."""
+
+    @abstractmethod
+    def arrivals(self, nbytes: int) -> Iterator[int]:
+        """As `blocks`, of a weight that is written in place: how many more of its bytes are there."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Done with the last weight."""
 
 
 def filled_bytes(entries: Sequence[Entry]) -> int:
