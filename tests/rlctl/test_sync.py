@@ -40,7 +40,7 @@ def test_sync_verifies_and_reuses_its_segments(built):
 
 def test_weights_are_announced_when_somebody_does_not_know_them(built):
     """Not at every sync: hundreds of names and shapes would be written, read and compared five times each."""
-    actor, rollouts, groups, vocab = built
+    actor, _, groups, vocab = built
     announced = []
     Sabotage(groups[0], Verb.EXPORT_BEGIN, lambda body: announced.append(body["specs"]) or body)
     sync = sync_of(groups, vocab)

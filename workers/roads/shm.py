@@ -2,8 +2,8 @@
 
 A lone rollout whose engine can lend the memory of its weights gets them written there: one copy, and none of its own.
 Others copy them out of a ring of blocks that all ends map, small enough to stay in the CPU's cache: the actor fills a
-block while the rollouts copy and hash the ones before it. A socket beside it carries one byte per block, "filled" from
-the actor and "done" from each rollout; it also orders the memory accesses of both, and ends when either end does.
+block while the rollouts copy and hash the ones before it. A socket beside it carries a byte per block or few, "filled"
+from the actor and "done" from each rollout; it also orders the memory accesses of both, and ends when either end does.
 """
 
 from __future__ import annotations
