@@ -32,14 +32,14 @@ make_env() {
     fi
     : >"$UNFINISHED"
     # pip 24.1 answers a dry run from metadata alone; an older one would fetch a whole torch just to look at it.
-    step "pip" pip_install --upgrade "pip>=24.1"
+    step "pip" "$PY" -m pip install --upgrade "pip>=24.1"
     want=$(grep '^torch==' scripts/constraints.txt)
     if ! "$PY" -m pip freeze 2>/dev/null | grep -Eq "^${want}([+]|\$)|^torch @ "; then
         torch_args=$("$PY" scripts/_pick_torch.py "$want" "$1") || exit 1
         # shellcheck disable=SC2086
-        step "$want ($1 build, the longest step)" pip_install --no-deps $torch_args "$want"
+        step "$want ($1 build, the longest step)" "$PY" -m pip install --no-deps $torch_args "$want"
     fi
-    step "rlctl and its tools" pip_install --constraint scripts/constraints.txt --editable ".[dev]"
+    step "rlctl and its tools" "$PY" -m pip install --constraint scripts/constraints.txt --editable ".[dev]"
     step "a look at what is installed" "$PY" scripts/_pick_torch.py --installed "$1"
     rm -f "$UNFINISHED"
 }

@@ -19,9 +19,6 @@ find_python() {
 
 has_gpu() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# What is installed is compiled when it is first imported: pip would compile ten times as much, for half of its time.
-pip_install() { "$PY" -m pip install --no-compile "$@"; }
-
 # step TEXT COMMAND...: run quietly, show what pip is at and for how long; the log appears only on failure.
 step() {
     local text="$1" log="$VENV/install.log" started=$SECONDS pid
