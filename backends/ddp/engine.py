@@ -96,15 +96,20 @@ class DdpTrainEngine(HfTrainEngine):
 
     def _best_weights(self) -> dict[str, Tensor]:
         """Every weight by name, fp32 master where there is one."""
-        return self._by_name({segment.name: self.flat.source(segment) for segment in self.flat.segments})
+        return self._by_name(self._masters())
+
+    def _masters(self) -> dict[str, Tensor]:
+        return {segment.name: self.flat.source(segment) for segment in self.flat.segments}
 
     def _by_name(self, learned: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every weight, in the order of the model, those `learned` as given. To walk through a whole model takes a
         millisecond, which is spared where there is no other weight."""
         if learned.keys() == self._kinds.keys():
             return {name: learned[name] for name in self._kinds}
-        others = {name: tensor.detach() for name, tensor in named_weights(self.policy.model).items()}
-        return {name: learned.get(name, tensor) for name, tensor in others.items()}
+        return self._among_all(learned)
+
+    def _among_all(self, learned: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: learned.get(name, own.detach()) for name, own in named_weights(self.policy.model).items()}
 
     def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
         """What the model computes with, where that is what travels: the master, or its cast to the last bit."""
@@ -120,9 +125,7 @@ class DdpTrainEngine(HfTrainEngine):
     @cached_property
     def _kinds(self) -> Mapping[str, TensorKind]:
         """Asked twice in every sync; they never change."""
-        masters = {segment.name: self.flat.source(segment) for segment in self.flat.segments}
-        own = named_weights(self.policy.model)
-        best = {name: masters.get(name, tensor) for name, tensor in own.items()}
+        best = self._among_all(self._masters())
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in best.items()}
 
     def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:

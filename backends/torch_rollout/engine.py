@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -92,7 +92,8 @@ class TorchRolloutEngine(RolloutEngine):
     def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
         tensor = self._take(spec, spec.nbytes)
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            return _copy_and_read_back(blocks, tensor_bytes(tensor))
+            held_U = tensor_bytes(tensor)
+            return _read_back(_copied(blocks, held_U), held_U)
         whole_U = np.concatenate([block_U.copy() for block_U in blocks])
         tensor.copy_(_typed(torch.from_numpy(whole_U), tensor))
         return checksum_bytes(tensor_bytes(tensor))
@@ -268,19 +269,17 @@ def _end_tokens(model: PreTrainedModel, path: str) -> set[int]:
     return named
 
 
-def _copy_and_read_back(blocks: Iterable[NDArray[np.uint8]], held_U: NDArray[np.uint8]) -> str:
-    """Copy into the model's memory, and hash that while the cache holds it: checking costs no second trip to memory."""
-    digest, start = Digest(), 0
+def _copied(blocks: Iterable[NDArray[np.uint8]], held_U: NDArray[np.uint8]) -> Iterator[int]:
+    """Copy each block to its place in the model's memory; how many bytes more are there."""
+    start = 0
     for block_U in blocks:
-        place_U = held_U[start : start + len(block_U)]
-        place_U[:] = block_U
-        digest.update(place_U)
+        held_U[start : start + len(block_U)] = block_U
+        yield len(block_U)
         start += len(block_U)
-    return digest.hexdigest()
 
 
 def _read_back(arrivals: Iterable[int], held_U: NDArray[np.uint8]) -> str:
-    """Hash what has arrived, while it arrives."""
+    """Hash what has arrived while the cache holds it: checking costs no second trip to memory."""
     digest, start = Digest(), 0
     for nbytes in arrivals:
         digest.update(held_U[start : start + nbytes])

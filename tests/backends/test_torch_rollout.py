@@ -56,11 +56,14 @@ def build(folder: Path, **table: int) -> tuple[TorchRolloutEngine, PreTrainedMod
 
 def engine_with(source: PreTrainedModel, config: RolloutConfig) -> TorchRolloutEngine:
     engine = TorchRolloutEngine.build(config, Rank())
-    weights = named_weights(source)
+    load(engine, named_weights(source))
+    return engine
+
+
+def load(engine: TorchRolloutEngine, weights: Mapping[str, torch.Tensor]) -> None:
     for spec in engine.weight_specs():
         engine.import_weight(spec, tensor_bytes(weights[spec.name]))
     engine.finish_import()
-    return engine
 
 
 def write_in_place(engine: TorchRolloutEngine, source: Mapping[str, torch.Tensor]) -> mmap.mmap:
@@ -266,10 +269,7 @@ def test_weights_written_in_place_are_those_that_sample(family: str, tmp_path: P
         for number, parameter in enumerate(model.parameters()):
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
     new = named_weights(model)
-    expected = TorchRolloutEngine.build(engine.config, Rank())
-    for spec in expected.weight_specs():
-        expected.import_weight(spec, tensor_bytes(new[spec.name]))
-    expected.finish_import()
+    expected = engine_with(model, engine.config)
     for _ in range(2):
         write_in_place(engine, new)
         assert answer(engine, make_prompts(4, 2)) == answer(expected, make_prompts(4, 2))
@@ -296,10 +296,7 @@ def test_an_engine_whose_weights_were_dropped_lends_no_more(tmp_path: Path) -> N
     engine.sleep(2)
     engine.wake(["weights", "kv_cache"])
     assert engine.lend_weights() is None
-    weights = named_weights(model)
-    for spec in engine.weight_specs():
-        engine.import_weight(spec, tensor_bytes(weights[spec.name]))
-    engine.finish_import()
+    load(engine, named_weights(model))
     assert answer(engine, make_prompts(2, 1)) == expected
 
 
@@ -312,10 +309,7 @@ def test_where_no_memory_can_be_shared_none_is_lent(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert engine.lend_weights() is None
-    weights = {name: tensor.clone() for name, tensor in engine._weights.items()}
-    for spec in engine.weight_specs():
-        engine.import_weight(spec, tensor_bytes(weights[spec.name]))
-    engine.finish_import()
+    load(engine, {name: tensor.clone() for name, tensor in engine._weights.items()})
     assert answer(engine, make_prompts(2, 1)) == expected
 
 
