@@ -1,1 +1,1 @@
-"""How a model is held and run: the engine protocol and one file or folder per engine."""
+"""Engines that hold and run models: their protocol, and one file or folder per engine."""

@@ -1,4 +1,4 @@
-"""How much memory a rank holds: of its GPU where it has one, else of the host."""
+"""Memory of a rank: of its GPU if it has one, else of the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 GIB = 2**30
 
-_borrowed_bytes = 0  # mapped here, and another role's
+_borrowed_bytes = 0  # mapped here, owned by another role
 
 
 def borrow(nbytes: int) -> None:
@@ -31,7 +31,7 @@ def held_GiB(device: str) -> float:
         return torch.cuda.memory_reserved() / GIB
     try:
         pages = _resident_pages(os.getpid())
-    except OSError:  # no Linux: the most there ever was, which is all that can be known
+    except OSError:  # not Linux: only the peak is available
         return peak_GiB(device)
     held = (pages + sum(_pages_of_started(os.getpid()))) * resource.getpagesize()
     return (held - min(_borrowed_bytes, _resident_shared_bytes())) / GIB
@@ -60,7 +60,7 @@ def _pages_of_started(process: int) -> Iterator[int]:
 
 
 def peak_GiB(device: str) -> float:
-    """The most that this process alone has held since it began."""
+    """Peak memory of this process alone since its start."""
     if device == "cuda":
         import torch
 
@@ -75,7 +75,7 @@ def used_GiB(device: str, before_GiB: float) -> float:
 
 
 def hand_back(device: str) -> None:
-    """Give what is free inside this process back to the device, or to the host: other roles wait for it."""
+    """Return free memory of this process to the device or the host, where other roles need it."""
     if device == "cuda":
         import torch
 

@@ -1,8 +1,8 @@
-"""The engine protocol: what a thing must do to train a model, or to sample from one.
+"""The engine protocol: interfaces of engines that train a model and of engines that sample from one.
 
-Engines never talk to the network, the driver or the disk layout of a run; workers do (`workers/`).
-Batches come in as numpy columns (`specs/batch.py`) and go out the same way. The contract tests
-(`tests/backends/test_contract_train.py`, `test_contract_rollout.py`) run against every engine.
+Engines know nothing of the network, the driver or the files of a run; workers do (`workers/`).
+Batches come in as numpy columns (`specs/wire/batch.py`) and go out the same way. The contract tests
+(`tests/backends/test_protocol_train.py`, `test_protocol_rollout.py`) run against every engine.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specs.algorithms import Grpo
-from specs.as_built import ModelBuilt
-from specs.batch import Batch
-from specs.role_config import RolloutConfig, Sampling, TrainConfig
-from specs.schema import DType, WeightForm
+from specs.schema.algorithms.algorithm import Loss
+from specs.schema.spec import DType, WeightForm
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling, TrainConfig
 
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank that waits this long for the others gives up
 Buffer = Any  # flat bytes: NDArray[np.uint8] in host memory, or a one-dimensional uint8 torch.Tensor on a device
 
 
@@ -60,7 +62,7 @@ class Weight(ABC):
 
 
 @dataclass(frozen=True)
-class LentMemory:
+class WeightMemory:
     """Memory of a rollout's weights that another process may map, to write them where they are read."""
 
     descriptor: int  # of a file in memory; the rollout's, which closes it
@@ -69,7 +71,7 @@ class LentMemory:
 
 @dataclass(frozen=True)
 class Rank:
-    """Where this process stands in its group."""
+    """Rank of this process in its group."""
 
     rank: int = 0
     world_size: int = 1
@@ -127,13 +129,11 @@ class TrainEngine(ABC):
         `adapters` False: of the model without its LoRA adapters. An empty batch gives an empty array."""
 
     @abstractmethod
-    def forward_backward(self, batch: Batch, algorithm: Grpo, scale: LossScale) -> Mapping[str, float]:
-        """Accumulate gradients of this rank's share of the loss. Needs `tokens_T`, `loss_mask_T`, `advantage_T`,
-        `rollout_logprob_T`; `old_logprob_T` when not on-policy (absent: the current ones, detached); `ref_logprob_T`
-        when `algorithm.kl_coef` > 0. With `version_B` (samples of older weights) the ratio is taken against
-        `rollout_logprob_T`, and the sampler's gap against the current ones. Returns
-        *sums* over this rank's tokens under the names of `METRIC_SUMS`;
-        the caller adds ranks and divides. An empty batch is legal."""
+    def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
+        """Accumulate gradients of this rank's share of the loss. Needs the columns that `loss.columns` names;
+        `loss.anchor` says against whose log-probs the ratio is taken. Returns what `loss.metrics` declares, as sums
+        over this rank's tokens or maxima, and the counts of `ENGINE_SUMS` and `ENGINE_MAXIMA`; the caller joins ranks
+        and divides. All ranks call it with the same loss; they may differ in work. An empty batch is legal."""
 
     @abstractmethod
     def optim_step(self) -> StepResult:
@@ -155,7 +155,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Move weights, optimizer state and gradients off the device, neutral to the bit. Twice is once."""
+        """Move weights, optimizer state and gradients off the device. Bit-exact and idempotent."""
 
     @abstractmethod
     def onload(self) -> None:
@@ -165,7 +165,7 @@ class TrainEngine(ABC):
     def save(self, folder: Path) -> Sequence[Path]:
         """Write weights (fp32 master where there is one), optimizer, schedule, skip count and RNG into the existing
         empty `folder`; returns the files that this rank wrote. All ranks call it. Engines for Hugging Face models write
-        `backends/train/shards.py`, so that each reads what another wrote, on any number of ranks."""
+        `backends/train/tensor_shards.py`, so that each reads what another wrote, on any number of ranks."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
@@ -173,36 +173,28 @@ class TrainEngine(ABC):
         of another model."""
 
     @abstractmethod
-    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
         """Greedy continuation of each prompt by the training forward pass: the proof that an export must repeat."""
 
     def close(self) -> None:
-        """Let go of devices and process groups."""
+        """Release devices and process groups."""
 
 
 @dataclass(frozen=True)
-class GreedyAnswer:
+class GreedyCompletion:
     """Tokens of a greedy continuation, and how far each was ahead of the runner-up (logits, nats)."""
 
     tokens: list[int]
     margins: list[float]
 
 
-# Sums that `forward_backward` returns, over response tokens unless a name says otherwise.
-METRIC_SUMS = (
-    "loss",  # the rank's share of the global loss: already normalised, shares add up
+# What `forward_backward` returns whatever the loss: counts, which the caller adds up over ranks, and maxima.
+ENGINE_SUMS = (
     "tokens",  # loss tokens seen
     "sequences",  # sequences with a loss token
-    "entropy",  # Σ entropy of the model's distribution (nats)
-    "kl",  # Σ KL estimate to ref (0 without ref)
-    "clipped",  # tokens where the clip was active
-    "logprob_gap",  # Σ |log-prob of the sampler - of the trainer (old where it is given, else the current ones)|
-    "approx_kl",  # Σ k3 estimate of KL(old ‖ current)
-    "ratio",  # Σ probability ratio
-    "micro_batches",  # forward passes made
+    "micro_batches",  # forward passes with gradients
 )
-# Maxima that it returns; the caller takes the maximum over ranks.
-METRIC_MAXIMA = ("logprob_gap_max", "micro_batch_tokens_max")
+ENGINE_MAXIMA = ("micro_batch_tokens_max",)
 
 Emit = Callable[[Batch], None]
 
@@ -238,7 +230,7 @@ class RolloutEngine(ABC):
         tensor*. Raises SyncError naming the weight when name, dtype or shape is not what the engine holds.
 
         One exception: sglang holds its tensors in a server that shows no bytes, so it reads back what it hands over,
-        and has the server's own hashes judged in `finish_import` (docs/sglang.md)."""
+        and has the server's own hashes graded in `finish_import` (docs/sglang.md)."""
 
     def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
         """As `import_weight`, from bytes that come block by block. A block is gone when the next one is asked for. An
@@ -249,14 +241,14 @@ class RolloutEngine(ABC):
             start += len(block_U)
         return self.import_weight(spec, whole_U)
 
-    def lend_weights(self) -> LentMemory | None:
+    def share_weights(self) -> WeightMemory | None:
         """The memory that the weights lie in, for the actor on this host to write all of them into; None where there is
-        no such memory. From here to `finish_import` the engine answers nothing."""
+        no such memory. From here to `finish_import` the engine serves no requests."""
         return None
 
     def import_in_place(self, spec: WeightSpec, arrivals: Iterable[int]) -> str:
-        """As `import_weight`, of a weight in lent memory: each arrival is so many more bytes that are now there."""
-        raise NotImplementedError(f"{type(self).__name__} lends no memory")
+        """As `import_weight`, of a weight in shared memory: each arrival is so many more bytes that are now there."""
+        raise NotImplementedError(f"{type(self).__name__} shares no memory")
 
     def import_from_device(self, spec: WeightSpec, buffer: Buffer) -> str:
         """As `import_weight`, from a uint8 tensor on a device. An engine whose weights are there spares the way
@@ -269,10 +261,19 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        """Answer every prompt once. `prompts` has `tokens_T`, `group_B`, `id_B`, `row_B`; sequences of one group share
-        their prompt. `emit` is called with finished batches (SAMPLE_COLUMNS: prompt and answer tokens, mask 1 on
-        answers, exact log-probs of the distribution sampled from, `finished_B` 1 where the answer ended by itself) as
-        soon as whole groups are done, each sample exactly once. Returns counters (`generated_tokens`, …)."""
+        """Write one completion for each prompt. `prompts` has PROMPT_COLUMNS.
+
+        A prompt is any tokens: one of a later turn holds earlier completions and what tools replied. Prompts with the
+        same `prefix_B` are equal token by token and may share their computation (BatchError where they differ);
+        `group_B` says nothing of tokens. Token i of a completion is drawn with the random number of (seed, `id_B`,
+        `position_B` + i), so that a later turn goes on instead of repeating; an engine that draws with a generator of
+        its own seeds it with (seed, `id_B`, `position_B`). `sampling.max_response_tokens` limits the new tokens of
+        this call, however many were drawn before.
+
+        `emit` is called with finished batches (SAMPLE_COLUMNS: the tokens of prompt and completion, mask 1 on what
+        this call wrote and 0 on all of the prompt, exact log-probs of the distribution sampled from, `finished_B` 1
+        where a stop token ended the completion) as soon as whole groups are done, each sample exactly once. Returns
+        counters (`generated_tokens`, …)."""
 
     @abstractmethod
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:

@@ -1,6 +1,7 @@
-"""Engines by kind. Nothing is imported before it is asked for.
+"""Engines by kind: the class that an engine's table names (`specs/schema/engines/`). Nothing is imported before it is
+needed.
 
-Other packages bring theirs by entry points (`specs/foreign_engines.py`).
+Other packages register theirs by entry points (`specs/schema/engines/foreign.py`).
 """
 
 from __future__ import annotations
@@ -8,41 +9,35 @@ from __future__ import annotations
 from importlib import import_module
 
 from backends.protocol import RolloutEngine, TrainEngine
-from specs.foreign_engines import Family, foreign_engine, foreign_kinds
-
-TRAIN_ENGINES = {
-    "ddp": "backends.ddp.engine:DdpTrainEngine",
-    "fsdp2": "backends.fsdp2.engine:Fsdp2TrainEngine",
-    "zero": "backends.zero.engine:ZeroTrainEngine",
-    "zero3": "backends.zero.engine:ZeroTrainEngine",
-    "fake": "backends.fake.train:FakeTrainEngine",
-}
-ROLLOUT_ENGINES = {
-    "torch": "backends.torch_rollout.engine:TorchRolloutEngine",
-    "vllm": "backends.vllm_rollout.engine:VllmRolloutEngine",
-    "sglang": "backends.sglang_rollout.engine:SglangRolloutEngine",
-    "fake": "backends.fake.rollout:FakeRolloutEngine",
-}
+from specs.schema.engines.engine_registry import own_kinds
+from specs.schema.engines.foreign import Family, foreign_engine, foreign_kinds
 
 
 def train_engine(kind: str) -> type[TrainEngine]:
-    engine = _find("train", kind, TRAIN_ENGINES)
+    """Raises LookupError for an unknown kind."""
+    engine = _find("train", kind)
     assert issubclass(engine, TrainEngine)
     return engine
 
 
 def rollout_engine(kind: str) -> type[RolloutEngine]:
-    engine = _find("rollout", kind, ROLLOUT_ENGINES)
+    """Raises LookupError for an unknown kind."""
+    engine = _find("rollout", kind)
     assert issubclass(engine, RolloutEngine)
     return engine
 
 
-def _find(family: Family, kind: str, own: dict[str, str]) -> type:
+def _find(family: Family, kind: str) -> type:
+    own = own_kinds(family)
     if kind in own:
-        module, _, name = own[kind].partition(":")
-        return getattr(import_module(module), name)
-    engine = foreign_engine(family, kind)
-    if engine is None:
+        where = own[kind].engine_class
+        assert where is not None, kind
+        module, _, name = where.partition(":")
+        found = getattr(import_module(module), name)
+    else:
+        found = foreign_engine(family, kind)
+    if found is None:
         known = ", ".join([*own, *foreign_kinds(family)])
         raise LookupError(f"no {family} engine of kind {kind!r}; known: {known}")
-    return engine
+    assert isinstance(found, type)
+    return found

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from specs.schema.roles import ACTOR, ROLES
+
 if TYPE_CHECKING:
     from specs.errors import RlctlError
 
@@ -61,7 +63,7 @@ def init(
     ] = "",
 ) -> None:
     """Write a commented spec to start from."""
-    from rlctl.init import batch_script_of, print_presets, refuse_existing, write_batch_script, write_preset
+    from rlctl.presets import batch_script_of, print_presets, refuse_existing, write_batch_script, write_preset
     from specs.errors import UsageError
 
     if launcher not in ("", "slurm"):
@@ -85,7 +87,7 @@ def init(
 
 
 class ProbeLevel(StrEnum):
-    """`specs.probed.Level`, which would cost every command its imports."""
+    """`specs.wire.meta_request.Level`, which would cost every command its imports."""
 
     meta = "meta"
     run = "run"
@@ -112,13 +114,13 @@ def check_config(
             "--probe",
             metavar="[=meta|run]",
             help="Build every role's model without memory, in its own interpreter, and compare it with the spec; "
-            "with =run do one micro-step of each role on its device.",
+            "with =run do one trial update of each role on its device.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Say what a spec means and what is wrong with it. Needs no GPU, changes nothing."""
-    from rlctl.check import check
+    from rlctl.check.check_command import check
 
     level: Literal["meta", "run"] | None = probe.value if probe else None
     raise typer.Exit(check(spec, overrides or [], as_json=as_json, strict=strict, level=level))
@@ -136,11 +138,11 @@ def train(
 ) -> None:
     """Train."""
     if dry_run:
-        from rlctl.dry_run import dry_run as show_plan
+        from rlctl.check.dry_run import dry_run as show_plan
 
         show_plan(spec, overrides or [])
         return
-    from rlctl.train import train as run
+    from rlctl.run.train import train as run
 
     raise typer.Exit(run(spec, overrides or [], run_dir, resume))
 
@@ -160,7 +162,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> None:
     """Say how much memory each role will take, in which phase, and what fits. Needs no GPU, only config.json."""
-    from rlctl.memory_print import plan_command
+    from rlctl.memory.plan_command import plan_command
 
     raise typer.Exit(plan_command(spec, overrides or [], gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json))
 
@@ -172,7 +174,7 @@ def export_checkpoint(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step to export; default: the newest.", show_default=False)
     ] = None,
-    role: Annotated[str, typer.Option(help="Whose weights: actor.")] = "actor",
+    role: Annotated[str, typer.Option(help="Whose weights: actor.")] = ACTOR,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     shard_gb: Annotated[
         float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")
@@ -194,10 +196,11 @@ def export_checkpoint(
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
     from specs.errors import UsageError
 
-    for option, value, known in (("--role", role, ("actor",)), ("--dtype", dtype, ("bf16", "fp32"))):
+    learners = [known.name for known in ROLES.values() if known.learns]
+    for option, value, known in (("--role", role, learners), ("--dtype", dtype, ("bf16", "fp32"))):
         if value not in known:
             raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
-    from rlctl.export import Limits, export
+    from rlctl.run.export import Limits, export
 
     raise typer.Exit(export(run_dir, out_dir, step, role, dtype, Limits(shard_gb, memory_gib), adapter_only))
 
@@ -223,13 +226,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def show_error(error: RlctlError) -> None:
     """`error: …`, a blank line, `hint: …`; a spec's problems one after another."""
-    from rlctl.outlet import Outlet
+    from rlctl.show.safe_stdout import SafeStdout
     from specs.errors import Problem, SpecError
 
     problems = error.problems if isinstance(error, SpecError) else [Problem("", error.message, error.hint)]
     if sys.stderr is None:
         return
-    outlet = Outlet(sys.stderr)  # the exit code must not depend on who still listens
+    outlet = SafeStdout(sys.stderr)  # the exit code must not depend on who still listens
     for index, problem in enumerate(problems):
         print(("\n" if index else "") + problem_text("error", problem), file=outlet, flush=True)
 

@@ -18,9 +18,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import numpy as np
 
-from specs.batch import Batch
-from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
-from specs.schema import Optimizer
+from specs.schema.spec import Optimizer
+from specs.wire.batch import Batch
+from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # What samplers are timed on: prompts × answers, and the longest answer of each work.
@@ -106,7 +106,10 @@ def group_prompts(groups: int, group_size: int, tokens: int) -> Batch:
         {
             "tokens_T": rows[group_B].reshape(-1),
             "length_B": np.full(len(group_B), tokens),
+            "prefix_B": group_B,
+            "position_B": np.zeros_like(group_B),
             "group_B": group_B,
+            "rollout_B": np.arange(len(group_B)),
             "id_B": np.arange(len(group_B)),
             "row_B": group_B,
         }

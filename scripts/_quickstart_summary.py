@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlctl.metrics import read_metrics
-from rlctl.text_format import duration, number, sparkline
+from rlctl.show.metrics_file import read_metrics
+from rlctl.show.text_format import duration, number, sparkline
 
 GOAL = 0.95
 SHOWN = 8

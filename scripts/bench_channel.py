@@ -32,7 +32,7 @@ def main() -> None:
     import numpy as np
     from probe_groups import probe_groups, role_plan
 
-    from specs.messages import Verb
+    from specs.wire.messages import Verb
 
     big = {"x": np.random.default_rng(0).random(int(args.MiB * 2**20) // 8)}
     plans = (role_plan("actor", args.ranks), role_plan("rollout", 1))

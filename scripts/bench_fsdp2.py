@@ -46,7 +46,7 @@ def main() -> None:
     import torch
 
     from backends.protocol import Rank
-    from backends.train.groups import join_group, leave_group
+    from backends.train.role_group import join_group, leave_group
 
     rank = Rank(*(int(os.environ.get(name, default)) for name, default in zip(NAMES, (0, 1, 0), strict=True)))
     device = "cpu" if args.tiny or not torch.cuda.is_available() else "cuda"
@@ -69,7 +69,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 def make_batch(args, rank):
     import numpy as np
 
-    from specs.batch import Batch
+    from specs.wire.batch import Batch
 
     rng = np.random.default_rng(rank.rank)
     total = args.sequences * args.length
@@ -89,19 +89,19 @@ def make_batch(args, rank):
 def ours(folder, batch, args, rank, device):
     from backends.fsdp2.engine import Fsdp2TrainEngine
     from backends.protocol import LossScale
-    from specs.algorithms import Grpo
-    from specs.engine_tables import Fsdp2Engine
+    from specs.schema.algorithms.algorithm_tables import PpoClip
+    from specs.schema.engines.fsdp2_table import Fsdp2Table
 
     model = model_config(folder, args.length, dtype=dtype_of(device), device=device)
-    config = actor_config(model, Fsdp2Engine(), args.per_pass * args.length)
+    config = actor_config(model, Fsdp2Table(), args.per_pass * args.length)
     engine = Fsdp2TrainEngine.build(config, rank)
     tokens = int(batch["loss_mask_T"].sum()) * rank.world_size
     scale = LossScale(tokens, len(batch) * rank.world_size, args.length)
-    algorithm = Grpo(kind="grpo", group_size=8)
+    loss = PpoClip(anchor="current")
 
     def step():
-        loss = engine.forward_backward(batch, algorithm, scale)["loss"]
-        return loss, engine.optim_step().grad_norm
+        value = engine.forward_backward(batch, loss, scale)["loss"]
+        return value, engine.optim_step().grad_norm
 
     return step, engine.built().parameters
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rlctl.memory_watch import WARM_UP, slope
+from rlctl.loop.memory_watch import WARM_UP, slope
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = {

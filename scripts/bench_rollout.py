@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from backends.hf import build_model, named_weights, tensor_bytes
+from backends.hf.hf_model import build_model, named_weights, tensor_bytes
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
-from specs.batch import Batch
-from specs.role_config import Sampling
+from specs.wire.batch import Batch
+from specs.wire.role_config import Sampling
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def main() -> None:
 def make_batch(rng, name):
     import numpy as np
 
-    from specs.batch import Batch
+    from specs.wire.batch import Batch
 
     if name == "short ragged":
         answers = np.clip(rng.geometric(1 / 110, 128), 4, 64)
@@ -68,16 +68,16 @@ def make_batch(rng, name):
 def ours_step(folder, batch, micro_batch_tokens):
     from backends.ddp.engine import DdpTrainEngine
     from backends.protocol import LossScale, Rank
-    from specs.algorithms import Grpo
-    from specs.engine_tables import DdpEngine
+    from specs.schema.algorithms.algorithm_tables import PpoClip
+    from specs.schema.engines.ddp_table import DdpTable
 
-    config = actor_config(model_config(folder, 512), DdpEngine(), micro_batch_tokens)
+    config = actor_config(model_config(folder, 512), DdpTable(), micro_batch_tokens)
     engine = DdpTrainEngine.build(config, Rank())
-    algorithm = Grpo(kind="grpo", group_size=8)
+    loss = PpoClip(anchor="current")
     scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), 256)
 
     def step():
-        sums = engine.forward_backward(batch, algorithm, scale)
+        sums = engine.forward_backward(batch, loss, scale)
         return sums["loss"], engine.optim_step().grad_norm
 
     return step

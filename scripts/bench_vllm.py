@@ -120,7 +120,7 @@ def serve(kind: str, folder: str) -> None:
 
     from backends.protocol import Rank
     from backends.registry import rollout_engine
-    from specs.role_config import Sampling
+    from specs.wire.role_config import Sampling
 
     model = model_config(folder, PROMPT_TOKENS + max(WORKS.values()), from_scratch=False)
     config = rollout_config(model, {"kind": kind, "max_sequences": GROUPS * GROUP_SIZE}, PROMPT_TOKENS)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -17,15 +19,15 @@ sys.path.insert(0, str(ROOT))
 from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
-from specs.explain import show  # noqa: E402
-from specs.keys import is_list, kind_of, tables_of  # noqa: E402
-from specs.schema import Spec  # noqa: E402
-from specs.table import Table  # noqa: E402
+from specs.load.keys import is_list, kind_of, tables_of  # noqa: E402
+from specs.schema.spec import Spec  # noqa: E402
+from specs.schema.table import Table  # noqa: E402
+from specs.text import show  # noqa: E402
 
 TARGET = ROOT / "docs" / "spec.md"
 INTRO = """# The run spec, key by key
 
-Generated from the tables of `specs/schema.py` by `scripts/make_docs.py`; do not edit.
+Generated from the tables of `specs/schema/spec.py` by `scripts/make_docs.py`; do not edit.
 
 A run is one TOML file. `rlctl init SPEC.toml --preset NAME` writes a commented one, `rlctl check-config SPEC` says
 what it means and what is wrong with it, and `--set a.b=c` changes a key for one call: the value is read as TOML, and as
@@ -89,13 +91,12 @@ def rows(table: type[Table]) -> list[str]:
     return [*lines, ""]
 
 
-def section(path: str, table: type[Table], depth: int) -> list[str]:
-    """A table and, below it, the tables that it holds."""
+def section(path: str, table: type[Table], depth: int, *, name_kind: bool = True) -> list[str]:
+    """A table and, below it, the tables that it holds. `name_kind`: its title says which kind it is."""
     title = f"`[{path}]`" if depth == 2 else f"`{path}`"
-    kind = kind_of(table)
-    if kind and depth > 2:
+    if name_kind and (kind := kind_of(table)):
         title += f' with `kind = "{kind}"`'
-    lines = [f"{'#' * depth} {title}", "", (table.__doc__ or "").strip(), "", *rows(table)]
+    lines = [f"{'#' * depth} {title}", "", cleandoc(table.__doc__ or ""), "", *rows(table)]
     for name, field in table.model_fields.items():
         below = f"{path}.{name}" + (".N" if is_list(field.annotation) else "")
         for sub in tables_of(field.annotation):
@@ -103,17 +104,24 @@ def section(path: str, table: type[Table], depth: int) -> list[str]:
     return lines
 
 
+def about(tables: Sequence[type[Table]]) -> str:
+    """A section in a line; of several tables, the kinds that it may be."""
+    if len(tables) > 1:
+        return "one of the kinds " + ", ".join(f"`{kind_of(table)}`" for table in tables) + "."
+    return (tables[0].__doc__ or "").strip().splitlines()[0]
+
+
 def render() -> str:
     lines = [INTRO, "`schema = 1` stands first. Sections:", ""]
-    tables = [
-        (field.alias or name, sub) for name, field in Spec.model_fields.items() for sub in tables_of(field.annotation)
-    ]
-    for name, table in tables:
+    sections = {name: found for name, field in Spec.model_fields.items() if (found := tables_of(field.annotation))}
+    for name, tables in sections.items():
         needed = "" if not Spec.model_fields[name].is_required() else " (required)"
-        lines.append(f"- [`[{name}]`](#{name}){needed}: {(table.__doc__ or '').strip().splitlines()[0]}")
+        lines.append(f"- [`[{name}]`](#{name}){needed}: {about(tables)}")
     lines.append("")
-    for name, table in tables:
-        lines += [f'<a id="{name}"></a>', "", *section(name, table, 2)]
+    for name, tables in sections.items():
+        lines += [f'<a id="{name}"></a>', ""]
+        for table in tables:
+            lines += section(name, table, 2, name_kind=len(tables) > 1)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -23,11 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backends.protocol import Rank, TrainEngine
 from backends.registry import train_engine
-from rlctl import checkpoints
-from rlctl.gap_budget import HEADER, worst_samples
-from specs.batch import Batch
+from rlctl.loop.logprob_gap import HEADER, worst_samples
+from rlctl.run import checkpoints
 from specs.errors import RlctlError, UsageError
-from specs.role_config import TrainConfig
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.engines.engine_registry import table_of
+from specs.wire.batch import Batch
+from specs.wire.role_config import TrainConfig
 
 BEGINS = 0.1  # a sample begins to differ where a token's gap is this share of its largest
 FAIR = 2.0  # whose mean gap is this much smaller agrees with the new scores
@@ -78,7 +80,10 @@ def read(path: Path) -> tuple[Batch, dict[str, Any]]:
 def actor(about: dict[str, Any], dtype: str) -> TrainEngine:
     """The run's actor, alone in this process."""
     body = about["actor"]
-    engine = body["engine"] if body["engine"]["kind"] == "fake" else {"kind": "ddp"}
+    written_by = table_of("train", body["engine"]["kind"])
+    ddp = DdpTable()
+    alike = written_by is not None and getattr(written_by, "checkpoint_format", None) == ddp.checkpoint_format
+    engine = ddp.model_dump() if alike else body["engine"]
     model = {**body["model"], "dtype": dtype, "device": "cpu", "attn_implementation": "auto"}
     config = TrainConfig.model_validate({**body, "engine": engine, "model": model, "gradient_checkpointing": False})
     return train_engine(config.engine.kind).build(config, Rank())
@@ -96,7 +101,7 @@ def load_weights(engine: TrainEngine, run_dir: Path, step: int) -> int:
 
 def print_table(batch: Batch, again_T: np.ndarray, rows: int) -> None:
     """The worst samples: mean |Δ| of sampler, and of trainer, from the new scores; where the larger begins."""
-    print(f"{'id':>10} {'row':>8} {'tokens':>7} {'sampler':>10} {'trainer':>10} {'apart':>10}  begins at answer token")
+    print(f"{'id':>10} {'row':>8} {'tokens':>7} {'sampler':>10} {'trainer':>10} {'apart':>10}  begins at loss token")
     mask_T = batch["loss_mask_T"] > 0
     for sample in worst_samples(batch, batch["trainer_logprob_T"])[:rows]:
         part = slice(batch.offsets[sample.index], batch.offsets[sample.index + 1])

@@ -79,7 +79,7 @@ _KERNELS = {
 FLASH = tuple(_KERNELS)  # implementations that take packed sequences by their lengths
 _FUNCTIONS = {
     "eager": "eager_attention_forward of the model's own file",
-    "sdpa": "backends.attention.sdpa_by_layout",
+    "sdpa": "backends.packed.packed_attention.sdpa_by_layout",
     "flex_attention": "torch.nn.attention.flex_attention.flex_attention",
 }
 

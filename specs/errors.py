@@ -8,12 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why a rank failed. The driver finds the root cause and what can be restarted by this alone, never by words."""
+
+    # a rank says these in its ERROR message
+    RAISED = "raised"  # its own code raised an error
+    PEER_GONE = "peer_gone"  # a connection to another rank broke: probably that one failed first
+    PEER_LATE = "peer_late"  # it waited too long for another rank
+    ENGINE_DIED = "engine_died"  # a process that belongs to its engine ended
+    # the driver sees these
+    ENDED = "ended"  # its process ended
+    SILENT = "silent"  # it gives no sign of life
+    OVERDUE = "overdue"  # it did not answer, or did not join, in time
 
 
 class RlctlError(Exception):
     """Root of the tree. `message` names the thing; `hint` is the next action."""
 
     exit_code = 1
+    failure_cause = Cause.RAISED
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -117,6 +133,24 @@ class MemoryGrowthError(RlctlError):
 
 class SamplerDied(RlctlError):
     """The engine behind a rollout is gone though its role's process lives: a server that ended, an engine's process."""
+
+    failure_cause = Cause.ENGINE_DIED
+
+
+class PeerGone(RlctlError):
+    """The connection to another rank, `peer`, broke: it ended, or gave up. What happened there is the root cause."""
+
+    failure_cause = Cause.PEER_GONE
+
+    def __init__(self, peer: str, message: str, *, hint: str = "") -> None:
+        self.peer = peer
+        super().__init__(f"{peer} {message}", hint=hint)
+
+
+class PeerLate(PeerGone):
+    """Another rank, `peer`, did not do its part in time. It may hang, or be gone."""
+
+    failure_cause = Cause.PEER_LATE
 
 
 class AsBuiltError(RlctlError):

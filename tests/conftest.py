@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
+from costs import pytest_sessionstart, pytest_terminal_summary, sort_dearest_first
+
+__all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks
 
 # Before anything imports numpy or torch: idle threads must not spin on a small machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -15,11 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a test marked `slow` come first: started last, one of them would have a core to itself at the end.
-    Tests marked `gpu` are skipped, with the reason, where there is no NVIDIA driver."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """The dearest files come first. Tests marked `gpu` are skipped where there is no NVIDIA driver."""
+    sort_dearest_first(items, config)
     if Path("/proc/driver/nvidia/version").exists():
         return
     skip = pytest.mark.skip(reason="no NVIDIA driver on this machine")
@@ -40,3 +43,10 @@ def test_data() -> Path:
     if not folder:
         pytest.skip("RLCTL_TEST_DATA is not set")
     return Path(folder)
+
+
+@pytest.fixture
+def warm_children() -> Iterator[None]:
+    """What the test starts with torch in it is a fork of a process that has imported it (`warm.py`)."""
+    with warm.children():
+        yield

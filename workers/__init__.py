@@ -1,1 +1,1 @@
-"""A role's process: entry point, serve loop, channel, one file per role."""
+"""The process of a role: entry point, serve loop, connection to the driver, one file per role."""

@@ -1,12 +1,12 @@
-"""A role's process: `python -m workers.main --role actor`, started by the driver, by torchrun, or by anything else
+"""The process of a role: `python -m workers.main --role actor`, started by the driver, by torchrun, or by anything else
 that sets the same environment.
 
-    RLCTL_ADDRESS, RLCTL_SECRET   where the driver listens, and the proof that this rank belongs to the run
+    RLCTL_ADDRESS, RLCTL_SECRET   address of the driver, and the secret that proves that this rank belongs to the run
     RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun and deepspeed
                                   set them, else SLURM_PROCID and SLURM_NTASKS
     RLCTL_GROUP_SIZE              1 for independent replicas (rollout, reward): RANK and WORLD_SIZE are then hidden
-    RLCTL_PARENT_PID              the driver, or its deputy on this host: the rank leaves when it is gone
-    RLCTL_DEVICES                 what CUDA_VISIBLE_DEVICES should be where the launcher overwrites that
+    RLCTL_PARENT_PID              the driver, or its deputy on this host: the rank exits when that process ends
+    RLCTL_DEVICES                 replaces CUDA_VISIBLE_DEVICES if the launcher overwrote it
     RLCTL_LOG_DIR                 redirect stdout and stderr to rank<N>.log in it
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from backends.protocol import Rank
 from specs.errors import ChannelError
-from workers.channel import Dial, Link
+from workers.connection import Dial, Link
 from workers.network import interface_towards
 from workers.serve import Handlers, error_message, serve
 from workers.watchdog import die_with_parent, set_process_name, watch_process
@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--module",
         default="",
-        help="module:function that makes the role's handlers from its rank; default: workers.<role>:handlers",
+        help="module:function that makes the role's handlers from its rank; default: workers.roles.<role>:handlers",
     )
     args = parser.parse_args(argv)
     _adopt_slurm_place()
     index, rank = place_from_env()
     _redirect_output(index)
-    _obey_the_driver(args.role, index)
+    _follow_the_driver(args.role, index)
     _see_own_device(rank.local_rank)
     _use_interface_of_group(rank)
     link = Link(Dial.from_env(args.role, index))
@@ -51,18 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.role} rank {index}: {error}", file=sys.stderr, flush=True)
         return 1
     try:
-        return _work(link, args.module or f"workers.{args.role}:handlers", rank)
+        return _work(link, args.module or f"workers.roles.{args.role}:handlers", rank)
     finally:
         link.close()
 
 
 def _adopt_slurm_place() -> None:
-    """Under srun, take the place it gives as if torchrun had given it: engines read those variables."""
+    """Under srun, set torchrun's variables from SLURM's: engines read torchrun's."""
     env = os.environ
     if "SLURM_PROCID" not in env or "RANK" in env or "RLCTL_RANK" in env:
         return
     env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_NTASKS"], env["SLURM_LOCALID"]
-    env.pop("RLCTL_PARENT_PID", None)  # a process of the driver's host, which need not be this one
+    env.pop("RLCTL_PARENT_PID", None)  # a process id on the driver's host, which need not be this host
 
 
 def place_from_env() -> tuple[int, Rank]:
@@ -82,7 +82,7 @@ def place_from_env() -> tuple[int, Rank]:
 def _work(link: Link, target: str, rank: Rank) -> int:
     try:
         handlers = _load(target)(rank)
-    except Exception as error:  # the edge of the process: the driver must learn why there is no role
+    except Exception as error:  # every error is reported to the driver
         link.send(error_message(error))
         return 1
     try:
@@ -109,11 +109,11 @@ def _redirect_output(index: int) -> None:
     os.close(log)
 
 
-def _obey_the_driver(role: str, index: int) -> None:
-    """Ctrl-C is the driver's business; its death is ours."""
+def _follow_the_driver(role: str, index: int) -> None:
+    """Ignore Ctrl-C, which the driver handles; exit when the driver dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the driver asks a rank that missed a deadline where it is
+    faulthandler.register(signal.SIGUSR1)  # the driver requests a stack dump of a rank that missed a deadline
     set_process_name(f"rlctl-{role}{index}")
     if parent := os.environ.get("RLCTL_PARENT_PID"):
         die_with_parent()

@@ -1,4 +1,4 @@
-"""Which network interface leads to another host."""
+"""Finds the network interface that leads to another host."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_towards(host: str) -> str:
-    """This host's IPv4 address on the way to `host`; nothing is sent. Raises OSError when there is no way."""
+    """This host's IPv4 address on the way to `host`; nothing is sent. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 def interface_towards(host: str) -> str:
-    """Name of the interface on the way to `host`; empty when none can be told (not Linux, no way)."""
+    """Name of the interface on the way to `host`; empty if unknown (not Linux, no route)."""
     try:
         wanted = address_towards(host)
         return next((name for _, name in socket.if_nameindex() if _address_of(name) == wanted), "")

@@ -1,7 +1,7 @@
 """Keeps a launcher on its host for a driver that is on another one: `python -m workers.node COMMAND…`.
 
-Standard input is the line to the driver, and nothing comes through it: when it ends (the driver is gone, it hung up,
-the connection broke), so does all that COMMAND has started here.
+Standard input is connected to the driver and carries no data: when it closes (the driver ended or the connection
+broke), every process that COMMAND started on this host is killed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _KILL_TIMEOUT_S = 10.0
 
 
 def main(command: Sequence[str]) -> int:
-    """Run `command` to its end or to that of standard input; returns its exit code, 128 + N after signal N."""
+    """Run `command` until it or standard input ends; returns its exit code, 128 + N after signal N."""
     set_process_name("rlctl-node")
-    mark = f"RLCTL_PARENT_PID={os.getpid()}"  # ranks leave when this process is gone, as with a driver on their host
+    mark = f"RLCTL_PARENT_PID={os.getpid()}"  # ranks exit when this process ends, as with a driver on their host
     hung_up = threading.Event()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: hung_up.set())

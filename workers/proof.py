@@ -3,7 +3,7 @@
 rank → driver   HELLO      role, rank, pid, nonce
 driver → rank   CHALLENGE  nonce, proof of the driver
 rank → driver   PROOF      proof of the rank
-driver → rank   WELCOME    how often to beat, and when silence counts as death
+driver → rank   WELCOME    heartbeat interval, and how much silence counts as death
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def make_nonce() -> str:
 def make_proof(secret: str, side: Side, *, role: str, rank: int, rank_nonce: str, driver_nonce: str) -> str:
     """Hex proof that `side` knows `secret`; bound to this connection's nonces and to one role and rank."""
     fields = (side, role, str(rank), rank_nonce, driver_nonce)
-    text = "|".join(f"{len(field)}:{field}" for field in fields)  # lengths keep the fields apart
+    text = "|".join(f"{len(field)}:{field}" for field in fields)  # length prefixes separate the fields
     return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def same_proof(one: object, other: str) -> bool:
-    """Compare in constant time; anything that is not an ASCII string is simply wrong."""
+    """Compare in constant time; anything but an ASCII string is wrong."""
     return isinstance(one, str) and one.isascii() and hmac.compare_digest(one, other)

@@ -1,7 +1,7 @@
-"""Files that a rank leaves in a checkpoint: brought to the disk by the rank itself, and described by what it wrote.
+"""Files of a checkpoint that a rank wrote: each rank syncs its own to disk, and reports size and checksum.
 
-The driver may sit on another host. Its own `fsync` says nothing about what this host still holds in memory, and its
-checksum would be that of what arrived, not of what was meant.
+The driver may sit on another host. Its own `fsync` does not flush this host's memory, and a
+checksum computed there would cover what arrived, not what was written.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import xxhash
 
-from specs.tensor_files import fsync
+from specs.safetensors_header import fsync
 
 FileMark = dict[str, int | str]  # {"bytes": size, "xxh3": xxh3-64 of the content, hex}
 
 
 def mark(path: Path) -> FileMark:
-    """Size and checksum of a file as it is now."""
+    """Size and checksum of a file."""
     digest, size = xxhash.xxh3_64(), 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -27,7 +27,7 @@ def mark(path: Path) -> FileMark:
 
 
 def settle(folder: Path, written: Iterable[Path]) -> dict[str, FileMark]:
-    """Have the files of `folder` that this rank wrote, and their names, on the disk; their marks by relative name."""
+    """Sync this rank's files in `folder`, and their names, to disk; returns their marks by relative name."""
     marks = {}
     for path in written:
         fsync(path)

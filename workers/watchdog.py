@@ -1,4 +1,4 @@
-"""Nothing outlives the driver: a rank dies with its parent, and with the driver when another process lies between."""
+"""No process outlives the driver: a rank ends with its parent, and with the driver if that is not its parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_ORPHANED = 75
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _POLL_S = 0.5
-_CLEANING_S = 3.0  # for what cleans up after others, once they are gone
+_CLEANING_S = 3.0  # time for processes that clean up after the others
 
 
 def die_with_parent() -> None:
@@ -49,9 +49,9 @@ def pids_marked(variable: str) -> list[int]:
 
 
 def kill_marked(variable: str, timeout_s: float) -> list[int]:
-    """SIGKILL every process that `pids_marked` finds until there is none; returns those that would not end.
+    """SIGKILL every process that `pids_marked` finds until there is none; returns those that did not end.
 
-    Python's resource trackers come last and get a moment: they remove the shared memory that others left, and end when
+    Python's resource trackers are killed last, after a delay: they remove shared memory that others left, and end when
     those have.
     """
     now = time.monotonic()
@@ -106,7 +106,7 @@ def _wait_gone(pid: int) -> None:
         except ProcessLookupError:
             return
         except OSError:
-            pass  # an old kernel, or a sandbox that forbids the call: look from time to time
+            pass  # an old kernel, or a sandbox that forbids pidfd_open: poll
         else:
             select.select([handle], [], [])
             return

@@ -13,22 +13,23 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from backends.ddp.flat import FlatParameters
-from backends.ddp.optimizer import FlatAdamW
-from backends.hf import DTYPES, build_model, describe, named_weights
+from backends.ddp.flat_buffers import FlatParameters
+from backends.ddp.flat_optimizer import FlatAdamW
+from backends.hf.hf_model import build_model, describe
 from backends.protocol import OnMeta, Rank, StepResult, Weight
-from backends.train import weights
+from backends.train import weight_export
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
-from backends.train.groups import join_group, leave_group
-from backends.train.parking import Parking
+from backends.train.offload import Offloader
 from backends.train.policy import Policy
-from backends.train.shards import Shard, whole
-from backends.train.verify import verify_packing
-from specs.as_built import ModelBuilt
-from specs.engine_tables import DdpEngine
-from specs.role_config import TrainConfig
-from specs.schema import DType, WeightForm
+from backends.train.role_group import join_group, leave_group
+from backends.train.tensor_shards import Shard, whole
+from backends.train.verify_packing import verify_packing
+from backends.weights.tensor_bytes import DTYPES, named_weights
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.spec import DType, WeightForm
+from specs.wire.as_built import ModelBuilt
+from specs.wire.role_config import TrainConfig
 
 
 class DdpTrainEngine(HfTrainEngine):
@@ -36,12 +37,12 @@ class DdpTrainEngine(HfTrainEngine):
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
-        assert isinstance(config.engine, DdpEngine)
+        assert isinstance(config.engine, DdpTable)
         model = self._hold_model(partial(build_model, load_weights=True)).model
         self.flat = _flatten(model, config)
         self.policy = Policy(model, config.engine.logits_chunk_tokens)
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)
-        self.parking = Parking()
+        self.offloading = Offloader()
         self.gradients_are_zero = True
         verify_packing(self._run, model, self.device)
 
@@ -101,14 +102,14 @@ class DdpTrainEngine(HfTrainEngine):
     def _masters(self) -> dict[str, Tensor]:
         return {segment.name: self.flat.source(segment) for segment in self.flat.segments}
 
-    def _by_name(self, learned: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _by_name(self, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every weight, in the order of the model, those `learned` as given. To walk through a whole model takes a
         millisecond, which is spared where there is no other weight."""
         if learned.keys() == self._kinds.keys():
             return {name: learned[name] for name in self._kinds}
         return self._among_all(learned)
 
-    def _among_all(self, learned: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _among_all(self, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: learned.get(name, own.detach()) for name, own in named_weights(self.policy.model).items()}
 
     def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
@@ -116,7 +117,7 @@ class DdpTrainEngine(HfTrainEngine):
         if form == "merged" and self.adapters is None and DTYPES[dtype] == self.flat.compute_P.dtype:
             computed = {segment.name: segment.parameter for segment in self.flat.segments}
             # They are views, so all at once: between copies, which drive Python out of the cache, it takes far longer.
-            return iter(list(weights.stream(iter(self._by_name(computed).items()), dtype)))
+            return iter(list(weight_export.stream(iter(self._by_name(computed).items()), dtype)))
         return super().export_weights(dtype, form)
 
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
@@ -124,7 +125,7 @@ class DdpTrainEngine(HfTrainEngine):
 
     @cached_property
     def _kinds(self) -> Mapping[str, TensorKind]:
-        """Asked twice in every sync; they never change."""
+        """Cached: read twice in every sync, and constant."""
         best = self._among_all(self._masters())
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in best.items()}
 
@@ -138,7 +139,7 @@ class DdpTrainEngine(HfTrainEngine):
         return self._shared_out({} if self.optimizer is None else self.optimizer.named_state())
 
     def _shared_out(self, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-        """All ranks hold all; each saves its share."""
+        """All ranks hold all weights; each saves a share of them."""
         for number, (name, tensor) in enumerate(tensors.items()):
             yield whole(name, tensor, owned=number % self.rank.world_size == self.rank.rank)
 
@@ -153,7 +154,7 @@ class DdpTrainEngine(HfTrainEngine):
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     def offload(self) -> None:
-        if self.parking.parked:
+        if self.offloading.offloaded:
             return
         frozen = [p.data for p in self.policy.model.parameters() if self.adapters is not None and not p.requires_grad]
         keep = [self.flat.compute_P, *frozen]
@@ -163,10 +164,10 @@ class DdpTrainEngine(HfTrainEngine):
                 keep.append(self.flat.master_P)
         grads = [] if self.flat.grad_P is None else [self.flat.grad_P]
         drop = grads if self.gradients_are_zero else []
-        self.parking.park(keep + (grads if not drop else []), drop)
+        self.offloading.offload(keep + (grads if not drop else []), drop)
 
     def onload(self) -> None:
-        self.parking.unpark()
+        self.offloading.onload()
 
     def close(self) -> None:
         leave_group()

@@ -1,0 +1,1 @@
+"""Fully sharded data parallel training with PyTorch's `fully_shard`."""

@@ -1,6 +1,6 @@
 """The `fsdp2` train engine: parameters, gradients and optimizer state are cut in rows across the ranks.
 
-A layer's parameters are gathered when it runs and let go of afterwards; gradients are summed and cut once per
+A layer's parameters are gathered when it runs and freed afterwards; gradients are reduce-scattered once per
 `forward_backward`. Each rank steps its own rows with a plain AdamW.
 """
 
@@ -12,24 +12,26 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from backends.adapter_names import base_name, is_adapter
-from backends.checksum import checksum_bytes, checksum_weights
-from backends.fsdp2.optimizer import RowsAdamW
+from backends.fsdp2.sharded_optimizer import RowsAdamW
 from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, gathering_dtype, shard_policy
-from backends.hf import DTYPES, build_on_meta, describe, tensor_bytes, wire_dtype
+from backends.hf.adapter_names import base_name, is_adapter
+from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
-from backends.train.groups import join_group, leave_group, most_of_any_rank, pretended_group
-from backends.train.parking import Parking, storages_of
+from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy
-from backends.train.shards import Shard
-from backends.train.verify import verify_packing
-from specs.as_built import ModelBuilt
-from specs.engine_tables import Fsdp2Engine
-from specs.role_config import TrainConfig
-from specs.schema import DType
+from backends.train.role_group import join_group, leave_group, most_of_any_rank, pretended_group
+from backends.train.tensor_shards import Shard
+from backends.train.verify_packing import verify_packing
+from backends.weights.checksum import checksum_bytes, checksum_weights
+from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
+from specs.schema.engines.fsdp2_table import Fsdp2Table
+from specs.schema.spec import DType
+from specs.wire.as_built import ModelBuilt
+from specs.wire.role_config import TrainConfig
 
 
 class Fsdp2TrainEngine(HfTrainEngine):
@@ -37,7 +39,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
-        assert isinstance(config.engine, Fsdp2Engine)
+        assert isinstance(config.engine, Fsdp2Table)
         self.engine, self.compute = config.engine, DTYPES[config.model.dtype]
         self.mesh = Mesh(config.engine, rank, self.device)
         held = self._hold_model(build_on_meta)
@@ -54,17 +56,17 @@ class Fsdp2TrainEngine(HfTrainEngine):
             matrices = {name for name, weight in learned.items() if weight.tensor.ndim >= 2}
             rows = {name: weight.local for name, weight in learned.items()}
             self.optimizer = RowsAdamW(rows, matrices, config.optimizer)
-        self.parking = Parking()
+        self.offloading = Offloader()
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:
-        """What learns is held in fp32 even when it computes in bf16: its master weights are exact."""
+        """Trainable parameters are held in fp32 even when they compute in bf16: the master weights are exact."""
         return "fp32" if config.optimizer is not None else config.model.dtype
 
     @classmethod
     def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
         """Cut as the first of so many ranks would, on the host, in a group that sends nothing."""
-        assert isinstance(config.engine, Fsdp2Engine)
+        assert isinstance(config.engine, Fsdp2Table)
         with pretended_group(rank):
             mesh = Mesh(config.engine, rank, torch.device("cpu"))
             units = shard_policy(policy, mesh, config.engine, DTYPES[config.model.dtype])
@@ -100,7 +102,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         """Read back from a layer that has been gathered: what its forward pass computes in."""
         layer = self.units[0]
         layer.unshard()
-        dtype = next(layer.parameters()).dtype  # type: ignore[attr-defined]
+        dtype: torch.dtype = next(layer.parameters()).dtype  # type: ignore[attr-defined]
         layer.reshard()
         return dtype
 
@@ -113,12 +115,13 @@ class Fsdp2TrainEngine(HfTrainEngine):
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
     def _rounds(self, micro_batches: int) -> int:
-        """The most of any rank: every forward and backward pass gathers from all."""
+        """The maximum over ranks: every forward and backward pass gathers from all."""
         return most_of_any_rank(micro_batches, self.device)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        self.policy.set_requires_gradient_sync(last or self.engine.sync_every_micro_batch)
-        self.policy.set_requires_all_reduce(last)  # between replicas once is enough: what waits for it is cut already
+        root = self.units[-1]  # the policy
+        root.set_requires_gradient_sync(last or self.engine.sync_every_micro_batch)
+        root.set_requires_all_reduce(last)  # one sum between replicas: these gradients are already sharded
         loss.backward()
 
     def optim_step(self) -> StepResult:
@@ -142,15 +145,15 @@ class Fsdp2TrainEngine(HfTrainEngine):
         return StepResult(norm, lr, not finite)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of this rank's rows, by name. Zeros where no micro-batch came."""
+        """Gradients of this rank's rows, by name; zeros without a micro-batch."""
         gradients = {}
         for name in self._learned():
             grad = self.weights[name].tensor.grad
-            gradients[name] = torch.zeros_like(self.weights[name].local) if grad is None else grad.to_local()
+            gradients[name] = torch.zeros_like(self.weights[name].local) if grad is None else _local(grad)
         return gradients
 
     def _norm(self, gradients: Iterable[Tensor]) -> float:
-        """Of the whole gradient, the same on all ranks."""
+        """Norm of the whole gradient, the same on all ranks."""
         total = gradient_norm(gradients).square().to(self.device)
         dist.all_reduce(total, group=self.mesh.shard_group)
         return math.sqrt(float(total))
@@ -183,17 +186,23 @@ class Fsdp2TrainEngine(HfTrainEngine):
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     def offload(self) -> None:
-        if self.parking.parked:
+        if self.offloading.offloaded:
             return
         self._let_go()
         tensors = [weight.local for weight in self.weights.values()]
-        tensors += [grad.to_local() for weight in self.weights.values() if (grad := weight.tensor.grad) is not None]
+        tensors += [_local(grad) for weight in self.weights.values() if (grad := weight.tensor.grad) is not None]
         if self.optimizer is not None:
             tensors += [tensor for kinds in self.optimizer.moments().values() for tensor in kinds.values()]
-        self.parking.park(storages_of(tensors), [])
+        self.offloading.offload(storages_of(tensors), [])
 
     def onload(self) -> None:
-        self.parking.unpark()
+        self.offloading.onload()
 
     def close(self) -> None:
         leave_group()
+
+
+def _local(grad: Tensor) -> Tensor:
+    """This rank's rows of a gradient."""
+    assert isinstance(grad, DTensor)
+    return grad.to_local()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,18 @@ from transformers import PreTrainedModel
 
 from backends.protocol import Rank
 from backends.train.policy import Policy
-from backends.train.shards import Shard, whole
-from specs.engine_tables import Fsdp2Engine
+from backends.train.tensor_shards import Shard, whole
 from specs.errors import ModelError
+from specs.schema.engines.fsdp2_table import Fsdp2Table
 
 
 class Mesh:
     """`replicate` groups of `shard` ranks: each group holds the model once, cut in rows."""
 
-    def __init__(self, engine: Fsdp2Engine, rank: Rank, device: torch.device) -> None:
+    def __init__(self, engine: Fsdp2Table, rank: Rank, device: torch.device) -> None:
         self.replicate = engine.replicate
         self.shard = engine.shard or rank.world_size // engine.replicate
-        assert self.replicate * self.shard == rank.world_size, "specs/mesh_rules.py"
+        assert self.replicate * self.shard == rank.world_size, "specs/rules/mesh_rules.py"
         self.shard_index = rank.rank % self.shard
         self.replicate_index = rank.rank // self.shard
         self.device_mesh: DeviceMesh = (
@@ -58,7 +59,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return (named or lists)[0]
 
 
-def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Engine, compute: torch.dtype) -> list[FSDPModule]:
+def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Table, compute: torch.dtype) -> list[FSDPModule]:
     """Cut `policy`, whose parameters may be on meta, in place; returns the modules that gather, the root last.
 
     Parameters keep their dtype and are gathered in `compute`; gradients are *summed* over the mesh, in fp32.
@@ -71,17 +72,17 @@ def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Engine, compute: torch
     )
     pinned = mesh.device_mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if engine.offload == "cpu" else OffloadPolicy()
-    shared = {"mesh": mesh.device_mesh, "mp_policy": mixed, "offload_policy": offload}
+    shared: dict[str, Any] = {"mesh": mesh.device_mesh, "mp_policy": mixed, "offload_policy": offload}
     units: list[nn.Module] = [*decoder_layers(policy.model), policy]
     for unit in units:
         # The root stays gathered between forward and backward in any case: it is used last and first.
-        keep = {} if unit is policy else {"reshard_after_forward": engine.reshard_after_forward}
+        keep: dict[str, Any] = {} if unit is policy else {"reshard_after_forward": engine.reshard_after_forward}
         fully_shard(unit, **shared, **keep)
-    gathering = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for unit in gathering:
+    gathering: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for module in gathering:
         # The caller's loss is already divided by global counts. Plain sums, not FSDP's averages multiplied back.
-        unit.set_force_sum_reduction_for_comms(True)
-        unit.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
     return gathering
 
 
@@ -92,8 +93,8 @@ def gathering_dtype(unit: FSDPModule) -> torch.dtype:
     return group.mp_policy.param_dtype or next(unit.parameters()).dtype  # type: ignore[attr-defined]
 
 
-def allocate(policy: Policy, engine: Fsdp2Engine, device: torch.device) -> None:
-    """Give the parameters, cut on meta, memory for this rank's rows. Buffers stay what they are."""
+def allocate(policy: Policy, engine: Fsdp2Table, device: torch.device) -> None:
+    """Allocate this rank's rows of parameters that were sharded on meta. Buffers are unchanged."""
     buffers = [(module, dict(module._buffers)) for module in policy.modules()]
     policy.to_empty(device=torch.device("cpu") if engine.offload == "cpu" else device)
     for module, kept in buffers:

@@ -14,7 +14,7 @@ CONTROL_S = 600.0  # weights of the largest models load, and memory moves, in le
 
 
 class ServerError(RlctlError):
-    """The SGLang server refused a request, answered nonsense, or could not be reached."""
+    """The SGLang server refused a request, sent an invalid reply, or could not be reached."""
 
 
 class Unreachable(ServerError):
@@ -35,14 +35,14 @@ class Client:
             return False
 
     def get(self, path: str) -> Any:
-        return self._answer("GET", path, None, CONTROL_S)
+        return self._request("GET", path, None, CONTROL_S)
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = CONTROL_S) -> Any:
-        """The decoded answer; None where it is empty. `timeout_s` None: as long as it takes (the driver's verb timeout
+        """The decoded reply; None where it is empty. `timeout_s` None: as long as it takes (the driver's verb timeout
         ends a role that hangs). Raises ServerError with what the server said."""
-        return self._answer("POST", path, body, timeout_s)
+        return self._request("POST", path, body, timeout_s)
 
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         try:
             status, data = self._send(method, path, body, timeout_s)
         except (OSError, http.client.HTTPException) as error:
@@ -55,7 +55,7 @@ class Client:
         try:
             return json.loads(data) if data.strip() else None
         except ValueError:
-            raise ServerError(f"the SGLang server answered {path} with something that is not JSON") from None
+            raise ServerError(f"the SGLang server's reply to {path} is not JSON") from None
 
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None

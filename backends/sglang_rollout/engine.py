@@ -15,32 +15,33 @@ import numpy as np
 from numpy.typing import NDArray
 from packaging.version import Version
 
-from backends.answers import Answers
-from backends.model_shape import ModelShape, model_shape, shape_on_meta
+from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
-from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
-from backends.sglang_rollout.answers import Sample, parse_sample, parse_scores
+from backends.rollout.completions import Completions
+from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
+from backends.rollout.stop_tokens import stop_tokens
+from backends.rollout.uniform import request_seeds
 from backends.sglang_rollout.client import ServerError, Unreachable
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
+from backends.sglang_rollout.generate_reply import Sample, parse_sample, parse_scores
 from backends.sglang_rollout.server import DTYPES, ENDING_S, Server
 from backends.sglang_rollout.weights_folder import WeightsFolder
-from backends.stops import stop_tokens
-from backends.uniform import sample_keys
-from specs.as_built import ModelBuilt
-from specs.batch import Batch
-from specs.engine_tables import SglangEngine
 from specs.errors import ModelError, RlctlError, SyncError
-from specs.role_config import RolloutConfig, Sampling
+from specs.schema.engines.sglang_table import SglangTable
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 OLDEST = "0.5.23"  # what this was written and tested against; older ones differ in what a log-prob means
 
 
 class SglangRolloutEngine(RolloutEngine):
-    """Groups are requests: each is answered when its last sample is done, and no group waits for another."""
+    """Samples with the same prompt are one request: its reply comes when the last of them is done, and no request waits
+    for another."""
 
     def __init__(self, config: RolloutConfig, shape: ModelShape, server: Server, stops: frozenset[int]) -> None:
-        assert isinstance(config.engine, SglangEngine)
+        assert isinstance(config.engine, SglangTable)
         self.config, self.table, self.shape, self.server = config, config.engine, shape, server
         self.stops = stops
         self._model_info: Mapping[str, Any] = server.client.get("/model_info")
@@ -48,7 +49,7 @@ class SglangRolloutEngine(RolloutEngine):
         self._check_version()
         self._fingerprints = Fingerprints(self._hashes())
         self._folder: WeightsFolder | None = None  # while weights come in
-        self._ready = False  # whole set of weights is in
+        self._ready = False  # a complete set of weights has arrived
         self._awake = {WEIGHTS, KV_CACHE}
 
     @classmethod
@@ -117,9 +118,9 @@ class SglangRolloutEngine(RolloutEngine):
         try:
             # `safetensors`, not `auto`: that one falls back to pickled files.
             request = {"model_path": str(folder.path), "load_format": "safetensors", "flush_cache": True}
-            answer = self._post("/update_weights_from_disk", request)
-            if not answer["success"]:
-                raise SyncError(f"the SGLang server did not load the weights: {answer['message']}")
+            reply = self._post("/update_weights_from_disk", request)
+            if not reply["success"]:
+                raise SyncError(f"the SGLang server did not load the weights: {reply['message']}")
         finally:
             folder.delete()
             self._folder = None
@@ -139,42 +140,42 @@ class SglangRolloutEngine(RolloutEngine):
                 f"top_p {sampling.top_p:g}, top_k {sampling.top_k}: the log-probs that SGLang returns leave both out",
                 hint="sample with top_p = 1 and top_k = 0",
             )
-        answers = Answers(prompts, emit)
-        groups = _groups(answers, prompts)
-        if not groups:
+        completions = Completions(prompts, emit)
+        if not completions.queue:
             return {"generated_tokens": 0, "cached_tokens": 0}
         check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
-        seeds = (sample_keys(sampling.seed, prompts["id_B"].astype(np.int64)) >> np.uint64(1)).tolist()
+        seeds = request_seeds(sampling.seed, prompts["id_B"], prompts["position_B"])
         cached = 0
-        # As many groups in flight as the server has slots, so that it never waits for us and queues by itself.
-        with ThreadPoolExecutor(min(len(groups), self.table.max_sequences)) as pool:
-            asked = {pool.submit(self._ask, answers, members, seeds, sampling): members for members in groups}
+        # As many requests in flight as the server has slots, so that it never waits for us and queues by itself.
+        with ThreadPoolExecutor(min(len(completions.prefixes), self.table.max_sequences)) as pool:
+            asked = {
+                pool.submit(self._ask, completions, members, seeds, sampling): members
+                for members in completions.prefixes
+            }
             try:
                 for done in as_completed(asked):
                     for index, sample in zip(asked[done], done.result(), strict=True):
-                        answers.finish(index, sample.tokens, sample.logprobs, sample.finished)
+                        completions.finish(index, sample.tokens, sample.logprobs, sample.finished)
                         cached += sample.cached_tokens
-                    answers.flush()
+                    completions.flush()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._abort()
                 raise
-        answers.close()
-        return {"generated_tokens": answers.generated_tokens, "cached_tokens": cached}
+        completions.close()
+        return {"generated_tokens": completions.generated_tokens, "cached_tokens": cached}
 
-    def _ask(self, answers: Answers, members: list[int], seeds: list[int], sampling: Sampling) -> list[Sample]:
-        """One request for a whole group; runs in a thread of its own."""
+    def _ask(self, completions: Completions, members: list[int], seeds: list[int], sampling: Sampling) -> list[Sample]:
+        """One request for all samples with one prompt; runs in a thread of its own."""
         body = {
-            "input_ids": [answers.prompt_tokens[index].tolist() for index in members],
+            "input_ids": [completions.prompt_tokens[index].tolist() for index in members],
             "sampling_params": [self._sampling_params(sampling, seeds[index]) for index in members],
             "return_logprob": True,
             "logprob_start_len": -1,
         }
         found = self._post("/generate", body, timeout_s=None)
         if not isinstance(found, list) or len(found) != len(members):
-            raise ServerError(
-                f"the SGLang server answered a group of {len(members)} with something else: {found!r:.200}"
-            )
+            raise ServerError(f"the SGLang server did not return {len(members)} samples: {found!r:.200}")
         return [parse_sample(one, sampling.max_response_tokens) for one in found]
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> dict[str, Any]:
@@ -267,11 +268,3 @@ class SglangRolloutEngine(RolloutEngine):
         if self._folder is not None:
             self._folder.delete()
             self._folder = None
-
-
-def _groups(answers: Answers, prompts: Batch) -> list[list[int]]:
-    """Indices of the samples by group, in the order of `answers.queue`."""
-    found: dict[int, list[int]] = {}
-    for index in answers.queue:
-        found.setdefault(int(prompts["group_B"][index]), []).append(index)
-    return list(found.values())

@@ -1,4 +1,4 @@
-"""Did the server take the weights? Its own tensors' hashes, before and after, against what changed on our side.
+"""Checks that the server loaded the weights: its tensors' hashes must change exactly where the weights changed.
 
 The server's hash (/weights_checker) cannot be recomputed here: another function, over fused and sharded tensors. But it
 is of the server's own memory, so it must change exactly where the bytes that were handed over changed since the last
@@ -21,15 +21,15 @@ _FUSED = (
 Hashes = tuple[Mapping[str, str], ...]  # per rank: tensor → hash
 
 
-def rank_hashes(answer: Mapping[str, object]) -> Hashes:
-    """Hashes out of an answer of /weights_checker."""
-    ranks = answer.get("ranks")
-    assert isinstance(ranks, list), answer
+def rank_hashes(reply: Mapping[str, object]) -> Hashes:
+    """Hashes out of an reply of /weights_checker."""
+    ranks = reply.get("ranks")
+    assert isinstance(ranks, list), reply
     return tuple(rank["checksums"] for rank in ranks)
 
 
 class Fingerprints:
-    """Compares a sync with the one before it."""
+    """Compares a sync with the previous one."""
 
     def __init__(self, before_any: Hashes) -> None:
         """`before_any`: hashes of the dummy weights that the server started with."""
@@ -38,7 +38,7 @@ class Fingerprints:
 
     def check(self, checksums: Mapping[str, str], hashes: Hashes) -> int:
         """`checksums` of what was handed over, by Hugging Face name. Returns how many of the server's tensors could be
-        judged (their names are known here). Raises SyncError naming the first that is stale or torn."""
+        graded (their names are known here). Raises SyncError naming the first that is stale or torn."""
         parts = _parts(checksums, hashes)
         for tensor, names in parts.items():
             was, now = ([rank.get(tensor) for rank in each] for each in (self._hashes, hashes))

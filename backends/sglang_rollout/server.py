@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from backends.sglang_rollout.client import Client
-from specs.engine_tables import SglangEngine
 from specs.errors import ModelError, SamplerDied
-from specs.role_config import RolloutConfig
+from specs.schema.engines.sglang_table import SglangTable
+from specs.wire.role_config import RolloutConfig
 
 START_LIMIT_S = 3600.0  # `run.start_timeout_s` ends a slow start long before; this one holds where there is no driver
 END_LIMIT_S = 20.0
@@ -28,7 +28,7 @@ _POLL_S = 0.2
 ENDING_S = 5.0  # from a connection that breaks to the end of the process behind it
 _HEALTH_S = 30.0  # the server answers /health by generating a token
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# SGLang cuts answers short at `context-length` less the prompt and two, and refuses prompts closer to it than six.
+# SGLang truncates completions at `context-length` less the prompt and two, and refuses prompts closer to it than six.
 _CONTEXT_MARGIN = 8
 
 
@@ -47,7 +47,7 @@ class Server:
             key_file = Path(folder) / "key.yaml"
             key_file.touch(mode=0o600)
             key_file.write_text(json.dumps({"api-key": key}))  # JSON is YAML
-            launch = (sys.executable, "-m", "backends.sglang_rollout.launch", str(os.getpid()), "--")
+            launch = (sys.executable, "-m", "backends.sglang_rollout.server_process", str(os.getpid()), "--")
             command = [*launch, "--config", str(key_file), *arguments(config, port)]
             # A session of its own, so that `stop` reaches SGLang's own children too.
             process = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True)
@@ -65,7 +65,7 @@ class Server:
             if (code := self.process.poll()) is not None:
                 raise ModelError(
                     f"the SGLang server ended with exit code {code} before it was ready",
-                    hint="its own words stand above in this role's log; is sglang installed in [rollout] python?",
+                    hint="see its messages above in this role's log; is sglang installed in [rollout] python?",
                 )
             if time.monotonic() > deadline:
                 raise ModelError(f"the SGLang server was not ready after {START_LIMIT_S:.0f} s")
@@ -77,11 +77,11 @@ class Server:
             self.process.wait(grace_s)
         if (code := self.process.poll()) is not None:
             raise SamplerDied(
-                f"the SGLang server ended with exit code {code}", hint="its last words stand in this role's log"
+                f"the SGLang server ended with exit code {code}", hint="see its last messages in this role's log"
             )
 
     def stop(self) -> None:
-        """End the server and its children. Twice is once."""
+        """End the server and its children. A second call does nothing."""
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, sign)
@@ -92,7 +92,7 @@ class Server:
 def arguments(config: RolloutConfig, port: int) -> list[str]:
     """Command line of `python -m sglang.launch_server`, without the key."""
     table, model = config.engine, config.model
-    assert isinstance(table, SglangEngine)
+    assert isinstance(table, SglangTable)
     named = {
         "model-path": model.path,
         "host": "127.0.0.1",

@@ -1,8 +1,8 @@
-"""The folder that a sync goes through: one safetensors file, in memory where the host has room, gone when it is loaded.
+"""Folder for a sync: one safetensors file, in memory if the host has room, deleted when it is loaded.
 
-SGLang's other road for a client, /update_weights_from_tensor, unpickles what it is sent; this one reads safetensors.
-The file has no name of its own, only a link to this process's descriptor: it is gone with the process, however that
-ends.
+SGLang's other transport for a client, /update_weights_from_tensor, unpickles what it is sent; this one reads
+safetensors. The file has no name of its own, only a link to this process's descriptor: it is gone with the process,
+however that ends.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.checksum import checksum_bytes
 from backends.protocol import WeightSpec
+from backends.weights.checksum import checksum_bytes
 from specs.errors import SyncError
-from specs.tensor_files import make_header, read_header
+from specs.safetensors_header import make_header, read_header
 
 CODES = {"fp32": "F32", "bf16": "BF16", "float16": "F16", "float64": "F64"} | {
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
@@ -29,10 +29,10 @@ _NAME = "model.safetensors"
 
 
 class WeightsFolder:
-    """Filled weight by weight, in any order. `path` is what the server is told."""
+    """Filled weight by weight, in any order. `path` is sent to the server."""
 
     def __init__(self, weights: Mapping[str, WeightSpec], parent: str) -> None:
-        """Raises SyncError where there is no room for a whole copy of the weights."""
+        """Raises SyncError if there is no room for a whole copy of the weights."""
         where = Path(parent) if parent else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         header, _ = make_header([(spec.name, CODES[spec.dtype], spec.shape) for spec in weights.values()], {})
         nbytes = len(header) + sum(spec.nbytes for spec in weights.values())
@@ -72,6 +72,6 @@ _PIECE = 2**30  # Linux writes at most 2 GiB at a time
 
 
 def _write_all(descriptor: int, data: NDArray[np.uint8], offset: int) -> None:
-    wrote = os.pwrite(descriptor, memoryview(np.ascontiguousarray(data)), offset)
+    wrote = os.pwrite(descriptor, np.ascontiguousarray(data).data, offset)
     if wrote != len(data):
         raise SyncError(f"only {wrote} of {len(data)} bytes of a weight could be written: is the disk full?")

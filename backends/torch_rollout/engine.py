@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from backends.answers import Answers
-from backends.attention_choice import choose
-from backends.checksum import Digest, blocks_of, checksum_bytes
-from backends.hf import (
+from backends.hf.attention_choice import choose
+from backends.hf.hf_model import (
     build_model,
     build_without_memory,
     describe,
-    named_weights,
     read_config,
-    tensor_bytes,
-    wire_dtype,
+    to_device,
 )
-from backends.packed_layout import PackedLayout
-from backends.protocol import Emit, LentMemory, OnMeta, Rank, RolloutEngine, WeightSpec
-from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
-from backends.stops import stop_tokens, token_ids
-from backends.torch_rollout.cache import KvCache
-from backends.torch_rollout.check import attention_shapes, check_decoding
+from backends.hf.tokenizer import token_ids
+from backends.packed.layout import PackedLayout
+from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightMemory, WeightSpec
+from backends.rollout.completions import Completions
+from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
+from backends.rollout.stop_tokens import stop_tokens
+from backends.torch_rollout.decode_check import attention_shapes, check_decoding
 from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
-from backends.torch_rollout.lent import SharedWeights, can_lend
+from backends.torch_rollout.kv_cache import KvCache
 from backends.torch_rollout.runner import Forward, packed_positions
-from specs.as_built import ModelBuilt
-from specs.batch import Batch
+from backends.torch_rollout.shared_weights import SharedWeights, can_share
+from backends.weights.checksum import Digest, blocks_of, checksum_bytes
+from backends.weights.tensor_bytes import named_weights, tensor_bytes, wire_dtype
 from specs.errors import ModelError, SyncError
-from specs.role_config import ModelConfig, RolloutConfig, Sampling
-from specs.schema import TorchRolloutEngine as TorchRolloutTable
+from specs.schema.engines.torch_rollout_table import TorchRolloutTable
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
+from specs.wire.role_config import ModelConfig, RolloutConfig, Sampling
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
@@ -60,11 +60,11 @@ class TorchRolloutEngine(RolloutEngine):
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
         self._imported: set[str] = set()
-        self._ready = False  # whole set of weights is in
+        self._ready = False  # a complete set of weights has arrived
         self._awake = {WEIGHTS, KV_CACHE}
         self._dropped = False  # slept at level 2: weights have no memory
-        self._lends = can_lend(self.device)
-        self._shared: SharedWeights | None = None  # their memory, once somebody writes them there
+        self._lends = can_share(self.device)
+        self._shared: SharedWeights | None = None  # their shared memory, once the actor writes there
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> TorchRolloutEngine:
@@ -98,7 +98,7 @@ class TorchRolloutEngine(RolloutEngine):
         tensor.copy_(_typed(torch.from_numpy(whole_U), tensor))
         return checksum_bytes(tensor_bytes(tensor))
 
-    def lend_weights(self) -> LentMemory | None:
+    def share_weights(self) -> WeightMemory | None:
         """Not by an engine that sleeps at level 2: pages that come anew at each wake, in two processes, cost more than
         a copy."""
         if not self._lends:
@@ -110,7 +110,7 @@ class TorchRolloutEngine(RolloutEngine):
             if self._forward is not None:
                 self._forward.join()
         self._lends = self._shared is not None
-        return self._shared.lent if self._shared is not None else None
+        return self._shared.shared if self._shared is not None else None
 
     def import_in_place(self, spec: WeightSpec, arrivals: Iterable[int]) -> str:
         return _read_back(arrivals, tensor_bytes(self._take(spec, spec.nbytes)))
@@ -137,7 +137,7 @@ class TorchRolloutEngine(RolloutEngine):
         check_complete(self._weights, self._imported)
         self._imported.clear()
         self.model.tie_weights()
-        self._cache = None  # what is cached belongs to the old weights
+        self._cache = None  # the cache belongs to the old weights
         if self._forward is None:
             self._forward = choose_forward(self.model, self.device, self.config.model.max_sequence_tokens)
             check_decoding(self.model, self._forward, self.device)
@@ -148,16 +148,16 @@ class TorchRolloutEngine(RolloutEngine):
     @torch.inference_mode()
     def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
         forward = self._usable("generate", (WEIGHTS, KV_CACHE))
-        answers = Answers(prompts, emit)
+        completions = Completions(prompts, emit)
         if len(prompts) == 0:
             return {"generated_tokens": 0, "decode_steps": 0, "prefilled_tokens": 0}
         check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
         cache = self._cache_for(min(self.table.max_sequences, len(prompts)))
-        decoder = Decoder(forward, cache, answers, sampling, self.stops, self.table.prefill_tokens)
+        decoder = Decoder(forward, cache, completions, sampling, self.stops, self.table.prefill_tokens)
         decoder.run()
-        answers.close()
+        completions.close()
         return {
-            "generated_tokens": answers.generated_tokens,
+            "generated_tokens": completions.generated_tokens,
             "decode_steps": decoder.decode_steps,
             "prefilled_tokens": decoder.prefilled_tokens,
         }
@@ -227,7 +227,7 @@ class TorchRolloutEngine(RolloutEngine):
     def _move_weights(self, device: torch.device) -> None:
         if self._forward is not None:
             self._forward.release()
-        self.model.to(device=device)
+        to_device(self.model, device)
         self._weights = named_weights(self.model)  # parameters keep their identity, buffers do not
         if self._forward is not None and device == self.device:
             self._forward.join()

@@ -1,4 +1,4 @@
-"""A shorter way through Llama-like blocks.
+"""A fused forward pass for Llama-like models.
 
 Decoding a small model costs kernel launches, not arithmetic: transformers makes some 40 per layer, this some 15. The
 projections of queries, keys and values lie in one matrix, those of gate and up in another; the model's own
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.attention import Layout
-from backends.torch_rollout.check import TOLERANCE, same_forward
+from backends.packed.packed_attention import Layout
+from backends.torch_rollout.decode_check import TOLERANCE, same_forward
 from backends.torch_rollout.runner import Forward, GenericForward
 
 _ACTIVATIONS = {"silu": F.silu, "swish": F.silu}
@@ -55,7 +56,8 @@ def side_by_side(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def _joined_layers(layer: nn.Module) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, ...]]:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention: Any = layer.self_attn  # of one of _MODELS
+    mlp: Any = layer.mlp
     return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
 
 
@@ -156,7 +158,7 @@ class FusedForward:
         return _add_linear(x, F.silu(gate).mul_(up), block.mlp.down_proj)
 
     def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
-        weight = norm.weight
+        weight = cast(Tensor, norm.weight)
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         # On CPU rms_norm is made of nine calls; this is five, and four of them are on one number per row.

@@ -1,4 +1,4 @@
-"""Prompts through the model: each distinct one once, however many answers it gets."""
+"""Prefill: each distinct prompt runs through the model once, whatever the number of its completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backends.torch_rollout.cache import PromptLayout
+from backends.torch_rollout.kv_cache import PromptLayout
 from backends.torch_rollout.runner import Forward, packed_positions
 
 
@@ -18,7 +18,7 @@ from backends.torch_rollout.runner import Forward, packed_positions
 class PromptBlock:
     """Prompts that went through together: their keys and values per layer, and the logits after each.
 
-    Lives as long as one of its prompts still has answers waiting for a slot.
+    Lives as long as one of its prompts still has completions waiting for a slot.
     """
 
     kept: dict[int, tuple[Tensor, Tensor]]  # layer → [T, KV, D] twice

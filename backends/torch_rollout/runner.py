@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from backends.attention import Layout, use_layout
+from backends.packed.packed_attention import Layout, use_layout
 from specs.errors import ModelError
 
 

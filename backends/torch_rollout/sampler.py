@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specs.role_config import Sampling
+from specs.wire.role_config import Sampling
 
 
 def sample(logits: Tensor, uniform_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

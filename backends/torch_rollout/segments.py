@@ -1,4 +1,4 @@
-"""Ragged lengths without padding waste: which slots read how far.
+"""Splits the slots into segments of similar length, so that little padding is read.
 
 One attention call over n slots reads n · L rows, L the longest. Where lengths differ much, a few calls over
 neighbouring slots read fewer. Slots get out of order as sequences come and go; they are sorted again as soon as the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.torch_rollout.cache import Segment
+from backends.torch_rollout.kv_cache import Segment
 
 # Rows that an extra attention call must save: its launch costs as much as reading about that many.
 LEAST_ROWS_SAVED = 1024

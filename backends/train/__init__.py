@@ -1,0 +1,1 @@
+"""Code that the train engines for Hugging Face models share."""

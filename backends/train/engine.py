@@ -1,4 +1,4 @@
-"""What every train engine for Hugging Face models shares: computing, disk and export.
+"""Base of all train engines for Hugging Face models: forward and loss, checkpoints and export.
 
 An engine on top of it (`backends/ddp`, `backends/fsdp2`, `backends/zero`) says how parameters, gradients and optimizer
 state are held: it wraps `policy`, runs the backward pass, steps, and names its memory as shards.
@@ -20,31 +20,39 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backends.adapter_names import base_name, is_adapter
-from backends.hf import build_without_memory, describe
-from backends.protocol import GreedyAnswer, LossScale, OnMeta, Rank, TrainEngine, Weight, WeightSpec
-from backends.rows import RowCopies
-from backends.train import weights
-from backends.train.head import LogprobTask, LossResult, LossTask
-from backends.train.hf_files import stream_into
+from backends.hf.adapter_names import base_name, is_adapter
+from backends.hf.hf_model import build_without_memory, describe
+from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
+from backends.packed.packing import (
+    MicroBatch,
+    by_token,
+    check_update,
+    loss_tokens_B,
+    loss_weight_T,
+    micro_batches,
+    pack,
+)
+from backends.packed.row_ops import RowCopies
+from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, TrainEngine, Weight, WeightSpec
+from backends.train import weight_export
+from backends.train.hf_weights import stream_into
+from backends.train.lm_head import LogprobTask, LossResult, LossTask
 from backends.train.lora import Adapters
-from backends.train.losses import LOSS_SUMS, TokenColumns
-from backends.train.model import HeldModel, Make, hold_model
-from backends.train.packing import MicroBatch, check_update, loss_tokens_B, loss_weight_T, micro_batches, pack
+from backends.train.losses import TokenColumns, sequence_columns
+from backends.train.lr_schedule import lr_at
 from backends.train.policy import Policy
 from backends.train.rng import read_rng, write_rng
-from backends.train.row import Row, can_share_prompts, packed_row
-from backends.train.schedule import lr_at
-from backends.train.shards import Shard, ShardReader, write_shards
+from backends.train.tensor_shards import Shard, ShardReader, write_shards
+from backends.train.trainable import HeldModel, Make, hold_model
 from backends.train.trainer_state import TrainerState
-from specs.algorithms import Grpo
-from specs.batch import Batch
-from specs.role_config import TrainConfig
-from specs.schema import DType, WeightForm
+from specs.schema.algorithms.algorithm import Loss
+from specs.schema.spec import DType, WeightForm
+from specs.wire.batch import Batch
+from specs.wire.role_config import TrainConfig
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 
-# What a rank computes when it has run out of work and the others, who need its parameters, have not.
+# Computed by a rank without work while other ranks still need its parameters.
 _NOTHING = MicroBatch(
     lengths=[2],
     parents=[-1],
@@ -81,7 +89,8 @@ class HfTrainEngine(TrainEngine):
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
         """As `__init__` goes about it, up to where memory is needed."""
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
-        policy = Policy(held.model, config.engine.logits_chunk_tokens)  # type: ignore[union-attr]
+        table: Any = config.engine  # each engine of this family has a table with `logits_chunk_tokens`
+        policy = Policy(held.model, table.logits_chunk_tokens)
         return cls._wrapped_on_meta(policy, config, rank)
 
     @classmethod
@@ -105,7 +114,7 @@ class HfTrainEngine(TrainEngine):
         returns the most that any of them has; the missing ones compute nothing of value."""
         return micro_batches
 
-    def _run(self, row: Row, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
+    def _run(self, row: PackedInput, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
         """`policy`, through whatever the engine wraps around it."""
         return self.policy(row, rows_N, task)
 
@@ -141,7 +150,7 @@ class HfTrainEngine(TrainEngine):
         share = can_share_prompts(self.policy.model)
         return micro_batches(batch, self.config.micro_batch_tokens, share_prompts=share)
 
-    def _row(self, micro: MicroBatch) -> Row:
+    def _row(self, micro: MicroBatch) -> PackedInput:
         return packed_row(
             self.policy.model, self.device, micro.tokens_T, micro.positions_T, micro.lengths, micro.parents
         )
@@ -171,43 +180,51 @@ class HfTrainEngine(TrainEngine):
                 logprob_T[micro.column_N] = logprob_N.cpu().numpy()
         return logprob_T
 
-    def forward_backward(self, batch: Batch, algorithm: Grpo, scale: LossScale) -> Mapping[str, float]:
-        check_update(batch, algorithm)
-        weight_T = loss_weight_T(batch, algorithm.loss_aggregation, scale)
-        sums = torch.zeros(len(LOSS_SUMS), dtype=torch.float64, device=self.device)
-        gap_max = torch.zeros((), device=self.device)
+    def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
+        check_update(batch, loss)
+        weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
+        found = sequence_columns(batch, loss, lambda: self._logprobs(batch))
+        of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
+        sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
+        maxima = torch.zeros(len(loss.maxima()), device=self.device)
         micros = self._micro_batches(batch)
         rounds = self._rounds(len(micros))
         for number in range(rounds):
             last = number == rounds - 1
             if number < len(micros):
                 micro = micros[number]
-                columns = self._columns(batch, micro, weight_T, algorithm)
-                _, micro_sums, micro_gap = self._forward_backward(micro, columns, algorithm, last)
+                columns = self._columns(batch, micro, weight_T, of_sequence_T, loss)
+                _, micro_sums, micro_maxima = self._forward_backward(micro, columns, loss, last)
                 sums += micro_sums
-                gap_max = torch.maximum(gap_max, micro_gap)
+                maxima = torch.maximum(maxima, micro_maxima) if number else micro_maxima
             else:
-                self._forward_backward(_NOTHING, self._no_columns(algorithm), algorithm, last)
-        *summed, gap = torch.cat([sums, gap_max.double()[None]]).tolist()  # the only read from the device
+                self._forward_backward(_NOTHING, self._no_columns(loss), loss, last)
+        read = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
         sequence_tokens = loss_tokens_B(batch)
         return {
-            **dict(zip(LOSS_SUMS, summed, strict=True)),
+            **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
             "tokens": float(sequence_tokens.sum()),
             "sequences": float((sequence_tokens > 0).sum()),
             "micro_batches": float(len(micros)),
-            "logprob_gap_max": gap,
             "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
         }
 
-    def _forward_backward(self, micro: MicroBatch, columns: TokenColumns, algorithm: Grpo, last: bool) -> LossResult:
+    def _forward_backward(self, micro: MicroBatch, columns: TokenColumns, loss: Loss, last: bool) -> LossResult:
         row, rows_N = self._row(micro), RowCopies(micro.hidden_N, micro.num_tokens, self.device)
-        task = LossTask(self._tensor(micro.target_N), self.config.temperature, columns, algorithm)
+        task = LossTask(self._tensor(micro.target_N), self.config.temperature, columns, loss)
         with row.attending():
             result: LossResult = self._run(row, rows_N, task)
             self._backward(result[0], last=last)
         return result
 
-    def _columns(self, batch: Batch, micro: MicroBatch, weight_T: NDArray[np.float32], algorithm: Grpo) -> TokenColumns:
+    def _columns(
+        self,
+        batch: Batch,
+        micro: MicroBatch,
+        weight_T: NDArray[np.float32],
+        of_sequence_T: Mapping[str, NDArray[np.float32]],
+        loss: Loss,
+    ) -> TokenColumns:
         def column(name: str) -> Tensor:
             return self._tensor(batch[name][micro.column_N].astype(np.float32))
 
@@ -215,28 +232,29 @@ class HfTrainEngine(TrainEngine):
             weight_N=self._tensor(weight_T[micro.column_N]),
             advantage_N=column("advantage_T"),
             rollout_logprob_N=column("rollout_logprob_T"),
-            old_logprob_N=column("old_logprob_T") if "old_logprob_T" in batch else None,
-            ref_logprob_N=column("ref_logprob_T") if algorithm.kl_coef > 0 else None,
-            sampler_is_old="version_B" in batch,
+            old_logprob_N=column("old_logprob_T") if "old_logprob_T" in loss.columns else None,
+            ref_logprob_N=column("ref_logprob_T") if "ref_logprob_T" in loss.columns else None,
+            of_sequence={name: self._tensor(value_T[micro.column_N]) for name, value_T in of_sequence_T.items()},
         )
 
-    def _no_columns(self, algorithm: Grpo) -> TokenColumns:
+    def _no_columns(self, loss: Loss) -> TokenColumns:
         """Of `_NOTHING`: its loss and all its gradients are zero."""
         zero_N = torch.zeros(1, device=self.device)
-        return TokenColumns(zero_N, zero_N, zero_N, None, zero_N if algorithm.kl_coef > 0 else None)
+        old_N, ref_N = (zero_N if name in loss.columns else None for name in ("old_logprob_T", "ref_logprob_T"))
+        return TokenColumns(zero_N, zero_N, zero_N, old_N, ref_N, dict.fromkeys(loss.sequence_columns, zero_N))
 
     @torch.no_grad()
-    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:
-        answers = [GreedyAnswer([], []) for _ in prompts]
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
+        completions = [GreedyCompletion([], []) for _ in prompts]
         for _ in range(new_tokens):
-            sequences = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
+            sequences = [[*prompt, *written.tokens] for prompt, written in zip(prompts, completions, strict=True)]
             for chosen in pack([len(sequence) for sequence in sequences], self.config.micro_batch_tokens):
                 logits_BV = self._last_logits([sequences[i] for i in chosen])
                 best, token = (part.tolist() for part in logits_BV.topk(2))
                 for i, values, ids in zip(chosen, best, token, strict=True):
-                    answers[i].tokens.append(ids[0])
-                    answers[i].margins.append(values[0] - values[1])
-        return answers
+                    completions[i].tokens.append(ids[0])
+                    completions[i].margins.append(values[0] - values[1])
+        return completions
 
     def _last_logits(self, sequences: list[list[int]]) -> Tensor:
         lengths = [len(sequence) for sequence in sequences]
@@ -250,7 +268,7 @@ class HfTrainEngine(TrainEngine):
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
     def _learning_rate(self) -> float:
-        """Of the optimizer step that comes next."""
+        """Learning rate of the next optimizer step."""
         assert self.config.optimizer is not None, "this role does not learn"
         return lr_at(self.state.optimizer_steps, self.config.optimizer, self.config.total_optimizer_steps)
 
@@ -260,13 +278,13 @@ class HfTrainEngine(TrainEngine):
         full = self._full_weights(self._exported(form))
         if self.adapters is not None:
             full = self.adapters.merged(full) if form == "merged" else self.adapters.apart(full)
-        return weights.stream(full, dtype)
+        return weight_export.stream(full, dtype)
 
     def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
         kinds = self._exported(form)
         if self.adapters is not None:
             kinds = self.adapters.merged_kinds(kinds) if form == "merged" else self.adapters.apart_kinds(kinds)
-        return [weights.spec_of(name, kind, dtype) for name, kind in kinds.items()]
+        return [weight_export.spec_of(name, kind, dtype) for name, kind in kinds.items()]
 
     def _exported(self, form: WeightForm) -> Mapping[str, TensorKind]:
         """The weights that a stream of this form is made of."""

@@ -1,6 +1,6 @@
 """LoRA adapters (Hu et al. 2021) inside a Hugging Face model: y = W x + (alpha / rank) · B (A x), only A and B learn.
 
-peft puts them into the model in place; the model stays what it is, with longer names (`backends/adapter_names.py`).
+peft puts them into the model in place; the model stays what it is, with longer names (`backends/hf/adapter_names.py`).
 Outside, adapters do not show: weights travel and are compared merged, under the names of the model without them.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from backends.adapted_layers import chosen_layers
-from backends.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of, wire_name
-from backends.train.shards import Shard
+from backends.hf.adapted_layers import chosen_layers
+from backends.hf.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of, wire_name
+from backends.train.tensor_shards import Shard
 from specs.errors import CheckpointError
-from specs.schema import Lora
+from specs.schema.spec import Lora
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -57,7 +57,7 @@ class Adapters:
         assert sorted(self.layers) == chosen
         self.config = _plain(config)
         for name, layer in self.layers.items():
-            device = layer.get_base_layer().weight.device
+            device = cast(Tensor, layer.get_base_layer().weight).device
             if device.type != "meta":
                 self._fill(name, layer, device)
 

@@ -1,17 +1,25 @@
 """Token losses of policy optimisation: pure functions of log-probs, one value per loss token (N).
 
-A loss over a mini-batch is the sum of these, each times its weight (`backends/train/packing.py: loss_weight_T`), so it
-does not depend on how tokens are split over micro-batches and ranks.
+A loss over a mini-batch is the sum of these, each times its weight (`backends/packed/packing.py: loss_weight_T`), so it
+does not depend on how tokens are split over micro-batches and ranks. `LOSSES` has a function for each loss table.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specs.algorithms import Grpo
+from backends.packed.packing import log_ratio_T, loss_tokens_B, sequence_T
+from backends.token_metrics import TokenValues, no_function, token_values
+from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip
+from specs.wire.batch import Batch
 
 MAX_LOG_RATIO = 20.0  # exp of more overflows what a gradient can use
 MAX_KL = 10.0
@@ -19,28 +27,50 @@ MAX_KL = 10.0
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """`loss_N` carries gradient; `ratio_N` and `clipped_N` (bool: the clip decided) do not."""
+    """`loss_N` carries gradient; `log_ratio_N`, `ratio_N` and `clipped_N` (bool: the clip decided) do not."""
 
     loss_N: Tensor
+    log_ratio_N: Tensor
     ratio_N: Tensor
     clipped_N: Tensor
 
 
-def clipped_policy_loss(
-    logprob_N: Tensor,
-    old_logprob_N: Tensor,
+@dataclass(frozen=True)
+class TokenColumns:
+    """What the loss reads at each loss token besides the model's own numbers."""
+
+    weight_N: Tensor
+    advantage_N: Tensor
+    rollout_logprob_N: Tensor
+    old_logprob_N: Tensor | None  # where the loss's anchor is "trainer"
+    ref_logprob_N: Tensor | None  # None: no KL term
+    of_sequence: Mapping[str, Tensor] = field(default_factory=dict)  # the loss's sequence columns, at each token
+
+    def slice(self, start: int, stop: int) -> TokenColumns:
+        return TokenColumns(
+            weight_N=self.weight_N[start:stop],
+            advantage_N=self.advantage_N[start:stop],
+            rollout_logprob_N=self.rollout_logprob_N[start:stop],
+            old_logprob_N=None if self.old_logprob_N is None else self.old_logprob_N[start:stop],
+            ref_logprob_N=None if self.ref_logprob_N is None else self.ref_logprob_N[start:stop],
+            of_sequence={name: column_N[start:stop] for name, column_N in self.of_sequence.items()},
+        )
+
+
+def clipped_surrogate(
+    log_ratio_N: Tensor,
     advantage_N: Tensor,
     *,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """max(-Aρ, -A·clip(ρ, 1 - low, 1 + high)) with ρ = exp(logprob - old): PPO (Schulman et al. 2017, eq. 7).
+    """max(-Aρ, -A·clip(ρ, 1 - low, 1 + high)) with ρ = exp(log-ratio): PPO (Schulman et al. 2017, eq. 7).
 
     Separate bounds are DAPO's clip-higher (Yu et al. 2025, eq. 10). `dual_clip` c bounds the loss to -A·c where A < 0
     (Ye et al. 2020, eq. 5).
     """
-    ratio_N = (logprob_N - old_logprob_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain_N = -advantage_N * ratio_N
     bounded_N = -advantage_N * ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_N = torch.maximum(plain_N, bounded_N)
@@ -50,7 +80,7 @@ def clipped_policy_loss(
         over_N = (advantage_N < 0) & (loss_N > ceiling_N)
         loss_N = torch.where(over_N, ceiling_N, loss_N)
         clipped_N = clipped_N | over_N
-    return PolicyLoss(loss_N, ratio_N.detach(), clipped_N.detach())
+    return PolicyLoss(loss_N, log_ratio_N.detach(), ratio_N.detach(), clipped_N.detach())
 
 
 def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, estimator: str) -> Tensor:
@@ -70,65 +100,105 @@ def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, estimator: str) -> Ten
     return k3_N.detach() + k2_N - k2_N.detach()
 
 
+# ── the losses, by table ──────────────────────────────────────────────────────────────────────────
+
+
+def _ppo_clip(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: PpoClip) -> PolicyLoss:
+    return clipped_surrogate(
+        logprob_N - anchor_N,
+        columns.advantage_N,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+    )
+
+
+def _gspo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: GspoLoss) -> PolicyLoss:
+    """log ρ_t = lp - sg(lp) + the sequence's mean log-ratio (Zheng et al. 2025, eq. 14): its value is the sequence's,
+    its gradient the token's."""
+    log_ratio_N = logprob_N - logprob_N.detach() + columns.of_sequence["log_ratio_B"]
+    return clipped_surrogate(log_ratio_N, columns.advantage_N, clip_low=loss.clip_low, clip_high=loss.clip_high)
+
+
+def _mean_log_ratio(
+    log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64]
+) -> dict[str, NDArray[np.float64]]:
+    """Mean over each sequence's loss tokens; 0 where it has none."""
+    return {"log_ratio_B": np.bincount(sequence_T, log_ratio_T, len(tokens_B)) / np.maximum(tokens_B, 1)}
+
+
 @dataclass(frozen=True)
-class TokenColumns:
-    """What the loss reads at each loss token besides the model's own numbers."""
+class LossFunction:
+    """The mathematics of a loss table.
 
-    weight_N: Tensor
-    advantage_N: Tensor
-    rollout_logprob_N: Tensor
-    old_logprob_N: Tensor | None  # None: on-policy, the current ones
-    ref_logprob_N: Tensor | None  # None: no KL term
-    sampler_is_old: bool = False  # the ratio is taken against the sampler's log-probs: they are of older weights
+    `tokens`: (log-prob with gradient, that of the anchor, columns, table) → PolicyLoss. `sequences`, for a table with
+    `sequence_columns`: (log-ratio to the anchor, 0 off the mask; loss tokens of each sequence; sequence of each token)
+    → these columns.
+    """
 
-    def slice(self, start: int, stop: int) -> TokenColumns:
-        columns = (self.weight_N, self.advantage_N, self.rollout_logprob_N, self.old_logprob_N, self.ref_logprob_N)
-        cut = (None if column is None else column[start:stop] for column in columns)
-        return TokenColumns(*cut, sampler_is_old=self.sampler_is_old)  # type: ignore[arg-type]
+    tokens: Callable[[Tensor, Tensor, TokenColumns, Any], PolicyLoss]
+    sequences: Callable[..., Mapping[str, NDArray[np.float64]]] | None = None
 
 
-# Order of the sums that `grpo_loss` returns; the maximum of the sampler's gap is returned beside them.
-LOSS_SUMS = ("loss", "entropy", "kl", "clipped", "logprob_gap", "approx_kl", "ratio")
+LOSSES: Mapping[type[Loss], LossFunction] = {
+    PpoClip: LossFunction(_ppo_clip),
+    GspoLoss: LossFunction(_gspo, _mean_log_ratio),
+}
 
 
-def grpo_loss(
-    logprob_N: Tensor, entropy_N: Tensor, columns: TokenColumns, algorithm: Grpo
+def loss_function(loss: Loss) -> LossFunction:
+    """Raises RlctlError when there is none."""
+    try:
+        return LOSSES[type(loss)]
+    except KeyError:
+        raise no_function(loss, LOSSES, "LOSSES in backends/train/losses.py") from None
+
+
+def sequence_columns(
+    batch: Batch, loss: Loss, logprobs: Callable[[], NDArray[np.float32]]
+) -> Mapping[str, NDArray[np.float64]]:
+    """The loss's per-sequence columns. `logprobs` makes a pass without gradients; all ranks come here alike.
+
+    Against the current log-probs every log-ratio is exactly 0, so the pass is spared.
+    """
+    function = loss_function(loss).sequences
+    if function is None:
+        return {}
+    on_policy = loss.anchor == "current"
+    ratio_T = np.zeros(batch.num_tokens) if on_policy else log_ratio_T(batch, loss, logprobs())
+    return function(ratio_T, loss_tokens_B(batch), sequence_T(batch))
+
+
+def policy_loss(
+    logprob_N: Tensor, entropy_N: Tensor, columns: TokenColumns, loss: Loss
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """GRPO's loss (Shao et al. 2024, eq. 3): Σ weight · (clipped surrogate + kl_coef·KL - entropy_coef·entropy).
+    """Σ weight · (the table's policy loss + kl_coef·KL - entropy_coef·entropy).
 
-    Returns the loss (scalar, with gradient), sums [7] in the order of LOSS_SUMS, and the largest sampler gap (scalar).
+    Returns it (scalar, with gradient), the sums that the table declares, in the order of `loss.summed()`, and the
+    maxima, in the order of `loss.maxima()`.
     """
     now_N = logprob_N.detach()
     trainer_N = now_N if columns.old_logprob_N is None else columns.old_logprob_N
-    old_N = columns.rollout_logprob_N if columns.sampler_is_old else trainer_N
-    policy = clipped_policy_loss(
-        logprob_N,
-        old_N,
-        columns.advantage_N,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-    )
-    loss_N = policy.loss_N
-    kl_sum = loss_N.new_zeros(())
+    anchor_N = columns.rollout_logprob_N if loss.anchor == "sampler" else trainer_N
+    policy = loss_function(loss).tokens(logprob_N, anchor_N, columns, loss)
+    loss_N, kl_N = policy.loss_N, torch.zeros_like(now_N)
     if columns.ref_logprob_N is not None:
-        kl_N = kl_estimate(logprob_N, columns.ref_logprob_N, algorithm.kl_estimator)
-        kl_sum = kl_N.detach().sum()
-        if algorithm.kl_coef:
-            loss_N = loss_N + algorithm.kl_coef * kl_N
-    if algorithm.entropy_coef:
-        loss_N = loss_N - algorithm.entropy_coef * entropy_N
-    loss = (columns.weight_N * loss_N).sum()
-    gap_N = (columns.rollout_logprob_N - trainer_N).abs()
-    sums = torch.stack(
-        [
-            loss.detach(),
-            entropy_N.detach().sum(),
-            kl_sum,
-            policy.clipped_N.sum().to(loss.dtype),
-            gap_N.sum(),
-            (policy.ratio_N - 1.0 - (now_N - old_N)).sum(),
-            policy.ratio_N.sum(),
-        ]
+        kl_N = kl_estimate(logprob_N, columns.ref_logprob_N, loss.kl_estimator)
+        if loss.kl_coef:
+            loss_N = loss_N + loss.kl_coef * kl_N
+    if loss.entropy_coef:
+        loss_N = loss_N - loss.entropy_coef * entropy_N
+    weighted_N = columns.weight_N * loss_N
+    tokens = TokenValues(
+        loss_N=weighted_N.detach(),
+        entropy_N=entropy_N.detach(),
+        kl_N=kl_N.detach(),
+        log_ratio_N=policy.log_ratio_N,
+        ratio_N=policy.ratio_N,
+        clipped_N=policy.clipped_N,
+        trainer_logprob_N=trainer_N,
+        rollout_logprob_N=columns.rollout_logprob_N,
     )
-    return loss, sums, gap_N.max()
+    sums = [value_N.sum().to(now_N.dtype) for value_N in token_values(loss.summed(), tokens)]
+    maxima = [value_N.max() for value_N in token_values(loss.maxima(), tokens)]
+    return weighted_N.sum(), torch.stack(sums), torch.stack(maxima)

@@ -1,4 +1,4 @@
-"""The model as training sees it: one module, one call per micro-batch, one graph per call."""
+"""The module that training runs: one call per micro-batch, one graph per call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from backends.rows import RowCopies, copy_rows
-from backends.train.head import Head, LogprobTask, LossTask
-from backends.train.norm import use_fast_norms
-from backends.train.row import Row
+from backends.packed.packed_input import PackedInput
+from backends.packed.row_ops import RowCopies, copy_rows
+from backends.train.lm_head import Head, LogprobTask, LossTask
+from backends.train.rms_norm import use_fast_norms
 
 
 class Policy(nn.Module):
-    """Backbone and head. This is the module that engines wrap: nothing of the model may run outside its `forward`."""
+    """Backbone and head. This is the module that engines wrap: no part of the model may run outside its `forward`."""
 
     def __init__(self, model: PreTrainedModel, logits_chunk_tokens: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Policy(nn.Module):
         self.head = Head(model, logits_chunk_tokens)
         use_fast_norms(model)
 
-    def forward(self, row: Row, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
+    def forward(self, row: PackedInput, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
         """The task at rows `rows_N` of a packed row: `LossResult` or log-probs [N]; without a task the logits [N, V];
         without rows the logits [T, V] of the model's own forward pass."""
         if rows_N is None:

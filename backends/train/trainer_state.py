@@ -1,4 +1,4 @@
-"""`trainer.json`: how far a trainer has come. Shared by all train engines."""
+"""`trainer.json`: the progress of a trainer. Shared by all train engines."""
 
 from __future__ import annotations
 

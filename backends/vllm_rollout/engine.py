@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.adapter_names import place_of
-from backends.answers import Answers
+from backends.hf.adapter_names import place_of
+from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.memory import hand_back
-from backends.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
-from backends.rollout_checks import check_arrival, check_complete, check_lengths, check_usable
-from backends.stops import stop_tokens
-from backends.uniform import sample_keys
-from backends.vllm_rollout.adapters import adapter_request
+from backends.rollout.completions import Completions
+from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
+from backends.rollout.stop_tokens import stop_tokens
+from backends.rollout.uniform import request_seeds
 from backends.vllm_rollout.lost_workers import death_of_workers_told
 from backends.vllm_rollout.read_back import checksum_of
-from backends.vllm_rollout.requests import answer_of, sampling_params
-from backends.vllm_rollout.start import has_sleep_mode, start_vllm
-from specs.as_built import ModelBuilt
-from specs.batch import Batch
-from specs.engine_tables import VllmEngine
+from backends.vllm_rollout.requests import completion_of, sampling_params
+from backends.vllm_rollout.vllm_adapters import adapter_request
+from backends.vllm_rollout.vllm_start import has_sleep_mode, start_vllm
 from specs.errors import SyncError
-from specs.role_config import RolloutConfig, Sampling
-from specs.schema import WeightForm
+from specs.schema.engines.vllm_table import VllmTable
+from specs.schema.spec import WeightForm
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -41,15 +41,15 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class VllmRolloutEngine(RolloutEngine):
     """Token ids in, token ids out. Weights come by `import_weight`, never from the model folder."""
 
-    PLAIN_WEIGHTS = True  # see `plain.py`
+    PLAIN_WEIGHTS = True  # see `plain_worker.py`
 
-    def __init__(self, config: RolloutConfig, table: VllmEngine, model: ModelShape, llm: LLM) -> None:
+    def __init__(self, config: RolloutConfig, table: VllmTable, model: ModelShape, llm: LLM) -> None:
         self.config, self.table, self.model, self.llm = config, table, model, llm
         self.stops = stop_tokens(model.end_tokens, config, ask_tokenizer=True)
         self.request = None if config.lora is None else adapter_request()
         self._imported: set[str] = set()
         self._has_model = False  # apart from its adapters
-        self._ready = False  # whole set of weights is in
+        self._ready = False  # a complete set of weights has arrived
         self._awake = {WEIGHTS, KV_CACHE}
         self._released: set[str] = set()  # tags without memory, where vLLM has no sleep mode
         self._sleep_mode = has_sleep_mode()
@@ -59,7 +59,7 @@ class VllmRolloutEngine(RolloutEngine):
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> VllmRolloutEngine:
         """Raises ModelError when vLLM is not there or cannot run the model so."""
-        assert isinstance(config.engine, VllmEngine)
+        assert isinstance(config.engine, VllmTable)
         model = model_shape(config.model, config.lora)
         stop_tokens(model.end_tokens, config, ask_tokenizer=True)  # raises before the wait
         llm = start_vllm(config, config.engine, model, plain_weights=cls.PLAIN_WEIGHTS)
@@ -141,30 +141,30 @@ class VllmRolloutEngine(RolloutEngine):
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
     def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
-        """One request per sample, the samples of a group next to each other: they share their prompt's cached blocks.
+        """One request per sample, those of a prefix next to each other: they share its cached blocks.
 
-        Each request has a seed of its own, made of `sampling.seed` and the sample's id.
+        Each request has a seed of its own, made of `sampling.seed`, the sample's id and its position.
         """
         check_usable("generate", (WEIGHTS, KV_CACHE), self._awake, self._ready)
-        answers = Answers(prompts, emit)
+        completions = Completions(prompts, emit)
         if len(prompts) == 0:
             return {"generated_tokens": 0, "decode_steps": 0, "cached_prompt_tokens": 0}
         check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
-        key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
+        seed_B = request_seeds(sampling.seed, prompts["id_B"], prompts["position_B"])
         requests = [
-            (str(i), answers.prompt_tokens[i], sampling_params(sampling, int(key_B[i]), self.stops))
-            for i in answers.queue
+            (str(i), completions.prompt_tokens[i], sampling_params(sampling, seed_B[i], self.stops))
+            for i in completions.queue
         ]
         steps = cached = 0
         for finished in self._run(requests):
             steps += 1
             for output in finished:
-                answers.finish(int(output.request_id), *answer_of(output))
+                completions.finish(int(output.request_id), *completion_of(output))
                 cached += output.num_cached_tokens or 0
-            answers.flush()
-        answers.close()
+            completions.flush()
+        completions.close()
         return {
-            "generated_tokens": answers.generated_tokens,
+            "generated_tokens": completions.generated_tokens,
             "decode_steps": steps,
             "cached_prompt_tokens": cached,  # of prompts, found in the prefix cache instead of computed
         }
@@ -289,4 +289,5 @@ class VllmRolloutEngine(RolloutEngine):
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of `WorkerExtension` on every worker."""
         with death_of_workers_told(self.llm):
-            return self.llm.collective_rpc(method, args=args)
+            results: list[Any] = self.llm.collective_rpc(method, args=args)
+        return results

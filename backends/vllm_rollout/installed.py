@@ -1,4 +1,4 @@
-"""Which vLLM this interpreter has."""
+"""Version of the vLLM in this interpreter."""
 
 from __future__ import annotations
 

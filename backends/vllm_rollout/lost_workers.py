@@ -1,4 +1,4 @@
-"""Workers that vLLM has beside this process, and what their end means: with tensor parallelism, one for each part."""
+"""Detects dead worker processes of vLLM (with tensor parallelism, one per part of the model)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specs.errors import SamplerDied
 if TYPE_CHECKING:
     from vllm import LLM
 
-DEATH_GRACE_S = 2.0  # an error that a dying worker caused may be here before its end is
+DEATH_GRACE_S = 2.0  # an error caused by a dying worker may arrive before the process has ended
 _POLL_S = 0.05
 
 
 @contextmanager
 def death_of_workers_told(llm: LLM) -> Iterator[None]:
-    """Errors that the end of a worker explains become SamplerDied: the sampler is to be started again."""
+    """Turns errors caused by a dead worker into SamplerDied, so that the driver restarts the sampler."""
     try:
         yield
     except Exception as error:
@@ -27,7 +27,7 @@ def death_of_workers_told(llm: LLM) -> Iterator[None]:
             raise
         raise SamplerDied(
             f"vLLM's worker process {ended.name} ended with exit code {ended.exitcode}",
-            hint="its last words stand in this role's log",
+            hint="see its last messages in this role's log",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A weight put together again from the places where vLLM holds it. No torch."""
+"""Reassembles a weight from the places where vLLM holds it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.checksum import checksum_bytes
 from backends.protocol import WeightSpec
+from backends.weights.checksum import checksum_bytes
 from specs.errors import SyncError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A sample in vLLM's words: what is asked for, and what came of it."""
+"""Translates sampling settings to vLLM's, and vLLM's outputs to completions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.errors import ModelError
-from specs.role_config import Sampling
+from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 
-def sampling_params(sampling: Sampling, key: int, stops: Collection[int]) -> SamplingParams:
-    """vLLM's words for `sampling`. `key` makes the seed; vLLM's are signed: one bit of it goes."""
+def sampling_params(sampling: Sampling, seed: int, stops: Collection[int]) -> SamplingParams:
+    """`sampling` as vLLM's parameters. `seed` has 63 bits: vLLM's are signed."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -26,7 +26,7 @@ def sampling_params(sampling: Sampling, key: int, stops: Collection[int]) -> Sam
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "seed": key >> 1,
+            "seed": seed,
         }
     return SamplingParams(
         **choice,
@@ -39,7 +39,7 @@ def sampling_params(sampling: Sampling, key: int, stops: Collection[int]) -> Sam
     )
 
 
-def answer_of(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
+def completion_of(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
     """Tokens, their log-probs, and whether a stop token ended them."""
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker, next to the model: vLLM adds these methods to its worker class
+"""Runs inside vLLM's worker, next to the model: vLLM adds these methods to its worker class
 (`worker_extension_cls`). With tensor parallelism every worker has a part of each weight."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.adapter_names import is_on_the_wire
-from backends.tensors import tensor_bytes, torch_dtype, wire_dtype
-from backends.vllm_rollout.adapters import AdapterSlot
+from backends.hf.adapter_names import is_on_the_wire
+from backends.vllm_rollout.vllm_adapters import AdapterSlot
+from backends.weights.tensor_bytes import tensor_bytes, torch_dtype, wire_dtype
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class WorkerModel:
-    """The model as this worker built it."""
+    """Description of the model that this worker built."""
 
     model_class: str
     parameters: int  # of this worker, without vLLM's padding of the vocabulary; a tied one once
@@ -52,7 +52,7 @@ class WorkerExtension:
         """Load a Hugging Face weight through the model's own loader, or an adapter's into its place, and read back
         every place that it was copied to.
 
-        Fused projections and shards are vLLM's business: what its loader copies is watched, not guessed.
+        Fused projections and shards are up to vLLM: the copies of its loader are recorded, not guessed.
         """
         # A buffer may be read-only shared memory; it is only read here.
         source = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
@@ -182,7 +182,8 @@ def _tensors(held: Any) -> Iterable[Tensor]:
 
 def _count(model: nn.Module, padded: list[Any]) -> int:
     count, seen = 0, set()
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         for parameter in module.parameters(recurse=False):
             if id(parameter) in seen:
                 continue

@@ -14,26 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends.adapter_names import base_name, is_adapter
-from backends.checksum import checksum_bytes, checksum_weights
-from backends.hf import build_model, build_on_meta, describe, named_weights, tensor_bytes
+from backends.hf.adapter_names import base_name, is_adapter
+from backends.hf.hf_model import build_model, build_on_meta, describe
+from backends.packed.packed_input import PackedInput
+from backends.packed.row_ops import RowCopies
 from backends.protocol import OnMeta, Rank, StepResult
-from backends.rows import RowCopies
 from backends.train.engine import HfTrainEngine, TensorKind
-from backends.train.groups import leave_group, most_of_any_rank
-from backends.train.head import LogprobTask, LossTask
-from backends.train.parking import Parking, storages_of
+from backends.train.lm_head import LogprobTask, LossTask
+from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy
-from backends.train.row import Row
-from backends.train.shards import Shard, whole
-from backends.train.verify import verify_packing
-from backends.zero.build import cut_model, start_deepspeed
+from backends.train.role_group import most_of_any_rank
+from backends.train.tensor_shards import Shard, whole
+from backends.train.verify_packing import verify_packing
+from backends.weights.checksum import checksum_bytes, checksum_weights
+from backends.weights.tensor_bytes import named_weights, tensor_bytes
+from backends.zero.deepspeed_start import cut_model, start_deepspeed, stop_deepspeed
 from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, full_shape
-from specs.as_built import ModelBuilt
-from specs.deepspeed_config import deepspeed_config
-from specs.engine_tables import ZeroEngine
-from specs.role_config import TrainConfig
-from specs.schema import DType, Optimizer
+from specs.schema.engines.deepspeed_config import deepspeed_config
+from specs.schema.engines.zero_table import ZeroTable
+from specs.schema.spec import DType, Optimizer
+from specs.wire.as_built import ModelBuilt
+from specs.wire.role_config import TrainConfig
 
 
 class ZeroTrainEngine(HfTrainEngine):
@@ -41,7 +42,7 @@ class ZeroTrainEngine(HfTrainEngine):
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
         super().__init__(config, rank)
-        assert isinstance(config.engine, ZeroEngine)
+        assert isinstance(config.engine, ZeroTable)
         self.stage = config.engine.stage
         deepspeed = start_deepspeed(rank, config.model.device)
         ds_config = deepspeed_config(config.engine, config.model.dtype, config.optimizer, device=config.model.device)
@@ -62,7 +63,7 @@ class ZeroTrainEngine(HfTrainEngine):
         if self.parts is not None:
             self.parts.refresh()
         self._make_moments()
-        self.parking = Parking()
+        self.offloading = Offloader()
         self.gradients_are_zero = True
         verify_packing(self._run, model, self.device)
 
@@ -88,7 +89,8 @@ class ZeroTrainEngine(HfTrainEngine):
             return describe(model, self.config.model, checksum=True).model_copy(update={"mesh": mesh})
         own = {base_name(name): name for name in parts.weights if not is_adapter(name)}
         digests = ((name, checksum_bytes(tensor_bytes(parts.full(held, master=False)))) for name, held in own.items())
-        sizes = {name: (p.ds_numel, p.requires_grad) for name, p in model.named_parameters()}
+        parameters: Iterator[tuple[str, Any]] = model.named_parameters()  # DeepSpeed adds `ds_numel` to each parameter
+        sizes = {name: (int(p.ds_numel), bool(p.requires_grad)) for name, p in parameters}
         found = {
             "parameters": sum(size for name, (size, _) in sizes.items() if not is_adapter(name)),
             "trainable_parameters": sum(size for size, learns in sizes.values() if learns),
@@ -103,7 +105,7 @@ class ZeroTrainEngine(HfTrainEngine):
         """At least one, so that DeepSpeed has seen a backward pass before it steps."""
         return most_of_any_rank(max(1, micro_batches), self.device)
 
-    def _run(self, row: Row, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
+    def _run(self, row: PackedInput, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
         return (self.deepspeed or self.policy)(row, rows_N, task)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
@@ -180,25 +182,25 @@ class ZeroTrainEngine(HfTrainEngine):
 
     def offload(self) -> None:
         """By storage: DeepSpeed keeps many views of its flat tensors. What it left on the host stays where it is."""
-        if self.parking.parked:
+        if self.offloading.offloaded:
             return
         if self.parts is None:
-            self.parking.park(storages_of(list(named_weights(self.policy.model).values())), [])
+            self.offloading.offload(storages_of(list(named_weights(self.policy.model).values())), [])
             return
         keep = [*self.parts.compute_tensors(), *self.parts.masters]
         if self.adamw is not None:
             keep += [self.adamw.state[flat][kind] for flat in self.parts.masters for kind in ("exp_avg", "exp_avg_sq")]
         grads = self.parts.gradient_tensors()
         drop = grads if self.gradients_are_zero else []
-        self.parking.park(storages_of(keep + (grads if not drop else [])), storages_of(drop))
+        self.offloading.offload(storages_of(keep + (grads if not drop else [])), storages_of(drop))
 
     def onload(self) -> None:
-        self.parking.unpark()
+        self.offloading.onload()
 
     def close(self) -> None:
         if self.deepspeed is not None:
             self.deepspeed.destroy()
-        leave_group()
+        stop_deepspeed()
 
 
 def _adamw(policy: Policy, config: Optimizer) -> torch.optim.AdamW:

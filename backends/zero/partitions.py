@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps what a rank owns, as runs of elements of named weights.
+"""Locates a rank's partition in DeepSpeed's memory, as runs of elements of named weights.
 
 Stages 1 and 2 lay a group's parameters out one after another and give each rank an equal slice of that flat buffer.
 Stage 3 cuts every parameter into equal parts (the last one padded) and lays a rank's parts out one after another.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from backends.train.shards import Shard, whole
+from backends.train.tensor_shards import Shard, whole
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from train_helpers import QWEN2, build_engine, grpo, make_batch, scale_of, train
 
 from backends import memory
 from backends.protocol import Rank
-from specs.messages import Kind, Message, Verb
-from workers.trainer import Trainer
+from specs.wire.messages import Kind, Message, Verb
+from workers.roles.trainer import Trainer
 
 MIB = 2**20
 

@@ -129,7 +129,7 @@ def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path) -> None:
-    code = "import rlctl.init as i, rlctl.cli as c, sys; i.print_presets = lambda: 1 / 0; sys.exit(c.main())"
+    code = "import rlctl.presets as i, rlctl.cli as c, sys; i.print_presets = lambda: 1 / 0; sys.exit(c.main())"
     command = [sys.executable, "-c", code, "init", "--list"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)

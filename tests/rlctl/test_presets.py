@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.init import presets, summary, write_preset
+from rlctl.preflight.file_problems import file_problems
+from rlctl.presets import presets, summary, write_preset
 from specs.errors import UsageError
-from specs.files import file_problems
-from specs.load import load_spec
-from specs.rules import cross_field_warnings
+from specs.load.load import load_spec
+from specs.rules.all_rules import cross_field_warnings
 
 NAMES = [
     "fake",
@@ -64,7 +64,7 @@ def test_a_preset_is_commented_and_summed_up(name: str) -> None:
 def test_interpreters_are_named_as_seen_from_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
-    monkeypatch.setattr("rlctl.init.CHECKOUT", tmp_path)
+    monkeypatch.setattr("rlctl.presets.CHECKOUT", tmp_path)
     (tmp_path / "elsewhere").mkdir()
     file = tmp_path / "spec.toml" if here else tmp_path / "elsewhere" / "spec.toml"
     write_preset("vllm-cpu", file, force=False)

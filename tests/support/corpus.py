@@ -27,9 +27,9 @@ from typing import Any
 import tomli
 from small_spec import raw_spec
 
-from rlctl.init import presets
-from specs.model_files import BUILTIN_FOLDER
-from specs.tensor_files import make_header
+from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.presets import presets
+from specs.safetensors_header import make_header
 
 CORPUS = Path(__file__).parent.parent / "specs" / "corpus"
 Case = dict[str, Any]

@@ -84,8 +84,8 @@ for module, name, methods in json.loads((HERE / "engines.json").read_text()).get
 
 ROLLOUT_METHODS = ["build", "built", "generate", "import_weight", "finish_import", "score", "sleep", "wake"]
 FAKE = {
-    "rollout": [["backends.fake.rollout", "FakeRolloutEngine", ROLLOUT_METHODS]],
-    "actor": [["backends.fake.train", "FakeTrainEngine", ["forward_backward"]]],
+    "rollout": [["backends.fake.fake_rollout", "FakeRolloutEngine", ROLLOUT_METHODS]],
+    "actor": [["backends.fake.fake_train", "FakeTrainEngine", ["forward_backward"]]],
 }
 TORCH = {
     "rollout": [["backends.torch_rollout.engine", "TorchRolloutEngine", ROLLOUT_METHODS]],

@@ -12,20 +12,21 @@ TABLES = '''
 
 from typing import Literal
 
-from specs.engine_tables import FakeRolloutEngine, TorchRolloutEngine
+from specs.schema.engines.fake_tables import FakeRolloutTable
+from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 
 
-class LeakingTable(FakeRolloutEngine):
+class LeakingTable(FakeRolloutTable):
     kind: Literal["leaking"] = "leaking"
 
 
-class LyingFakeTable(FakeRolloutEngine):
+class LyingFakeTable(FakeRolloutTable):
     kind: Literal["lying-fake"] = "lying-fake"
     nats: float = 1.0
     after: int = 1
 
 
-class LyingTorchTable(TorchRolloutEngine):
+class LyingTorchTable(TorchRolloutTable):
     kind: Literal["lying-torch"] = "lying-torch"
     nats: float = 1.0
     after: int = 1
@@ -34,7 +35,7 @@ class LyingTorchTable(TorchRolloutEngine):
 FAKE = f'''
 import numpy as np
 
-from backends.fake.rollout import FakeRolloutEngine
+from backends.fake.fake_rollout import FakeRolloutEngine
 
 
 class Leaking(FakeRolloutEngine):

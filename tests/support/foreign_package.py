@@ -5,16 +5,47 @@ from __future__ import annotations
 from pathlib import Path
 
 TABLE = '''
-"""The spec table of a train engine that another package brings."""
+"""The spec tables of train engines that another package brings."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from specs.engine_tables import FakeTrainEngine
+from specs.memory_parts import Part
+from specs.schema.engines.engine_table import TrainTable
+from specs.schema.engines.fake_tables import FakeTrainTable
+from specs.schema.mesh import Mesh
 
 
-class ShoutTable(FakeTrainEngine):
+class ToyTable(TrainTable):
+    """An engine that answers for itself: it takes nothing from tables of rlctl's engines."""
+
+    kind: Literal["toy"] = "toy"
+    lean: bool = Field(False, description="Hold no second moment.")
+
+    packages: ClassVar = ("numpy", "toy-kernels")
+    attention: ClassVar = "none"
+    model_of: ClassVar = "bigram"
+    checkpoint_format: ClassVar = "toy"
+    checkpoint_bytes: ClassVar = 16
+
+    def mesh(self, processes):
+        return Mesh(1, processes)
+
+    def reported_mesh(self, processes):
+        return {}
+
+    def memory(self, held):
+        yield Part("weights and moments", held.tensors.elements * (12 if self.lean else 16) // held.ranks, exact=True)
+
+    def problems(self, spec, role, section):
+        from specs.errors import Problem
+
+        if self.lean and role == "ref":
+            yield Problem(f"{role}.engine.lean", "has no effect: nothing learns", "remove the key", "true")
+
+
+class ShoutTable(FakeTrainTable):
     """The fake engine, told what to write into its log."""
 
     kind: Literal["shout"] = "shout"
@@ -23,7 +54,7 @@ class ShoutTable(FakeTrainEngine):
 '''
 
 ENGINE = '''
-from backends.fake.train import FakeTrainEngine
+from backends.fake.fake_train import FakeTrainEngine
 from shout_engine.table import ShoutTable
 
 
@@ -35,6 +66,10 @@ class ShoutEngine(FakeTrainEngine):
         return super().build(config, rank)
 
 
+class ToyEngine(FakeTrainEngine):
+    """Trains as the fake engine does; its table says what is known of it."""
+
+
 class PlainEngine(FakeTrainEngine):
     """Has no table of its own."""
 '''
@@ -42,6 +77,8 @@ class PlainEngine(FakeTrainEngine):
 ENTRY_POINTS = """[rlctl.engines]
 train.shout = shout_engine.engine:ShoutEngine
 table.train.shout = shout_engine.table:ShoutTable
+train.toy = shout_engine.engine:ToyEngine
+table.train.toy = shout_engine.table:ToyTable
 train.plain = shout_engine.engine:PlainEngine
 train.broken = shout_engine.engine:PlainEngine
 table.train.broken = shout_engine.nowhere:Table

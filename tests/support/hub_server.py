@@ -10,8 +10,8 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from specs import hub
-from specs.model_files import BUILTIN_FOLDER
+from rlctl.models import hub
+from rlctl.models.paths import BUILTIN_FOLDER
 
 SECRET = "hf_of_this_test"
 LONG_S = 6.0  # longer than any test waits

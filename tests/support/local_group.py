@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
-from specs.messages import Kind, Message, Verb, parse
+from pydantic import BaseModel
+
+from specs.errors import PeerGone
+from specs.wire.messages import Kind, Message, Verb, parse
 
 AT_THE_SAME_TIME = (Verb.EXPORT_BUCKET, Verb.IMPORT_BUCKET)  # their ends may wait for each other
 
@@ -20,8 +23,8 @@ class LocalCall:
 
 
 class ThreadsCall:
-    """Answers that are still made, a thread per rank. As in rlctl/failures.py, a connection that broke is the echo of
-    what happened at its other end."""
+    """Answers that are still made, a thread per rank. As in rlctl/processes/failures.py, PeerGone
+    follows from what happened at the other end."""
 
     flying: ClassVar[list[Future[Message]]] = []
 
@@ -32,9 +35,9 @@ class ThreadsCall:
     def result(self) -> list[Message]:
         try:
             return [answer.result(60) for answer in self.answers]
-        except ConnectionError:
+        except PeerGone:
             causes = [future.exception(60) for future in self.flying]
-            raise next(cause for cause in causes if cause and not isinstance(cause, ConnectionError)) from None
+            raise next(cause for cause in causes if cause and not isinstance(cause, PeerGone)) from None
         finally:
             if all(future.done() for future in self.flying):
                 self.flying.clear()
@@ -53,6 +56,8 @@ class LocalGroup:
 
     def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None):
         self.verbs.append(verb)
+        if isinstance(body, BaseModel):
+            body = body.model_dump(mode="json")
         told = [
             (
                 handlers,

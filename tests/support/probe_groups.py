@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlctl.groups import Groups
-from rlctl.plan import Plan, RolePlan, package_root
+from rlctl.processes.groups import Groups
+from rlctl.processes.placement import Plan, RolePlan, package_root
 
 SUPPORT = Path(__file__).resolve().parent
 
@@ -28,9 +28,11 @@ def role_plan(role: Any, processes: int, launcher: str = "python", *, group: boo
 
 
 @contextmanager
-def probe_groups(log_dir: Path, *plans: RolePlan, factory: str = "handlers", **limits: Any) -> Iterator[Groups]:
+def probe_groups(
+    log_dir: Path, *plans: RolePlan, module: str = "probe_role", factory: str = "handlers", **limits: Any
+) -> Iterator[Groups]:
     """Started groups; on leaving, nothing of them may be left running."""
-    modules: dict[str, str] = {plan.role: f"probe_role:{factory}" for plan in plans}
+    modules: dict[str, str] = {plan.role: f"{module}:{factory}" for plan in plans}
     groups = Groups(Plan(plans, colocated=False), log_dir, modules=modules, **limits)
     try:
         with groups:

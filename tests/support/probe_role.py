@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 
 from backends.protocol import Rank
-from specs.errors import DataError, SamplerDied
-from specs.messages import Message, Verb
+from specs.errors import DataError, PeerGone, SamplerDied
+from specs.wire.messages import Message, Verb
 from workers.serve import Emit, Handler, Reply
 
 
@@ -52,8 +52,8 @@ def _misbehave(body: Mapping[str, object]) -> None:
             raise DataError("row 3 has no prompt", hint="drop it")
         case "raise died":
             raise SamplerDied("the server behind it ended")
-        case "echo of a crash":
-            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+        case "lose a peer":
+            raise PeerGone("the other rank", "left")
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import warm
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -24,6 +25,29 @@ def rlctl(*args: str | Path, cwd: Path = REPO, timeout_s: float = 150, **env: st
     command = [sys.executable, "-m", "rlctl", *map(str, args)]
     env = environment(PYTHONPATH=env.pop("PYTHONPATH", str(REPO)), **env)
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def warm_rlctl(
+    *args: str | Path, cwd: Path = REPO, timeout_s: float = 150, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """The same in a fork of a process that has imported torch (see `warm.py`)."""
+    command = [sys.executable, "-m", "rlctl", *map(str, args)]
+    env = environment(PYTHONPATH=env.pop("PYTHONPATH", str(REPO)), **env)
+    return warm.run(command, cwd=cwd, env=env, timeout_s=timeout_s)
+
+
+def warm_python(script: Path, *args: str | Path, timeout_s: float = 150) -> None:
+    """A script of ours that imports torch, run to the end; it must succeed."""
+    done = warm.run([sys.executable, script, *args], env=environment(PYTHONPATH=str(REPO)), timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def warm_torchrun(processes: int, worker: str, *args: str | Path, timeout_s: float = 170) -> None:
+    """torchrun with as many ranks of `tests/support/<worker>`; they must succeed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm.run([*launcher, Path(__file__).with_name(worker), *args], env=env, timeout_s=timeout_s)
+    assert done.returncode == 0, done.stderr[:6000]
 
 
 def start(*args: str | Path, cwd: Path = REPO, **env: str) -> subprocess.Popen[str]:
@@ -42,7 +66,9 @@ def preset(name: str, folder: Path) -> Path:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Lines of a run that may still be writing one."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def trajectory(run_dir: Path) -> list[tuple]:

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from backends.protocol import Rank
-from specs.messages import Message, Verb
+from specs.wire.messages import Message, Verb
 from workers.serve import Emit, Handler, Reply
 
 Handlers = Mapping[Verb, Handler]
@@ -35,7 +35,7 @@ def rollout(rank: Rank) -> Handlers:
 
 
 def _sabotaged(role: str, rank: Rank) -> Handlers:
-    own: Handlers = import_module(f"workers.{role}").handlers(rank)
+    own: Handlers = import_module(f"workers.roles.{role}").handlers(rank)
     active = ExitStack()
     if name := os.environ.get("SABOTAGE"):
         active.enter_context(SABOTAGES[name]())
@@ -84,7 +84,7 @@ def _attention_of_a_layer() -> AbstractContextManager[Any]:
 
 def stranger(*args: Any, **kwargs: Any) -> Any:
     """Computes what it should, so that only its name tells."""
-    from backends.attention import sdpa_by_layout
+    from backends.packed.packed_attention import sdpa_by_layout
 
     return sdpa_by_layout(*args, **kwargs)
 
@@ -94,12 +94,12 @@ def _attention_function() -> Iterator[None]:
     """The name stays "sdpa", the function is another."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from backends import attention
+    from backends.packed import packed_attention
 
-    with patch.object(attention, "install", lambda: None):
+    with patch.object(packed_attention, "install", lambda: None):
         ALL_ATTENTION_FUNCTIONS["sdpa"] = stranger
         yield
-    attention.install()
+    packed_attention.install()
 
 
 def _frozen() -> AbstractContextManager[Any]:
@@ -151,9 +151,9 @@ def _another_model() -> AbstractContextManager[Any]:
 
 
 def _fake_vocabulary() -> AbstractContextManager[Any]:
-    from backends.fake import model
+    from backends.fake import bigram
 
-    return _wrap(model, "read_vocab_size", lambda real, config: real(config) + 1)
+    return _wrap(bigram, "read_vocab_size", lambda real, config: real(config) + 1)
 
 
 # ── another mesh ──────────────────────────────────────────────────────────────────────────────────

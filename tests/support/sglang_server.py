@@ -5,7 +5,7 @@ Written from that version's own source (in `srt/`: `entrypoints/http_server.py`,
 Hugging Face model, so log-probs are real. It is stricter than SGLang: a field or a flag that it does not know, a
 missing key, an order that would crash SGLang are errors.
 
-`tests/backends/sglang_helpers.py` puts it where `python -m sglang.launch_server` finds it. The file that
+`tests/support/sglang_helpers.py` puts it where `python -m sglang.launch_server` finds it. The file that
 SGLANG_TEST_FAULT names holds what is wrong with it at the moment, if anything:
 
     stale:NAME      does not load the weight NAME

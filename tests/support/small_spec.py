@@ -9,7 +9,7 @@ import pytest
 import tomli
 
 from specs.errors import Problem, SpecError
-from specs.load import spec_from
+from specs.load.load import spec_from
 
 FILE = Path(__file__).parent.parent / "specs" / "corpus" / "base.toml"
 

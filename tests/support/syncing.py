@@ -8,19 +8,21 @@ import numpy as np
 from local_group import LocalGroup
 
 from backends.protocol import Rank
-from rlctl.residency import Residency
-from rlctl.sync import SHM, WeightSync
-from specs.engine_tables import DdpEngine, FakeRolloutEngine, FakeTrainEngine, TorchRolloutEngine
-from specs.messages import Verb
-from specs.role_config import ModelConfig, RolloutConfig, TrainConfig
-from specs.schema import Optimizer
-from workers.actor import Actor
-from workers.rollout import Rollout
+from rlctl.loop.residency import Residency
+from rlctl.loop.sync import SHM, WeightSync
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.engines.fake_tables import FakeRolloutTable, FakeTrainTable
+from specs.schema.engines.torch_rollout_table import TorchRolloutTable
+from specs.schema.spec import Optimizer
+from specs.wire.messages import Verb
+from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
+from workers.roles.actor import Actor
+from workers.roles.rollout import Rollout
 
 TINY = Path(__file__).parents[2] / "specs" / "builtin" / "tiny-digits"
 ENGINES = {
-    "fake": (FakeTrainEngine(), FakeRolloutEngine()),
-    "torch": (DdpEngine(), TorchRolloutEngine(max_sequences=4)),
+    "fake": (FakeTrainTable(), FakeRolloutTable()),
+    "torch": (DdpTable(), TorchRolloutTable(max_sequences=4)),
 }
 
 
@@ -45,17 +47,17 @@ def build(kind, replicas=1):
     return actor, rollouts, groups, vocab
 
 
-def sync_of(groups, vocab, bucket_bytes=4096, shared=False, road=SHM):
+def sync_of(groups, vocab, bucket_bytes=4096, shared=False, transport=SHM):
     actor, rollout = groups
-    residency = Residency(shared, [actor], rollout)
+    residency = Residency(shared, [actor, rollout])
     return WeightSync(
-        actor, rollout, residency, road=road, dtype="fp32", bucket_bytes=bucket_bytes, temperature=0.7, max_gap=2e-3,
-        vocab=vocab,
+        actor, rollout, residency, transport=transport, dtype="fp32", bucket_bytes=bucket_bytes, temperature=0.7,
+        max_gap=2e-3, vocab=vocab,
     )  # fmt: skip
 
 
 def send_instead(weight, bytes_U):
-    """Let a weight put other bytes than its own on the road, of which it has the right checksum."""
+    """Let a weight put other bytes than its own on the transport, of which it has the right checksum."""
 
     def copy_in_blocks(blocks):
         start = 0
@@ -72,7 +74,7 @@ def send_instead(weight, bytes_U):
 
 
 def do_not_copy(weight):
-    """Let a weight leave on the road what lies there."""
+    """Let a weight leave on the transport what lies there."""
 
     def copy_in_blocks(blocks):
         for _ in blocks:
@@ -89,7 +91,7 @@ def wire_bytes(weight):
 
 
 def swap(engine, first, second):
-    """Let two weights of one shape change places on the road."""
+    """Let two weights of one shape change places on the transport."""
     export = engine.export_weights
     bytes_of = {w.spec.name: wire_bytes(w) for w in export("fp32") if w.spec.name in (first, second)}
 

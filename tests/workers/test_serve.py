@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from backends.protocol import Rank
-from specs.errors import DataError
-from specs.messages import Kind, Message, Verb, parse
+from specs.errors import Cause, DataError, PeerGone, SamplerDied
+from specs.wire.bodies import Sleep
+from specs.wire.error_body import ErrorBody
+from specs.wire.messages import Kind, Message, Verb, parse
 from workers.main import place_from_env
-from workers.serve import Emit, Reply, serve
+from workers.serve import Emit, Reply, Request, error_message, serve, typed
 
 
 class Tape:
@@ -60,7 +62,13 @@ def test_the_loop_survives_errors_and_reports_them(capsys: pytest.CaptureFixture
     def unsendable(message: Message, emit: Emit) -> Reply:
         return {"x": object()}, {}
 
-    tape = Tape(call(Verb.SCORE, 1), call(Verb.UPDATE, 2), call(Verb.SAVE, 3), call(Verb.LOAD, 4), call(Verb.PING, 5))
+    tape = Tape(
+        call(Verb.SCORE, 1),
+        call(Verb.UPDATE, 2),
+        call(Verb.SAVE, 3),
+        call(Verb.LOAD, 4),
+        Message(Kind.CALL, verb=Verb.PING, call=5),
+    )
     serve(tape, {Verb.SCORE: known, Verb.UPDATE: unknown, Verb.SAVE: unsendable})
     bodies = [(answer.call, answer.kind, answer.body.get("kind"), answer.body.get("known")) for answer in tape.answers]
     assert bodies == [
@@ -75,13 +83,29 @@ def test_the_loop_survives_errors_and_reports_them(capsys: pytest.CaptureFixture
     assert "ZeroDivisionError: division by zero" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("Connection closed by peer"), Cause.RAISED),  # words alone mean nothing
+        (DataError("timed out"), Cause.RAISED),
+        (PeerGone("rollout 1", "left"), Cause.PEER_GONE),
+        (SamplerDied("its server ended"), Cause.ENGINE_DIED),
+        (ConnectionResetError(104, "whatever"), Cause.PEER_GONE),
+        (TimeoutError("whatever"), Cause.PEER_LATE),
+    ],
+)
+def test_an_error_carries_its_typed_cause(error: Exception, cause: Cause) -> None:
+    message = parse(error_message(error, call(Verb.UPDATE, 1)).frames())
+    assert ErrorBody.from_json(message.body).cause is cause
+
+
 def test_an_error_is_told_though_the_log_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log lies on the disk that was too full for the checkpoint."""
 
     def save(message: Message, emit: Emit) -> Reply:
         raise DataError("no space", hint="free some")
 
-    tape = Tape(call(Verb.SAVE, 1), call(Verb.PING, 2))
+    tape = Tape(call(Verb.SAVE, 1), Message(Kind.CALL, verb=Verb.PING, call=2))
     with monkeypatch.context() as patched, open("/dev/full", "w", buffering=1) as full:
         patched.setattr(sys, "stderr", full)
         serve(tape, {Verb.SAVE: save})
@@ -89,6 +113,31 @@ def test_an_error_is_told_though_the_log_is_full(monkeypatch: pytest.MonkeyPatch
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what is left in its buffer must go somewhere
     assert [answer.kind for answer in tape.answers] == [Kind.ERROR, Kind.ANSWER, Kind.ANSWER]
     assert (tape.answers[0].body["message"], tape.answers[0].body["hint"]) == ("no space", "free some")
+
+
+def test_a_body_is_checked_before_the_handler_is_called() -> None:
+    levels: list[int] = []
+
+    def sleep(request: Request[Sleep], emit: Emit) -> Reply:
+        levels.append(request.body.level)
+        return {}, {}
+
+    bodies = ({"level": 2}, {"level": "2"}, {}, {"level": 1, "depth": 3})
+    tape = Tape(*(Message(Kind.CALL, body, Verb.SLEEP, call) for call, body in enumerate(bodies)), call(Verb.PING, 4))
+    serve(tape, typed({Verb.SLEEP: sleep}))
+    said = [answer.body["message"] for answer in tape.answers if answer.kind is Kind.ERROR]
+    assert levels == [2]
+    assert said == [
+        "sleep: level: Input should be 1 or 2",
+        "sleep: level: missing",
+        "sleep: depth: unknown key",
+        "ping: n: unknown key",
+    ]
+
+
+def test_a_verb_whose_roles_differ_needs_the_class_of_the_role() -> None:
+    with pytest.raises(AssertionError, match="probe: one of"):
+        typed({Verb.PROBE: lambda request, emit: ({}, {})})
 
 
 def test_what_is_not_a_call_is_passed_over() -> None:

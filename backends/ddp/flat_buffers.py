@@ -1,0 +1,97 @@
+"""All parameters of a model as views of one flat buffer, and all gradients as views of another.
+
+One buffer makes one all-reduce, one norm and one optimizer call of a whole step, whatever the model's layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from backends.hf.hf_model import cast_parameters
+from specs.schema.engines.ddp_table import FLAT_ALIGN
+
+# Every parameter starts on a cache line (FLAT_ALIGN fp32 values); the gaps stay zero.
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where a parameter lies in the flat buffers."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+
+
+class FlatParameters:
+    """Flat buffers of a model. P: elements of all trainable parameters, gaps included.
+
+    `compute_P` holds what the forward pass reads. A model that learns also has `master_P` (fp32; the same tensor as
+    `compute_P` when that is fp32) and `grad_P` (fp32). Matrices come first, so that weight decay is a slice: they
+    are `[:num_decayed]`.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, *, learns: bool) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not learns]
+        ordered = [item for item in named if item[1].ndim >= 2] + [item for item in named if item[1].ndim < 2]
+        self.segments: list[Segment] = []
+        size = self.num_decayed = 0
+        for name, parameter in ordered:
+            self.segments.append(Segment(name, parameter, size))
+            size += -(-parameter.numel() // FLAT_ALIGN) * FLAT_ALIGN
+            if parameter.ndim >= 2:
+                self.num_decayed = size
+        device = next(model.parameters()).device
+        self.compute_P = torch.zeros(size, dtype=dtype, device=device)
+        self.master_P: Tensor | None = None
+        self.grad_P: Tensor | None = None
+        if learns:
+            self.master_P = self.compute_P if dtype == torch.float32 else torch.zeros(size, device=device)
+            self.grad_P = torch.zeros(size, device=device)
+        for segment in self.segments:
+            if self.master_P is not None:
+                segment.view(self.master_P).copy_(segment.parameter.data)
+            else:
+                segment.view(self.compute_P).copy_(segment.parameter.data)
+        cast_parameters(model, dtype)
+        for segment in self.segments:
+            segment.parameter.data = segment.view(self.compute_P)
+        self.refresh()
+        self._attach_gradients()
+
+    def _attach_gradients(self) -> None:
+        if self.grad_P is None:
+            return
+        for segment in self.segments:
+            grad = segment.view(self.grad_P)
+            if self.compute_P.dtype == torch.float32:
+                segment.parameter.grad = grad  # autograd accumulates into it in place
+            else:
+                segment.parameter.register_post_accumulate_grad_hook(_AddTo(grad))
+
+    def refresh(self) -> None:
+        """Bring `compute_P` up to date with `master_P`."""
+        if self.master_P is not None and self.master_P is not self.compute_P:
+            self.compute_P.copy_(self.master_P)
+
+    def source(self, segment: Segment) -> Tensor:
+        """The best copy of a parameter: master where there is one."""
+        return segment.view(self.compute_P if self.master_P is None else self.master_P)
+
+
+class _AddTo:
+    """Adds a parameter's bf16 gradient to its fp32 sum as soon as autograd has computed it."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = grad
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.grad.add_(parameter.grad)
+        parameter.grad = None

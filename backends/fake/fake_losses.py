@@ -1,0 +1,152 @@
+"""The losses in numpy with their derivatives written out: used by the fake engine, and by tests to check
+`backends/train/losses.py`, which has the formulas' papers. N: loss tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.packed.packing import log_ratio_T, sequence_T
+from backends.token_metrics import TokenValues, no_function, token_values
+from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip
+from specs.wire.batch import Batch
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class FakeColumns:
+    """What the loss reads at each loss token besides the model's own numbers."""
+
+    weight_N: Column
+    advantage_N: Column
+    rollout_logprob_N: Column
+    old_logprob_N: Column | None
+    ref_logprob_N: Column | None
+    of_sequence: Mapping[str, Column] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FakePolicyLoss:
+    """A policy loss before weights, and its derivative by the log-prob."""
+
+    loss_N: Column
+    by_logprob_N: Column
+    log_ratio_N: Column
+    ratio_N: Column
+    clipped_N: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class FakeTerms:
+    """The loss (already weighted and summed), its derivatives by log-prob and entropy, and what the table declares."""
+
+    loss: float
+    by_logprob_N: Column
+    by_entropy_N: Column
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+def fake_policy_loss(logprob_N: Column, entropy_N: Column, columns: FakeColumns, loss: Loss) -> FakeTerms:
+    """As `backends.train.losses.policy_loss`."""
+    trainer_N = logprob_N if columns.old_logprob_N is None else columns.old_logprob_N
+    anchor_N = columns.rollout_logprob_N if loss.anchor == "sampler" else trainer_N
+    policy = fake_loss(loss)(logprob_N, anchor_N, columns, loss)
+    loss_N, by_logprob_N, kl_N = policy.loss_N, policy.by_logprob_N, np.zeros_like(logprob_N)
+    if columns.ref_logprob_N is not None:
+        kl_N, kl_by_logprob_N = _kl(columns.ref_logprob_N - logprob_N, loss.kl_estimator)
+        loss_N = loss_N + loss.kl_coef * kl_N
+        by_logprob_N = by_logprob_N + loss.kl_coef * kl_by_logprob_N
+    weighted_N = columns.weight_N * (loss_N - loss.entropy_coef * entropy_N)
+    tokens = TokenValues(
+        loss_N=weighted_N,
+        entropy_N=entropy_N,
+        kl_N=kl_N,
+        log_ratio_N=policy.log_ratio_N,
+        ratio_N=policy.ratio_N,
+        clipped_N=policy.clipped_N,
+        trainer_logprob_N=trainer_N,
+        rollout_logprob_N=columns.rollout_logprob_N,
+    )
+    sums = zip(loss.summed(), token_values(loss.summed(), tokens), strict=True)
+    maxima = zip(loss.maxima(), token_values(loss.maxima(), tokens), strict=True)
+    return FakeTerms(
+        float(weighted_N.sum()),
+        columns.weight_N * by_logprob_N,
+        -loss.entropy_coef * columns.weight_N,
+        {name: float(value_N.sum()) for name, value_N in sums},
+        {name: float(value_N.max()) for name, value_N in maxima},
+    )
+
+
+def _kl(d_N: Column, estimator: str) -> tuple[Column, Column]:
+    """Estimate and its derivative by the log-prob, from d = ref - logprob."""
+    if estimator == "k2":
+        return 0.5 * d_N**2, -d_N
+    exp_N = np.exp(np.clip(d_N, -20, 20))
+    k3_N = exp_N - d_N - 1
+    value_N = np.clip(k3_N, -10, 10)
+    if estimator == "k3-straight-through":
+        return value_N, -d_N
+    inside = np.abs(d_N) <= 20
+    return value_N, np.where(np.abs(k3_N) <= 10, 1 - exp_N * inside, 0.0)
+
+
+# ── the losses, by table ──────────────────────────────────────────────────────────────────────────
+
+
+def _ppo_clip(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: PpoClip) -> FakePolicyLoss:
+    advantage_N, log_ratio_N = columns.advantage_N, logprob_N - anchor_N
+    ratio_N = np.exp(np.clip(log_ratio_N, -20, 20))
+    plain_N = -advantage_N * ratio_N
+    bounded_N = -advantage_N * np.clip(ratio_N, 1 - loss.clip_low, 1 + loss.clip_high)
+    clipped_N = bounded_N > plain_N
+    loss_N = np.where(clipped_N, bounded_N, plain_N)
+    if loss.dual_clip is not None:
+        ceiling_N = -advantage_N * loss.dual_clip
+        over_N = (advantage_N < 0) & (loss_N > ceiling_N)
+        loss_N, clipped_N = np.where(over_N, ceiling_N, loss_N), clipped_N | over_N
+    by_logprob_N = np.where(clipped_N | (np.abs(log_ratio_N) > 20), 0.0, plain_N)
+    return FakePolicyLoss(loss_N, by_logprob_N, log_ratio_N, ratio_N, clipped_N)
+
+
+def _gspo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: GspoLoss) -> FakePolicyLoss:
+    """d ρ_t / d lp_t = ρ, the sequence's ratio, wherever the clip leaves it alone."""
+    log_ratio_N = columns.of_sequence["log_ratio_B"]
+    ratio_N = np.exp(np.clip(log_ratio_N, -20, 20))
+    over_N = (columns.advantage_N > 0) & (ratio_N > 1 + loss.clip_high)
+    under_N = (columns.advantage_N < 0) & (ratio_N < 1 - loss.clip_low)
+    bounded_N = np.where(over_N, 1 + loss.clip_high, np.where(under_N, 1 - loss.clip_low, ratio_N))
+    inside_N = ~(over_N | under_N) & (np.abs(log_ratio_N) <= 20)
+    by_logprob_N = np.where(inside_N, -columns.advantage_N * ratio_N, 0.0)
+    return FakePolicyLoss(-columns.advantage_N * bounded_N, by_logprob_N, log_ratio_N, ratio_N, over_N | under_N)
+
+
+def _mean_log_ratio(batch: Batch, loss: Loss, logprob_T: NDArray[np.float32]) -> dict[str, Column]:
+    ratio_T, mask_T, which_T = log_ratio_T(batch, loss, logprob_T), batch["loss_mask_T"] != 0, sequence_T(batch)
+    mean_B = [ratio_T[mask_T & (which_T == i)].mean() if mask_T[which_T == i].any() else 0 for i in range(len(batch))]
+    return {"log_ratio_B": np.array(mean_B, dtype=np.float64)}
+
+
+FAKE_LOSSES: Mapping[type[Loss], Callable[..., FakePolicyLoss]] = {PpoClip: _ppo_clip, GspoLoss: _gspo}
+FAKE_SEQUENCE_COLUMNS: Mapping[type[Loss], Callable[..., dict[str, Column]]] = {GspoLoss: _mean_log_ratio}
+
+
+def fake_loss(loss: Loss) -> Callable[..., FakePolicyLoss]:
+    """Raises RlctlError when there is none."""
+    if type(loss) not in FAKE_LOSSES:
+        raise no_function(loss, FAKE_LOSSES, "FAKE_LOSSES in backends/fake/fake_losses.py")
+    return FAKE_LOSSES[type(loss)]
+
+
+def fake_sequence_columns(batch: Batch, loss: Loss, logprobs: Callable[[], NDArray[np.float32]]) -> dict[str, Column]:
+    """As `backends.train.losses.sequence_columns`."""
+    if loss.anchor == "current":
+        return {name: np.zeros(len(batch)) for name in loss.sequence_columns}
+    function = FAKE_SEQUENCE_COLUMNS.get(type(loss))
+    return function(batch, loss, logprobs()) if function is not None else {}

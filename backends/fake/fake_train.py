@@ -1,0 +1,203 @@
+"""The fake train engine: the bigram model with exact gradients and AdamW, in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from backends.fake import bigram as bigram
+from backends.fake.fake_losses import FakeColumns, FakeTerms, fake_policy_loss, fake_sequence_columns
+from backends.packed.packing import MicroBatch, by_token, check_update, loss_tokens_B, loss_weight_T, micro_batches
+from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
+from backends.train.lr_schedule import lr_at
+from backends.train.trainer_state import TrainerState
+from specs.errors import CheckpointError, ModelError
+from specs.schema.algorithms.algorithm import Loss
+from specs.schema.spec import DType, WeightForm
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
+from specs.wire.role_config import TrainConfig
+
+
+class FakeTrainEngine(TrainEngine):
+    """One process, no device: `offload` only remembers that it was called."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.parameters = bigram.read_parameters(config.model)
+        self.grads = {name: np.zeros(value.shape) for name, value in self.parameters.items()}
+        self.moments = {
+            f"{name}.{kind}": np.zeros_like(value)
+            for name, value in self.parameters.items()
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        self.state = TrainerState()
+
+    @classmethod
+    def build(cls, config: TrainConfig, rank: Rank) -> FakeTrainEngine:
+        if rank.world_size > 1:
+            raise ModelError(
+                "the fake train engine runs in one process", hint="set processes = 1, or engine.kind = ddp"
+            )
+        return cls(config)
+
+    @classmethod
+    def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
+        shapes = bigram.shapes(bigram.read_vocab_size(config.model))
+        unset = {name: np.empty(shape, dtype=np.float32) for name, shape in shapes.items()}
+        learns = config.optimizer is not None
+        return OnMeta(bigram.describe(unset, config.model, learns=learns, checksum=False))
+
+    def built(self) -> ModelBuilt:
+        learns = self.config.optimizer is not None
+        return bigram.describe(self.parameters, self.config.model, learns=learns, checksum=True)
+
+    # ── computing ─────────────────────────────────────────────────────────────────────────────────
+
+    def _log_softmax(self, micro: MicroBatch) -> NDArray[np.float64]:
+        return bigram.log_softmax(self.parameters, micro.tokens_T[micro.hidden_N], self.config.temperature)
+
+    def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
+        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        for micro in micro_batches(batch, self.config.micro_batch_tokens):
+            logp_NV = self._log_softmax(micro)
+            logprob_T[micro.column_N] = logp_NV[np.arange(len(logp_NV)), micro.target_N]
+        return logprob_T
+
+    def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
+        check_update(batch, loss)
+        weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
+        of_sequence = fake_sequence_columns(batch, loss, lambda: self.forward(batch))
+        of_sequence_T = {name: by_token(column_B, batch) for name, column_B in of_sequence.items()}
+        micros = micro_batches(batch, self.config.micro_batch_tokens)
+        done = [self._forward_backward(batch, micro, weight_T, of_sequence_T, loss) for micro in micros]
+        sequence_tokens = loss_tokens_B(batch)
+        return {
+            **{name: sum((terms.sums[name] for terms in done), 0.0) for name in loss.summed()},
+            **{name: max((terms.maxima[name] for terms in done), default=0.0) for name in loss.maxima()},
+            "tokens": float(sequence_tokens.sum()),
+            "sequences": float((sequence_tokens > 0).sum()),
+            "micro_batches": float(len(micros)),
+            "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
+        }
+
+    def _forward_backward(
+        self,
+        batch: Batch,
+        micro: MicroBatch,
+        weight_T: NDArray[np.float32],
+        of_sequence_T: Mapping[str, NDArray[np.float32]],
+        loss: Loss,
+    ) -> FakeTerms:
+        def column(name: str) -> NDArray[np.float64]:
+            return batch[name][micro.column_N].astype(np.float64)
+
+        logp_NV = self._log_softmax(micro)
+        p_NV = np.exp(logp_NV)
+        rows = np.arange(len(logp_NV))
+        entropy_N = -(p_NV * logp_NV).sum(axis=1)
+        columns = FakeColumns(
+            weight_N=weight_T[micro.column_N].astype(np.float64),
+            advantage_N=column("advantage_T"),
+            rollout_logprob_N=column("rollout_logprob_T"),
+            old_logprob_N=column("old_logprob_T") if "old_logprob_T" in loss.columns else None,
+            ref_logprob_N=column("ref_logprob_T") if "ref_logprob_T" in loss.columns else None,
+            of_sequence={name: value_T[micro.column_N].astype(np.float64) for name, value_T in of_sequence_T.items()},
+        )
+        terms = fake_policy_loss(logp_NV[rows, micro.target_N], entropy_N, columns, loss)
+        grad_NV = -p_NV * terms.by_logprob_N[:, None]
+        grad_NV -= p_NV * (logp_NV + entropy_N[:, None]) * terms.by_entropy_N[:, None]
+        grad_NV[rows, micro.target_N] += terms.by_logprob_N
+        grad_NV /= self.config.temperature
+        np.add.at(self.grads["bigram.weight"], micro.tokens_T[micro.hidden_N], grad_NV)
+        self.grads["bias.weight"] += grad_NV.sum(axis=0)
+        return terms
+
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
+        completions = [GreedyCompletion([], []) for _ in prompts]
+        for prompt, written in zip(prompts, completions, strict=True):
+            last = prompt[-1]
+            for _ in range(new_tokens):
+                logits = self.parameters["bigram.weight"][last] + self.parameters["bias.weight"]
+                runner_up, last = (int(token) for token in np.argsort(logits, kind="stable")[-2:])
+                written.tokens.append(last)
+                written.margins.append(float(logits[last] - logits[runner_up]))
+        return completions
+
+    # ── learning ──────────────────────────────────────────────────────────────────────────────────
+
+    def optim_step(self) -> StepResult:
+        optimizer = self.config.optimizer
+        assert optimizer is not None, "this role does not learn"
+        norm = math.sqrt(sum(float((grad**2).sum()) for grad in self.grads.values()))
+        lr = lr_at(self.state.optimizer_steps, optimizer, self.config.total_optimizer_steps)
+        finite = math.isfinite(norm)
+        if finite:
+            self.state.optimizer_steps += 1
+            limit = optimizer.max_grad_norm
+            self._adamw(lr, limit / norm if limit and norm > limit else 1.0)
+        else:
+            self.state.skipped_steps += 1
+        for grad in self.grads.values():
+            grad[:] = 0.0
+        return StepResult(norm, lr, not finite)
+
+    def _adamw(self, lr: float, grad_scale: float) -> None:
+        """Loshchilov & Hutter 2019, algorithm 2."""
+        assert self.config.optimizer is not None
+        (beta1, beta2), eps = self.config.optimizer.betas, self.config.optimizer.eps
+        steps = self.state.optimizer_steps
+        for name, value in self.parameters.items():
+            grad = self.grads[name] * grad_scale
+            first, second = self.moments[f"{name}.exp_avg"], self.moments[f"{name}.exp_avg_sq"]
+            first[:] = beta1 * first + (1 - beta1) * grad
+            second[:] = beta2 * second + (1 - beta2) * grad**2
+            if value.ndim > 1:
+                value *= np.float32(1 - lr * self.config.optimizer.weight_decay)
+            scaled = first / (1 - beta1**steps)
+            value -= lr * scaled / (np.sqrt(second / (1 - beta2**steps)) + eps)
+
+    # ── weights, memory, disk ─────────────────────────────────────────────────────────────────────
+
+    def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
+        for spec in self.weight_specs(dtype):
+            yield bigram.BigramWeight(spec, self.parameters[spec.name])
+
+    def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
+        assert form == "merged", "no linear layers, no adapters"
+        return bigram.weight_specs(len(self.parameters["bias.weight"]), dtype)
+
+    def offload(self) -> None:
+        """Nothing to move: everything is in host memory."""
+
+    def onload(self) -> None:
+        """Nothing to move: everything is in host memory."""
+
+    def save(self, folder: Path) -> list[Path]:
+        model, optimizer = folder / "model.safetensors", folder / "optimizer.safetensors"
+        save_file(self.parameters, model)
+        save_file(self.moments, optimizer)
+        return [model, optimizer, self.state.write(folder)]
+
+    def load(self, folder: Path) -> None:
+        state = TrainerState.read(folder)
+        _read_into(folder / "model.safetensors", self.parameters)
+        _read_into(folder / "optimizer.safetensors", self.moments)
+        self.state = state
+
+
+def _read_into(path: Path, targets: dict[str, NDArray[np.float32]]) -> None:
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if {name: value.shape for name, value in found.items()} != {name: value.shape for name, value in targets.items()}:
+        raise CheckpointError(f"{path} belongs to another model")
+    for name, value in targets.items():
+        value[:] = found[name]

@@ -1,0 +1,1 @@
+"""Hugging Face models: building them, and reading back what was built."""

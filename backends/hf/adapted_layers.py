@@ -1,0 +1,43 @@
+"""Which layers of a model get LoRA adapters. For the trainer, and for samplers that apply adapters themselves in their
+own interpreters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from specs.errors import ModelError
+
+ALL_LINEAR = "all-linear"
+
+
+def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]:
+    """Names of the linear layers that `targets` mean, sorted. A target is a layer's name or the end of it. Raises
+    ModelError for one that no layer has."""
+    head = model.get_output_embeddings()
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    if ALL_LINEAR in targets:
+        return sorted(linear)
+    chosen: set[str] = set()
+    for target in targets:
+        fitting = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not fitting:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ModelError(
+                f'actor.lora.targets: {type(model).__name__} has no linear layer "{target}" below its head',
+                hint=f"it has: {known}",
+            )
+        chosen.update(fitting)
+    return sorted(chosen)
+
+
+def layer_sizes(model: PreTrainedModel, layer: str) -> tuple[int, int]:
+    """Input and output size of a linear layer."""
+    held = model.get_submodule(layer)
+    rows, columns = held.weight.shape  # type: ignore[misc]
+    return (rows, columns) if isinstance(held, Conv1D) else (columns, rows)

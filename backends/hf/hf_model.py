@@ -1,0 +1,220 @@
+"""Building Hugging Face causal language models, and reading back what was built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from backends.hf.adapter_names import base_name, is_adapter
+from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap
+from backends.packed import packed_attention
+from backends.weights.checksum import checksum_bytes, checksum_weights
+from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
+from specs.errors import ModelError
+from specs.wire.as_built import ModelBuilt
+from specs.wire.role_config import ModelConfig
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+# ── building ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
+    """The model on its device, in eval mode, without dropout.
+
+    `load_weights` False leaves the weights unset: for a model that gets them by sync. Raises ModelError.
+    """
+    hf_config = read_config(config)
+    decision = choose(config, hf_config)
+    packed_attention.install()
+    dtype = DTYPES[config.dtype]
+    if load_weights and not config.from_scratch:
+        model = _from_pretrained(config, hf_config, dtype, decision.implementation)
+    else:
+        model = _from_config(config, hf_config, dtype, decision.implementation, draw=load_weights)
+    refuse_a_swap(model, decision)
+    to_device(model, torch.device(config.device))
+    model.eval()
+    return model
+
+
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """As `model.to(device)`, which a `PreTrainedModel` wraps in a way that no type checker can call."""
+    model.to(device)
+
+
+def build_on_meta(config: ModelConfig) -> PreTrainedModel:
+    """The model with parameters that have shape and dtype but no memory, and with its buffers on the device.
+
+    In eval mode, without dropout. Raises ModelError.
+    """
+    model = build_without_memory(config)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(config.device)
+    return model
+
+
+def build_without_memory(config: ModelConfig) -> PreTrainedModel:
+    """As `build_on_meta`, with the buffers still on the host: the device need not be there. Raises ModelError."""
+    hf_config = read_config(config)
+    decision = choose(config, hf_config)
+    packed_attention.install()
+    with init_empty_weights(include_buffers=False):
+        model = _from_config(config, hf_config, DTYPES[config.dtype], decision.implementation, draw=False)
+    refuse_a_swap(model, decision)
+    model.tie_weights()  # moving to meta unties tied weights
+    model.eval()
+    return model
+
+
+def read_config(config: ModelConfig) -> PretrainedConfig:
+    """`config.json` of the model, with dropout switched off. Raises ModelError when it is missing or unfit."""
+    hf_config: PretrainedConfig
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unusable(config, error) from None
+    text = hf_config.get_text_config()
+    _check_fits(config, text)
+    for name, value in list(vars(text).items()):
+        # Log-probs must not be random: sampler and trainer would never agree.
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(text, name, 0.0)
+    return hf_config
+
+
+def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and config.max_sequence_tokens > limit:
+        raise ModelError(
+            f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
+            hint="lower data.max_prompt_tokens or data.max_response_tokens",
+        )
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ModelError(f"model {config.path}: layers of kind {', '.join(sorted(unknown))} are not supported")
+
+
+def _from_pretrained(
+    config: ModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, implementation: str
+) -> PreTrainedModel:
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=implementation,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise _unusable(config, error) from None
+    model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # because of `output_loading_info`
+    # transformers fills a missing weight with random numbers and only warns.
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model {config.path} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}",
+            hint="is it a causal language model, and are all its weight files there?",
+        )
+    return model
+
+
+def _from_config(
+    config: ModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, implementation: str, *, draw: bool
+) -> PreTrainedModel:
+    """Weights drawn from the seed on CPU in fp32 (the same in every process), or left unset."""
+    model: PreTrainedModel
+    kwargs: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            if draw:
+                model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+            else:
+                with no_init_weights():
+                    model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+                model.tie_weights()
+    except (ValueError, KeyError, ImportError) as error:
+        raise _unusable(config, error) from None
+    cast_parameters(model, dtype)
+    return model
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast parameters but not buffers: rotary frequencies in bf16 would put far positions in the wrong place."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        module_config = getattr(module, "config", None)
+        if isinstance(module_config, PretrainedConfig):
+            module_config.dtype = dtype
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Gradient checkpointing. Needs train mode, which changes nothing else: dropout is off."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    model.train()
+
+
+def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
+    """The error of transformers in one line, with a hint."""
+    said = _first_line(error)
+    if isinstance(error, KeyError):
+        said = f"config.json names {said}, which this transformers does not know"
+        hint = "repair config.json, or give the role an interpreter with the transformers that the model needs"
+    elif "attention implementation" in said:
+        hint = 'set attn_implementation = "eager" for this model'
+    elif config.path.startswith((".", "/")) and not Path(config.path).is_dir():
+        hint = "model.path names a folder that does not exist"
+    else:
+        hint = "model.path must be a folder with config.json, or the id of a model on the hub"
+    return ModelError(f"model {config.path}: {said}", hint=hint)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# ── reading back ──────────────────────────────────────────────────────────────────────────────────
+
+
+def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> ModelBuilt:
+    """Describes the model, read back from it: adapters count as trainable, but not as parameters or in the checksum.
+    `checksum` reads every weight once."""
+    text = model.config.get_text_config()
+    parameters = [p for name, p in model.named_parameters() if not is_adapter(name)]
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    dtypes = sorted({wire_dtype(p.dtype) for p in model.parameters()})
+    own = {base_name(name): tensor for name, tensor in named_weights(model).items() if not is_adapter(name)}
+    digests = ((name, checksum_bytes(tensor_bytes(t))) for name, t in own.items()) if checksum else ()
+    tied = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    return ModelBuilt(
+        model_class=type(model).__name__,
+        path=str(getattr(model.config, "_name_or_path", "") or config.path),
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=trainable,
+        hidden_size=text.hidden_size,
+        layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        dtype=",".join(dtypes),
+        attn_implementation=",".join(in_effect(model)),
+        attn_function=",".join(functions_called(model)),
+        tied_embeddings=tied,
+        weights_checksum=checksum_weights(digests) if checksum else "",
+    )

@@ -1,0 +1,114 @@
+"""Names, dtypes and shapes of a model's weights from its config alone, without memory for them.
+
+For engines that hold the model themselves (vLLM, SGLang), in their own interpreters: uses only what transformers 5.19
+and later have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from backends.hf.adapted_layers import chosen_layers, layer_sizes
+from backends.hf.adapter_names import down_of, up_of, wire_name
+from backends.hf.tokenizer import token_ids
+from backends.protocol import OnMeta, WeightSpec
+from backends.weights.tensor_bytes import DTYPES, named_weights, wire_dtype
+from specs.errors import ModelError
+from specs.schema.spec import Lora
+from specs.wire.as_built import ModelBuilt
+from specs.wire.role_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Weights by Hugging Face name in the order of the state dict (a tied one once, under its first name)."""
+
+    architecture: str  # class name
+    weights: Mapping[str, WeightSpec]
+    adapters: Mapping[str, WeightSpec]  # of an engine that applies them itself: A and B of each adapted layer
+    parameters: int
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    tied_embeddings: bool
+    end_tokens: frozenset[int]  # of config and generation config
+
+
+def model_shape(config: ModelConfig, lora: Lora | None = None) -> ModelShape:
+    """Raises ModelError where the folder holds no causal language model, one for shorter sequences, or one that lacks a
+    layer that `lora` names."""
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(f"model {config.path}: {said}", hint="model.path must hold a causal language model") from None
+    model.tie_weights()
+    text = hf_config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and config.max_sequence_tokens > limit:
+        raise ModelError(
+            f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
+            hint="lower data.max_prompt_tokens or data.max_response_tokens",
+        )
+    return ModelShape(
+        architecture=type(model).__name__,
+        weights={name: _spec(name, tensor) for name, tensor in named_weights(model).items()},
+        adapters={} if lora is None else _adapters(model, lora, DTYPES[config.dtype]),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        hidden_size=text.hidden_size,
+        layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        end_tokens=_end_tokens(config, text.eos_token_id),
+        tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+    )
+
+
+def _adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> dict[str, WeightSpec]:
+    specs = {}
+    for layer in chosen_layers(model, lora.targets):
+        inputs, outputs = layer_sizes(model, layer)
+        for name, shape in ((down_of(layer), (lora.rank, inputs)), (up_of(layer), (outputs, lora.rank))):
+            specs[wire_name(name)] = _spec(wire_name(name), torch.empty(shape, dtype=dtype, device="meta"))
+    return specs
+
+
+def shape_on_meta(config: ModelConfig) -> OnMeta:
+    """What an engine that has its own code for the model would build, as far as the model decides it."""
+    shape = model_shape(config)
+    about = ModelBuilt(
+        model_class=shape.architecture,
+        path=config.path,
+        parameters=shape.parameters,
+        trainable_parameters=0,
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        vocab_size=shape.vocab_size,
+        dtype=",".join(sorted({spec.dtype for spec in shape.weights.values()})),
+        attn_implementation="",
+        attn_function="",
+        tied_embeddings=shape.tied_embeddings,
+        weights_checksum="",
+    )
+    return OnMeta(about, not_seen=("attn_implementation", "attn_function", "mesh"))
+
+
+def _spec(name: str, tensor: torch.Tensor) -> WeightSpec:
+    nbytes = prod(tensor.shape) * tensor.element_size()
+    return WeightSpec(name, wire_dtype(tensor.dtype), tuple(tensor.shape), nbytes)
+
+
+def _end_tokens(config: ModelConfig, own: object) -> frozenset[int]:
+    ends = set(token_ids(own))
+    with suppress(OSError):  # the file is optional
+        ends |= set(token_ids(GenerationConfig.from_pretrained(config.path).eos_token_id))
+    return frozenset(ends)

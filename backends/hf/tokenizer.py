@@ -1,0 +1,123 @@
+"""The model's own tokenizer: prompts to tokens, completions to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specs.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# AutoTokenizer imports torch: two seconds and 200 MB that a role without a model need not pay. Of these models it is
+# known which class it picks, and that the class alone needs no torch; a test holds this table against AutoTokenizer.
+_CLASS_WITHOUT_TORCH = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+
+
+class ChatTemplateError(ValueError):
+    """The chat template refused a list of messages."""
+
+
+class TextCodec:
+    """A tokenizer, reduced to what prompts and rewards need."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
+        self.tokenizer, self.model_path = tokenizer, model_path
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Chat messages as the text that the model sees, ending where the completion starts.
+
+        Raises ChatTemplateError when the template refuses them.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise ChatTemplateError(f"the chat template refuses the messages: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
+        """Token ids of each text. `rendered`: the text came from a chat template and holds its special tokens already;
+        else the tokenizer adds what it puts before plain text (and nothing after it)."""
+        if not texts:
+            return []
+        encoded: list[list[int]] = self.tokenizer(
+            list(texts), add_special_tokens=not rendered, return_attention_mask=False
+        ).input_ids
+        end = self.tokenizer.eos_token_id
+        if rendered or end is None:
+            return encoded
+        return [
+            ids[:-1] if ids and ids[-1] == end and not text.endswith(self.tokenizer.eos_token) else ids
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each token sequence, special tokens left out, spaces exactly as generated."""
+        if not sequences:
+            return []
+        return self.tokenizer.batch_decode(
+            [list(ids) for ids in sequences], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def load_codec(model_path: str, *, trust_remote_code: bool = False) -> TextCodec:
+    """The tokenizer of a model folder or hub id. Raises ModelError when there is none or it is broken."""
+    name = _class_without_torch(model_path)
+    try:
+        if name is not None:
+            from transformers.models import qwen2
+
+            loader: Any = getattr(qwen2, name)
+            loaded = loader.from_pretrained(model_path)
+        else:
+            from transformers import AutoTokenizer
+
+            loaded = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises bare Exception for a broken tokenizer.json
+        raise _no_tokenizer(model_path, error) from error
+    if len(loaded) <= len(loaded.added_tokens_decoder):  # transformers makes an empty one where there are no files
+        raise _no_tokenizer(model_path, ValueError("it has no vocabulary"))
+    return TextCodec(loaded, model_path)
+
+
+def _class_without_torch(model_path: str) -> str | None:
+    """Name of the class that AutoTokenizer would pick, where that is certain; else None."""
+    folder = Path(model_path)
+    try:
+        model_type = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    name = _CLASS_WITHOUT_TORCH.get(model_type)
+    known = name is not None and isinstance(tokenizer, dict) and "auto_map" not in tokenizer
+    return name if known and tokenizer.get("tokenizer_class") in (name, f"{name}Fast") else None
+
+
+def _no_tokenizer(model_path: str, error: Exception) -> ModelError:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "trust_remote_code" in str(error):
+        hint = "its tokenizer runs its own code: read it, then set model.trust_remote_code = true"
+    elif Path(model_path).is_dir():
+        hint = "put tokenizer.json and tokenizer_config.json beside config.json"
+    else:
+        hint = "check the name; without a network the model must lie in the Hugging Face cache or in a folder"
+    return ModelError(f"no usable tokenizer at {model_path}: {said}", hint=hint)
+
+
+def token_ids(value: Any) -> Iterable[int]:
+    """`eos_token_id` as configs hold it: nothing, one id, or several."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

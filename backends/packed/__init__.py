@@ -1,0 +1,1 @@
+"""Packed rows: sequences of any length after one another, without padding."""

@@ -1,0 +1,88 @@
+"""A micro-batch as the model takes it: one packed row, with what each attention implementation needs to keep
+sequences apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from backends.packed.layout import PackedLayout
+from backends.packed.masks import PackedRows, additive_masks, block_masks
+from backends.packed.packed_attention import use_layout
+from specs.attention import FLASH
+from specs.errors import ModelError
+
+
+@dataclass(frozen=True)
+class PackedInput:
+    """One packed row. `attending()` must be entered around forward *and* backward."""
+
+    inputs: dict[str, Any]
+    layout: PackedLayout | None
+    unfused: bool = False  # attention by plain operators, where it would else compile itself
+
+    def attending(self) -> AbstractContextManager[Any]:
+        if self.unfused:
+            stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+            return stance
+        return nullcontext() if self.layout is None else use_layout(self.layout)
+
+
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether several sequences of a row may continue the same rows. The varlen kernels of flash attention want every
+    sequence whole."""
+    return _implementation(model) not in FLASH
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
+def packed_row(
+    model: PreTrainedModel,
+    device: torch.device,
+    tokens_T: NDArray[np.int64],
+    positions_T: NDArray[np.int64],
+    lengths: Sequence[int],
+    parents: Sequence[int] | None = None,
+) -> PackedInput:
+    """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one.
+
+    Raises ModelError for an attention that cannot keep sequences apart.
+    """
+    implementation = _implementation(model)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.from_numpy(tokens_T).to(device)[None],
+        "position_ids": torch.from_numpy(positions_T).to(device)[None],
+        "use_cache": False,  # with a cache, transformers forgets that the row is packed
+    }
+    if implementation == "sdpa":
+        layout = PackedLayout(lengths, device, parents)
+        return PackedInput({**inputs, "attention_mask": layout.mask}, layout)
+    if implementation in FLASH:
+        assert parents is None or max(parents) < 0, "can_share_prompts"
+        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, device)}, None)
+    if implementation not in _MASKS:
+        raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
+    masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, device))
+    # For some masks torch 2.13 makes C++ that does not compile out of flex_attention.
+    unfused = implementation == "flex_attention" and device.type == "cpu"
+    return PackedInput({**inputs, "attention_mask": masks}, None, unfused)
+
+
+_MASKS = {"eager": additive_masks, "flex_attention": block_masks}
+
+
+def _varlen(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Where sequences begin and end, as transformers hands it to the kernels. Lengths on the host: no device waits."""
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -1,0 +1,1 @@
+"""Code that rollout engines share."""

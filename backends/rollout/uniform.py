@@ -1,0 +1,48 @@
+"""Random numbers that depend on (seed, sample id, position) and on nothing else.
+
+The position of a token is how many tokens its sample has drawn before it, in earlier calls too (`position_B`): tokens
+that a tool wrote do not count, and the second turn of a rollout does not repeat the numbers of the first.
+
+A counter-based generator (Salmon et al. 2011) in its simplest form: the finaliser of SplitMix64 (Steele et al. 2014)
+over a key and a counter. So a sample comes out the same on any replica, in any slot, next to any neighbours, on CPU
+or GPU: numpy computes the few numbers of a step on the host.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_B = np.uint64(0x94D049BB133111EB)
+
+
+def sample_keys(seed: int, id_B: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One key per sample id (any int64), for `uniform`."""
+    seed_key = _mix(np.array([seed], dtype=np.int64).view(np.uint64) + _STRIDE)
+    return _mix(_mix(id_B.astype(np.int64).view(np.uint64) + _STRIDE) + seed_key * _STRIDE)
+
+
+def request_seeds(seed: int, id_B: NDArray[np.int64], position_B: NDArray[np.int64]) -> list[int]:
+    """A seed of 63 bits for each request, for engines that draw with generators of their own: another one for each
+    turn of a sample. Such an engine's draws do not go on where the last call ended; they start anew, elsewhere."""
+    key_B = sample_keys(seed, id_B)
+    turn_B = _mix(key_B + position_B.astype(np.int64).view(np.uint64) * _STRIDE)
+    seeds: list[int] = (np.where(position_B > 0, turn_B, key_B) >> np.uint64(1)).tolist()
+    return seeds
+
+
+def uniform(key_B: NDArray[np.uint64], position_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Uniform in [0, 1) for each key at each position (0: the first token that is drawn), 52 bits.
+
+    52 and not 53, so that `u * total < total` holds for every float64 `total` after rounding.
+    """
+    bits = _mix(key_B + (position_B.view(np.uint64) + np.uint64(1)) * _STRIDE)
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_A
+    x = (x ^ (x >> np.uint64(27))) * _MIX_B
+    return x ^ (x >> np.uint64(31))

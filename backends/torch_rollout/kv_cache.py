@@ -1,0 +1,198 @@
+"""The key-value cache: slots side by side, written in place, read through views.
+
+The n sequences being decoded always lie in slots 0 … n-1, so attention reads `cache[:n, :, :L]` and gathers nothing.
+Letters: n active slots, KV key/value heads, G query heads per key/value head, D head dim, L longest length + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backends.packed.layout import PackedLayout
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One attention layer's keys and values."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class PromptLayout(PackedLayout):
+    """Attention of packed prompts that also keeps every layer's keys and values: `kept[layer]` is
+    ([T, KV, D], [T, KV, D])."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        self.kept[_layer(module)] = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Slots start … stop-1, which read the first `length` cached positions."""
+
+    start: int
+    stop: int
+    length: int
+
+
+class KvCache:
+    """Keys and values of every layer: two tensors [slots, KV, max_len, D] each. A `Layout` for decoding.
+
+    Initialised with zeros: masked positions still enter the kernel, where 0 · NaN would be NaN.
+    """
+
+    def __init__(
+        self, shapes: dict[int, LayerShape], slots: int, max_len: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.slots, self.max_len, self.device = slots, max_len, device
+        self.mask: Tensor | None = torch.zeros(1, 1, 1, 1, device=device)  # 4-D: the model then builds none
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        for layer, shape in shapes.items():
+            self.keys[layer] = torch.zeros(slots, shape.kv_heads, max_len, shape.key_dim, device=device, dtype=dtype)
+            self.values[layer] = torch.zeros(
+                slots, shape.kv_heads, max_len, shape.value_dim, device=device, dtype=dtype
+            )
+        self._slots = torch.arange(slots, device=device)
+        self._segments: list[Segment] = []
+        self._positions: Tensor | None = None
+        self._ragged: list[bool] = []
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    # ── one decode step ───────────────────────────────────────────────────────────────────────────
+
+    def begin_step(self, position_B: NDArray[np.int64], positions: Tensor, segments: list[Segment]) -> None:
+        """The next forward writes slot i at `position_B[i]` and reads all up to it. `positions`: on the device."""
+        self._segments, self._positions = segments, positions
+        self._ragged = [bool((position_B[s.start : s.stop] + 1 != s.length).any()) for s in segments]
+        self._masks = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        layer = _layer(module)
+        keys, values = self.keys[layer], self.values[layer]
+        heads, n = keys.shape[1], query.shape[2]
+        slots = self._slots[:n]
+        keys[slots, :, self._positions] = key[0].transpose(0, 1)
+        values[slots, :, self._positions] = value[0].transpose(0, 1)
+        # Query heads that share a key/value head stand as G queries of one head: nothing is repeated.
+        q = query.transpose(1, 2).reshape(n, heads, -1, query.shape[3])
+        outputs = [
+            decode_attention(
+                q[s.start : s.stop],
+                keys[s.start : s.stop, :, : s.length],
+                values[s.start : s.stop, :, : s.length],
+                self._mask(number, sliding_window, q.dtype),
+                scaling,
+            )
+            for number, s in enumerate(self._segments)
+        ]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out.reshape(1, n, query.shape[1], values.shape[3])
+
+    def _mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[n, 1, 1, L] of 0 and -inf for a segment; None where every slot reads everything. Made once a step."""
+        segment = self._segments[number]
+        if window is not None and segment.length <= window:
+            window = None
+        if window is None and not self._ragged[number]:
+            return None
+        if (number, window) not in self._masks:
+            assert self._positions is not None
+            key_position = torch.arange(segment.length, device=self.device)
+            last = self._positions[segment.start : segment.stop, None]
+            hidden = key_position > last
+            if window is not None:
+                hidden |= key_position <= last - window
+            mask = torch.zeros(hidden.shape, device=self.device, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            self._masks[number, window] = mask[:, None, None]
+        return self._masks[number, window]
+
+    # ── moving sequences ──────────────────────────────────────────────────────────────────────────
+
+    def fill(self, start: int, prompts: list[tuple[int, int]], kept: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Copy prompts into slots start, start+1, …: one per entry (first row, length) of the packed rows `kept`."""
+        longest = max(length for _, length in prompts)
+        column = np.arange(longest)
+        index = np.stack([first + np.minimum(column, length - 1) for first, length in prompts])
+        rows = torch.from_numpy(index.reshape(-1)).to(self.device)
+        stop = start + len(prompts)
+        for layer, pair in kept.items():
+            for cache, packed in zip((self.keys[layer], self.values[layer]), pair, strict=True):
+                block = packed.index_select(0, rows).unflatten(0, (len(prompts), longest))
+                cache[start:stop, :, :longest] = block.transpose(1, 2)
+
+    def move(self, target: NDArray[np.int64], source: NDArray[np.int64], length: int) -> None:
+        """Copy the first `length` positions of slots `source` over slots `target`. The two do not overlap."""
+        to, of = (torch.from_numpy(slots).to(self.device) for slots in (target, source))
+        for cache in (*self.keys.values(), *self.values.values()):
+            head = cache[:, :, :length]
+            head.index_copy_(0, to, head.index_select(0, of))
+
+    def permute(self, order: NDArray[np.int64], length: int) -> None:
+        """Slot i takes what slot `order[i]` held, for the first len(order) slots."""
+        of = torch.from_numpy(order).to(self.device)
+        for cache in (*self.keys.values(), *self.values.values()):
+            cache[: len(order), :, :length] = cache[:, :, :length].index_select(0, of)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in (*self.keys.values(), *self.values.values()))
+
+
+def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """[n, KV, G, D] over [n, KV, L, D] → [n, KV, G, D].
+
+    Many short reads with few query heads are quicker as two batched matrix products on a CPU (up to 2x at n = 128,
+    L = 64): the flash kernel works in blocks of queries, and here a block holds G.
+    """
+    n, _, per_head, dim = query.shape
+    products = query.device.type == "cpu" and query.dtype == torch.float32
+    if not products or n < 16 or per_head * keys.shape[2] > 512:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    q, k, v = (t.flatten(0, 1) for t in (query, keys, values))
+    factor = dim**-0.5 if scaling is None else scaling
+    if mask is None:
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(factor)
+    else:
+        scores = torch.baddbmm(
+            mask.expand(-1, query.shape[1], -1, -1).flatten(0, 1), q, k.transpose(1, 2), alpha=factor
+        )
+    out: Tensor = torch.bmm(scores.softmax(-1), v).unflatten(0, query.shape[:2])
+    return out
+
+
+def _layer(module: nn.Module) -> int:
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return layer

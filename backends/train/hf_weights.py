@@ -1,0 +1,153 @@
+"""Reads a Hugging Face model's safetensors directly into the memory of an engine, which may hold only a part.
+
+A rank reads the rows in which its shards lie and no more, so no host ever holds a whole model for the sake of loading
+it. Where that cannot be (weights drawn from a seed, names on disk that transformers converts, no safetensors), the
+whole model is made once on the host, and let go.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from backends.hf.hf_model import build_model
+from backends.train.tensor_shards import Shard
+from backends.weights.tensor_bytes import named_weights
+from specs.errors import ModelError
+from specs.wire.role_config import ModelConfig
+
+
+def aliases_of(model: PreTrainedModel) -> dict[str, list[str]]:
+    """All names of each weight by its first (more than one where weights are tied), of parameters and saved buffers."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {each[0]: each for each in names.values()}
+
+
+@torch.no_grad()
+def stream_into(config: ModelConfig, aliases: Mapping[str, Sequence[str]], shards: Iterable[Shard]) -> None:
+    """Fill the shards' memory, cast to its dtype, with the weights that `build_model` would give the model.
+
+    `aliases`: `aliases_of` the model. Each rank may call this with other shards, or none. Raises ModelError naming
+    weights that are missing, of another shape, or tied in `config.json` but different on disk.
+    """
+    if config.from_scratch:
+        return _from_whole_model(config, shards)
+    files = ModelFiles.find(config)
+    if files is None or files.are_named_otherwise(aliases):
+        why = "its weight names are not the model's" if files else "it has no safetensors"
+        print(f"{config.path}: {why}, so the whole model is loaded on the host first", file=sys.stderr, flush=True)
+        return _from_whole_model(config, shards)
+    files.check_names(aliases)
+    for shard in shards:
+        files.fill(shard, [name for name in aliases[shard.name] if name in files.names])
+
+
+def _from_whole_model(config: ModelConfig, shards: Iterable[Shard]) -> None:
+    """Drawn or read on the host in fp32, as exact as there is; the attention does not matter to weights."""
+    on_host = config.model_copy(update={"device": "cpu", "dtype": "fp32", "attn_implementation": "eager"})
+    weights = named_weights(build_model(on_host, load_weights=True))
+    for shard in shards:
+        flat = weights[shard.name].detach().reshape(-1)
+        shard.flat.copy_(flat[shard.start : shard.start + shard.flat.numel()])
+
+
+class ModelFiles:
+    """The safetensors files of one model, read by name and element."""
+
+    def __init__(self, path: str, files: Sequence[Path]) -> None:
+        self.path = path
+        self._holder: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"model {path}: {file.name}: {error}") from None
+            self._holder |= dict.fromkeys(opened.keys(), opened)
+
+    @classmethod
+    def find(cls, config: ModelConfig) -> ModelFiles | None:
+        """In a folder or on the hub; None where the model is not kept as safetensors."""
+        try:
+            single = _cached(config.path, SAFE_WEIGHTS_NAME)
+            if single is not None:
+                return cls(config.path, [Path(single)])
+            index = _cached(config.path, SAFE_WEIGHTS_INDEX_NAME)
+            if index is None:
+                return None
+            files, _ = get_checkpoint_shard_files(config.path, index)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"model {config.path}: {error}",
+                hint="are all the files there that model.safetensors.index.json names?",
+            ) from None
+        return cls(config.path, [Path(file) for file in files])
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._holder)
+
+    def are_named_otherwise(self, aliases: Mapping[str, Sequence[str]]) -> bool:
+        """Whether weights that the model lacks here may be those that it does not know: transformers renames some
+        (older names, a prefix, parts that it fuses)."""
+        return bool(self._missing(aliases) and self.names - {name for each in aliases.values() for name in each})
+
+    def check_names(self, aliases: Mapping[str, Sequence[str]]) -> None:
+        missing = self._missing(aliases)
+        if missing:
+            raise ModelError(
+                f"model {self.path} lacks {len(missing)} weights, first {missing[0]}",
+                hint="is it a causal language model, and are all its weight files there?",
+            )
+
+    def _missing(self, aliases: Mapping[str, Sequence[str]]) -> list[str]:
+        return sorted(name for name, each in aliases.items() if self.names.isdisjoint(each))
+
+    def fill(self, shard: Shard, names: Sequence[str]) -> None:
+        """Read the elements of `shard` under the first of `names`; a tied weight saved twice must be the same twice."""
+        for name in names:
+            shape = tuple(self._holder[name].get_slice(name).get_shape())
+            if shape != shard.shape:
+                raise ModelError(
+                    f"model {self.path}: {name} has shape {list(shape)} on disk, config.json makes it "
+                    f"{list(shard.shape)}"
+                )
+        values = self.read(names[0], shard.start, shard.start + shard.flat.numel())
+        for name in names[1:]:
+            if not torch.equal(values, self.read(name, shard.start, shard.start + shard.flat.numel())):
+                raise ModelError(
+                    f"model {self.path}: {names[0]} and {name} are tied by config.json, but differ on disk",
+                    hint="set tie_word_embeddings to false in its config.json",
+                )
+        shard.flat.copy_(values)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements start … stop-1 of the flattened tensor, in the dtype on disk. Reads the rows in which they lie."""
+        part = self._holder[name].get_slice(name)
+        shape = part.get_shape()
+        if not shape:
+            values: Tensor = self._holder[name].get_tensor(name)
+            return values.reshape(1)[start:stop]
+        row = math.prod(shape[1:])
+        if start >= stop:
+            return torch.empty(0)
+        first = start // row
+        rows: Tensor = part[first : -(-stop // row)]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+def _cached(path: str, name: str) -> str | None:
+    return cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )

@@ -1,0 +1,181 @@
+"""The language-model head during training: it never makes the logits of a whole row.
+
+Logits exist for one chunk of chosen rows at a time, in fp32. For the loss, each chunk goes forward and backward at once
+and only the gradients of hidden states and head weight are kept (as fused linear cross-entropy does, Hsu et al. 2024),
+so one forward pass makes one graph, in which every parameter is used where its module is called. Engines that gather
+parameters by module hooks (FSDP2, ZeRO-3) rely on that.
+
+N: rows (loss tokens), E: hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from backends.train.losses import TokenColumns, policy_loss
+from specs.schema.algorithms.algorithm import Loss
+
+
+@dataclass(frozen=True)
+class LogprobTask:
+    """Log-probs of the targets under softmax(logits / temperature)."""
+
+    target_N: Tensor
+    temperature: float
+
+
+@dataclass(frozen=True)
+class LossTask:
+    """The policy loss at the targets."""
+
+    target_N: Tensor
+    temperature: float
+    columns: TokenColumns
+    loss: Loss
+
+
+# Loss (scalar, with gradient), sums (fp64) and maxima that the loss declares. A plain tuple: engines' hooks look for
+# tensors in it.
+LossResult = tuple[Tensor, Tensor, Tensor]
+
+
+class Head:
+    """Installs itself as the forward of the model's output layer.
+
+    `head(hidden)` gives logits in fp32 as the model's own forward pass computes them; with a task, what the task asks.
+    The call goes through the module, hooks and all.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int) -> None:
+        text = model.config.get_text_config()
+        self.linear: nn.Linear = model.get_output_embeddings()
+        self.chunk = chunk
+        self.scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere
+        self.scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite
+        self.softcap: float | None = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
+        self.linear.forward = self._forward
+
+    def __call__(self, hidden_NE: Tensor) -> Tensor:
+        return self.logits(self.linear(hidden_NE))
+
+    def logprob(self, hidden_NE: Tensor, task: LogprobTask) -> Tensor:
+        """[N], without gradient."""
+        out: Tensor = self.linear(hidden_NE, task)
+        return out
+
+    def loss(self, hidden_NE: Tensor, task: LossTask) -> LossResult:
+        out: LossResult = self.linear(hidden_NE, task)
+        return out
+
+    def _forward(self, hidden_NE: Tensor, task: LogprobTask | LossTask | None = None) -> Any:
+        weight, bias = self.linear.weight, self.linear.bias
+        if task is None:  # also the model's own forward pass
+            return F.linear(hidden_NE, weight, bias)
+        if isinstance(task, LossTask):
+            return _HeadLoss.apply(hidden_NE, weight, bias, self, task)
+        parts = [
+            target_logprob(self.logits(F.linear(hidden_NE[a:b], weight, bias)), task.target_N[a:b], task.temperature)
+            for a, b in self.chunks(len(hidden_NE))
+        ]
+        return torch.cat(parts) if parts else hidden_NE.new_zeros(0, dtype=torch.float32)
+
+    def chunks(self, count: int) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
+
+    def logits(self, linear_NV: Tensor) -> Tensor:
+        """Logits in fp32 from the output of the linear layer."""
+        logits_NV = linear_NV.float()
+        if self.scale != 1.0:
+            logits_NV = logits_NV * self.scale
+        if self.softcap is not None:
+            logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
+        return logits_NV
+
+    def logits_backward(self, grad_NV: Tensor, logits_NV: Tensor) -> Tensor:
+        """From the gradient of `logits` to that of the linear layer's output. In place."""
+        if self.softcap is not None:
+            grad_NV *= 1.0 - (logits_NV / self.softcap).square()
+        return grad_NV if self.scale == 1.0 else grad_NV.mul_(self.scale)
+
+
+def target_logprob(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the targets, [N]. The same arithmetic as `_HeadLoss`."""
+    logp_NV = torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV / temperature, dim=-1)
+    return logp_NV.gather(1, target_N[:, None]).squeeze(1)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """(hidden [N, E], weight [V, E], bias [V] or None, head, task) → LossResult.
+
+    The gradients are computed on the way forward, chunk by chunk; backward hands them out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, head: Head, task: LossTask
+    ) -> LossResult:
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        chunks = list(head.chunks(len(hidden_NE)))
+        grad_NE = torch.empty_like(hidden_NE)
+        # Sums over chunks are made in fp32, whatever the weight's own dtype.
+        grad_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if needs_weight and len(chunks) > 1 else None
+        grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
+        loss = torch.zeros((), device=hidden_NE.device)
+        sums = torch.zeros(len(task.loss.summed()), dtype=torch.float64, device=hidden_NE.device)
+        maxima = torch.full((len(task.loss.maxima()),), -torch.inf, device=hidden_NE.device)
+        for a, b in chunks:
+            chunk_NE = hidden_NE[a:b]
+            logits_NV = head.logits(F.linear(chunk_NE, weight_VE, bias_V))
+            chunk_loss, chunk_sums, chunk_maxima, grad_NV = _chunk_loss(logits_NV, task, a, b)
+            grad_NV = head.logits_backward(grad_NV, logits_NV).to(weight_VE.dtype)
+            torch.mm(grad_NV, weight_VE, out=grad_NE[a:b])
+            if grad_VE is not None:
+                grad_VE += grad_NV.T @ chunk_NE
+            elif needs_weight:
+                grad_VE = grad_NV.T @ chunk_NE
+            if grad_V is not None:
+                grad_V += grad_NV.sum(0, dtype=torch.float32)
+            loss += chunk_loss
+            sums += chunk_sums
+            maxima = torch.maximum(maxima, chunk_maxima)
+        ctx.grads = (
+            grad_NE,
+            None if grad_VE is None else grad_VE.to(weight_VE.dtype),
+            None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
+        )
+        ctx.mark_non_differentiable(sums, maxima)
+        return loss, sums, maxima
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None  # it runs once and uses up what was kept
+        return *(None if grad is None else grad.mul_(grad_loss) for grad in grads), None, None
+
+
+def _chunk_loss(logits_NV: Tensor, task: LossTask, a: int, b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, sums and maxima of a chunk, and the gradient of the loss by its logits.
+
+    With p = softmax(logits / temperature): d logprob / d logits = (onehot - p) / temperature,
+    d entropy / d logits = -p (log p + entropy) / temperature.
+    """
+    temperature, target_N = task.temperature, task.target_N[a:b, None]
+    logp_NV = torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV / temperature, dim=-1)
+    p_NV = logp_NV.exp()
+    with torch.enable_grad():
+        logprob_N = logp_NV.gather(1, target_N).squeeze(1).requires_grad_()
+        entropy_N = (-torch.linalg.vecdot(p_NV, logp_NV)).requires_grad_()
+        loss, sums, maxima = policy_loss(logprob_N, entropy_N, task.columns.slice(a, b), task.loss)
+        grad_logprob_N, grad_entropy_N = torch.autograd.grad(loss, (logprob_N, entropy_N), allow_unused=True)
+    factor_NV = -grad_logprob_N[:, None]
+    if grad_entropy_N is not None:
+        factor_NV = factor_NV - grad_entropy_N[:, None] * (logp_NV + entropy_N.detach()[:, None])
+    grad_NV = p_NV.mul_(factor_NV)
+    grad_NV.scatter_add_(1, target_N, grad_logprob_N[:, None])
+    return loss.detach(), sums, maxima, grad_NV if temperature == 1.0 else grad_NV.div_(temperature)

@@ -1,0 +1,141 @@
+"""Starts vLLM inside this process, so that its weights can be written and read back."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+
+from backends.hf.adapter_names import place_of
+from backends.hf.model_shape import ModelShape
+from backends.vllm_rollout.installed import vllm_version
+from specs.errors import ModelError
+from specs.schema.engines.vllm_table import CPU_KV_CACHE_GIB, VllmTable, lora_room
+from specs.wire.role_config import RolloutConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CPU_BLOCK_TOKENS = 32  # vLLM's own 128 would share no prompt shorter than that among the samples of a group
+GIB = 2**30
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the role's process is the engine's
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers would want a NUMA node each
+    "VLLM_NO_USAGE_STATS": "1",
+    # One position more than a sequence may have: to score one, vLLM insists on sampling a token after its end. It is
+    # dropped before it would take that position.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape, *, plain_weights: bool) -> LLM:
+    """vLLM with uninitialised weights. `plain_weights`: see `plain_worker.py`.
+
+    Raises ModelError when vLLM is not installed, or refuses the model or the settings.
+    """
+    on_cpu = config.model.device == "cpu"
+    os.environ.update(_ENVIRONMENT)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ModelError(
+            f"vLLM cannot be imported in this role's interpreter: {error}",
+            hint="run scripts/setup-engine vllm, and set rollout.python to the interpreter that it names",
+        ) from None
+    _check_platform(on_cpu)
+    given = arguments(config, model, on_cpu=on_cpu)
+    given["enable_sleep_mode"] = has_sleep_mode()
+    given["worker_extension_cls"] = _worker_extension(packs=on_cpu and plain_weights)
+    if given["enforce_eager"]:
+        # vLLM compiles helpers of its sampler all the same: on the CPU 20 s of a C++ compiler at the first request.
+        torch._dynamo.config.disable = True
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in workers of their own too
+    if table.tensor_parallel > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // table.tensor_parallel))
+    try:
+        return LLM(**given)
+    except Exception as error:  # from a worker of its own whatever went wrong comes as just that
+        raise ModelError(
+            f"vLLM {vllm_version()} refuses {config.model.path}: {_gist(error)}",
+            hint="the role's log has vLLM's own words; the keys of rollout.engine are passed on to it",
+        ) from error
+
+
+def arguments(config: RolloutConfig, model: ModelShape, *, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that follow from the role's request."""
+    table = config.engine
+    assert isinstance(table, VllmTable)
+    kv_cache_GiB = table.kv_cache_GiB
+    if on_cpu and kv_cache_GiB is None:
+        kv_cache_GiB = CPU_KV_CACHE_GIB
+    return {
+        **_room_for_adapters(config, model),
+        "model": config.model.path,
+        "hf_overrides": {"architectures": [model.architecture]},
+        "trust_remote_code": config.model.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # only rlctl's sampling defaults and stops
+        "load_format": "dummy",
+        "dtype": _DTYPES[config.model.dtype],
+        "max_model_len": config.model.max_sequence_tokens + 1,
+        "tensor_parallel_size": table.tensor_parallel,
+        "gpu_memory_utilization": table.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_GiB is None else int(kv_cache_GiB * GIB),
+        "max_num_seqs": table.max_sequences,
+        "enable_prefix_caching": table.prefix_caching,
+        "enforce_eager": on_cpu if table.enforce_eager is None else table.enforce_eager,
+        "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
+        "logprobs_mode": "processed_logprobs",
+        "seed": config.model.seed,
+        "disable_log_stats": True,
+    }
+
+
+def _worker_extension(*, packs: bool) -> str:
+    """Name of the class whose methods vLLM adds to its workers. `packs`: its weights are to be kept plain."""
+    module = import_module(f"backends.vllm_rollout.{'plain_worker' if packs else 'worker'}")
+    return f"{module.__name__}.{module.WorkerExtension.__name__}"
+
+
+def _room_for_adapters(config: RolloutConfig, model: ModelShape) -> dict[str, Any]:
+    """One set of adapters, beside layers of these names."""
+    if config.lora is None:
+        return {}
+    layers = {place_of(name)[0] for name in model.adapters}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": lora_room(config.lora.rank),
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+    }
+
+
+def has_sleep_mode() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_sleep_mode_available())
+
+
+def _check_platform(on_cpu: bool) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != on_cpu:
+        built_for = "CPUs" if current_platform.is_cpu() else "GPUs"
+        raise ModelError(
+            f"vLLM {vllm_version()} of this interpreter is built for {built_for}",
+            hint="rollout.devices names GPUs, empty means CPU; scripts/setup-engine vllm installs the build that fits",
+        )
+
+
+def _gist(error: BaseException) -> str:
+    """The first line with the error itself: pydantic puts a count of errors before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next(
+        (line for line in lines if "error" in line.lower() and "validation error" not in line), (lines or ["?"])[0]
+    )

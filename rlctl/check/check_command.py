@@ -1,0 +1,80 @@
+"""`rlctl check-config`: what is wrong with a spec, and, of one that can be read, what it means. Creates and changes
+nothing. The printing is in `rlctl/check/tables.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.check.findings import Findings, examine
+from rlctl.check.meaning import batch, placement, reference, roles
+from specs.errors import Problem, SpecError
+from specs.rules.transport_rules import choose_transport
+
+if TYPE_CHECKING:
+    from specs.wire.meta_request import Level
+
+
+def check(
+    spec_path: Path, overrides: Sequence[str], *, as_json: bool, strict: bool = False, level: Level | None = None
+) -> int:
+    """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too. `level`: how
+    far a spec without problems is probed."""
+    findings = examine(spec_path, overrides)
+    if level is not None:
+        findings = _probed(findings, spec_path.absolute().parent, level)
+    if strict:
+        findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
+    if as_json:
+        print(json.dumps(as_dict(findings, spec_path), indent=2, ensure_ascii=False))
+    else:
+        from rlctl.check.tables import print_findings
+
+        print_findings(findings, spec_path)
+    return 0 if findings.ok else SpecError.exit_code
+
+
+def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
+    """The findings with those of a probe; as they were where problems leave nothing to build."""
+    from rich.console import Console
+
+    from rlctl.check.meta_build import probe
+    from rlctl.check.meta_report import probe_problems
+
+    spec, plan = findings.spec, findings.plan
+    if not findings.ok or spec is None or plan is None:
+        return findings
+    what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
+    with Console(stderr=True).status(f"probe: {what} …"):
+        found = probe(spec, spec_dir, plan, level)
+    problems, warnings = probe_problems(spec, spec_dir, found)
+    return replace(findings, problems=problems, warnings=[*findings.warnings, *warnings], probe=found)
+
+
+def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
+    """The findings as JSON. `roles`, `placement` and `batch` are empty where the spec could not be read."""
+    spec, plan, spec_dir = findings.spec, findings.plan, spec_path.absolute().parent
+    listed = roles(spec, plan, spec_dir) if spec and plan else {}
+    if spec and findings.probe:
+        from rlctl.check.meta_report import probe_json
+
+        for role, found in probe_json(spec, spec_dir, findings.probe).items():
+            listed[role].update(found)
+    return {
+        "ok": findings.ok,
+        "problems": [_problem(problem) for problem in findings.problems],
+        "warnings": [_problem(problem) for problem in findings.warnings],
+        "roles": listed,
+        "probe": findings.probe.level if findings.probe else None,
+        "placement": placement(spec) if spec and plan else {},
+        "batch": batch(spec) if spec else {},
+        "reference": reference(spec) if spec else {},
+        "sync": dict(zip(("transport", "why"), choose_transport(spec), strict=True)) if spec else {},
+    }
+
+
+def _problem(problem: Problem) -> dict[str, str]:
+    return {"key": problem.key, "value": problem.value, "message": problem.message, "hint": problem.hint}

@@ -1,0 +1,90 @@
+"""`rlctl train --dry-run`: what would be started, role by role. Creates and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlctl.preflight.file_problems import file_problems
+from rlctl.processes.placement import RolePlan, make_plan
+from specs.errors import SpecError
+from specs.load.load import load_spec
+from specs.rules.transport_rules import choose_transport
+from specs.schema.engines.engine_table import TrainTable, engine_of
+from specs.schema.spec import Spec
+
+
+def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
+    """Print command, environment and devices of every role. Raises SpecError as `train` would."""
+    spec = load_spec(spec_path, overrides)
+    spec_dir = spec_path.absolute().parent
+    errors, warnings = file_problems(spec, spec_dir)
+    if errors:
+        raise SpecError(errors)
+    plan = make_plan(spec, spec_dir)
+    for role in plan.roles:
+        print("\n".join([*describe(role), *_library_configs(spec, role)]) + "\n")
+    turns = "take turns on their devices" if plan.colocated else "keep their devices"
+    print(f"trainers and rollout {turns}; addresses, ports and the run's secret are made at the start")
+    transport, why = choose_transport(spec)
+    print(f"weights travel from actor to rollout by {transport} ({why})")
+    if most := spec.rollout.max_staleness:
+        print(f"sampling runs ahead of learning by up to {_count(most, 'step', 'steps')}")
+    for warning in warnings:
+        print(f"\nwarning: {warning}")
+
+
+def describe(role: RolePlan) -> list[str]:
+    """One role as lines, host by host: what is run there, on which devices, with which environment."""
+    devices = ", ".join(f"GPU {device}" for device in role.devices) or "CPU"
+    each = " of each host" if role.nodes > 1 and role.devices else ""
+    head = f"[{role.role}] {_count(role.processes, 'process', 'processes')} on {devices}{each}"
+    head += f", {_count(role.threads, 'thread', 'threads')} each" + (f", {role.nodes} nodes" if role.nodes > 1 else "")
+    times = f"    (× {role.processes})" if role.launcher == "python" and role.processes > 1 else ""
+    lines = [head, *_where(role), f"  command  {shlex.join(role.command)}{times}", *_env(role.env)]
+    for node in role.remote:
+        here = {name: value for name, value in node.env.items() if role.env.get(name) != value}
+        lines += [
+            f"  node {node.node_rank}   {node.host}, {_ranks(role, node.node_rank)}, through: {shlex.join(node.shell)}",
+            f"  command  {shlex.join(node.command)}",
+            *(_env(here) or ["  env      as on node 0"]),
+        ]
+    return lines
+
+
+def _library_configs(spec: Spec, role: RolePlan) -> list[str]:
+    """The configurations that a train engine hands to libraries, derived keys and the spec's own."""
+    section = spec.role(role.role)
+    engine = engine_of(section)
+    if not isinstance(engine, TrainTable):
+        return []
+    device = "cuda" if section.devices else "cpu"
+    lines = []
+    configs = engine.library_config(spec.dtype(role.role), getattr(section, "optimizer", None), device)
+    for name, config in configs.items():
+        lines += [f"  {name}", *textwrap.indent(json.dumps(config, indent=2), "    ").splitlines()]
+    return lines
+
+
+def _where(role: RolePlan) -> list[str]:
+    if role.nodes == 1:
+        return []
+    if role.launcher == "srun":
+        return [f"  nodes    0 to {role.nodes - 1}: this host and the next ones of the SLURM job"]
+    return [f"  node 0   this host, {_ranks(role, 0)}"]
+
+
+def _ranks(role: RolePlan, node: int) -> str:
+    ranks = role.ranks_of(node)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _env(env: Mapping[str, str]) -> list[str]:
+    return [f"  env      {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

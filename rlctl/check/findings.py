@@ -1,0 +1,75 @@
+"""What checking a spec finds: problems, warnings, and, of a spec that can be read, the spec and its placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.preflight.file_problems import file_problems
+from rlctl.processes.placement import Plan, make_plan
+from specs.errors import Problem, SpecError
+from specs.load.load import parse, read_toml
+from specs.rules.all_rules import cross_field_warnings
+from specs.schema.rewards import Function
+from specs.schema.spec import Spec
+
+if TYPE_CHECKING:
+    from rlctl.check.meta_build import Probe
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What checking found. `spec` and `plan` are None where the problems left none to look at, `probe` also where none
+    was asked for."""
+
+    problems: list[Problem]
+    warnings: list[Problem]
+    spec: Spec | None = None
+    plan: Plan | None = None
+    probe: Probe | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
+    """Load a spec, look at the files it names, and plan it."""
+    try:
+        parsed = parse(read_toml(spec_path), overrides)
+    except SpecError as error:
+        return Findings(error.problems, [])
+    spec, spec_dir = parsed.spec, spec_path.absolute().parent
+    if spec is None:
+        return Findings(parsed.problems, [])
+    problems, warnings = _looked_up(spec, spec_dir)
+    if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
+        return Findings([*parsed.problems, *parsed.more(problems)], [])
+    warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
+    try:
+        plan = make_plan(spec, spec_dir)
+    except SpecError as error:
+        more = [problem for problem in error.problems if problem not in problems]
+        return Findings([*problems, *more], warnings, spec)
+    return Findings(problems, warnings, spec, plan)
+
+
+def _looked_up(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings about what the spec names; reward functions are imported, in processes of their own."""
+    problems, warnings = file_problems(spec, spec_dir)
+    if not any(isinstance(term, Function) for term in spec.reward.terms):
+        return problems, warnings
+    from rlctl.check.reward_import import import_problems
+
+    of_imports = import_problems(spec, spec_dir, [problem.key for problem in problems])
+    return [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
+
+
+def _run_dir(spec: Spec) -> list[Problem]:
+    if not (Path(spec.run.dir) / spec.run.name).exists():
+        return []
+    from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
+
+    return run_dir_warnings(spec)

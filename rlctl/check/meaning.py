@@ -1,0 +1,118 @@
+"""What a spec means, as plain values: roles, the placement of their ranks, the reference, the arithmetic of a step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.paths import resolve_model
+from rlctl.models.vocabulary import reference_of
+from rlctl.preflight.interpreters import SHOWN, look_at
+from rlctl.preflight.role_attention import role_attention
+from rlctl.processes.placement import Plan
+from specs.schema.engines.engine_table import engine_of, not_known
+from specs.schema.mesh import mesh_is_known, mesh_of, shard_groups
+from specs.schema.roles import REF, ROLES, RoleName
+from specs.schema.spec import RefSection, RoleSection, Spec
+
+
+def roles(spec: Spec, plan: Plan, spec_dir: Path) -> dict[str, dict[str, Any]]:
+    """Role → where it runs and what it holds. A role that holds only the tokenizer has a model but
+    no engine."""
+    return {role.role: _role(spec, plan, role.role, spec_dir) for role in plan.roles}
+
+
+def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
+    placed = plan.role(name)
+    holds_model = ROLES[name].holds_model
+    section: Any = spec.role(name)
+    return {
+        "model": str(resolve_model(spec.model_path(name), spec_dir)),
+        "engine": section.engine.kind if holds_model else None,
+        "dtype": spec.dtype(name) if holds_model else None,
+        **_attention(spec, name, spec_dir),
+        "launcher": placed.launcher,
+        "processes": placed.processes,
+        "nodes": placed.nodes,
+        "devices": list(placed.devices),
+        "threads": placed.threads,
+        "python": placed.python,
+        "versions": _versions(section, placed.python),
+        "not_known": _not_known(section),
+    }
+
+
+def _not_known(section: RoleSection) -> list[str]:
+    """What the table of the role's engine leaves open, in words; empty for engines of rlctl's own."""
+    engine = engine_of(section)
+    return [] if engine is None else not_known(engine)
+
+
+def _versions(section: RoleSection, python: str) -> dict[str, str]:
+    """What the role's own interpreter has installed, Python first; empty where the role runs in ours, or it did not
+    answer."""
+    if not section.python or (found := look_at(python)).failure:
+        return {}
+    return {"python": found.python, **{name: found.versions[name] for name in SHOWN if name in found.versions}}
+
+
+def reference(spec: Spec) -> dict[str, Any]:
+    """Whether the run needs a reference model, whether one is loaded, which, and why."""
+    found = reference_of(spec)
+    placed = spec.role(REF) if found.loaded else None
+    return {
+        "needed": found.needed,
+        "loaded": found.loaded,
+        "model": found.model,
+        "why": found.why,
+        "engine": placed.engine.kind if isinstance(placed, RefSection) else "",
+        "devices": list(placed.devices) if placed else [],
+    }
+
+
+def placement(spec: Spec) -> dict[str, dict[str, Any]]:
+    """Role → its mesh and the place of every rank, for roles whose model is cut across ranks; null where the
+    engine does not say."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in spec.roles:
+        section = spec.role(name)
+        mesh = mesh_of(section)
+        if mesh is not None:
+            listed = [asdict(rank) for group in shard_groups(section) for rank in group.ranks]
+            found[name] = {"replicate": mesh.replicate, "shard": mesh.shard, "ranks": listed}
+        elif not mesh_is_known(section):
+            found[name] = {"replicate": None, "shard": None, "ranks": []}
+    return found
+
+
+def batch(spec: Spec) -> dict[str, int]:
+    """The arithmetic of a step and of the run."""
+    algorithm, data = spec.algorithm, spec.data
+    return {
+        "prompts_per_step": data.prompts_per_step,
+        "group_size": algorithm.group_size,
+        "samples_per_step": spec.samples_per_step,
+        "mini_batches_per_step": algorithm.mini_batches_per_step,
+        "samples_per_mini_batch": spec.samples_per_step // algorithm.mini_batches_per_step,
+        "epochs_per_step": algorithm.epochs_per_step,
+        "steps": spec.run.steps,
+        "optimizer_steps": spec.optimizer_steps,
+        "max_sequence_tokens": spec.max_sequence_tokens,
+        "max_tokens_per_step": spec.samples_per_step * spec.max_sequence_tokens,
+        "micro_batch_tokens": spec.actor.micro_batch_tokens,
+    }
+
+
+def _attention(spec: Spec, role: RoleName, spec_dir: Path) -> dict[str, str | None]:
+    """`attn_implementation` is what will be in effect, null where only the engine knows or there is none;
+    `attn_function` is what will be called then."""
+    found = role_attention(spec, role, spec_dir)
+    if found is None:
+        return dict.fromkeys(("attn_implementation", "attn_asked", "attn_function", "attn_why"))
+    return {
+        "attn_implementation": found.implementation or None,
+        "attn_asked": found.asked,
+        "attn_function": found.function or None,
+        "attn_why": found.problem or found.why,
+    }

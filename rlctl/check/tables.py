@@ -1,0 +1,204 @@
+"""What `rlctl check-config` prints: what the spec means in tables, then what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.check.meaning import batch, reference, roles
+from rlctl.preflight.role_attention import role_attention
+from rlctl.processes.placement import Plan
+from rlctl.show.text_format import counted
+from specs.errors import Problem
+from specs.rules.transport_rules import choose_transport
+from specs.schema.engines.engine_table import engine_of
+from specs.schema.mesh import ShardGroup, mesh_is_known, mesh_of, shard_groups
+from specs.schema.spec import RoleSection, Spec
+
+if TYPE_CHECKING:
+    from rlctl.check.findings import Findings
+    from rlctl.check.meta_build import Probe
+
+PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON has them all
+
+
+def print_findings(findings: Findings, spec_path: Path) -> None:
+    """Tables and warnings to stdout, problems to stderr."""
+    out = Console(highlight=False)
+    if findings.spec and findings.plan:
+        out.print(_roles_table(findings.spec, findings.plan, spec_path.absolute().parent))
+        out.print()
+        out.print(_attention(findings.spec, spec_path.absolute().parent))
+        out.print()
+        if any(findings.spec.role(name).python for name in findings.spec.roles):
+            out.print(_interpreters_table(findings.spec, findings.plan, spec_path.absolute().parent))
+            out.print()
+        if any(_shows_mesh(findings.spec.role(name)) for name in findings.spec.roles):
+            out.print(_seats_table(findings.spec))
+            out.print()
+        for said in _not_known(findings.spec, findings.plan, spec_path.absolute().parent):
+            out.print(said, markup=False, soft_wrap=True)
+        out.print(_arithmetic(findings.spec), highlight=True)
+        out.print()
+        if findings.probe:
+            _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
+    for warning in findings.warnings:
+        _print_problem(out, "warning", "yellow", warning)
+    problems = Console(stderr=True, highlight=False)
+    for problem in findings.problems:
+        _print_problem(problems, "error", "red", problem)
+    if findings.ok:
+        out.print(f"[green]ok[/green]: {spec_path}", soft_wrap=True)
+    else:
+        count = len(findings.problems)
+        problems.print(f"{count} problem{'s' if count > 1 else ''} in {spec_path}", markup=False, soft_wrap=True)
+
+
+def _print_probe(out: Console, spec: Spec, spec_dir: Path, found: Probe) -> None:
+    from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
+
+    out.print(probe_table(spec, spec_dir, found))
+    out.print()
+    if found.level == "run":
+        out.print(run_table(found))
+        out.print(f"\n{RUN_NOTE}\n")
+
+
+def _print_problem(console: Console, word: str, colour: str, problem: Problem) -> None:
+    head, _, hint = str(problem).partition("\n  hint: ")
+    console.print(Text.assemble((f"{word}:", f"bold {colour}"), f" {head}"), soft_wrap=True)
+    if hint:
+        console.print(Text.assemble("\n", ("hint:", "bold cyan"), f" {hint}"), soft_wrap=True)
+    console.print()
+
+
+def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
+    table = Table("role", "engine", "model", "dtype", "processes", "devices", "threads", box=None, pad_edge=False)
+    for name, role in roles(spec, plan, spec_dir).items():
+        path = spec.model_path(name)
+        devices = _span(role["devices"]) if role["devices"] else "CPU"
+        cells = (role["engine"], path if role["engine"] else "", role["dtype"])
+        nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
+        places = (f"{role['processes']} × {role['launcher']}{nodes}", devices, role["threads"])
+        table.add_row(name, *(str(cell or "–") for cell in cells), *map(str, places))
+    return table
+
+
+def _interpreters_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
+    """Roles that run in another interpreter than ours, and what it has installed."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("role", "interpreter", "has"):
+        table.add_column(column, overflow="fold")
+    for name, role in roles(spec, plan, spec_dir).items():
+        if spec.role(name).python:
+            packages = ", ".join(f"{package} {version}" for package, version in role["versions"].items())
+            table.add_row(name, role["python"], packages or "–")
+    return table
+
+
+def _shows_mesh(section: RoleSection) -> bool:
+    """Whether ranks hold parts of the model, or may do so for all that is known."""
+    return mesh_of(section) is not None or (section.processes > 1 and not mesh_is_known(section))
+
+
+def _not_known(spec: Spec, plan: Plan, spec_dir: Path) -> list[str]:
+    """A paragraph for each role whose engine leaves something open."""
+    found = [(name, role) for name, role in roles(spec, plan, spec_dir).items() if role["not_known"]]
+    return [
+        f"not known of the engine {role['engine']} ({name}), so neither checked nor planned: "
+        f"{', '.join(role['not_known'])}; its table may say it (docs/engines.md)\n"
+        for name, role in found
+    ]
+
+
+def _seats_table(spec: Spec) -> Table:
+    table = Table("role", "mesh", "replica", "ranks", "node", "devices", box=None, pad_edge=False)
+    for name in spec.roles:
+        section, mesh = spec.role(name), mesh_of(spec.role(name))
+        if mesh is None:
+            if _shows_mesh(section):
+                table.add_row(name, "not known", "", _span(list(range(section.processes))), "", "")
+            continue
+        groups = shard_groups(section)
+        shown = groups if len(groups) <= PLACEMENT_ROWS else [*groups[: PLACEMENT_ROWS - 2], groups[-1]]
+        for group in shown:
+            if group is shown[-1] and len(shown) < len(groups):
+                table.add_row("", "", f"… {len(groups) - len(shown)} more")
+            first = group.replica == 0
+            whose = (name, f"replicate {mesh.replicate} × shard {mesh.shard}") if first else ("", "")
+            table.add_row(*whose, *_seats_row(section, group))
+    return table
+
+
+def _seats_row(section: RoleSection, group: ShardGroup) -> tuple[str, str, str, str]:
+    places = []
+    for node in group.nodes:
+        devices = [rank.device for rank in group.ranks if rank.node == node and rank.device is not None]
+        places.append(f"GPU {_span(devices)}" if devices else "CPU")
+    nodes = _span(list(group.nodes))
+    return str(group.replica), _span([rank.rank for rank in group.ranks]), nodes, "; ".join(dict.fromkeys(places))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """`3`, `0–7`, or, where they have gaps, `0, 2, 5`."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and list(numbers) == list(range(first, last + 1)):
+        return f"{first}–{last}"
+    return ", ".join(map(str, numbers))
+
+
+def _reference(spec: Spec) -> str:
+    found = reference(spec)
+    if not found["loaded"]:
+        return str(found["why"])
+    where = f"GPU {_span(found['devices'])}" if found["devices"] else "CPU"
+    return f"{found['model']} ({found['why']}), held by {found['engine']} on {where}"
+
+
+def _arithmetic(spec: Spec) -> str:
+    numbers = batch(spec)
+    cut = f" → {numbers['mini_batches_per_step']} mini-batches of {numbers['samples_per_mini_batch']}"
+    epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
+    transport, why = choose_transport(spec)
+    buckets = "" if transport == "shm" else f", in buckets of {spec.sync.bucket_MiB:g} MiB"
+    most = spec.rollout.max_staleness
+    ahead = f"\nahead  {_ahead(most)}" if most else ""
+    return (
+        f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} completions = "
+        f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}\n"
+        f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}\n"
+        f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
+        f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
+        f"ref    {_reference(spec)}\n"
+        f"sync   weights travel by {transport} ({why}){buckets}"
+        f"{ahead}"
+    )
+
+
+def _ahead(most: int) -> str:
+    if most == 1:
+        return "the next step's samples are drawn while the actor learns: 1 step old; weights travel every step"
+    return (
+        f"the samples of the next {most} steps are drawn while the actor learns: 1 to {most} steps old; weights travel "
+        f"every {most} steps"
+    )
+
+
+def _attention(spec: Spec, spec_dir: Path) -> Table:
+    """One row per role that has attention."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("role", "attention asked", "in effect", "why"):
+        table.add_column(column, overflow="fold")
+    for role in spec.roles:
+        found = role_attention(spec, role, spec_dir)
+        if found is not None:
+            engine = engine_of(spec.role(role))
+            open_ = "not known" if engine is not None and engine.attention is None else "its own"
+            effect = "none" if found.problem else found.implementation or open_
+            table.add_row(role, found.asked, effect, found.problem or found.why)
+    return table

@@ -1,0 +1,110 @@
+"""Advantages: pure numpy, on the driver. `ADVANTAGES` has a function for each advantage table.
+
+A rollout is one attempt at a task; its samples share its score, and it counts once. R: rollouts, G: groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.rollouts import Rollouts
+from specs.errors import RlctlError
+from specs.schema.algorithms.algorithm import Advantage
+from specs.schema.algorithms.algorithm_tables import GroupRelative, LeaveOneOut
+from specs.wire.batch import Batch
+
+GROUP_EPS = 1e-6
+Scores = NDArray[np.float64]
+Groups = NDArray[np.int64]  # of each rollout, counted from 0
+
+
+def advantages_of(
+    table: Advantage,
+    score_B: NDArray[np.float32],
+    group_B: NDArray[np.int64],
+    rollout_B: NDArray[np.int64],
+    valid_B: NDArray[np.bool_],
+) -> NDArray[np.float32]:
+    """Advantage of each sample, that of its rollout.
+
+    Samples with `valid_B` false (aborted, or their grading failed) are left out of all statistics and get advantage 0.
+    So does a group with fewer valid rollouts than the table's `min_group`. Raises RlctlError for a table without a
+    function.
+    """
+    if type(table) not in ADVANTAGES:
+        known = ", ".join(str(one.model_fields["kind"].default) for one in ADVANTAGES)
+        hint = f"ADVANTAGES in rlctl/loop/advantages.py has {known}"
+        raise RlctlError(f"no function for the advantage {table.model_dump()['kind']}", hint=hint)
+    advantage_B = np.zeros(len(score_B), dtype=np.float64)
+    rollouts = Rollouts.of(rollout_B[valid_B])
+    if len(rollouts.first_R):
+        _, group_R = np.unique(group_B[valid_B][rollouts.first_R], return_inverse=True)
+        score_R = score_B[valid_B][rollouts.first_R].astype(np.float64)
+        advantage_R = ADVANTAGES[type(table)](table, score_R, group_R)
+        comparable_R = np.bincount(group_R)[group_R] >= table.min_group
+        advantage_B[valid_B] = np.where(comparable_R, advantage_R, 0.0)[rollouts.index_B]
+    return advantage_B.astype(np.float32)
+
+
+def advantages(
+    table: Advantage, batch: Batch, score_B: NDArray[np.float32], valid_B: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """As `advantages_of`, of a batch's samples."""
+    group_B, rollout_B = (batch[name].astype(np.int64) for name in ("group_B", "rollout_B"))
+    return advantages_of(table, score_B, group_B, rollout_B, valid_B)
+
+
+# ── the advantages, by table ──────────────────────────────────────────────────────────────────────
+
+
+def _group_relative(table: GroupRelative, score_R: Scores, group_R: Groups) -> Scores:
+    """Each score relative to its group's mean (Shao et al. 2024, §4.1), divided by (unbiased std + 1e-6): that of the
+    group for `std`, of all rollouts of the step for `batch` (Lite PPO, Zihe Liu et al. 2025); not divided for `none`
+    (Dr.GRPO, Zichen Liu et al. 2025)."""
+    count_G = np.bincount(group_R)
+    mean_G = np.bincount(group_R, score_R) / count_G
+    centered_R = score_R - mean_G[group_R]
+    if table.scale == "none":
+        return centered_R
+    if table.scale == "batch":
+        return centered_R / ((score_R.std(ddof=1) if len(score_R) > 1 else 0.0) + GROUP_EPS)
+    variance_G = np.bincount(group_R, centered_R**2) / np.maximum(count_G - 1, 1)
+    return centered_R / (np.sqrt(variance_G) + GROUP_EPS)[group_R]
+
+
+def _leave_one_out(table: LeaveOneOut, score_R: Scores, group_R: Groups) -> Scores:
+    """Each score minus the mean of the others in its group (Ahmadian et al. 2024, eq. 8)."""
+    others_R = np.bincount(group_R)[group_R] - 1
+    sum_G = np.bincount(group_R, score_R)
+    return score_R - (sum_G[group_R] - score_R) / np.maximum(others_R, 1)
+
+
+ADVANTAGES: Mapping[type[Advantage], Callable[[Any, Scores, Groups], Scores]] = {
+    GroupRelative: _group_relative,
+    LeaveOneOut: _leave_one_out,
+}
+
+
+# ── for the step ──────────────────────────────────────────────────────────────────────────────────
+
+
+def per_token(value_B: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+    """A sequence's value at each of its loss tokens, 0 elsewhere."""
+    mask_T = batch["loss_mask_T"].astype(np.float32)
+    return np.repeat(value_B, batch["length_B"]).astype(np.float32) * mask_T
+
+
+def silent_group_share(reward_B: NDArray[np.float32], group_B: NDArray[np.int64]) -> float:
+    """Share of groups whose scores are all equal: they carry no signal."""
+    _, inverse_B = np.unique(group_B, return_inverse=True)
+    groups = int(inverse_B.max()) + 1 if len(inverse_B) else 0
+    if not groups:
+        return 0.0
+    low_G, high_G = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(low_G, inverse_B, reward_B)
+    np.maximum.at(high_G, inverse_B, reward_B)
+    return float(np.mean(low_G == high_G))

@@ -1,0 +1,53 @@
+"""Where the time of a step goes: its phases, and within `rollout` the wait for grades."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specs.phases import GRADING_METRIC, TIME_METRICS, Phase
+
+
+class Clock:
+    """Measures one step at a time, from `start` on."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """A step begins: forget the last one."""
+        self._started = time.perf_counter()
+        self._seconds: dict[Phase, float] = {}
+        self._spans: dict[Phase, tuple[float, float]] = {}
+        self._grading_s = 0.0
+
+    @contextmanager
+    def measure(self, phase: Phase) -> Iterator[None]:
+        """Add the seconds of the block to those of `phase`, also of a block that raises."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + end - begin
+            self._spans[phase] = begin, end
+
+    @contextmanager
+    def grading(self) -> Iterator[None]:
+        """The block waits for grades alone, within the phase `rollout`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._grading_s += time.perf_counter() - begin
+
+    def span(self, phase: Phase) -> tuple[float, float]:
+        """When the phase last began and ended (`time.perf_counter`)."""
+        return self._spans[phase]
+
+    def metrics(self) -> dict[str, float]:
+        """The step's times until now, as metrics."""
+        seconds = {metric: self._seconds.get(phase, 0.0) for phase, metric in TIME_METRICS.items()}
+        seconds[TIME_METRICS["rollout"]] -= self._grading_s
+        return {"time/step_s": time.perf_counter() - self._started, **seconds, GRADING_METRIC: self._grading_s}

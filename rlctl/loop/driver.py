@@ -1,0 +1,248 @@
+"""The driver: one RL step, top to bottom, on one screen (`Driver.step`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop import advantages, step_metrics
+from rlctl.loop.clock import Clock
+from rlctl.loop.logprob_gap import Gap, GapLimits
+from rlctl.loop.recovery import SteadySync
+from rlctl.loop.residency import Residency
+from rlctl.loop.reward_failure_watch import RewardFailureWatch
+from rlctl.loop.rollouts import Rollouts
+from rlctl.loop.sample_queue import SampleQueue
+from rlctl.loop.sampling import Prompts, Sampler, Scored
+from rlctl.loop.step_metrics import RankReport
+from rlctl.loop.sync import SyncReport
+from specs.phases import Phase
+from specs.schema.spec import Spec
+from specs.wire import bodies
+from specs.wire.batch import Batch, balanced_shards
+from specs.wire.messages import COLUMNS, Verb
+
+if TYPE_CHECKING:
+    from rlctl.processes.calls import Call
+    from rlctl.processes.groups import Group
+    from rlctl.show.progress import Progress
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step leaves: a line of metrics and a few decoded samples."""
+
+    metrics: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+
+@dataclass
+class UpdateWindow:
+    """Open from the first optimizer step of an RL step to that step's end. What the actor holds then belongs to no
+    step: it must not be saved, and a Ctrl-C waits until the step is over. An error leaves it open."""
+
+    is_open: bool = False
+
+    def open(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Driver:
+    """Drives the roles through the algorithm. Knows no processes, sockets or files: tests drive fake roles with it."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        groups: Mapping[str, Group],
+        residency: Residency,
+        sync: SteadySync,
+        gap_limits: GapLimits,
+        window: UpdateWindow,
+        progress: Progress,
+    ) -> None:
+        self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
+        self.gap_limits, self.window = gap_limits, window
+        self.actor = groups["actor"]
+        self.ref = groups.get("ref")
+        self.clock = Clock()
+        self.sampler = Sampler(spec, groups["data"], groups["rollout"], groups["reward"], self.clock, sync.restore)
+        self.queue = SampleQueue(spec, self.sampler)
+        self.reward_failures = RewardFailureWatch(lambda text: progress.warning(text))
+        self.eval_prompts: Prompts | None = None
+
+    # ── one step ──────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, step: int) -> StepRecord:
+        """Sample, grade, train, and send the weights where samples to come need them. `step` counts from 1."""
+        self.clock.start()
+        self.sync.resend_if_asleep(step)
+        with self.phase("rollout", step):
+            drawn = self.queue.take(step)
+        with self.phase("train", step):
+            batch = self.add_logprobs(drawn.batch, step)
+            batch = self.add_advantages(batch, drawn.scored)
+            updates = self.update(batch, step)
+        self.sync.actor_finished(step)
+        synced = self.send_weights(step) if self.queue.needs_weights(step) else None
+        self.queue.trained()
+        self.window.close()
+        return self.record(step, batch, drawn.scored, updates, synced)
+
+    @contextmanager
+    def phase(self, phase: Phase, step: int, doing: str = "") -> Iterator[None]:
+        """Every role where `phase` wants it, then the block, whose seconds the clock gets, also of one that raises.
+        `doing`: what it is, for the person, where `phase` does not say it."""
+        self.progress.phase(phase, doing)
+        self.residency.enter(phase, step=step)
+        with self.clock.measure(phase):
+            yield
+
+    def begin(self, done: int) -> None:
+        """Before the first step of an attempt: the rollout gets the weights that the actor has after `done` steps."""
+        self.sync.actor_finished(done)
+        self.send_weights(done)
+
+    def send_weights(self, step: int) -> SyncReport:
+        """Wait until nothing is being sampled, then give the rollout the weights that the actor has after `step`
+        steps."""
+        with self.clock.measure("rollout"):
+            self.queue.wait_until_sampled()
+        with self.phase("sync", step):
+            return self.sync.run(step)
+
+    def record(
+        self, step: int, batch: Batch, scored: Scored, updates: step_metrics.RankReports, synced: SyncReport | None
+    ) -> StepRecord:
+        """What the step leaves. Warns of what went wrong in it without ending the run."""
+        # Against the sampler the gap of later updates also holds what this step has learned.
+        gaps = updates[:1] if self.spec.ratio_against == "sampler" else updates
+        metrics = step_metrics.collect(step, batch, scored, self.spec.loss, updates, gaps, synced, self.clock.metrics())
+        metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
+        self.reward_failures.see(scored.failures, len(batch), step)
+        metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
+        return StepRecord(metrics, scored.samples)
+
+    # ── training ──────────────────────────────────────────────────────────────────────────────────
+
+    def add_logprobs(self, batch: Batch, step: int) -> Batch:
+        """The batch with the log-probs that the loss needs: the actor's before the update, and the reference's."""
+        wanted: dict[str, tuple[Group, bool]] = {}  # column → who computes it, and whether with adapters
+        if self.spec.ratio_against == "trainer":
+            wanted["old_logprob_T"] = (self.actor, True)
+        if self.ref is not None:
+            wanted["ref_logprob_T"] = (self.ref, True)
+        elif self.spec.ref_is_actor:
+            wanted["ref_logprob_T"] = (self.actor, False)
+        calls = {name: self._post_logprobs(group, adapters, batch, step) for name, (group, adapters) in wanted.items()}
+        columns = {name: self._unshard(call, shards, batch) for name, (call, shards) in calls.items()}
+        return batch.with_columns(**columns)
+
+    def _post_logprobs(
+        self, group: Group, adapters: bool, batch: Batch, step: int
+    ) -> tuple[Call, list[NDArray[np.int64]]]:
+        shards = balanced_shards(batch["length_B"], group.size, batch["group_B"])
+        needed = batch.only(COLUMNS[Verb.LOGPROBS].needs)
+        tensors = [needed.select(shard).columns for shard in shards]
+        return group.post(Verb.LOGPROBS, bodies.Logprobs(adapters=adapters), tensors=tensors, step=step), shards
+
+    @staticmethod
+    def _unshard(call: Call, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:
+        """Put each rank's `logprob_T` back to where its sequences stand in the batch."""
+        out_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        for answer, shard in zip(call.result(), shards, strict=True):
+            out_T[batch.token_index(shard)] = answer.tensors["logprob_T"]
+        return out_T
+
+    def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
+        advantage_B = advantages.advantages(self.spec.algorithm.advantage, batch, scored.reward_B, scored.scored_B)
+        return batch.with_columns(advantage_T=advantages.per_token(advantage_B, batch))
+
+    def update(self, batch: Batch, step: int) -> list[list[RankReport]]:
+        """All optimizer steps of this step; returns each rank's report for each. Raises LogprobGapError before the
+        first one when sampler and trainer disagree."""
+        algorithm = self.spec.algorithm
+        reports: list[list[RankReport]] = []
+        loss = self.spec.loss
+        batch.require(loss.columns, Verb.UPDATE)
+        needed = batch.only(loss.columns)
+        if self.spec.ratio_against == "trainer":
+            self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), step)
+        for epoch in range(algorithm.epochs_per_step):
+            seed = (self.spec.run.seed, step, epoch)
+            for chosen in mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed):
+                mini = needed.select(chosen)
+                shards = balanced_shards(mini["length_B"], self.actor.size, batch["group_B"][chosen])
+                replies = self.actor.call(
+                    Verb.UPDATE,
+                    bodies.Update(loss=loss, scale=self.loss_scale(mini)),
+                    tensors=[mini.select(shard).columns for shard in shards],
+                    step=step,
+                )
+                sums = [bodies.Updated.of(reply).sums for reply in replies]
+                if not reports and self.spec.ratio_against != "trainer":
+                    self.check_gap(batch, Gap.of_sums(sums), step)
+                self.window.open()
+                stepped = [bodies.Stepped.of(reply) for reply in self.actor.call(Verb.STEP, step=step)]
+                reports.append([RankReport(*pair) for pair in zip(sums, stepped, strict=True)])
+        return reports
+
+    def check_gap(self, batch: Batch, gap: Gap, step: int) -> None:
+        """Refuse to learn from samples on which sampler and trainer disagree. Raises LogprobGapError."""
+        if not self.gap_limits.broken_by(gap):
+            return
+        if "old_logprob_T" not in batch:  # the trainer's are still the current ones
+            batch = batch.with_columns(
+                old_logprob_T=self._unshard(*self._post_logprobs(self.actor, True, batch, step), batch)
+            )
+        raise self.gap_limits.stop(gap, batch, batch["old_logprob_T"], step)
+
+    def loss_scale(self, mini: Batch) -> bodies.Scale:
+        """Global counts of a mini-batch: what every rank divides by."""
+        tokens_B = mini.sum_by_sequence("loss_mask_T")
+        return bodies.Scale(
+            num_loss_tokens=int(tokens_B.sum()),
+            num_sequences=int((tokens_B > 0).sum()),
+            max_response_tokens=self.spec.data.max_response_tokens,
+        )
+
+    # ── evaluation ────────────────────────────────────────────────────────────────────────────────
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Reward of greedy completions of the held-out prompts, with the weights after `step` steps."""
+        section = self.spec.eval
+        assert section is not None
+        if not self.sync.holds(step):
+            self.send_weights(step)
+        self.sync.resend_if_asleep(step)
+        with self.phase("rollout", step, "evaluation"):
+            sampler = self.sampler
+            if self.eval_prompts is None:
+                self.eval_prompts = sampler.held_out(section.prompts, step)
+            drawn = sampler.start(self.eval_prompts, sampler.greedy(), step, "eval").finish()
+        reward_R = drawn.scored.reward_B[Rollouts.of(drawn.batch["rollout_B"]).first_R]
+        return {f"eval/{section.name}/reward_mean": float(reward_R.mean())}
+
+
+def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    """Indices of each mini-batch, ascending: equal pieces, each with an equal share of every group.
+
+    All prompts in every optimizer step make its gradient steadier than a few whole groups would (the quickstart ends
+    at 0.97 instead of 0.90), and what a group has in a mini-batch still shares its prompt.
+    """
+    if pieces == 1:
+        return [np.arange(len(group_B))]
+    order = np.random.default_rng(seed).permutation(len(group_B))
+    _, inverse_B = np.unique(group_B[order], return_inverse=True)
+    by_group = np.argsort(inverse_B, kind="stable")
+    starts_G = np.cumsum(np.bincount(inverse_B)) - np.bincount(inverse_B)
+    member_B = np.empty(len(group_B), dtype=np.int64)  # how many of its group come before it, in random order
+    member_B[by_group] = np.arange(len(group_B)) - starts_G[inverse_B[by_group]]
+    return [np.sort(piece) for piece in np.array_split(order[np.argsort(member_B, kind="stable")], pieces)]

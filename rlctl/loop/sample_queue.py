@@ -1,0 +1,230 @@
+"""Batches on their way to their step: with `rollout.max_staleness = n` the rollout works on up to n steps to come while
+the actor trains.
+
+The *version* of weights is the number of steps that the actor had finished when they were sent; a sample's *staleness*
+in step s is s - 1 - version. When the last batch that was sent out is the next to be learned from, the weights are
+synced, and the n batches after it go out together:
+
+    n = 0     sync 0, rollout 1, train 1 │ sync 1, rollout 2, train 2 │ …
+    n = 1     rollout 1, 2 with 0 │ train 1 │ sync 1: rollout 3 ∥ train 2 │ sync 2: rollout 4 ∥ train 3 │ …
+    n = 2     rollout 1, 2, 3 with 0 │ train 1, 2 │ sync 2: rollout 4, 5 ∥ train 3, 4 │ sync 4: …
+
+So the schedule follows from the step alone, never from who was quicker: a run repeats, and a resumed run goes on, to
+the bit. Staleness is 1 to n in turn, and only every n-th step syncs.
+
+What waits in the queue belongs to a checkpoint, in its driver folder:
+
+    driver/state.json                  cursor, and for each batch its step, its cursors and what grading said
+    driver/ahead_000007.safetensors    columns of the batch of step 7, with its scores
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Prompts, Sampler, Scored
+from specs.errors import CheckpointError
+from specs.schema.spec import Spec
+from specs.wire.batch import Batch
+from specs.wire.bodies import PromptsDrawn
+
+if TYPE_CHECKING:
+    from rlctl.loop.sampling import Generation
+    from rlctl.processes.calls import Call
+
+
+@dataclass
+class Planned:
+    """The batch of one step: still being sampled (`generation`), or drawn. `start` and `end`: the data cursor before
+    and after it."""
+
+    step: int
+    start: int
+    end: int
+    generation: Generation | None = None
+    drawn: Drawn | None = None
+
+    def finish(self) -> Drawn:
+        """Wait for samples and scores."""
+        if self.drawn is None:
+            assert self.generation is not None
+            self.drawn = self.generation.finish()
+        return self.drawn
+
+    def drop_stale(self, max_staleness: int) -> int:
+        """Keep of a finished batch what is fresh in its step. Returns how many samples went."""
+        drawn = self.finish()
+        self.drawn = drawn.fresh(self.step, max_staleness)
+        return len(drawn.batch) - len(self.drawn.batch)
+
+
+@dataclass
+class SampleQueue:
+    """The line of batches, the next to be trained on first. Prompts of a batch leave the data's cursor behind them
+    when they are sent out."""
+
+    spec: Spec
+    sampler: Sampler
+    position: int = 0  # the data cursor after the newest batch in line, or after the last that was trained on
+    line: deque[Planned] = field(default_factory=deque)
+    dropped: int = 0  # samples that were too old, since the last step
+    _prompts: tuple[int, int, Call] | None = None  # cursor, batches, and where they come from: requested in advance
+
+    @property
+    def max_staleness(self) -> int:
+        return self.spec.rollout.max_staleness
+
+    @property
+    def cursor(self) -> int:
+        """The data cursor after the last batch that was trained on."""
+        return self.line[0].start if self.line else self.position
+
+    def newest(self, done: int) -> int:
+        """The last step whose batch has been sent out, after `done` steps."""
+        return self.line[-1].step if self.line else done
+
+    def needs_weights(self, done: int) -> bool:
+        """Whether new weights go out after step `done`: nothing is in line beyond the next step's batch, and there is
+        more to draw. After the last step too: what the run ends with is verified."""
+        newest, steps = self.newest(done), self.spec.run.steps
+        return newest <= done + 1 and (newest < steps or done == steps)
+
+    # ── one step ──────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, step: int) -> Drawn:
+        """Send out all batches that may be drawn with the weights of now, and wait for that of `step`, without what is
+        too old. It stays in line until `trained`."""
+        self._send_out(step)
+        planned = self.line[0]
+        assert planned.step == step, f"step {step} cannot train on the batch of step {planned.step}"
+        self.dropped += planned.drop_stale(self.max_staleness)
+        return planned.finish()
+
+    def trained(self) -> None:
+        """The step that took the first batch in line is over."""
+        self.line.popleft()
+
+    def wait_until_sampled(self) -> None:
+        """Wait until nothing is being sampled."""
+        for planned in self.line:
+            if planned.generation is not None and planned.drawn is None:
+                planned.generation.wait()
+
+    def _send_out(self, step: int) -> None:
+        done = step - 1
+        if not self.needs_weights(done):
+            return
+        first, last = self.newest(done) + 1, min(step + self.max_staleness, self.spec.run.steps)
+        if first > last:
+            return
+        prompts, ends = self._draw(last - first + 1, step)
+        for index, batch_step in enumerate(range(first, last + 1)):
+            generation = self.sampler.start(prompts[index], self.sampler.training(), batch_step, show=SAMPLES_SHOWN)
+            self.line.append(Planned(batch_step, self.position, ends[index], generation))
+            self.position = ends[index]
+        if self.max_staleness:
+            self._request_prompts(min(self.max_staleness, self.spec.run.steps - last), step)
+
+    def _request_prompts(self, batches: int, step: int) -> None:
+        """Those to send out next: drawn while others are sampled, so that nobody waits for them."""
+        self._prompts = None
+        if batches > 0:
+            call = self.sampler.ask_for_steps(self.position, batches, step)
+            self._prompts = (self.position, batches, call)
+
+    def _draw(self, batches: int, step: int) -> tuple[list[Prompts], list[int]]:
+        """Prompts of so many steps, and the cursor after each."""
+        if self._prompts is None or self._prompts[:2] != (self.position, batches):
+            self._prompts = (self.position, batches, self.sampler.ask_for_steps(self.position, batches, step))
+        answer, self._prompts = self._prompts[2].result()[0], None
+        each = self.spec.data.prompts_per_step
+        ends = [self.position + each * (index + 1) for index in range(batches)]
+        assert PromptsDrawn.of(answer).position == ends[-1], "the training data has no end"
+        prompts = Prompts.of(answer)
+        return [prompts.select(chosen) for chosen in np.split(np.arange(len(prompts.batch)), batches)], ends
+
+    # ── metrics ───────────────────────────────────────────────────────────────────────────────────
+
+    def take_metrics(self, batch: Batch, step: int, training: tuple[float, float]) -> dict[str, float | int]:
+        """How old the samples of `step` are, in steps, and how many were too old; nothing without running ahead.
+        `training`: when the phase "train" began and ended."""
+        dropped, self.dropped = self.dropped, 0
+        if not (self.max_staleness or dropped):
+            return {}
+        staleness_B = step - 1 - batch["version_B"]
+        return {
+            "rollout/staleness_mean": float(staleness_B.mean()),
+            "rollout/staleness_max": int(staleness_B.max()),
+            "rollout/dropped_stale": dropped,
+            "rollout/overlap_s": self.overlap_s(*training),  # of the update, with others being sampled
+        }
+
+    def overlap_s(self, start: float, end: float) -> float:
+        """Seconds between `start` and `end` (`time.perf_counter`) in which samples of later steps were drawn."""
+        total, free_at = 0.0, 0.0
+        for planned in self.line:
+            if planned.generation is not None:
+                begin = max(planned.generation.sent_at, free_at)
+                free_at = planned.generation.written_at or end
+                total += max(0.0, min(free_at, end) - max(begin, start))
+        return total
+
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Wait for everything in line and write it to `folder`; returns what `state.json` says of it. Without running
+        ahead there is nothing to keep but the cursor: an unfinished step is drawn again, with the same weights."""
+        waiting = tuple(self.line) if self.max_staleness else ()
+        return {"position": self.cursor, "ahead": [_write(folder, planned) for planned in waiting]}
+
+    def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
+        """Go on from what `save` wrote. A batch that would be too old in its step is left out with all after it: their
+        prompts are drawn again. Returns how many samples that were, by step. Raises CheckpointError."""
+        kept = [_read(folder, entry) for entry in state.get("ahead", ())]
+        self.position, self.line = int(state["position"]), deque()
+        left_out: dict[int, int] = {}
+        for planned in kept:
+            drawn = planned.finish()
+            if left_out or not len(drawn.fresh(planned.step, self.max_staleness).batch):
+                left_out[planned.step] = len(drawn.batch)
+            else:
+                self.line.append(planned)
+                self.position = planned.end
+        self.dropped = sum(left_out.values())
+        return left_out
+
+
+def _write(folder: Path, planned: Planned) -> dict[str, Any]:
+    from safetensors.numpy import save_file
+
+    drawn = planned.finish()
+    batch, scored = drawn.batch, drawn.scored
+    columns = {**batch.columns, "reward_B": scored.reward_B, "scored_B": scored.scored_B}
+    save_file({name: np.ascontiguousarray(column) for name, column in columns.items()}, _file(folder, planned.step))
+    graded = {key: value for key, value in asdict(scored).items() if key in ("failures", "terms", "samples")}
+    return {"step": planned.step, "start": planned.start, "end": planned.end, **graded}
+
+
+def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    step = int(entry["step"])
+    path = _file(folder, step)
+    try:
+        columns = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
+    scored = Scored(*scores, dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]))
+    return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"ahead_{step:06d}.safetensors"

@@ -1,0 +1,250 @@
+"""From prompts to graded samples: completions are graded as they arrive, while others are still being sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.rollouts import first_valid
+from rlctl.processes.calls import RanksLost
+from specs.schema.spec import Spec
+from specs.wire import bodies
+from specs.wire.batch import Batch
+from specs.wire.bodies import PromptsDrawn, Row, What
+from specs.wire.messages import COLUMNS, Verb
+from specs.wire.role_config import Sampling
+
+if TYPE_CHECKING:
+    from rlctl.loop.clock import Clock
+    from rlctl.processes.calls import Call
+    from rlctl.processes.groups import Group
+    from specs.wire.messages import Message
+
+SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts, each repeated for its group, and the rows that they were made from, by the numbers in `row_B`: a row
+    goes to the scorer with the samples of its group, so that the scorer holds no data of its own."""
+
+    batch: Batch
+    rows: Mapping[str, Row]
+
+    @staticmethod
+    def of(answer: Message) -> Prompts:
+        """From the data role's answer."""
+        return Prompts(answer.batch, PromptsDrawn.of(answer).rows)
+
+    def select(self, indices: NDArray[np.int64]) -> Prompts:
+        batch = self.batch.select(indices)
+        return Prompts(batch, self.rows_of(batch))
+
+    def rows_of(self, batch: Batch) -> dict[str, Row]:
+        """The rows of some of the samples, each once."""
+        return {key: self.rows[key] for key in map(str, np.unique(batch["row_B"]).tolist())}
+
+
+class Sampler:
+    """Has the data role draw prompts, the rollout complete them and the reward role grade the completions."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        data: Group,
+        rollout: Group,
+        reward: Group,
+        clock: Clock,
+        restore: Callable[[int], None],
+    ) -> None:
+        """`clock` is told how long grading takes beyond the sampling. `restore` (with the step) brings lost replicas
+        back, with weights (rlctl/loop/recovery.py)."""
+        self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
+        self.clock, self.restore = clock, restore
+
+    def ask_for_steps(self, position: int, steps: int, step: int) -> Call:
+        """Have the prompts of so many steps drawn, each repeated for its group; the answer also has the cursor after
+        them."""
+        request = bodies.Prompts(
+            what="train",
+            position=position,
+            count=steps * self.spec.data.prompts_per_step,
+            group_size=self.spec.algorithm.group_size,
+        )
+        return self.data.post(Verb.PROMPTS, request, step=step)
+
+    def held_out(self, count: int, step: int) -> Prompts:
+        """Prompts for evaluation."""
+        request = bodies.Prompts(what="eval", position=0, count=count, group_size=1)
+        return Prompts.of(self.data.call(Verb.PROMPTS, request, step=step)[0])
+
+    def training(self) -> Sampling:
+        """How the samples that are learned from are drawn."""
+        rollout = self.spec.rollout
+        return Sampling(
+            seed=self.spec.run.seed,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_response_tokens=self.spec.data.max_response_tokens,
+        )
+
+    def greedy(self) -> Sampling:
+        """How the samples that are only measured are drawn."""
+        return Sampling(seed=self.spec.run.seed, greedy=True, max_response_tokens=self.spec.data.max_response_tokens)
+
+    def start(self, prompts: Prompts, sampling: Sampling, step: int, what: What = "train", show: int = 0) -> Generation:
+        """Send the prompts out and return at once."""
+        return Generation(self, prompts, sampling, step, what, show)
+
+
+class Generation:
+    """A batch on its way. Completions arrive, and are sent on to the grader, whenever the driver waits for any role.
+
+    Whole groups are dealt out to the replicas in turn, and come back one by one as they finish.
+    """
+
+    def __init__(
+        self, sampler: Sampler, prompts: Prompts, sampling: Sampling, step: int, what: What, show: int
+    ) -> None:
+        self.prompts, self.step, self.what, self.show = prompts, step, what, show
+        self._sampling = sampling
+        self._rollout, self._reward, self._restore = sampler.rollout, sampler.reward, sampler.restore
+        self._clock = sampler.clock
+        self.sent_at = time.perf_counter()
+        self.written_at = 0.0  # when the last completion came in; 0: some are still to come
+        self._parts: list[Batch] = []
+        self._grading: list[Call] = []
+        prompts.batch.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
+        self._call = self._send(prompts.batch)
+
+    def _send(self, prompts: Batch) -> Call:
+        shards = group_shards(prompts["group_B"], self._rollout.size)
+        return self._rollout.post(
+            Verb.GENERATE,
+            bodies.Generate(sampling=self._sampling),
+            tensors=[prompts.select(shard).columns for shard in shards],
+            step=self.step,
+            on_part=self._take,
+        )
+
+    def wait(self) -> None:
+        """Until every completion is here, though perhaps not graded."""
+        self._write_all()
+        count = sum(len(part) for part in self._parts)
+        assert count == len(self.prompts.batch), (
+            f"{len(self.prompts.batch)} prompts went out, {count} completions came back"
+        )
+
+    def finish(self) -> Drawn:
+        """Wait for samples, in the order of their ids, and their scores."""
+        self.wait()
+        with self._clock.grading():
+            scored = Scored.gather(self._parts, self._grading)
+        return Drawn(in_id_order(Batch.concat(self._parts)), scored)
+
+    def _write_all(self) -> None:
+        """Wait for every completion. What a lost replica had not finished goes out again, to all."""
+        while True:
+            try:
+                self._call.result()
+                return
+            except RanksLost:
+                left = self._unanswered()
+                if not len(left):
+                    return
+                self._restore(self.step)
+                self._call = self._send(left)
+
+    def _unanswered(self) -> Batch:
+        answered = np.concatenate([part["id_B"] for part in self._parts]) if self._parts else np.zeros(0)
+        prompts = self.prompts.batch
+        return prompts.select(np.flatnonzero(~np.isin(prompts["id_B"], answered)))
+
+    def _take(self, message: Message) -> None:
+        part = message.batch
+        shown = 0 if self._parts else self.show
+        request = bodies.Score(what=self.what, samples=shown, rows=self.prompts.rows_of(part))
+        columns = part.only(COLUMNS[Verb.SCORE].needs).columns
+        self._parts.append(part)
+        if sum(len(part) for part in self._parts) == len(self.prompts.batch):
+            self.written_at = time.perf_counter()
+        self._grading.append(self._reward.post(Verb.SCORE, request, tensors=columns, step=self.step))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores in the order of sample ids, and what grading had to say."""
+
+    reward_B: NDArray[np.float32]
+    scored_B: NDArray[np.bool_]  # False: grading failed and the fallback stands
+    failures: dict[str, int]
+    terms: dict[str, float]  # term_<i>: its mean over the rollouts that were graded
+    samples: list[dict[str, Any]]
+
+    @staticmethod
+    def gather(parts: Sequence[Batch], calls: Sequence[Call]) -> Scored:
+        answers = [call.result()[0] for call in calls]
+        order = np.argsort(np.concatenate([part["id_B"] for part in parts]), kind="stable")
+        columns = {
+            name: np.concatenate([answer.tensors[name] for answer in answers])[order] for name in answers[0].tensors
+        }
+        graded = [bodies.Scores.of(answer) for answer in answers]
+        failures: dict[str, int] = {}
+        for part in graded:
+            for cause, count in part.failures.items():
+                failures[cause] = failures.get(cause, 0) + count
+        samples = [sample for part in graded for sample in part.samples]
+        scored_B = columns["scored_B"].astype(bool)
+        rollout_B = np.concatenate([part["rollout_B"] for part in parts])[order]
+        terms = term_means(columns, first_valid(rollout_B, scored_B))
+        return Scored(columns["reward_B"], scored_B, failures, terms, samples)
+
+    def by_rollout(self, rollout_B: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The score of each rollout whose grading worked; of every one, with the fallback, where none did."""
+        valid_B = self.scored_B if self.scored_B.any() else np.ones_like(self.scored_B)
+        return self.reward_B[first_valid(rollout_B, valid_B)]
+
+    def select(self, indices: NDArray[np.int64]) -> Scored:
+        """The scores of some samples. What grading had to say stays as it was said of all."""
+        return replace(self, reward_B=self.reward_B[indices], scored_B=self.scored_B[indices])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples in the order of their ids, and their scores."""
+
+    batch: Batch
+    scored: Scored
+
+    def fresh(self, step: int, max_staleness: int) -> Drawn:
+        """Without the groups that hold a sample which is more than `max_staleness` steps old in step `step`: a group
+        is compared within itself, so it stays or goes as a whole."""
+        stale_B = step - 1 - self.batch["version_B"] > max_staleness
+        if not stale_B.any():
+            return self
+        group_B = self.batch["group_B"]
+        kept = np.flatnonzero(~np.isin(group_B, group_B[stale_B]))
+        return Drawn(self.batch.select(kept), self.scored.select(kept))
+
+
+def term_means(columns: Mapping[str, NDArray[Any]], chosen: NDArray[np.int64]) -> dict[str, float]:
+    """Mean of each term over the chosen samples; 0 when there is none."""
+    names = sorted(name for name in columns if name.startswith("term_"))
+    return {name.removesuffix("_B"): float(columns[name][chosen].mean()) if len(chosen) else 0.0 for name in names}
+
+
+def in_id_order(batch: Batch) -> Batch:
+    """Samples in the order of their ids: which replica finished first must not change a bit of the step."""
+    return batch.select(np.argsort(batch["id_B"], kind="stable"))
+
+
+def group_shards(group_B: NDArray[Any], shards: int) -> list[NDArray[np.int64]]:
+    """Whole groups to each shard, in turn."""
+    _, inverse_B = np.unique(group_B, return_inverse=True)
+    return [np.flatnonzero(inverse_B % shards == shard) for shard in range(shards)]

@@ -1,0 +1,270 @@
+"""Weight sync, actor to rollouts: verified twice, fatal when anything is off.
+
+1. A checksum per weight: of the actor's own tensor before the transport, and of the rollout's own tensor after it.
+2. The behaviour probe: both sides score the same short token sequences; their log-probs must agree. On shared devices
+   each does it while it has the device: the actor after the last bucket, the rollout when the trainers have offloaded
+   and its KV cache is back, as it will sample. A sync on shared devices ends there, in the phase "rollout".
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.weight_transport import Transport
+from specs.errors import SyncError
+from specs.schema.spec import DType, WeightForm
+from specs.wire import bodies
+from specs.wire.batch import Batch
+from specs.wire.messages import Verb
+from workers.transports import sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rlctl.loop.residency import Residency
+    from rlctl.processes.calls import Call
+    from rlctl.processes.groups import Group
+    from specs.wire.messages import Message
+
+SHM = Transport("shm")
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync moved and how well both sides agree afterwards."""
+
+    weights: int
+    nbytes: int
+    seconds: float  # for moving them, checksums included
+    checksum_s: float  # of them the actor's rank 0 and the slowest rollout hashed; the two mostly at the same time
+    probe_s: float  # both sides' behaviour probe, beyond `seconds`
+    probe_gap: float
+
+    def metrics(self) -> dict[str, float | int | bool]:
+        return {
+            "sync/verified": True,  # an unverified sync never returns
+            "sync/weights": self.weights,
+            "sync/bytes": self.nbytes,
+            "sync/GB_per_s": self.nbytes / max(self.seconds, 1e-9) / 1e9,
+            "sync/checksum_s": self.checksum_s,
+            "sync/probe_gap": self.probe_gap,
+            "sync/probe_s": self.probe_s,
+        }
+
+
+class HashingSeconds:
+    """Seconds that ranks spent hashing in one sync."""
+
+    def __init__(self) -> None:
+        self.actor = 0.0
+        self._rollouts: dict[int, float] = {}
+
+    def add_rollouts(self, answers: Sequence[bodies.Imported | bodies.ImportEnded]) -> None:
+        for replica, answer in enumerate(answers):
+            self._rollouts[replica] = self._rollouts.get(replica, 0.0) + answer.checksum_s
+
+    @property
+    def total(self) -> float:
+        return self.actor + max(self._rollouts.values(), default=0.0)
+
+
+class WeightSync:
+    """Moves the actor's weights into every rollout replica."""
+
+    def __init__(
+        self,
+        actor: Group,
+        rollout: Group,
+        residency: Residency,
+        *,
+        transport: Transport = SHM,
+        dtype: DType,
+        bucket_bytes: int,
+        temperature: float,
+        max_gap: float,
+        vocab: int,
+    ) -> None:
+        self.actor, self.rollout, self.residency, self.transport = actor, rollout, residency, transport
+        self.dtype, self.bucket_bytes = dtype, bucket_bytes
+        self.temperature, self.max_gap = temperature, max_gap
+        self.probe_batch = probe_batch(vocab)
+        self._version = 0  # of the actor's weights now: how many steps it has finished
+        self._sent: int | None = None  # the version that every replica holds
+        self._readers_are_new = True
+        self._announced: Sequence[bodies.WireWeight] = ()  # the weights of the last pass
+        self._leftovers: Sequence[Mapping[str, str]] = ()
+        self._hashing = HashingSeconds()
+
+    def run(self, step: int | None = None) -> SyncReport:
+        """One verified sync, begun in the phase "sync". Raises SyncError (or RoleFailure) and leaves nothing
+        half-trusted: the run must end.
+        After RanksLost, `break_off` and run again."""
+        started = time.perf_counter()
+        self._hashing = HashingSeconds()
+        try:
+            self._move(self._begin(step), step)
+            ended = self.rollout.call(Verb.IMPORT_END, bodies.ImportEnd(version=self._version), step=step)
+            self._hashing.add_rollouts([bodies.ImportEnded.of(answer) for answer in ended])
+            self.actor.call(Verb.EXPORT_END, step=step)
+        finally:
+            sweep(self._leftovers)
+        moved_s = time.perf_counter() - started
+        gap, probe_s = self._probe(step)
+        self._sent = self._version
+        nbytes = sum(weight.nbytes for weight in self._announced)
+        return SyncReport(len(self._announced), nbytes, moved_s, self._hashing.total, probe_s, gap)
+
+    def actor_finished(self, step: int) -> None:
+        """The actor's weights are those after `step` steps: the driver says so after each update and after a resume."""
+        self._version = step
+
+    def holds(self, step: int) -> bool:
+        """Whether every replica was last sent the weights after `step` steps."""
+        return self._sent == step
+
+    def forget_readers(self) -> None:
+        """A replica was started anew: the next sync meets every replica as if for the first time."""
+        self._readers_are_new = True
+
+    def break_off(self, step: int | None) -> None:
+        """After a `run` that lost a replica: both ends let go of it, and the next run begins with everybody anew."""
+        self.actor.call(Verb.EXPORT_END, bodies.ExportEnd(broken_off=True), step=step)
+        self.actor.settle()
+        self.rollout.settle()
+        self.forget_readers()
+
+    def _begin(self, step: int | None) -> bodies.Exporting:
+        transport, options, form = self.transport.kind, dict(self.transport.options), self._wanted(step)
+        export = bodies.ExportBegin(
+            transport=transport,
+            options=options,
+            dtype=self.dtype,
+            form=form,
+            bucket_bytes=self.bucket_bytes,
+            readers=self.rollout.size,
+            renew=self._readers_are_new,
+        )
+        begun = bodies.Exporting.of(self.actor.call(Verb.EXPORT_BEGIN, export, step=step)[0])
+        self._leftovers = begun.offer["leftovers"]
+        if begun.specs is not None:
+            self._announced = begun.specs
+        expected = bodies.ImportBegin(
+            transport=transport, options=options, form=form, specs=begun.specs, offer=begun.offer
+        )
+        self.rollout.call(Verb.IMPORT_BEGIN, expected, step=step)
+        self._readers_are_new = False
+        return begun
+
+    def _wanted(self, step: int | None) -> WeightForm:
+        """What must be sent. Replicas hear the same: the model too as soon as one of them lacks it."""
+        answers = self.rollout.call(Verb.IMPORT_FORM, step=step)
+        forms: set[WeightForm] = {bodies.WantedForm.of(answer).form for answer in answers}
+        return "apart" if len(forms) > 1 else forms.pop()
+
+    def _move(self, begun: bodies.Exporting, step: int | None) -> None:
+        """Every weight, and every checksum compared."""
+        move = self._move_in_blocks if begun.in_blocks else self._move_in_buckets
+        arrived = set(move(begun, step))
+        lost = [weight.name for weight in self._announced if weight.name not in arrived]
+        if lost:
+            raise SyncError(f"weight {lost[0]} was announced but never sent ({len(lost)} missing)", hint=_HINT)
+
+    def _move_in_blocks(self, begun: bodies.Exporting, step: int | None) -> list[str]:
+        """Both ends are told once, and pace each other."""
+        arrived: list[str] = []
+        for bucket in range(begun.buckets):
+            writing = self.actor.post(Verb.EXPORT_BUCKET, bodies.ExportBucket(bucket=bucket), step=step)
+            reading = self.rollout.post(Verb.IMPORT_BUCKET, bodies.ImportBucket(bucket=bucket, entries=[]), step=step)
+            arrived += self._compare(reading, self._written(writing))
+        return arrived
+
+    def _move_in_buckets(self, begun: bodies.Exporting, step: int | None) -> list[str]:
+        """Through two windows: the actor fills the next while the rollouts read the last."""
+        arrived: list[str] = []
+        reading: tuple[Call, list[bodies.SentWeight]] | None = None
+        for bucket in range(begun.buckets):
+            if reading is not None and begun.windows < 2:
+                arrived += self._compare(*reading)
+                reading = None
+            entries = self._written(self.actor.post(Verb.EXPORT_BUCKET, bodies.ExportBucket(bucket=bucket), step=step))
+            if reading is not None:
+                arrived += self._compare(*reading)
+            body = bodies.ImportBucket(bucket=bucket, entries=entries)
+            reading = (self.rollout.post(Verb.IMPORT_BUCKET, body, step=step), entries)
+        if reading is not None:
+            arrived += self._compare(*reading)
+        return arrived
+
+    def _written(self, call: Call) -> list[bodies.SentWeight]:
+        """What the actor's rank 0 says it sent, which must be as it was announced."""
+        sent = bodies.Exported.of(call.result()[0])
+        self._hashing.actor += sent.checksum_s
+        announced = {weight.name: weight for weight in self._announced}
+        for entry in sent.entries:
+            weight = announced.get(entry.name)
+            if weight is None or not entry.is_as(weight):
+                told = f"comes as {_shown(entry)}; announced was {_shown(weight)}"
+                raise SyncError(f"weight {entry.name} {told}", hint=_HINT)
+        return sent.entries
+
+    def _compare(self, call: Call, entries: Sequence[bodies.SentWeight]) -> list[str]:
+        sent = {entry.name: entry.checksum for entry in entries}
+        answers = [bodies.Imported.of(answer) for answer in call.result()]
+        self._hashing.add_rollouts(answers)
+        for replica, answer in enumerate(answers):
+            for name, expected in sent.items():
+                actual = answer.checksums.get(name)
+                if actual != expected:
+                    differs = f"actor {expected}, rollout {replica} {actual}"
+                    raise SyncError(f"weight {name} differs after the sync: {differs}", hint=_HINT)
+        return list(sent)
+
+    def _probe(self, step: int | None) -> tuple[float, float]:
+        """Largest log-prob difference over the probe's tokens and all replicas, and the seconds that both sides took.
+        One side after the other: at once, on a CPU that they share, they take twice as long. On shared devices the
+        trainers hand theirs over in between, which is not counted."""
+        tensors = self.probe_batch.columns
+        started = time.perf_counter()
+        expected_T = self.actor.call(Verb.PROBE, tensors=tensors, step=step)[0].tensors["logprob_T"]
+        handover_s = 0.0
+        if self.residency.shared:
+            before = time.perf_counter()
+            self.residency.enter("rollout", step=step)
+            handover_s = time.perf_counter() - before
+        replies = self.rollout.call(Verb.PROBE, bodies.Probe(temperature=self.temperature), tensors=tensors, step=step)
+        seconds = time.perf_counter() - started - handover_s
+        return self._worst_gap(expected_T, replies), seconds
+
+    def _worst_gap(self, expected_T: NDArray[Any], answers: Sequence[Message]) -> float:
+        worst = 0.0
+        for replica, answer in enumerate(answers):
+            gap = float(np.max(np.abs(answer.tensors["logprob_T"] - expected_T)))
+            if not gap <= self.max_gap:  # also catches nan
+                raise SyncError(
+                    f"every weight arrived with the right bytes, but rollout {replica} does not behave like the actor: "
+                    f"log-probs of the probe differ by {gap:.3g} (allowed {self.max_gap:.3g})",
+                    hint="the rollout engine computes with other weights than it reports (packed, cached or tied "
+                    "copies), or in another precision; if the precision is meant, raise rollout.max_probe_gap",
+                )
+            worst = max(worst, gap)
+        return worst
+
+
+_HINT = "a weight was lost or changed on its way; nothing was sampled with it. Resume from the last checkpoint."
+
+
+def _shown(weight: bodies.WireWeight | None) -> str:
+    return f"{weight.dtype} {weight.shape} ({weight.nbytes} bytes)" if weight else "nothing of that name"
+
+
+def probe_batch(vocab: int) -> Batch:
+    """A few short, fixed token sequences, the same in every run of a vocabulary."""
+    rng = np.random.default_rng(20_240_229)
+    tokens_T: NDArray[np.int64] = rng.integers(0, vocab, PROBE_SEQUENCES * PROBE_TOKENS)
+    return Batch({"tokens_T": tokens_T, "length_B": np.full(PROBE_SEQUENCES, PROBE_TOKENS, dtype=np.int64)})

@@ -1,0 +1,1 @@
+"""`rlctl plan`: how much memory each role takes, and whether it fits."""

@@ -1,0 +1,109 @@
+"""What a forward and a backward pass keep: estimates, held against measured peaks (docs/memory.md).
+
+T: tokens of a micro-batch, E: hidden size, I: width of the MLP, D: head size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specs.memory_parts import DTYPE_BYTES, Moment, Part
+from specs.model_facts import ModelFacts
+from specs.schema.spec import DType
+
+_FP32 = 4
+_LEARN: frozenset[Moment] = frozenset({"train"})
+# RMSNorms that backends/train/rms_norm.py computes on the CPU in fp32, keeping less.
+_LEAN_NORMS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What decides how much a micro-batch keeps. `trains_head`: its weight gets a gradient (not with LoRA)."""
+
+    facts: ModelFacts
+    config: Mapping[str, Any]  # config.json
+    dtype: DType
+    device: str
+    tokens: int  # T
+    longest: int  # tokens of the longest sequence
+    logits_chunk: int
+    attention: str
+    recompute: bool
+    trains_head: bool = True
+    entropy: bool = False
+
+    @property
+    def size(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def mlp_width(self) -> int:
+        """I: of all experts that a token visits."""
+        facts, config = self.facts, self.config
+        if not facts.experts:
+            return facts.intermediate_size or 4 * facts.hidden_size
+        inner = int(config.get("moe_intermediate_size") or facts.intermediate_size)
+        return inner * int(config.get("num_experts_per_tok", 2)) + int(config.get("shared_expert_intermediate_size", 0))
+
+
+def learning_parts(work: Pass) -> Iterator[Part]:
+    """Of a forward pass with its backward pass."""
+    layers, width = work.facts.layers, work.facts.hidden_size
+    kept = _layer_bytes(work)
+    row = work.tokens * width * work.size
+    outside = 3 * row  # embeddings, the last norm
+    activations = layers * row + kept if work.recompute else layers * kept
+    yield Part("activations", activations + outside, _LEARN)
+    # The head runs when all that is kept is there, but for the layer that is recomputed; a layer's backward pass when
+    # the layer's own activations are there too.
+    logits, backward = _head_bytes(work) - (kept if work.recompute else 0), _backward_bytes(work)
+    name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
+    yield Part(name, max(logits, backward), _LEARN)
+
+
+def scoring_parts(work: Pass) -> Iterator[Part]:
+    """Of a forward pass alone: log-probs."""
+    yield Part("forward pass", max(_forward_bytes(work), _scored_bytes(work)), _LEARN)
+
+
+def _scored_bytes(work: Pass) -> int:
+    return min(work.logits_chunk, work.tokens) * work.facts.vocab_size * 3 * _FP32
+
+
+def _layer_bytes(work: Pass) -> int:
+    """What autograd keeps of a decoder layer: inputs of its linear layers, norms, attention and activation."""
+    facts, size = work.facts, work.size
+    lean = facts.model_type in _LEAN_NORMS and work.device == "cpu" and work.dtype == "fp32"
+    norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size)
+    query, key = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    # Queries, keys, values and the output, which is kept once more in the order of the row.
+    attention = (3 * query + 2 * key) * size
+    if work.attention == "eager":
+        attention += facts.heads * work.longest * (_FP32 + 2 * size)
+    experts = 2 * facts.hidden_size * int(work.config.get("num_experts_per_tok", 2)) if facts.experts else 0
+    return work.tokens * (norms + attention + (4 * work.mlp_width + experts) * size)
+
+
+def _backward_bytes(work: Pass) -> int:
+    """Gradients under way in a layer, on top of what it kept."""
+    return work.tokens * (2 * work.mlp_width + 2 * work.facts.hidden_size) * work.size
+
+
+def _forward_bytes(work: Pass) -> int:
+    """A layer that keeps nothing."""
+    return work.tokens * (3 * work.mlp_width + 4 * work.facts.hidden_size) * work.size
+
+
+def _head_bytes(work: Pass) -> int:
+    """One chunk of logits with what the loss makes of it, and the gradients of hidden states and of the head."""
+    chunk, vocabulary = min(work.logits_chunk, work.tokens), work.facts.vocab_size
+    copies = 5 if work.entropy else 4  # logits, log-probs, probabilities, products of them
+    logits = chunk * vocabulary * copies * _FP32
+    weight = 0
+    if work.trains_head:
+        sums = 2 if work.tokens > chunk else 1
+        weight = vocabulary * work.facts.hidden_size * (sums * _FP32 + (work.size if work.dtype == "bf16" else 0))
+    return logits + weight + 2 * work.tokens * work.facts.hidden_size * work.size

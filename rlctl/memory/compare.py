@@ -1,0 +1,57 @@
+"""What `rlctl plan` said of a run's roles against the most that their ranks have held: `memory.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TypedDict
+
+from rlctl.memory.host_memory import gpu_memory_GiB
+from rlctl.memory.memory_plan import plan_memory
+from rlctl.processes.groups import Group
+from specs.errors import SpecError
+from specs.memory_parts import GIB
+from specs.schema.spec import Spec
+
+FILE = "memory.json"
+
+
+class Compared(TypedDict):
+    """GiB of the rank that held most, without what a process holds before it builds its model."""
+
+    planned_GiB: float
+    used_GiB: float
+
+
+def planned_bytes(spec: Spec, spec_dir: Path) -> dict[str, int]:
+    """Role → the peak of a rank, as planned. Empty where the shape of a model is not known on
+    this machine; without roles whose engines do not say what they hold."""
+    gpus = any(spec.role(role).devices for role in spec.roles)
+    try:
+        plan = plan_memory(spec, spec_dir, gpu_GiB=gpu_memory_GiB()[0] if gpus else 0.0, host_GiB=0.0)
+    except SpecError:
+        return {}
+    return {role.role: role.measurable_bytes for role in plan.roles if not role.not_known}
+
+
+def compare(planned: Mapping[str, int], groups: Mapping[str, Group]) -> dict[str, Compared]:
+    """Roles that were planned and whose ranks have said what they held. (A server beside the role's process, as
+    SGLang's, does not.)"""
+    return {
+        role: {"planned_GiB": nbytes / GIB, "used_GiB": groups[role].used_GiB}
+        for role, nbytes in planned.items()
+        if groups[role].used_GiB > 0
+    }
+
+
+def write(compared: Mapping[str, Compared], run_dir: Path) -> None:
+    """Nothing where the disk refuses: the error that a person must see is the run's own."""
+    with suppress(OSError):
+        (run_dir / FILE).write_text(json.dumps(compared, indent=2) + "\n", encoding="utf-8")
+
+
+def line(compared: Mapping[str, Compared]) -> str:
+    """`actor 0.31 GiB (planned 0.29), rollout …`."""
+    return ", ".join(f"{role} {c['used_GiB']:.2f} GiB (planned {c['planned_GiB']:.2f})" for role, c in compared.items())

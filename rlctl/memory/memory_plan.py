@@ -1,0 +1,170 @@
+"""`rlctl plan`: who holds how much, when, and whether it fits. Needs `config.json` of the models, no torch, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.memory.activations import Pass, learning_parts, scoring_parts
+from rlctl.memory.places import Place, places_of
+from rlctl.memory.role_memory import RoleMemory
+from rlctl.memory.role_models import Model, find_model
+from rlctl.processes.placement import make_plan
+from specs.memory_parts import DTYPE_BYTES, GIB, MOMENTS, Moment, Part
+from specs.rules.transport_rules import choose_transport
+from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
+from specs.schema.engines.held_model import HeldTrainer, Replica
+from specs.schema.mesh import devices_of_a_process
+from specs.schema.roles import ACTOR, ROLES, RoleName
+from specs.schema.spec import ModelRole, Spec
+from workers.transports.base import BLOCK_BYTES, BLOCKS
+
+CONTEXT_GIB = 0.7  # of a process on a GPU: CUDA context and kernels
+COLLECTIVES_GIB = 0.3  # NCCL's buffers, where several ranks compute together
+PROCESS_GIB = 0.6  # of a process on the CPU: Python, torch, transformers
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    roles: tuple[RoleMemory, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def not_known(self) -> tuple[RoleMemory, ...]:
+        """Roles whose engines do not say all that they hold."""
+        return tuple(role for role in self.roles if role.not_known)
+
+    def fits(self, phases: Sequence[Moment] = MOMENTS, *, kind: str = "", share: float = 1.0) -> bool:
+        """Whether places (of a kind, or all) whose memory is known hold what is planned, in that share of it."""
+        places = [place for place in self.places if place.memory and kind in ("", place.kind)]
+        return all(place.bytes_in(phase) <= share * place.memory for place in places for phase in phases)
+
+
+def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, may_build: bool = False) -> MemoryPlan:
+    """`gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. `may_build`: a model of an unknown family
+    is built without memory, in a process with torch. Raises SpecError where a model's shape cannot be found out."""
+    colocated = make_plan(spec, spec_dir, cores=1).colocated
+    roles = tuple(_roles(spec, spec_dir, colocated, gpu_GiB, may_build))
+    return MemoryPlan(roles, tuple(places_of(spec, roles, gpu_GiB, host_GiB)))
+
+
+def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float, may_build: bool) -> Iterator[RoleMemory]:
+    for name in spec.roles:
+        section: Any = spec.role(name)
+        if not ROLES[name].holds_model or section.engine.negligible_memory:
+            continue
+        device = "cuda" if section.devices else "cpu"
+        parts: list[Part] = []
+        source, open_ = "", tuple(_left_open(section.engine))
+        if len(open_) < len(_QUESTIONS):  # else no formula needs the model's shape
+            model = find_model(spec, name, spec_dir, may_build=may_build)
+            source = model.tensors.source
+            if ROLES[name].samples:
+                parts += _rollout(spec, model, colocated, gpu_GiB if section.devices else 0.0)
+            else:
+                held = _trainer(spec, name, section, model, device)
+                parts += [piece for part in held for piece in _leaving(part, colocated, device)]
+        parts += _process(device, section.processes if ROLES[name].together else 1)
+        width = devices_of_a_process(section)
+        kind = section.engine.kind
+        yield RoleMemory(name, kind, section.processes, device, width, tuple(parts), source, open_)
+
+
+_QUESTIONS = {"memory": "weights and all that follows from them", "model_of": "activations"}
+
+
+def _left_open(engine: EngineTable) -> Iterator[str]:
+    """What of its memory an engine's table does not say, in words. A rollout's formula is whole."""
+    for question, what in _QUESTIONS.items():
+        if not answered(type(engine), question) and not (isinstance(engine, RolloutTable) and question == "model_of"):
+            yield what
+
+
+def _process(device: str, ranks: int) -> list[Part]:
+    if device == "cpu":
+        return [Part("process and libraries", int(PROCESS_GIB * GIB), context=True)]
+    context = CONTEXT_GIB + (COLLECTIVES_GIB if ranks > 1 else 0.0)
+    return [Part("CUDA context, collectives", int(context * GIB), context=True)]
+
+
+def _rollout(spec: Spec, model: Model, colocated: bool, gpu_GiB: float) -> Iterator[Part]:
+    replica = Replica(
+        parallel=devices_of_a_process(spec.rollout),
+        tensors=model.tensors,
+        facts=model.facts,
+        dtype=spec.rollout_dtype,
+        sequences=max(-(-spec.samples_per_step // spec.rollout.processes), spec.eval.prompts if spec.eval else 0),
+        max_sequence_tokens=spec.max_sequence_tokens,
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        gpu_GiB=gpu_GiB,
+        colocated=colocated,
+        lora=spec.actor.lora if spec.rollout_applies_adapters else None,
+    )
+    yield from spec.rollout.engine.memory(replica) or ()
+
+
+def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str) -> Iterator[Part]:
+    mini_batch_tokens = spec.samples_per_step // spec.algorithm.mini_batches_per_step * spec.max_sequence_tokens
+    share = max(spec.max_sequence_tokens, mini_batch_tokens // section.processes)
+    held = HeldTrainer(
+        tensors=model.tensors,
+        dtype=section.dtype,
+        ranks=section.processes,
+        device=device,
+        optimizer=section.optimizer if ROLES[role].learns else None,
+        lora=getattr(section, "lora", None),
+        several_micro_batches=share > section.micro_batch_tokens,
+    )
+    yield from section.engine.memory(held) or ()
+    if section.engine.model_of == "transformers":
+        work = _pass(spec, role, section, model, device, min(share, section.micro_batch_tokens))
+        yield from learning_parts(work) if ROLES[role].learns else scoring_parts(work)
+        if role == ACTOR:
+            yield from _sync(spec, model, device)
+
+
+def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: str, tokens: int) -> Pass:
+    return Pass(
+        facts=model.facts,
+        config=model.config,
+        dtype=section.dtype,
+        device=device,
+        tokens=tokens,
+        longest=spec.max_sequence_tokens,
+        logits_chunk=int(getattr(getattr(section, "engine", None), "logits_chunk_tokens", tokens)),
+        attention=spec.attention(role),
+        recompute=bool(getattr(section, "gradient_checkpointing", False)),
+        trains_head=getattr(section, "lora", None) is None,
+        entropy=spec.loss.entropy_coef != 0,
+    )
+
+
+def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
+    """A weight that is whole for a moment, in fp32 and as it travels, and the transport's ring, or its two buckets."""
+    size = DTYPE_BYTES[spec.rollout_dtype]
+    phases: frozenset[Moment] = frozenset({"sync"})
+    yield Part("largest weight, whole", model.tensors.largest * (4 + size), phases)
+    transport = choose_transport(spec)[0]
+    if transport == "shm":
+        yield Part("ring", BLOCKS * BLOCK_BYTES, phases, host=device != "cpu", first_rank=True)
+        return
+    whole, largest = model.tensors.elements * size, model.tensors.largest * size
+    bucket = max(min(int(spec.sync.bucket_MiB * 2**20), whole), largest)
+    travels_on_host = transport == "folder" and device != "cpu"
+    yield Part("buckets", 2 * bucket, phases, host=travels_on_host, first_rank=True)
+
+
+def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:
+    """A trainer's part on a shared device: while others sample it is in host memory, or gone. (On the CPU there is
+    nowhere to go.)"""
+    if not colocated or part.host or not (part.leaves or part.dropped) or "rollout" not in part.phases:
+        yield part
+    elif part.dropped:
+        yield replace(part, phases=part.phases - {"rollout"})
+    elif device == "cpu":
+        yield part
+    else:
+        yield replace(part, phases=part.phases - {"rollout"})
+        yield replace(part, name=f"{part.name}, offloaded", phases=frozenset({"rollout"}), host=True)

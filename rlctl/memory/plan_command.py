@@ -1,0 +1,219 @@
+"""The command `rlctl plan`: the plan as tables, a picture of the fullest device, what to change; or as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.memory.host_memory import gpu_memory_GiB, host_memory_GiB
+from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan
+from rlctl.memory.places import Place
+from rlctl.memory.role_memory import RoleMemory
+from rlctl.memory.suggest import USED_SHARE, Planner, Suggestion, suggestions
+from specs.errors import UsageError
+from specs.load.load import load_spec
+from specs.memory_parts import GIB, MOMENTS, Part, total
+from specs.schema.engines.held_model import ASLEEP_GIB
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_BAR = 48  # characters that a device's memory is wide
+_SHADES = "█▓▒░"
+
+
+def plan_command(
+    spec_path: Path, overrides: Sequence[str], *, gpu_GiB: float | None, host_GiB: float | None, as_json: bool
+) -> int:
+    """Print the plan. Returns 0 also when it does not fit: that is an answer. Raises SpecError for a broken spec."""
+    spec = load_spec(spec_path, list(overrides))
+    on_gpus = any(spec.role(role).devices for role in spec.roles)
+    notes = []
+    for option, value in (("--gpu-GiB", gpu_GiB), ("--host-GiB", host_GiB)):
+        if value is not None and value <= 0:
+            raise UsageError(f"{option} {value:g}: must be above 0", hint=f"e.g. {option} 80")
+    if on_gpus and gpu_GiB is None:
+        gpu_GiB, note = gpu_memory_GiB()
+        notes.append(note)
+    if host_GiB is None:
+        # Of GPU machines this one need not be an example.
+        host_GiB = 0.0 if on_gpus and not shutil.which("nvidia-smi") else host_memory_GiB()
+        if host_GiB == 0.0:
+            notes.append("memory of the hosts is not known: --host-GiB says it")
+    planner = Planner(spec, spec_path.absolute().parent, gpu_GiB or 0.0, host_GiB)
+    plan = planner.plan()
+    found = suggestions(planner, plan)
+    notes += assumptions(plan)
+    if as_json:
+        print(json.dumps(as_dict(plan, found, notes), indent=2, ensure_ascii=False))
+    else:
+        _print(plan, found, notes)
+    return 0
+
+
+def assumptions(plan: MemoryPlan) -> list[str]:
+    """What the numbers rest on."""
+    sources = dict.fromkeys(role.source for role in plan.roles if role.source)
+    said = [
+        f"what {role.role} holds is not known: the table of the engine {role.engine} has no formula for "
+        f"{' and '.join(role.not_known)} (docs/memory.md)"
+        for role in plan.not_known
+    ]
+    if not sources:
+        return said
+    said += [
+        f"parameters are known from {' and '.join(sources)}; weights, gradients, optimizer state and the caches of "
+        "samplers follow from them exactly, what is marked ~ is estimated (docs/memory.md)",
+        "activations and logits are those of a full micro-batch, sequences as long as they may be",
+    ]
+    if any(role.device == "cuda" for role in plan.roles):
+        said.append(f"a process takes {CONTEXT_GIB:g} GiB of a GPU for its CUDA context, and NCCL some more")
+    if any(role.device == "cpu" for role in plan.roles):
+        said.append(f"a process on the CPU takes {PROCESS_GIB:g} GiB for Python, torch and transformers")
+    if any(part.name == "left while asleep" for role in plan.roles for part in role.parts):
+        said.append(f"a sampler keeps {ASLEEP_GIB:g} GiB of a GPU while it sleeps")
+    if plan.roles:
+        said.append("reward processes, the driver and the system are not counted")
+    return said
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_dict(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str]) -> dict[str, Any]:
+    """The plan as JSON; sizes in bytes."""
+    return {
+        "fits": None if plan.fits() and plan.not_known else plan.fits(),
+        "roles": {role.role: _role(role) for role in plan.roles},
+        "places": [_place(place) for place in plan.places],
+        "suggestions": [asdict(suggestion) for suggestion in found],
+        "assumptions": list(notes),
+    }
+
+
+def _role(role: RoleMemory) -> dict[str, Any]:
+    return {
+        "engine": role.engine,
+        "ranks": role.ranks,
+        "device": role.device,
+        "not_known": list(role.not_known),
+        "phases": None if role.not_known else {phase: total(role.on_device, phase) for phase in MOMENTS},
+        "host_phases": None if role.not_known else {phase: total(role.on_host, phase) for phase in MOMENTS},
+        "measurable_peak": None if role.not_known else role.measurable_bytes,
+        "parts": [
+            {
+                "name": part.name,
+                "bytes": part.nbytes,
+                "phases": [phase for phase in MOMENTS if phase in part.phases],
+                "exact": part.exact,
+                "host": part.host,
+            }
+            for part in role.parts
+        ],
+    }
+
+
+def _place(place: Place) -> dict[str, Any]:
+    return {
+        "kind": place.kind,
+        "names": list(place.names),
+        "phases": {phase: place.bytes_in(phase) for phase in MOMENTS},
+        "roles": place.phases[place.fullest],
+        "fullest": place.fullest,
+        "memory": place.memory,
+        "not_known": list(place.not_known),
+        "fits": place.fits,
+    }
+
+
+# ── for the person ────────────────────────────────────────────────────────────────────────────────
+
+
+def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str]) -> None:
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    if not plan.roles:
+        out.print("fake engines hold no model: there is nothing to plan")
+        return
+    out.print(_table(plan))
+    out.print()
+    for place in plan.places:
+        _print_place(out, place)
+    for suggestion in found:
+        out.print(_said(suggestion), soft_wrap=True)
+    if found:
+        out.print()
+    for note in notes:
+        out.print(f"· {note}", style="dim", soft_wrap=True)
+
+
+def _table(plan: MemoryPlan) -> Table:
+    from rich.table import Table
+
+    table = Table("role", "held by", "GiB of one rank", box=None, pad_edge=False)
+    for phase in MOMENTS:
+        table.add_column(phase, justify="right")
+    for role in plan.roles:
+        where = "GPU" if role.device == "cuda" else "CPU"
+        shown = [part for part in role.parts if part.nbytes >= GIB / 200]
+        table.add_row(role.role, f"{role.ranks} × {role.engine}, {where}", "", style="bold")
+        for part in shown:
+            place = " (host)" if part.host else ""
+            table.add_row("", "", f"{'  ' if part.exact else '~ '}{part.name}{place}", *_cells(part))
+        for what in role.not_known:
+            table.add_row("", "", f"? {what}", *["not known"] * len(MOMENTS), style="bold yellow")
+        least = "≥ " if role.not_known else ""
+        totals = (f"{least}{total(role.on_device, phase) / GIB:.2f}" for phase in MOMENTS)
+        table.add_row("", "", "  together" + (", on the GPU" if role.device == "cuda" else ""), *totals)
+    return table
+
+
+def _cells(part: Part) -> list[str]:
+    return [f"{part.nbytes / GIB:.2f}" if phase in part.phases else "–" for phase in MOMENTS]
+
+
+def _print_place(out: Console, place: Place) -> None:
+    """A bar of the fullest phase, each role in its own shade."""
+    name = (
+        place.names[0] if len(place.names) == 1 else f"{place.names[0]} … {place.names[-1]} ({len(place.names)} alike)"
+    )
+    held = {role: nbytes for role, nbytes in place.phases[place.fullest].items() if nbytes}
+    whole = max(place.memory, place.peak, 1)
+    bar = "".join(_SHADES[i % len(_SHADES)] * round(_BAR * n / whole) for i, n in enumerate(held.values()))
+    edge = round(_BAR * place.memory / whole) if place.memory else 0
+    bar = bar.ljust(_BAR, "·")[:_BAR]
+    if place.memory and edge < _BAR:
+        bar = f"{bar[:edge]}|{bar[edge:]}"
+    parts = "  ".join(f"{_SHADES[i % len(_SHADES)]} {role} {n / GIB:.1f}" for i, (role, n) in enumerate(held.items()))
+    out.print(f"{'' if place.kind == 'GPU' else 'host memory of '}{name}: {_verdict(place)}", soft_wrap=True)
+    out.print(f"  {bar}  {place.fullest}: {parts} GiB\n", markup=False, soft_wrap=True)
+
+
+def _verdict(place: Place) -> str:
+    used = f"{place.peak / GIB:.1f}"
+    open_ = f", and what {' and '.join(place.not_known)} holds is not known" if place.not_known else ""
+    if not place.memory:
+        return f"{'at least ' if open_ else ''}{used} GiB{open_}"
+    of = f"{used} of {place.memory / GIB:.1f} GiB"
+    if place.fits is False:
+        return f"[bold red]does not fit[/]: {of}{open_}"
+    if place.fits is None:
+        return f"[bold yellow]not known whether it fits[/]: at least {of}{open_}"
+    tight = place.peak > USED_SHARE * place.memory
+    return f"[bold yellow]fits with nothing to spare[/]: {of}" if tight else f"[green]fits[/]: {of}"
+
+
+def _said(suggestion: Suggestion) -> str:
+    now = f"{suggestion.now:g}" if suggestion.now < 1 else f"{suggestion.now:.0f}"
+    if suggestion.value is None:
+        return f"{suggestion.key} = {now}: {suggestion.why}"
+    value = f"{suggestion.value:g}" if suggestion.value < 1 else f"{suggestion.value:.0f}"
+    if value == now:
+        return f"{suggestion.key} = {now} is as large as it can be: {suggestion.why}"
+    return f"{suggestion.key} = {now} could be {value}: {suggestion.why}"

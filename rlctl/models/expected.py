@@ -1,0 +1,89 @@
+"""What the spec and the model's `config.json` say that a role's model must be.
+
+`rlctl check-config --probe` and every start of a run compare it with what was built (`rlctl/models/as_built_check.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.gpu import gpu_capability
+from rlctl.models.model_tensors import tensors_of_config
+from rlctl.models.paths import config_of, resolve_model
+from specs.attention import Decision
+from specs.model_facts import model_facts
+from specs.model_shapes import ModelTensors
+from specs.schema.mesh import built_mesh
+from specs.schema.roles import ROLES, RoleName
+from specs.schema.spec import Lora, Spec
+
+Expected = Mapping[str, Any]
+"""Fields of `ModelBuilt` → the value that they must have. What is left out is not known before the model is built."""
+
+
+def models_expected(
+    spec: Spec, spec_dir: Path, attention: Callable[[Spec, RoleName, Path], Decision | None]
+) -> dict[RoleName, Expected]:
+    """For every role that holds a model. A hub id is looked up as in `model_folder`. `attention`: what decides a role's
+    (`rlctl/preflight/role_attention.py`)."""
+    return {
+        role: _expected(spec, role, spec_dir, attention(spec, role, spec_dir))
+        for role in spec.roles
+        if ROLES[role].holds_model
+    }
+
+
+def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | None) -> Expected:
+    section: Any = spec.role(role)
+    path = resolve_model(spec.model_path(role), spec_dir)
+    expected: dict[str, Any] = {"path": str(path), "dtype": spec.dtype(role)}
+    if (mesh := built_mesh(section)) is not None:
+        expected["mesh"] = mesh
+    # On another host's GPU, or one that nobody could ask, `auto` may find what was not to be known here.
+    known = not section.devices or (section.nodes == 1 and gpu_capability() is not None)
+    if decision is not None and decision.implementation and (decision.asked != "auto" or known):
+        expected["attn_implementation"] = decision.implementation
+        if decision.implementation == "sdpa":
+            expected["attn_function"] = decision.function
+    if section.engine.attention is None and decision is not None and decision.asked != "auto":
+        expected["attn_implementation"] = decision.asked  # whether it does so is not known before
+    config = config_of(spec.model_path(role), spec_dir)
+    if section.engine.model_of == "bigram":
+        return expected | ({"vocab_size": config["vocab_size"]} if "vocab_size" in config else {})
+    if section.engine.model_of == "transformers":
+        expected |= _shape(config)
+        tensors = tensors_of_config(config)
+        if tensors is not None and "tied_embeddings" in expected:
+            expected["parameters"] = tensors.elements
+            expected["trainable_parameters"] = _learning(tensors, section) if ROLES[role].learns else 0
+    return expected
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config says in so many words; what it leaves to the default of its class is left out."""
+    facts = model_facts(config)
+    if facts is None:
+        return {}
+    shape: dict[str, Any] = {"hidden_size": facts.hidden_size, "layers": facts.layers}
+    if facts.vocab_size:
+        shape["vocab_size"] = facts.vocab_size
+    if any("tie_word_embeddings" in part for part in (config, config.get("text_config") or {})):
+        shape["tied_embeddings"] = facts.tied_embeddings
+    return shape
+
+
+def _learning(tensors: ModelTensors, section: Any) -> int:
+    """Elements that the optimizer changes: all, or two matrices beside each adapted one."""
+    lora: Lora | None = getattr(section, "lora", None)
+    if lora is None:
+        return tensors.elements
+    layers = [p for p in tensors.parameters if p.linear]
+    if "all-linear" not in lora.targets:
+        layers = [p for p in layers if _is_target(p.name.removesuffix(".weight"), lora)]
+    return sum(lora.rank * sum(layer.shape) for layer in layers)
+
+
+def _is_target(name: str, lora: Lora) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in lora.targets)

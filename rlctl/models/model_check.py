@@ -1,0 +1,184 @@
+"""Whether a model can be used: its config, tokenizer, weights and code. Reads JSON and file headers, of the hub only
+small files."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.hub import Folder, HubFolder, hub_snapshot, look_up, offline
+from rlctl.models.kinds import config_problem, kind_problem, quantized_problem
+from rlctl.models.paths import builtin_models, read_object, resolve_model
+from rlctl.models.tokenizer_files import check_chat_template, check_tokenizer
+from rlctl.models.weight_files import hub_weight_problems, weight_problems
+from specs.errors import Problem
+from specs.load.keys import closest
+from specs.schema.sections import DataSection
+from specs.text import show
+
+_REPAIR = "config.json is not the one that the model was trained with: copy it again"
+
+
+def _what_it_is(folder: Folder) -> str:
+    """A hint for a folder without a config.json: what else it may be."""
+    if (folder / "adapter_config.json").is_file():
+        return "merge the adapter into its base model first"
+    if isinstance(folder, Path):
+        if (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file():
+            return "rlctl export-checkpoint makes a model folder of a run's checkpoint"
+        inside = sorted(
+            file.parent for file in [*folder.glob("snapshots/*/config.json"), *folder.glob("*/config.json")]
+        )
+        if inside:
+            return f"did you mean {inside[0]}?"
+    return "check that it is a model folder"
+
+
+class ModelCheck:
+    """Findings about one model; `problems` refuse the run, `warnings` do not."""
+
+    def __init__(
+        self, key: str, path: str, spec_dir: Path, *, from_scratch: bool, remote_code: bool, tokenizer: bool
+    ) -> None:
+        self.key, self.path = key, path
+        self.from_scratch, self.remote_code, self.tokenizer = from_scratch, remote_code, tokenizer
+        self.problems: list[Problem] = []
+        self.warnings: list[Problem] = []
+        self.config: dict[str, Any] = {}  # with what `text_config` says of the language model of several in one
+        self.whole_config: dict[str, Any] = {}  # as written
+        self.folder: Folder | None = None
+        where = resolve_model(path, spec_dir)
+        if isinstance(where, Path):
+            self._check_folder(where)
+        else:
+            self._check_hub(where)
+
+    def _wrong(self, message: str, hint: str = "", key: str = "", value: str | None = None) -> None:
+        self.problems.append(Problem(key or self.key, message, hint, show(self.path) if value is None else value))
+
+    def _check_hub(self, hub_id: str) -> None:
+        snapshot = hub_snapshot(hub_id)
+        if snapshot is not None and (snapshot / "config.json").is_file():
+            self._check_folder(snapshot)
+            return
+        if offline():
+            self._wrong(
+                "no such folder, and not in the Hugging Face cache while HF_HUB_OFFLINE is set", "check the name"
+            )
+            return
+        found = look_up(hub_id)
+        if isinstance(found, HubFolder):
+            self._check_files(found)
+        elif found.refused:
+            self._wrong(found.why, found.hint)
+        else:
+            message = f"no such folder; taken as a hub id, which will be downloaded when the run starts. {found.why}"
+            hint = f'did you mean "builtin:{hub_id}"?' if hub_id in builtin_models() else found.hint
+            self.warnings.append(Problem(self.key, message, hint, show(self.path)))
+
+    def _check_folder(self, folder: Path) -> None:
+        name = self.path.removeprefix("builtin:")
+        if name != self.path and name not in builtin_models():
+            near = closest(name, builtin_models())
+            hint = f'did you mean "builtin:{near}"?' if near else f'write "builtin:{builtin_models()[0]}"'
+            self._wrong(f"no such built-in model; known: {', '.join(builtin_models())}", hint)
+            return
+        if not folder.is_dir():
+            what = "a file, not a model folder" if folder.exists() else "no such model folder"
+            if folder.is_symlink() and not folder.exists():
+                what = f"a symbolic link to {os.readlink(folder)}, which does not exist"
+            address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
+            hint = f'write "{address[1]}"' if address else "a relative path starts at the spec file's folder"
+            self._wrong(f"{what} ({folder})", hint)
+            return
+        self._check_files(folder, builtin=name != self.path)
+
+    def _check_files(self, folder: Folder, *, builtin: bool = False) -> None:
+        self.folder = folder
+        if not self._read_config(folder):
+            return
+        if self.tokenizer:
+            check_tokenizer(folder, self.config.get("vocab_size"), self._wrong)
+        if not self.from_scratch:
+            self._check_weights(folder, builtin)
+        self._check_code()
+
+    def _read_config(self, folder: Folder) -> bool:
+        if not (folder / "config.json").is_file():
+            self._wrong(f"no config.json in {folder}", _what_it_is(folder))
+            return False
+        config = read_object(folder / "config.json", self._wrong)
+        if config is None:
+            return False
+        if not isinstance(config.get("model_type"), str):
+            self._wrong("config.json has no model_type", "it must be the config of a Hugging Face model")
+            return False
+        self.whole_config = config
+        self.config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+        if wrong := config_problem(self.config):
+            self._wrong(*wrong)
+            return False
+        return self._heads_share_out()
+
+    def _heads_share_out(self) -> bool:
+        before = len(self.problems)
+        hidden, heads = self.config.get("hidden_size"), self.config.get("num_attention_heads")
+        kv_heads = self.config.get("num_key_value_heads")
+        if isinstance(heads, int) and heads > 0:
+            if isinstance(hidden, int) and hidden % heads and not self.config.get("head_dim"):
+                self._wrong(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}", _REPAIR)
+            if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+                self._wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}", _REPAIR)
+        return len(self.problems) == before
+
+    def _check_weights(self, folder: Folder, builtin: bool) -> None:
+        if builtin:
+            if self.key == "ref.model":
+                self._wrong("a built-in model has no weights", "leave it out for the actor's starting weights")
+                return
+            self._wrong(
+                "a built-in model has no weights", "set model.from_scratch = true", "model.from_scratch", "false"
+            )
+            return
+        if isinstance(folder, Path):
+            found = weight_problems(folder, self.config)
+        else:
+            found = hub_weight_problems(folder, self.config)
+        for message, hint in found:
+            self._wrong(message, hint)
+
+    def _check_code(self) -> None:
+        if self.remote_code or not self.config.get("auto_map"):
+            return
+        package = importlib.util.find_spec("transformers")
+        roots = list(package.submodule_search_locations or []) if package else []
+        native = self.config["model_type"].replace("-", "_")
+        if roots and not any((Path(root) / "models" / native).is_dir() for root in roots):
+            hint = "read that code, then set model.trust_remote_code = true"
+            self._wrong("needs Python code from the model folder", hint)
+
+    def check_kind(self, *, learns: bool, here: bool) -> None:
+        """Whether rlctl can train the model, by its kind; `here`: the role runs in this interpreter."""
+        if not self.whole_config:
+            return
+        wrong = kind_problem(self.whole_config, from_scratch=self.from_scratch) if here else None
+        if wrong is None and learns and not self.from_scratch:
+            wrong = quantized_problem(self.whole_config)
+        if wrong:
+            self.problems = [problem for problem in self.problems if problem.key != self.key]  # they follow from it
+            self._wrong(*wrong)
+
+    def check_length(self, max_sequence_tokens: int) -> None:
+        positions = self.config.get("max_position_embeddings")
+        if isinstance(positions, int) and max_sequence_tokens > positions:
+            message = f"more than the {positions} positions of {self.path}"
+            hint = "lower data.max_prompt_tokens or data.max_response_tokens"
+            self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))
+
+    def check_chat(self, data: DataSection) -> None:
+        """Its chat template, where its files can be looked at."""
+        if self.folder is not None:
+            check_chat_template(self.folder, self.path, data, self._wrong)

@@ -1,0 +1,167 @@
+"""Whether a model folder's weight files are complete and match its `config.json`.
+
+Only headers are read. Names and shapes are compared where they are known from the config
+(`rlctl/models/model_tensors.py`); of another family only the number of layers is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.hub import HubFolder
+from rlctl.models.model_tensors import tensors_of_config
+from specs.model_facts import model_facts
+from specs.model_shapes import ModelTensors
+from specs.safetensors_header import read_header
+
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
+AGAIN = "copy or download it again"
+LFS, LFS_HINT = "version https://git-lfs", "fetch it: `git lfs pull` in the model folder"
+OTHER_CONFIG = "the weights and config.json belong to different models: copy the whole folder again"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+Wrong = tuple[str, str]  # what is wrong, and a hint
+Shapes = dict[str, tuple[int, ...]]
+
+
+def weight_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Everything that is wrong with the safetensors files of a model folder."""
+    files, index, wrong = _weight_files(folder)
+    if wrong:
+        yield wrong
+        return
+    shapes: Shapes = {}
+    whole = True
+    for file in files:
+        try:
+            entries = read_header(file).entries
+        except (OSError, ValueError) as error:
+            whole = False
+            if _is_pointer(file):
+                yield f"{file.name} is a pointer of Git LFS, not the file itself", LFS_HINT
+            else:
+                yield f"{file.name} {_words(error)}", AGAIN
+            continue
+        held = {name: entry.shape for name, entry in entries.items()}
+        packed = [name for name, entry in entries.items() if name.endswith(".weight") and entry.dtype not in _FLOATS]
+        if packed and "quantization_config" not in config:
+            message = f"{packed[0]} is stored as {entries[packed[0]].dtype}, not as floating point"
+            yield message, "name the model that it was made from, in bf16 or fp32"
+        lacking = [name for name, where in index.items() if where == file.name and name not in held]
+        if lacking:
+            yield f"the index puts {lacking[0]} into {file.name}, which lacks it", AGAIN
+        shapes |= held
+    if whole and "quantization_config" not in config:  # packed weights have shapes of their own
+        yield from _differences(shapes, config)
+
+
+def hub_weight_problems(folder: HubFolder, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """What is wrong with a model's weights on the hub, judged by file names alone."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.there is False and index.there is False:
+        hint = "name a repository that has them as safetensors, or convert them: load once, then save_pretrained()"
+        yield "no model.safetensors on the hub; weights as pickle can run code and are never read", hint
+    if single.there or index.content is None:
+        return
+    try:
+        names = [str(name) for name in json.loads(index.content)["weight_map"]]
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"{index.name} on the hub cannot be read: {error!r}", "tell its owner, or name another model"
+        return
+    if wrong := _other_depth(names, config):
+        yield wrong
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(LFS)) == LFS.encode()
+
+
+def cut_short(file: Path) -> str:
+    """What is wrong with a safetensors file's frame, or ""."""
+    try:
+        read_header(file)
+    except (OSError, ValueError) as error:
+        return _words(error)
+    return ""
+
+
+def _words(error: Exception) -> str:
+    return f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], Wrong | None]:
+    """The files, the index (tensor → file name; empty where there is none), or what is wrong."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single], {}, None
+    if not index.is_file():
+        return [], {}, _no_weights(folder)
+    try:
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(placed.values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [], {}, (f"{index.name} cannot be read: not JSON with a weight_map", AGAIN)
+    if missing or not names:
+        wrong = f"{index.name} names {', '.join(missing) or 'no file'}, which are not in the folder"
+        return [], {}, (wrong, "copy the whole model")
+    return [folder / name for name in names], placed, None
+
+
+def _no_weights(folder: Path) -> Wrong:
+    pickles = [name for name in PICKLES if (folder / name).exists()]
+    pickles += sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        hint = "convert it: load it once with transformers and call save_pretrained()"
+        return f"weights only as pickle ({pickles[0]}), which can run code and is never read", hint
+    if shards := sorted(file.name for file in folder.glob("*.safetensors")):
+        return f"no model.safetensors.index.json, which says what lies in {shards[0]}", "copy the whole model"
+    hint = "set model.from_scratch = true to start from random weights"
+    return f"no model.safetensors in {folder}", hint
+
+
+def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Where weights and config differ: in the number of layers, else in the first shape."""
+    if wrong := _other_depth(shapes, config):
+        yield wrong
+        return
+    known = tensors_of_config(config)
+    for parameter in known.parameters if known else ():
+        stored = shapes.get(parameter.name)
+        if stored is not None and stored != parameter.shape:
+            message = f"{parameter.name} has shape {list(stored)}, but config.json means {list(parameter.shape)}"
+            yield message, OTHER_CONFIG
+            return
+    if known and not config.get("text_config") and (wrong := _lacking(shapes, known)):
+        yield wrong
+
+
+def _lacking(shapes: Shapes, known: ModelTensors) -> Wrong | None:
+    """Parameters that no file has. Names may lack their first part, as those of a model that was saved without a head;
+    experts are stored under other names than they are built."""
+    names = [parameter.name for parameter in known.parameters]
+    if any(".experts." in name for name in names):
+        return None
+    missing = [name for name in names if name not in shapes and name.partition(".")[2] not in shapes]
+    if not missing:
+        return None
+    if len(missing) > len(names) // 2:
+        found = next(iter(shapes), "none")
+        return f"the weights have other names than the model's: {missing[0]} is missing, {found} is there", OTHER_CONFIG
+    hint = "is it a causal language model, and are all its weight files there?"
+    return f"lacks {len(missing)} of the model's {len(names)} weights, first {missing[0]}", hint
+
+
+def _other_depth(names: Iterable[str], config: Mapping[str, Any]) -> Wrong | None:
+    facts = model_facts(config)
+    layers = 1 + max((int(found[1]) for name in names if (found := _LAYER.search(name))), default=-1)
+    if facts is None or not layers or layers == facts.layers:
+        return None
+    return f"the weights have {layers} layers, and config.json says {facts.layers}", OTHER_CONFIG

@@ -1,0 +1,133 @@
+"""Whether the data files, built-in tasks and hub ids that a spec names exist. Rows: `rlctl/preflight/data_rows.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import islice
+from pathlib import Path
+
+from rlctl.models.hub import hub_snapshot, offline
+from rlctl.models.paths import looks_like_hub_id
+from rlctl.preflight.data_rows import fault_of, missing_column
+from specs.builtin_tasks import BUILTIN_TASKS
+from specs.errors import Problem
+from specs.load.keys import closest
+from specs.schema.sections import DATA_SUFFIXES, is_hub_data
+from specs.schema.spec import Spec
+from specs.text import show
+
+
+def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings about the data files that a spec names."""
+    errors: list[Problem] = []
+    warnings: list[Problem] = []
+    sources = [("data.train", spec.data.train)]
+    if spec.eval is not None and spec.eval.data:
+        sources.append(("eval.data", spec.eval.data))
+    for key, source in sources:
+        found = _source(key, source, spec, spec_dir)
+        errors += found[0]
+        warnings += found[1]
+    return errors or _all_held_out(spec, spec_dir), warnings
+
+
+def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    value = show(source)
+    if source.startswith("builtin:"):
+        return _builtin(key, source, spec), []
+    file = spec_dir / Path(source).expanduser()
+    if "://" in source:
+        return [_address(key, source)], []
+    if file.is_symlink() and not file.exists():
+        hint = "repair the link, or name the file itself"
+        return [Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist", hint, value)], []
+    if file.is_dir():
+        return [Problem(key, "a folder, not a file", "name one file; rows of several can be joined", value)], []
+    if is_hub_data(source):
+        return _hub(key, source, file, spec_dir)
+    if file.suffix not in DATA_SUFFIXES:
+        hint = "write one JSON object per line into a file that ends in .jsonl"
+        return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
+    if not file.is_file():
+        hint = _where_it_may_be(file)
+        return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
+    fault = fault_of(file, spec)
+    if fault is None:
+        return [], []
+    problem = Problem(key, fault.message, fault.hint, value)
+    return ([], [problem]) if fault.of_a_row and spec.data.bad_rows == "drop" else ([problem], [])
+
+
+def _hub(key: str, source: str, file: Path, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    """A source that is a hub id, or a file of an unknown kind."""
+    value = show(source)
+    if file.name.endswith((".gz", ".zst", ".bz2", ".xz", ".zip")) and file.exists():
+        return [Problem(key, "compressed", "decompress it (gunzip, unzstd, …) and use the result", value)], []
+    if file.exists():
+        hint = "rename it, or convert it to JSON Lines"
+        return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
+    hub_id = source.partition(":")[0]
+    if not looks_like_hub_id(hub_id, spec_dir):
+        hint = "a relative path starts at the spec file's folder"
+        return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
+    if hub_snapshot(hub_id, "datasets") is not None:
+        return [], []
+    if offline():
+        message = "not in the Hugging Face cache while HF_HUB_OFFLINE is set"
+        return [Problem(key, message, "check the name", value)], []
+    hint = "check the name, and that this machine reaches the hub"
+    if hub_id in BUILTIN_TASKS:
+        hint = f'did you mean "builtin:{hub_id}"?'
+    return [], [Problem(key, "will be downloaded from the hub when the run starts", hint, value)]
+
+
+def _address(key: str, source: str) -> Problem:
+    """A URL where a file or a hub id is expected."""
+    found = re.fullmatch(r"(?:https?://huggingface\.co/datasets/|hf://(?:datasets/)?)([\w.-]+/[\w.-]+).*", source)
+    hint = f'write "{found[1]}"' if found else "download it, and name the file"
+    return Problem(key, "a URL, not a file or a hub id", hint, show(source))
+
+
+def _where_it_may_be(file: Path) -> str:
+    if "*" in file.name:
+        return "name one file; rows of several can be joined"
+    there = (
+        [other.name for other in file.parent.glob("*") if other.suffix in DATA_SUFFIXES] if file.parent.is_dir() else []
+    )
+    near = closest(file.name, there)
+    return f"did you mean {near}?" if near else "a relative path starts at the spec file's folder"
+
+
+def _builtin(key: str, source: str, spec: Spec) -> list[Problem]:
+    name = source.removeprefix("builtin:")
+    if name not in BUILTIN_TASKS:
+        near = closest(name, list(BUILTIN_TASKS))
+        hint = f'did you mean "builtin:{near}"?' if near else f'write "builtin:{next(iter(BUILTIN_TASKS))}"'
+        return [Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint, show(source))]
+    fault = missing_column(next(BUILTIN_TASKS[name]()), spec)
+    return [Problem(key, f"{name} {fault.message}", fault.hint, show(source))] if fault else []
+
+
+def _all_held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """An `eval.prompts` that leaves no row of `data.train` to train on. Reads only as many rows as it needs."""
+    held, source = spec.eval, spec.data.train
+    if held is None or held.data:
+        return []
+    file = spec_dir / Path(source).expanduser()
+    if (task := BUILTIN_TASKS.get(source.removeprefix("builtin:"))) is not None:
+        rows = sum(1 for _ in islice(task(), held.prompts + 1))
+    elif file.suffix == ".jsonl":
+        with file.open("rb") as stream:
+            rows = sum(1 for _ in islice((line for line in stream if line.strip()), held.prompts + 1))
+    elif file.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        rows = parquet.read_metadata(file).num_rows
+    else:
+        return []
+    if rows > held.prompts:
+        return []
+    message = f"holding them out leaves none of the {rows} rows of data.train to train on"
+    hint = f"use fewer than {rows}, or name another source in eval.data"
+    return [Problem("eval.prompts", message, hint, str(held.prompts))]

@@ -1,0 +1,164 @@
+"""Whether the rows of a data file parse and have the columns and types that the spec needs.
+
+Only the first rows are checked; the reward role reads all of them when a run starts.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specs.schema.rewards import ExactMatch, MathVerify
+from specs.schema.spec import Spec
+from specs.templates import template_columns
+
+ROWS_LOOKED_AT = 50
+_NAME_COLUMNS = "name the columns with data.prompt_column, data.answer_column or data.template"
+_NAME_ANOTHER = "name the column that holds it, or make it text in the file"
+_REPAIR = 'fix the row, or set data.bad_rows = "drop"'
+_OBJECT_PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
+_ANEW = "write the file again"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a data file, and what to do about it. `of_a_row`: a row that `data.bad_rows` may drop; its
+    message starts with `name:line`."""
+
+    message: str
+    hint: str = _REPAIR
+    of_a_row: bool = False
+
+    def at(self, file: Path, row: int) -> Fault:
+        """The same, of a row of a file, counted from 1."""
+        return replace(self, message=f"{file.name}:{row} {self.message}", of_a_row=True)
+
+
+def fault_of(file: Path, spec: Spec) -> Fault | None:
+    """The first thing that is wrong with a `.jsonl` or `.parquet` file and its first rows."""
+    try:
+        return _jsonl(file, spec) if file.suffix == ".jsonl" else _parquet(file, spec)
+    except OSError as error:
+        return Fault(f"cannot be read: {error.strerror or error}", _ANEW)
+
+
+def _jsonl(file: Path, spec: Spec) -> Fault | None:
+    rows = 0
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if rows == ROWS_LOOKED_AT:
+                break
+            if not line.strip():
+                continue
+            rows += 1
+            row = _parsed(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, first=number == 1)
+            if fault := row if isinstance(row, Fault) else missing_column(row, spec) or _unusable(row, spec):
+                return fault.at(file, number)
+    return None if rows else Fault("the file is empty", "write one JSON object per line into it")
+
+
+def _parquet(file: Path, spec: Spec) -> Fault | None:
+    if not _ends_are_parquet(file):
+        return Fault("not a Parquet file, or truncated", _ANEW)
+    import pyarrow.parquet as parquet  # costs a quarter second: only where there is such a file
+
+    try:
+        found = parquet.ParquetFile(file)
+    except (OSError, ValueError):  # pyarrow's own errors are kinds of these
+        return Fault("not a Parquet file, or damaged", _ANEW)
+    if found.metadata.num_rows == 0:
+        return Fault("the file is empty", "write rows into it, or name another file")
+    if fault := missing_column(found.schema_arrow.names, spec):
+        return fault
+    first = next(found.iter_batches(ROWS_LOOKED_AT, columns=needed_columns(spec)))
+    for number, row in enumerate(first.to_pylist(), 1):
+        if fault := _unusable(row, spec):
+            return fault.at(file, number)
+    return None
+
+
+def _ends_are_parquet(file: Path) -> bool:
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        head = stream.read(4)
+        stream.seek(max(0, size - 4))
+        return size >= 12 and head == stream.read(4) == b"PAR1"
+
+
+# ── a row ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parsed(line: bytes, *, first: bool) -> dict[str, Any] | Fault:
+    """The JSON object on a line, or what is wrong with the line."""
+    if line.startswith(b"\x1f\x8b"):
+        return Fault("is compressed (gzip)", "decompress it (gunzip) and use the result")
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Fault(f"is not UTF-8 (byte {error.start} of the line)", "save it as UTF-8")
+    except (ValueError, RecursionError) as error:
+        if first and line.strip() in (b"{", b"["):
+            return Fault("starts a list or an object that continues on the next line", _OBJECT_PER_LINE)
+        place = f" (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+        return Fault(f"is not JSON{place}: {line.decode('utf-8').strip()[:60]}")
+    if isinstance(row, list) and row and isinstance(row[0], dict):
+        return Fault("starts a list of objects", _OBJECT_PER_LINE)
+    return row if isinstance(row, dict) else Fault(f"is not a JSON object but {_type(row)}")
+
+
+def needed_columns(spec: Spec) -> list[str]:
+    """Columns that the prompt and the built-in rewards read."""
+    data = spec.data
+    columns = [*template_columns(data.template)] if data.template else [data.prompt_column]
+    if any(isinstance(term, ExactMatch | MathVerify) for term in spec.reward.terms):
+        columns.append(data.answer_column)
+    return list(dict.fromkeys(columns))
+
+
+def missing_column(has: Iterable[str], spec: Spec) -> Fault | None:
+    """The first needed column that the row lacks."""
+    missing = [name for name in needed_columns(spec) if name not in set(has)]
+    if not missing:
+        return None
+    return Fault(f"has no column {missing[0]!r}; it has {', '.join(map(repr, has)) or 'none'}", _NAME_COLUMNS)
+
+
+def _unusable(row: Mapping[str, Any], spec: Spec) -> Fault | None:
+    """What is wrong with the values of a row that has all columns."""
+    data = spec.data
+    for name in needed_columns(spec):
+        value = row[name]
+        if value is None:
+            return Fault(f"column {name!r} is null")
+        if name == data.prompt_column and not data.template and not isinstance(value, str | list):
+            return Fault(f"column {name!r} is {_type(value)}; a prompt is text or a list of messages", _NAME_ANOTHER)
+        if name == data.answer_column and not isinstance(value, str | int | float):
+            return Fault(f"column {name!r} is {_type(value)}; an answer is text or a number", _NAME_ANOTHER)
+    return None if data.template else _bad_prompt(row[data.prompt_column], spec)
+
+
+def _bad_prompt(prompt: str | list[Any], spec: Spec) -> Fault | None:
+    column, bare = f"column {spec.data.prompt_column!r}", spec.data.chat == "never"
+    if prompt == "" and bare:
+        return Fault(f"{column} is empty")
+    if isinstance(prompt, list) and bare:
+        hint = 'set data.chat = "auto", or write the prompt as text'
+        return Fault(f'{column} is a list of messages, and data.chat = "never"', hint)
+    if isinstance(prompt, list) and not (prompt and all(map(_is_message, prompt))):
+        return Fault(f"{column} is a list, but not of messages with role and content")
+    return None
+
+
+def _is_message(one: Any) -> bool:
+    return isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one
+
+
+def _type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)

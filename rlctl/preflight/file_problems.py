@@ -1,0 +1,146 @@
+"""Checks what a spec names on this machine: model, data, reward functions, interpreters, GPUs.
+
+Nothing is created, changed, imported or downloaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.model_check import ModelCheck
+from rlctl.models.tensor_parallel import adapter_problems, cut_problems
+from rlctl.models.vocabulary import vocabulary_problems
+from rlctl.preflight.data_files import check_data
+from rlctl.preflight.hostfile import hostfile_problems
+from rlctl.preflight.interpreters import interpreter_problems
+from rlctl.preflight.machine import machine_problems
+from rlctl.preflight.reward_files import reward_problems
+from rlctl.preflight.role_attention import role_attention_problems
+from specs.errors import Problem
+from specs.model_facts import model_facts
+from specs.schema.engines.engine_table import engine_of
+from specs.schema.roles import ACTOR, ROLES
+from specs.schema.spec import Spec
+from specs.text import show
+
+
+def file_problems(
+    spec: Spec, spec_dir: Path, *, starting: bool = False, run_dir: Path | None = None
+) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`: where
+    the run writes, when it is not where the spec says.
+
+    GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
+    """
+    errors, warnings, config = _models(spec, spec_dir)
+    data_errors, data_warnings = check_data(spec, spec_dir)
+    errors += data_errors + reward_problems(spec, spec_dir)
+    errors += interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver())
+    errors += role_attention_problems(spec, spec_dir)
+    errors += _launchers(spec) + hostfile_problems(spec, spec_dir)
+    warnings += data_warnings
+    (errors if starting else warnings).extend(_devices(spec))
+    here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
+    where = run_dir or Path(spec.run.dir).expanduser() / spec.run.name
+    machine = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
+    return [*errors, *machine[0]], [*warnings, *machine[1]]
+
+
+# ── models ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], dict[str, Any]]:
+    """Errors and warnings, and the main model's config.json ({} if it cannot be read)."""
+    model = spec.model
+    fake = spec.actor.engine.model_of == "bigram"
+    main = ModelCheck(
+        "model.path",
+        model.path,
+        spec_dir,
+        from_scratch=model.from_scratch or fake,
+        remote_code=model.trust_remote_code,
+        tokenizer=True,
+    )
+    others = {
+        role: ModelCheck(
+            f"{role}.model",
+            path,
+            spec_dir,
+            from_scratch=False,
+            remote_code=model.trust_remote_code,
+            tokenizer=False,
+        )
+        for role, section in spec.sections()
+        if role in spec.roles and (path := getattr(section, "model", ""))
+    }
+    if not fake:
+        for role, check in {ACTOR: main, **others}.items():
+            check.check_length(spec.max_sequence_tokens)
+            check.check_kind(learns=ROLES[role].learns, here=not spec.role(role).python)
+    main.check_chat(spec.data)
+    checks = [main, *others.values()]
+    errors = [problem for check in checks for problem in check.problems]
+    warnings = [problem for check in checks for problem in check.warnings]
+    for other in others.values():
+        token_errors, token_warnings = _tokens(main, other)
+        errors, warnings = errors + token_errors, warnings + token_warnings
+    if not fake:
+        errors += [*cut_problems(spec, main.config), *_engines(spec, main.config)]
+        errors += adapter_problems(spec, main.config)
+    return errors, warnings, main.config
+
+
+def _engines(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the engines cannot run in the main model."""
+    facts = model_facts(config)
+    for role, section in spec.sections():
+        engine = engine_of(section)
+        if facts is not None and engine is not None and spec.model_path(role) == spec.model.path:
+            yield from engine.model_problems(section, facts)
+
+
+def _tokens(actor: ModelCheck, other: ModelCheck) -> tuple[list[Problem], list[Problem]]:
+    """Whether another role's model has the actor's tokenizer and vocabulary."""
+    wanted, given = actor.config.get("vocab_size"), other.config.get("vocab_size")
+    if isinstance(wanted, int) and isinstance(given, int) and given < wanted:
+        message = f"its vocabulary ({given}) is smaller than the actor's ({wanted}): it cannot score the same tokens"
+        return [Problem(other.key, message, "use a model with the same tokenizer", show(other.path))], []
+    if actor.folder is None or other.folder is None or not other.config:
+        return [], []
+    return vocabulary_problems(actor.folder, other.folder, other.key, other.path)
+
+
+# ── launchers, devices ──────────────────────────────────────────────────────────────────────────────
+
+
+def _launchers(spec: Spec) -> list[Problem]:
+    """Launchers whose package is not installed here. Other interpreters are checked elsewhere."""
+    wanting = [
+        role
+        for role, section in spec.sections()
+        if ROLES[role].together and section.launcher == "deepspeed" and not section.python
+    ]
+    if not wanting or find_spec("deepspeed") is not None:
+        return []
+    hint = "scripts/setup-engine deepspeed adds it, and torchrun starts every engine too"
+    return [Problem(f"{role}.launcher", "deepspeed is not installed", hint, '"deepspeed"') for role in wanting]
+
+
+def has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _devices(spec: Spec) -> list[Problem]:
+    """Roles that ask for GPUs on a machine without an NVIDIA driver."""
+    asked = [(role, section) for role, section in spec.sections() if ROLES[role].holds_model and section.devices]
+    if not asked or has_nvidia_driver():
+        return []
+    message = "this machine has no NVIDIA driver"
+    return [
+        Problem(f"{role}.devices", message, "leave it out to run on the CPU", show(section.devices))
+        for role, section in asked
+    ]

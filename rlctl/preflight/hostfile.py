@@ -1,0 +1,78 @@
+"""The hosts of a run: a file with a line `host slots=N` for each, as DeepSpeed and MPI write it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from specs.errors import Problem, SpecError
+from specs.rules.node_rules import through_shell
+from specs.schema.spec import Spec
+from specs.text import show
+
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._:-]*)\s+slots=([1-9][0-9]*)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by its name or address, and how many processes of a role it takes."""
+
+    name: str
+    slots: int
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        hint = "a relative path starts at the spec file's folder"
+        raise SpecError([Problem("cluster.hostfile", f"cannot be read: {reason}", hint, f'"{path}"')]) from None
+    hosts: dict[str, Host] = {}
+    problems = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        wanted = line.partition("#")[0].strip()
+        if not wanted:
+            continue
+        found = _LINE.fullmatch(wanted)
+        if found is None:
+            problems.append(_problem(path, number, f"`{wanted}` is not a host", "write `host slots=N`, N at least 1"))
+        elif found[1] in hosts:
+            problems.append(_problem(path, number, f"{found[1]} is listed twice", "give each host one line"))
+        else:
+            hosts[found[1]] = Host(found[1], int(found[2]))
+    if problems:
+        raise SpecError(problems)
+    return list(hosts.values())
+
+
+def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """What the hostfile lacks for this spec."""
+    if spec.cluster is None or not spec.cluster.hostfile:
+        return []
+    path = spec_dir / Path(spec.cluster.hostfile).expanduser()
+    try:
+        hosts = read_hostfile(path)
+    except SpecError as error:
+        return error.problems
+    problems = []
+    for role, section in spec.sections():
+        if section.nodes == 1 or not through_shell(section):
+            continue
+        if len(hosts) < section.nodes:
+            named = f"{show(spec.cluster.hostfile)} names {len(hosts)}"
+            hint = f"add hosts to it, or set {role}.nodes = {max(1, len(hosts))}"
+            problems.append(Problem(f"{role}.nodes", named, hint, str(section.nodes)))
+        wanted = section.processes // section.nodes
+        for host in hosts[: section.nodes]:
+            if host.slots < wanted:
+                message = f"{wanted} of them go to each node, and {host.name} has slots={host.slots}"
+                hint = "raise slots in the hostfile, or use more nodes"
+                problems.append(Problem(f"{role}.processes", message, hint, str(section.processes)))
+    return problems
+
+
+def _problem(path: Path, number: int, message: str, hint: str) -> Problem:
+    return Problem("cluster.hostfile", f"line {number}: {message}", hint, f'"{path}"')

@@ -1,0 +1,120 @@
+"""What a run needs of the machine besides models, data and interpreters: commands, packages, disk, ports.
+
+Nothing is created or changed. What another machine may have is a warning, and an error where the run is to start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.model_tensors import tensors_of_config
+from specs.errors import Problem
+from specs.schema.roles import ROLES
+from specs.schema.spec import Spec
+from specs.text import show
+
+_GIB = 2**30
+_TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+ROOM = 1.2  # free space per what checkpoints take, below which a warning is due
+
+
+def machine_problems(
+    spec: Spec, spec_dir: Path, config: Mapping[str, Any], run_dir: Path, *, starting: bool, here: bool
+) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `run_dir`: where the
+    run writes. `starting`: the run begins now; `here`: nothing in the spec asks for another machine than this one."""
+    errors: list[Problem] = [*_tracking(spec), *_folders(spec, spec_dir, run_dir)]
+    warnings: list[Problem] = []
+    (errors if starting else warnings).extend(_ports(spec))
+    warnings += [] if starting else _commands(spec)  # the launcher knows better what it lacks
+    short, tight = _disk(spec, config, run_dir)
+    (errors if here else warnings).extend([] if errors else short)
+    return errors, [*warnings, *tight]
+
+
+def _commands(spec: Spec) -> list[Problem]:
+    wanting = [role for role, section in spec.sections() if ROLES[role].together and section.launcher == "srun"]
+    if not wanting or shutil.which("srun"):
+        return []
+    hint = 'start it inside a SLURM job, or write "torchrun"'
+    return [Problem(f"{role}.launcher", "this machine has no srun", hint, '"srun"') for role in wanting]
+
+
+def _tracking(spec: Spec) -> list[Problem]:
+    if spec.tracking is None or find_spec(package := _TRACKERS[spec.tracking.kind]) is not None:
+        return []
+    message = f"the package {package} is not installed"
+    return [Problem("tracking.kind", message, "pip install 'rlctl[tracking]'", show(spec.tracking.kind))]
+
+
+def _ports(spec: Spec) -> list[Problem]:
+    """Ports where the ranks of roles on several nodes meet, on this host."""
+    if spec.cluster is None or spec.actor.nodes == 1:
+        return []
+    port = spec.cluster.port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            hint = f"end what listens there, or set cluster.port = {port + 10 if port < 65000 else port - 10}"
+            return [Problem("cluster.port", f"cannot be listened on: {error.strerror}", hint, str(port))]
+    return []
+
+
+# ── folders and disk ──────────────────────────────────────────────────────────────────────────────
+
+
+def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
+    """Folders that the run writes to: they must be folders that this user may write, or be made in one."""
+    named = [("run.dir", spec.run.dir, run_dir.parent)]
+    if spec.sync.folder:
+        named.append(("sync.folder", spec.sync.folder, spec_dir / Path(spec.sync.folder).expanduser()))
+    weights_dir = Path(getattr(spec.rollout.engine, "weights_dir", ""))
+    if weights_dir.is_absolute():
+        named.append(("rollout.engine.weights_dir", str(weights_dir), weights_dir))
+    problems = []
+    for key, given, folder in named:
+        place = nearest_existing(folder)
+        if not place.is_dir():
+            problems.append(Problem(key, f"{place} is a file, not a folder", "name another folder", show(given)))
+        elif not os.access(place, os.W_OK | os.X_OK) or not shutil.disk_usage(place).total:
+            problems.append(Problem(key, f"{place} cannot be written to", "name another folder", show(given)))
+    return problems
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the closest folder above it that is there."""
+    path = Path(os.path.abspath(path))
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> tuple[list[Problem], list[Problem]]:
+    """(too little, hardly enough) room for the checkpoints that lie on the disk together: those kept, and one more
+    while it is written. Those of a run to resume are there already."""
+    each = checkpoint_bytes(spec, config)
+    there = len(list((run_dir / "checkpoints").glob("step_*")))
+    count = max(1, min(spec.checkpoint.keep + 1, -(-spec.run.steps // spec.checkpoint.every)) - there)
+    place = nearest_existing(run_dir)
+    free, needed = shutil.disk_usage(place).free, each * count
+    if not each or free >= ROOM * needed:
+        return [], []
+    message = (
+        f"{count} checkpoint{'s' if count > 1 else ''} of {each / _GIB:.3g} GiB take {needed / _GIB:.3g} GiB, "
+        f"and {place} has {free / _GIB:.3g} GiB free"
+    )
+    hint = "free some space, lower it, or set run.dir"
+    problem = Problem("checkpoint.keep", message, hint, str(spec.checkpoint.keep))
+    return ([problem], []) if free < needed else ([], [problem])
+
+
+def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:
+    """Size of one checkpoint; 0 where it is not known or small (adapters)."""
+    tensors = tensors_of_config(config) if config and spec.actor.lora is None else None
+    return (spec.actor.engine.checkpoint_bytes or 0) * tensors.elements if tensors else 0

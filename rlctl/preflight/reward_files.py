@@ -1,0 +1,78 @@
+"""Reward functions that a spec names, as far as they can be graded without running them: the file is only parsed.
+
+`rlctl check-config` runs them too, in a process of their own (`rlctl/check/reward_import.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+from specs.errors import Problem
+from specs.load.keys import closest
+from specs.schema.rewards import Function
+from specs.schema.spec import Spec
+from specs.text import show
+
+
+def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """What is wrong with the files of the terms."""
+    problems = []
+    for index, term in enumerate(spec.reward.terms):
+        if isinstance(term, Function) and (found := _function(term.path, spec_dir)):
+            problems.append(Problem(f"reward.terms.{index}.path", found[0], found[1], show(term.path)))
+    return problems
+
+
+def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
+    """What is wrong with `file.py:name`, and a hint."""
+    name = path.rpartition(":")[2]
+    file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
+    if file.is_dir():
+        return f"{file} is a folder", "name a Python file in it"
+    if not file.is_file():
+        return f"no such file ({os.path.abspath(file)})", "a relative path starts at the spec file's folder"
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        return f"{file.name}:{error.lineno}: {error.msg}", "repair the file"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}", "make it a readable Python file"
+    names = _top_level_names(tree)
+    if name not in names:
+        near = closest(name, [known for known in names if known])
+        return (
+            f"{file.name} defines no {name}",
+            f"did you mean `{near}`?" if near else f"write def {name}(prompt, completion, row) in it",
+        )
+    node = names[name]
+    if isinstance(node, ast.AsyncFunctionDef):
+        return f"{name} is async", "write a plain function"
+    if isinstance(node, ast.FunctionDef) and not _takes_three(node.args):
+        return f"{name} must take three arguments", f"write def {name}(prompt, completion, row)"
+    return None
+
+
+def _top_level_names(tree: ast.Module) -> dict[str, ast.AST]:
+    """Names that the module binds, also inside `if` and `try`."""
+    names: dict[str, ast.AST] = {}
+    scopes: list[ast.AST] = list(tree.body)
+    while scopes:
+        node = scopes.pop(0)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[node.name] = node
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name: node for alias in node.names}
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] = node
+        scopes += list(ast.iter_child_nodes(node))
+    return names
+
+
+def _takes_three(arguments: ast.arguments) -> bool:
+    most = len(arguments.posonlyargs) + len(arguments.args)
+    least = most - len(arguments.defaults)
+    required_by_name = any(default is None for default in arguments.kw_defaults)
+    return least <= 3 and (most >= 3 or arguments.vararg is not None) and not required_by_name

@@ -1,0 +1,106 @@
+"""`rlctl init`: presets, and writing one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import specs
+from specs.errors import UsageError
+
+PRESET_FOLDER = Path(specs.__file__).parent / "presets"
+CHECKOUT = PRESET_FOLDER.parent.parent  # where scripts/setup-engine makes environments
+BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
+
+
+def presets() -> dict[str, Path]:
+    """Name → file of every preset that ships with rlctl."""
+    return {file.stem: file for file in sorted(PRESET_FOLDER.glob("*.toml"))}
+
+
+def summary(file: Path) -> str:
+    """The first sentence of a preset's opening comment."""
+    comment = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or not line.strip("# "):
+            break
+        comment.append(line.strip("# "))
+    return " ".join(comment).partition(". ")[0].rstrip(".")
+
+
+def print_presets() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("preset", "what it is", box=None, pad_edge=False)
+    for name, file in presets().items():
+        table.add_row(name, summary(file))
+    Console().print(table)
+
+
+def batch_script_of(spec: Path) -> Path:
+    """Where the batch script of a spec is written: beside it."""
+    return spec.with_suffix(".sbatch")
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises UsageError when a file is in the way."""
+    if target.exists():
+        raise _exists(target)
+
+
+def write_batch_script(spec: Path, *, force: bool) -> Path:
+    """Write the SLURM batch script that trains `spec` beside it, with hosts for its actor; returns the path.
+
+    Raises UsageError when a file is in the way, SpecError when the spec cannot be read.
+    """
+    from specs.load.load import load_spec
+
+    actor = load_spec(spec, []).actor
+    each = actor.processes // actor.nodes
+    gpus = f"#SBATCH --gpus-per-node={len(actor.devices)}\n" if actor.devices else ""
+    values = {"{name}": spec.stem, "{nodes}": str(actor.nodes), "{each}": str(each), "{gpus}": gpus}
+    text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
+    for word, value in values.items():
+        text = text.replace(word, value)
+    target = batch_script_of(spec)
+    _write(target, text, force=force)
+    return target
+
+
+def write_preset(name: str, target: Path, *, force: bool) -> None:
+    """Write preset `name` to `target`. Raises UsageError when there is none, or a file is in the way."""
+    known = presets()
+    if name not in known:
+        from specs.load.keys import closest
+
+        near = closest(name, list(known))
+        hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+        raise UsageError(f'--preset "{name}": no such preset', hint=hint)
+    _write(target, _with_interpreters(known[name].read_text(encoding="utf-8"), target), force=force)
+
+
+def _with_interpreters(text: str, target: Path) -> str:
+    """Presets name interpreters of `scripts/setup-engine` as seen from the checkout; elsewhere by their full path."""
+    if target.absolute().parent == CHECKOUT:
+        return text
+    named = re.compile(r'^python = "(\.venv-[^"]+)"', re.MULTILINE)
+    return named.sub(lambda found: f"python = {json.dumps(str(CHECKOUT / found[1]))}", text)
+
+
+def _write(target: Path, text: str, *, force: bool) -> None:
+    try:
+        with open(target, "w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise _exists(target) from None
+    except FileNotFoundError:
+        raise UsageError(f"{target.parent}: no such folder", hint=f"mkdir -p {target.parent}") from None
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+
+
+def _exists(target: Path) -> UsageError:
+    return UsageError(f"{target}: exists already", hint="name another file, or add --force")

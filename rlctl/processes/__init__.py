@@ -1,0 +1,1 @@
+"""Roles as processes: where they run, how they start, how they are called, and what happens when one fails."""

@@ -1,0 +1,131 @@
+"""A verb on its way: what was sent to each rank of a role, and what has come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from specs.errors import BatchError
+from specs.wire.batch import Batch
+from specs.wire.messages import COLUMNS, Kind, Message, Verb
+from specs.wire.wire_tensors import Buffer
+
+Body = BaseModel | Mapping[str, Any]  # one of specs/wire/bodies.py, or the JSON of one
+Tensors = Mapping[str, NDArray[np.generic]] | Batch
+# To the ranks of a role: the same to all of them, or one each.
+Bodies = Body | Sequence[Body] | None
+Blobs = Tensors | Sequence[Tensors] | None
+
+
+class Call:
+    """Handle of a posted verb. `result` waits; while it does, every rank of every role is watched."""
+
+    def __init__(
+        self,
+        verb: Verb,
+        number: int,
+        frames: list[list[Buffer]],
+        step: int | None,
+        timeout_s: float,
+        tick: Callable[[], None],
+        on_part: Callable[[Message], None] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
+        self.frames = frames  # as `ranks`; let go of once sent
+        self.ranks = tuple(range(len(frames)) if ranks is None else ranks)
+        self.answers: dict[int, Message] = {}
+        self.lost: set[int] = set()  # ranks that will not answer: they are lost (rlctl/processes/rank_states.py)
+        self.failed = False
+        self._deadline: float | None = None
+        self._on_part = on_part
+        self._tick = tick
+
+    @property
+    def done(self) -> bool:
+        """Every rank has answered, or will not."""
+        return not self.missing
+
+    @property
+    def sent(self) -> bool:
+        return self._deadline is not None
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not answered, but may."""
+        return [rank for rank in self.ranks if rank not in self.answers and rank not in self.lost]
+
+    @property
+    def overdue(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def result(self) -> list[Message]:
+        """Answers by rank. Raises RoleFailure when any rank of any role fails meanwhile, and RanksLost, when all others
+        have answered, if one of its own was lost that can be started again."""
+        while not self.done:
+            self._tick()
+        if self.lost:
+            raise RanksLost(self)
+        return [self.answers[rank] for rank in self.ranks]
+
+    def start(self) -> list[list[Buffer]]:
+        """The clock starts. Returns the frames to send, by rank."""
+        self._deadline = time.monotonic() + self.timeout_s
+        frames, self.frames = self.frames, []
+        return frames
+
+    def take(self, rank: int, message: Message) -> None:
+        """Hand on a PART, file an ANSWER."""
+        if message.kind is Kind.PART:
+            assert self._on_part is not None, f"nobody takes the parts of {self.verb}"
+            self._on_part(message)
+        else:
+            self.answers[rank] = message
+
+    def lose(self, rank: int) -> None:
+        """Wait for this rank no longer. What it has sent stands."""
+        if rank in self.ranks and rank not in self.answers:
+            self.lost.add(rank)
+
+
+class RanksLost(Exception):
+    """Some ranks that a call went to are gone, and can be started again; `call` has the answers of the others."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(f"lost in verb {call.verb}: ranks {sorted(call.lost)}")
+        self.call = call
+
+
+def frames_by_rank(verb: Verb, number: int, size: int, body: Bodies, tensors: Blobs) -> list[list[Buffer]]:
+    """A request's frames for each rank. What is the same for all ranks is written once."""
+    bodies, blobs = _per_rank("bodies", body, size), _per_rank("tensors", tensors, size)
+    made: dict[tuple[int, int], list[Buffer]] = {}
+    for one, columns in zip(bodies, blobs, strict=True):
+        key = (id(one), id(columns))
+        if key not in made:
+            body_json = one.model_dump(mode="json") if isinstance(one, BaseModel) else one
+            arrays = columns.columns if isinstance(columns, Batch) else columns
+            _require_columns(verb, arrays)
+            made[key] = Message(Kind.CALL, body_json, verb, number, arrays).frames()
+    return [made[id(one), id(columns)] for one, columns in zip(bodies, blobs, strict=True)]
+
+
+def _per_rank(what: str, value: Any, size: int) -> list[Any]:
+    if value is None:
+        value = {}
+    if isinstance(value, Mapping | BaseModel | Batch):
+        return [value] * size
+    assert len(value) == size, f"{len(value)} {what} for {size} ranks"
+    return list(value)
+
+
+def _require_columns(verb: Verb, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+    needs = COLUMNS[verb].needs if verb in COLUMNS else ()
+    missing = sorted(set(needs) - set(arrays))
+    if missing:
+        raise BatchError(f"{verb} needs the columns {', '.join(missing)}, which the batch does not have")

@@ -1,0 +1,243 @@
+"""The driver's end of the channel: one ROUTER socket, on loopback unless ranks are on other hosts.
+
+The driver may be busy for long (saving, plotting); its ranks still hear it, and it still notices their silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlctl.processes.handshake import Handshake, Member
+from specs.errors import ChannelError
+from specs.wire.wire_tensors import Buffer
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger("rlctl.processes.channel")
+
+_MAX_BEAT_S = 1.0
+_SILENCE_FACTOR = 4.0  # a rank gives a silent driver longer than the driver gives a rank: it may be stopped by Ctrl-Z
+_MIN_SILENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank has proven itself."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class Received:
+    """Frames of a proven rank, to be parsed by `specs.wire.messages.parse`."""
+
+    role: str
+    rank: int
+    frames: list[Buffer]
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A proven rank has given no sign of life for `seconds`."""
+
+    role: str
+    rank: int
+    seconds: float
+
+
+Event = Joined | Received | Silent
+
+
+@dataclass
+class _Peer:
+    member: Member
+    heard: float
+    reported: bool = False
+
+
+class Hub:
+    """Binds a free port of the address `host` at once, and of no other. `curve=True` encrypts, for ranks that are not
+    on this host's loopback.
+
+    `send` and `next` are for the driver's main thread, which uses the socket itself; a second thread beats and
+    listens while the first is busy. One lock passes the socket between them.
+    """
+
+    def __init__(
+        self,
+        *,
+        heartbeat_timeout_s: float = 30.0,
+        driver_silence_s: float | None = None,
+        host: str = "127.0.0.1",
+        curve: bool = False,
+        secret: str = "",
+    ) -> None:
+        import zmq  # here: `rlctl --help` must not pay for it
+
+        self.secret = secret or secrets.token_hex(32)
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self._beat_s = min(_MAX_BEAT_S, heartbeat_timeout_s / 4)
+        silence_s = driver_silence_s or max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
+        self._expected: dict[str, int] = {}
+        self._handshake = Handshake(self.secret, self._expected, {"beat_s": self._beat_s, "silence_s": silence_s})
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._server_key = _encrypt(self._router) if curve else ""
+        self.address = f"tcp://{host}:{_bind(self._router, host)}"
+        self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
+        self._events: deque[Event] = deque()
+        self._peers: dict[bytes, _Peer] = {}
+        self._identities: dict[tuple[str, int], bytes] = {}
+        self._looked = self._next_beat = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._stay_alive, name="channel", daemon=True)
+        self._thread.start()
+
+    @property
+    def refused(self) -> int:
+        """Connections turned away so far."""
+        return self._handshake.refused
+
+    def environment(self) -> dict[str, str]:
+        """What a rank needs to dial home."""
+        curve = {"RLCTL_CURVE_KEY": self._server_key} if self._server_key else {}
+        return {"RLCTL_ADDRESS": self.address, "RLCTL_SECRET": self.secret, **curve}
+
+    def expect(self, role: str, size: int) -> None:
+        """Let ranks 0 … size-1 of a role in. Nobody else is."""
+        self._expected[role] = size
+
+    def send(self, role: str, rank: int, frames: list[Buffer]) -> None:
+        """Send a message's frames to a rank; never waits. To a rank that is gone it is lost."""
+        with self._lock:
+            self._post(self._identities.get((role, rank)), frames)
+
+    def forget(self, role: str, rank: int) -> None:
+        """A rank is gone for good: nothing more is heard of it, and a new process may take its place."""
+        with self._lock:
+            self._peers.pop(self._identities.pop((role, rank), b""), None)
+            self._handshake.forget(role, rank)
+            self._events = deque(event for event in self._events if _place(event) != (role, rank))
+
+    def next(self, timeout_s: float) -> Event | None:
+        """The next event, or None when there is none in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if not self._events:
+                    self._pump(deadline)
+                if self._events:
+                    return self._events.popleft()
+            if time.monotonic() >= deadline:
+                return None
+
+    def close(self) -> None:
+        """Hang up. A second call does nothing."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(timeout=5)
+        with self._lock:
+            self._router.close(linger=500)
+            self._context.term()
+
+    def _stay_alive(self) -> None:
+        while not self._closing.wait(self._beat_s / 2):
+            # A lock that is not free is held by `next`, which pumps by itself.
+            if self._lock.acquire(timeout=self._beat_s):
+                try:
+                    self._pump(0.0)
+                finally:
+                    self._lock.release()
+
+    def _pump(self, until: float) -> None:
+        """Take in what comes until the time `until` or the next beat, whichever is first, and beat when it is time."""
+        from workers.connection import receive_all
+
+        wait_s = min(until, self._next_beat) - time.monotonic()
+        ready = self._router.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 0)
+        now = time.monotonic()
+        self._forgive(now - self._looked - 4 * self._beat_s)
+        self._looked = now
+        if ready:
+            for identity, *frames in receive_all(self._router):
+                self._hear(bytes(identity), frames, now)
+        if now >= self._next_beat:
+            self._beat(now)
+            self._next_beat = now + self._beat_s
+
+    def _hear(self, identity: bytes, frames: list[Buffer], now: float) -> None:
+        from workers.connection import BEAT_FRAMES
+
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.heard = now
+            if frames != BEAT_FRAMES:
+                self._events.append(Received(peer.member.role, peer.member.rank, frames))
+            return
+        outcome = self._handshake.hear(identity, frames)
+        if outcome.member is not None:
+            self._peers[identity] = _Peer(outcome.member, now)
+            self._identities[outcome.member.role, outcome.member.rank] = identity
+            self._events.append(Joined(outcome.member))
+        if outcome.reply is not None:
+            self._post(identity, outcome.reply.frames())
+
+    def _beat(self, now: float) -> None:
+        from workers.connection import BEAT_FRAMES
+
+        for identity, peer in self._peers.items():
+            self._post(identity, BEAT_FRAMES)
+            silent_s = now - peer.heard
+            if silent_s > self.heartbeat_timeout_s and not peer.reported:
+                peer.reported = True
+                self._events.append(Silent(peer.member.role, peer.member.rank, silent_s))
+
+    def _forgive(self, missed_s: float) -> None:
+        """Time in which this process did not listen (Ctrl-Z, a starved machine) is nobody's silence."""
+        if missed_s > 0:
+            for peer in self._peers.values():
+                peer.heard += missed_s
+
+    def _post(self, identity: bytes | None, frames: list[Buffer]) -> None:
+        import zmq
+
+        if identity is None:
+            return
+        try:
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # unroutable: the rank is gone, and its process's end is noticed elsewhere
+            log.debug("a message was not delivered: %s", error)
+
+
+def _place(event: Event) -> tuple[str, int]:
+    who = event.member if isinstance(event, Joined) else event
+    return who.role, who.rank
+
+
+def _bind(router: zmq.Socket[bytes], host: str) -> int:
+    import zmq
+
+    router.setsockopt(zmq.SNDHWM, 0)
+    router.setsockopt(zmq.RCVHWM, 0)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return router.bind_to_random_port(f"tcp://{host}")
+
+
+def _encrypt(router: zmq.Socket[bytes]) -> str:
+    """Make CURVE keys for this run; returns the public one. Who connects is proven by the secret, as without CURVE."""
+    import zmq
+
+    if not zmq.has("curve"):
+        raise ChannelError("this build of ZeroMQ cannot encrypt", hint="install a pyzmq wheel, which has CURVE")
+    public, private = zmq.curve_keypair()
+    router.curve_server = True
+    router.curve_secretkey = private
+    return public.decode()

@@ -1,0 +1,363 @@
+"""Roles as groups of ranks. The driver calls a verb on a group, one at a time, and gets an answer from every rank; it
+hears of any rank's failure wherever it waits."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TypedDict, Unpack
+
+from rlctl.processes.calls import Blobs, Bodies, Call, frames_by_rank
+from rlctl.processes.channel import Event, Hub, Joined, Silent
+from rlctl.processes.failures import (
+    JOINED_VERBS,
+    ROOT_CAUSE_GRACE_S,
+    Blame,
+    Evidence,
+    HeldErrors,
+    from_end,
+    from_error,
+)
+from rlctl.processes.handshake import Member
+from rlctl.processes.launch import Launcher, tail
+from rlctl.processes.placement import LOOPBACK, Plan
+from rlctl.processes.rank_states import Place, RankState, RankStates
+from specs.errors import Cause, ChannelError, RoleFailure
+from specs.wire.error_body import ErrorBody
+from specs.wire.messages import Kind, Message, Verb, parse
+
+_TICK_S = 0.1
+_EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
+_STACKS_S = 0.3  # time for a hung rank to write where it is into its log
+
+
+class Terms(TypedDict, total=False):
+    """Options of `Group.post` that `Group.call` takes too."""
+
+    step: int | None  # the RL step that it is part of: for the message when it fails
+    timeout_s: float | None  # seconds until a rank must have answered; unset: `run.verb_timeout_s`
+    ranks: Sequence[int] | None  # only these; unset: all
+
+
+class Group:
+    """All ranks of one role. One verb is in flight at a time; further ones wait in line."""
+
+    def __init__(self, role: str, size: int, groups: Groups) -> None:
+        self.role, self.size = role, size
+        self.line: deque[Call] = deque()  # the first is in flight
+        self._groups = groups
+        self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
+        self._number = 0
+
+    def call(self, verb: Verb, body: Bodies = None, tensors: Blobs = None, **terms: Unpack[Terms]) -> list[Message]:
+        """Ask every rank and wait; answers by rank. A single body or tensors go to all of them, a list one to each.
+
+        Raises RoleFailure, RanksLost, and BatchError when a column that the verb needs is not there.
+        """
+        return self.post(verb, body, tensors, **terms).result()
+
+    def post(
+        self,
+        verb: Verb,
+        body: Bodies = None,
+        tensors: Blobs = None,
+        *,
+        step: int | None = None,
+        timeout_s: float | None = None,
+        ranks: Sequence[int] | None = None,
+        on_part: Callable[[Message], None] | None = None,
+    ) -> Call:
+        """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line.
+
+        `on_part` gets each PART as it arrives, while the driver waits for whichever role. It may post, but not wait.
+        """
+        groups = self._groups
+        self._number += 1
+        frames = frames_by_rank(verb, self._number, self.size if ranks is None else len(ranks), body, tensors)
+        call = Call(verb, self._number, frames, step, timeout_s or groups.verb_timeout_s, groups.tick, on_part, ranks)
+        self.line.append(call)
+        self.send_next()
+        return call
+
+    def send_next(self) -> None:
+        """Send the first in line unless it is on its way."""
+        if self.line and not self.line[0].sent:
+            call, lost = self.line[0], self._groups.ranks.lost(self.role)
+            for rank, frames in zip(call.ranks, call.start(), strict=True):
+                if rank in lost:
+                    call.lose(rank)
+                else:
+                    self._groups.hub.send(self.role, rank, frames)
+            if call.done:
+                self.drop()
+
+    def take(self, rank: int, message: Message) -> None:
+        """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""
+        if self.line and self.line[0].number == message.call:
+            self.line[0].take(rank, message)
+            self.used_GiB = max(self.used_GiB, float(message.body.get("used_GiB", 0.0)))
+            if message.busy is not None:
+                self._groups.busy.append(message.busy)
+            if self.line[0].done:
+                self.drop()
+
+    def lose(self, rank: int, number: int | None = None) -> None:
+        """The verb in flight (only if it has this number) gets no answer from a rank."""
+        if self.line and self.line[0].sent and number in (None, self.line[0].number):
+            self.line[0].lose(rank)
+            if self.line[0].done:
+                self.drop()
+
+    def settle(self) -> None:
+        """Wait until no verb is in flight or in line."""
+        while self.line:
+            self._groups.tick()
+
+    def drop(self) -> None:
+        """The verb in flight is over."""
+        self.line.popleft()
+        self.send_next()
+
+
+class Groups:
+    """The processes of a run, by role. As a context manager it ends them all.
+
+    `on_tick` is called at least every 100 ms while waiting, and may raise (a person's Ctrl-C). `modules` names
+    "module:function" for roles whose handlers are not `workers/roles/<role>.py`. Use from the main thread.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        log_dir: Path,
+        *,
+        start_timeout_s: float = 300.0,
+        verb_timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 30.0,
+        on_tick: Callable[[], None] | None = None,
+        modules: Mapping[str, str] | None = None,
+        hub: Hub | None = None,
+    ) -> None:
+        self.plan = plan
+        far = bool(plan.address)
+        self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK, curve=far)
+        self.verb_timeout_s = verb_timeout_s
+        self.members: dict[tuple[str, int], Member] = {}
+        self.busy: list[tuple[float, float]] = []  # when ranks were at work, in no order
+        self.launcher = Launcher(log_dir, self.hub.environment())
+        self._start_timeout_s = start_timeout_s
+        self._on_tick = on_tick
+        self._modules = dict(modules or {})
+        self._groups: dict[str, Group] = {role.role: Group(role.role, role.processes, self) for role in plan.roles}
+        self._blame = Blame()
+        self.ranks = RankStates()  # no restarts unless allowed (rlctl/loop/recovery.py)
+        self._held = HeldErrors()
+        self._ended: set[str] = set()
+        self._ticked_at = 0.0
+        self._closed = False
+        self._overdue = False  # a rank did not answer in time
+
+    def __getitem__(self, role: str) -> Group:
+        return self._groups[role]
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(polite=kind is None)
+
+    def take_busy(self) -> list[tuple[float, float]]:
+        """When ranks were at work since the last call, in no order (seconds of the monotonic clock)."""
+        taken, self.busy = self.busy, []
+        return taken
+
+    def start(self, names: Sequence[str] | None = None) -> None:
+        """Launch roles (unset: all) and wait until every rank has proven itself. Raises RoleFailure, verb "start"."""
+        chosen = [plan for plan in self.plan.roles if names is None or plan.role in names]
+        for plan in chosen:
+            self.hub.expect(plan.role, plan.processes)
+            self.launcher.start(plan, module=self._modules.get(plan.role, ""))
+            self.ranks.started(plan.role, plan.processes)
+        self._wait_for([(plan.role, rank) for plan in chosen for rank in range(plan.processes)])
+
+    @contextmanager
+    def restart(self, role: str) -> Iterator[list[int]]:
+        """Start the lost ranks of a role again and wait until they have proven themselves; those that are lost again
+        meanwhile are not waited for. Verbs in line go to the other ranks first: a new process could not answer them.
+        Gives the ranks. They are running again when the block, in which they are built, ends; when it raises they are
+        lost as before. Raises RoleFailure as `start` does."""
+        self._groups[role].settle()
+        ranks = self.ranks.begin_restart(role)
+        finished = False
+        try:
+            for rank in ranks:
+                self._start_again(role, rank)
+            self._wait_for([(role, rank) for rank in ranks])
+            yield ranks
+            finished = True
+        finally:
+            self.ranks.end_restart(role, ranks, finished=finished)
+
+    def _start_again(self, role: str, rank: int) -> None:
+        self.launcher.kill(role, rank)  # there is one where a restart was broken off
+        self.members.pop((role, rank), None)
+        self.hub.forget(role, rank)
+        remark = f"{role} rank {rank} is started again"
+        self.launcher.start_again(self.plan.role(role), rank, module=self._modules.get(role, ""), remark=remark)
+
+    def _wait_for(self, places: Sequence[Place]) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while absent := [place for place in places if self._is_awaited(place)]:
+            if time.monotonic() > deadline:
+                late = f"did not join within {self._start_timeout_s:g} s"
+                hint = "raise run.start_timeout_s if it is only slow"
+                raise self._failure(Evidence(*absent[0], Cause.OVERDUE, late, hint=hint))
+            self.tick()
+
+    def _is_awaited(self, place: Place) -> bool:
+        return place not in self.members and self.ranks[place] is not RankState.LOST
+
+    def tick(self, timeout_s: float = _TICK_S) -> None:
+        """Wait up to `timeout_s` for something to happen and handle it. Raises RoleFailure."""
+        event = self.hub.next(min(timeout_s, _TICK_S))
+        while event is not None:
+            self._handle(event)
+            event = self.hub.next(0)
+        self._check_exits()
+        self._handle_losses()
+        self._check_deadlines()
+        if root := self._blame.root_cause():
+            raise self._failure(root)
+        if self._on_tick is not None and time.monotonic() - self._ticked_at >= _TICK_S / 2:
+            self._ticked_at = time.monotonic()
+            self._on_tick()
+
+    def close(self, *, polite: bool = True, grace_s: float = 10.0) -> None:
+        """End every process. `polite`: where none is gone or overdue, ask with the verb `close` first. A second call
+        does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if polite and not self._overdue and not self.ranks.any_in(RankState.GONE):
+            for role, rank in self.members:
+                self.hub.send(role, rank, Message(Kind.CALL, verb=Verb.CLOSE).frames())
+            self.launcher.wait(grace_s)
+        self.launcher.stop()
+        self.hub.close()
+
+    # ── what happens while waiting ────────────────────────────────────────────────────────────────
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            place = event.member.role, event.member.rank
+            self.members[place] = event.member
+            self.ranks.joined(place)
+            return
+        if isinstance(event, Silent):
+            silent = f"no sign of life for {event.seconds:.1f} s: it hangs, or was stopped"
+            self._assess(Evidence(event.role, event.rank, Cause.SILENT, silent))
+            return
+        try:
+            message = parse(event.frames)
+            error = ErrorBody.from_json(message.body) if message.kind is Kind.ERROR else None
+        except ChannelError as broken:
+            self._blame.add(Evidence(event.role, event.rank, Cause.RAISED, broken.message))
+            return
+        if error is not None:
+            self._handle_error(event.role, event.rank, message, error)
+        else:
+            self._groups[event.role].take(event.rank, message)
+
+    def _handle_error(self, role: str, rank: int, message: Message, error: ErrorBody) -> None:
+        group = self._groups[role]
+        of_now = bool(group.line) and group.line[0].number == message.call
+        if of_now or message.call == 0:  # 0: the role could not even be made; others: of a verb that has failed already
+            joined = message.verb in JOINED_VERBS
+            alone = self.plan.role(role).world_size_of_group == 1 and not joined
+            evidence = from_error(role, rank, error, alone=alone)
+            if joined and evidence.is_secondary:
+                self._held.hold(evidence, message.call)
+            else:
+                self._assess(evidence)
+
+    def _check_exits(self) -> None:
+        for started in self.launcher.started:
+            code = started.process.poll()
+            if code is not None and started.mark not in self._ended:
+                self._ended.add(started.mark)
+                self._assess(from_end(started, code), _EXIT_GRACE_S)
+
+    def _assess(self, evidence: Evidence, grace_s: float = 0.0) -> None:
+        """Either the loss of a rank that will be started again, or a failure that ends the run."""
+        if not self.ranks.failed(evidence, grace_s):
+            self._blame.add(evidence, grace_s or ROOT_CAUSE_GRACE_S)
+
+    def _handle_losses(self) -> None:
+        for evidence in self.ranks.newly_lost():
+            self.launcher.kill(evidence.role, evidence.rank)
+            self._groups[evidence.role].lose(evidence.rank)
+            self.ranks.policy.on_loss(evidence)
+        if self.ranks.any_in(RankState.LOST):
+            for error, call in self._held.take_all():
+                self._groups[error.role].lose(error.rank, call)
+        elif not self.ranks.any_in(RankState.LEAVING):
+            for error in self._held.take_due():
+                self._blame.add(error)
+
+    def _check_deadlines(self) -> None:
+        if self._blame.pending:
+            return
+        for group in self._groups.values():
+            if group.line and group.line[0].overdue:
+                call, rank = group.line[0], group.line[0].missing[0]
+                self._overdue = True
+                self._write_stack_of(group.role, rank)
+                self._blame.add(Evidence(group.role, rank, Cause.OVERDUE, f"no answer within {call.timeout_s:g} s"))
+
+    def _write_stack_of(self, role: str, rank: int) -> None:
+        for started in self.launcher.started:
+            if started.role == role and not started.is_launcher and rank in started.ranks:
+                started.process.send_signal(signal.SIGUSR1)
+                time.sleep(_STACKS_S)
+
+    def _failure(self, evidence: Evidence) -> RoleFailure:
+        role, rank = evidence.role, evidence.rank
+        group = self._groups[role]
+        call = group.line[0] if group.line else None
+        joined = (role, rank) in self.members
+        verb = str(call.verb) if call else "none in flight" if joined else "start"
+        steps = [other.line[0].step for other in self._groups.values() if other.line]
+        step = call.step if call else next((step for step in steps if step is not None), None)
+        if call is not None and not evidence.permanent:
+            group.drop()
+        log_path = self.launcher.log_path(role, rank)
+        if evidence.log_name:
+            log_path = log_path.with_name(evidence.log_name)
+        return RoleFailure(
+            role,
+            rank,
+            host=self._host_of(role, rank),
+            verb=verb,
+            step=step,
+            cause=evidence.message + self.ranks.remark(role),
+            log_path=str(log_path),
+            log_tail=tail(log_path) if evidence.needs_log else "",
+            remote_kind=evidence.kind,
+            remote_hint=evidence.hint,
+        )
+
+    def _host_of(self, role: str, rank: int) -> str:
+        """Where a rank of a role on several hosts is; empty for a role on one."""
+        plan, member = self.plan.role(role), self.members.get((role, rank))
+        here = member.host if member else ""
+        return (plan.host_of(rank) or here) if plan.nodes > 1 else ""

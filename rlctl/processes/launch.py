@@ -1,0 +1,302 @@
+"""Starting and ending the processes of a run. Whatever happens, nothing is left running."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, RemoteNode, RolePlan, package_root
+from specs.errors import Problem, SpecError
+from workers.watchdog import kill_marked, pids_marked
+
+log = logging.getLogger("rlctl.processes.launch")
+
+_OUR_VARIABLES = ("RLCTL_LOG_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_CURVE_KEY", "RLCTL_DEVICES")
+# What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
+_SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
+_OWN_MARK = "RLCTL_PROCESS"
+_PACKAGES = ("rlctl", "specs", "workers", "backends")
+_KILL_TIMEOUT_S = 10.0
+_FAR_GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process the driver started: one rank, or a launcher of several, perhaps on another `host`.
+
+    `ends_with_stdin`: closing its standard input ends it, and all that it started.
+    """
+
+    role: str
+    ranks: tuple[int, ...]
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    launcher: str = ""  # torchrun, deepspeed, srun
+    host: str = ""
+    ends_with_stdin: bool = False
+    mark: str = ""  # in its environment and that of its children on this host
+
+    @property
+    def is_launcher(self) -> bool:
+        return bool(self.launcher)
+
+
+class Launcher:
+    """Processes of one run. `home` is what a rank needs to dial home (`Hub.environment`).
+
+    `start` must be called from the main thread: the kernel ends a rank when the *thread* that started it ends.
+    """
+
+    def __init__(self, log_dir: Path, home: Mapping[str, str]) -> None:
+        self.log_dir = log_dir
+        self.started: list[Started] = []
+        self.run_id = secrets.token_hex(16)
+        self._home = dict(home)
+        self._spawned = 0
+
+    def start(self, plan: RolePlan, *, module: str = "") -> None:
+        """Start a role's processes; returns at once. Logs go to `log_dir/<role>/rank<N>.log`.
+
+        `module` ("module:function") makes the role's handlers instead of `workers/roles/<role>.py`.
+        """
+        folder = self.log_dir.absolute() / plan.role
+        folder.mkdir(parents=True, exist_ok=True)
+        more = ("--module", module) if module else ()
+        env = self._environment(plan)
+        port = str(plan.meeting.port or _free_port()) if plan.world_size_of_group > 1 else ""
+        if plan.launcher == "python":
+            for rank in range(plan.processes):
+                self._spawn_rank(plan, rank, more, env | _place(plan, rank, port))
+            return
+        env["RLCTL_LOG_DIR"] = str(folder)
+        command = (*(word.replace(FREE_PORT, port or str(_free_port())) for word in plan.command), *more)
+        log_path = folder / "launcher.log"
+        if plan.launcher == "srun":
+            env |= {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
+            keeper = (sys.executable, "-m", "workers.node")  # srun does not end by itself when the driver dies
+            ranks = tuple(range(plan.processes))
+            self._spawn(plan.role, ranks, (*keeper, *command), env, log_path, launcher="srun", ends_with_stdin=True)
+            return
+        self._spawn(plan.role, plan.ranks_of(0), command, env, log_path, launcher=plan.launcher)
+        for node in plan.remote:
+            self._start_remote(plan, node, more, env["RLCTL_LOG_DIR"])
+
+    def start_again(self, plan: RolePlan, rank: int, *, module: str = "", remark: str = "") -> None:
+        """Start one replica again, after `kill`. Its log continues below a line with the `remark`."""
+        assert plan.launcher == "python", f"{plan.launcher} starts {plan.role} as a whole"
+        assert plan.world_size_of_group == 1, f"ranks of {plan.role} need one another"
+        with self.log_path(plan.role, rank).open("a", encoding="utf-8") as log_file:
+            log_file.write(f"\n── {remark} ──\n")
+        self._spawn_rank(
+            plan, rank, ("--module", module) if module else (), self._environment(plan) | _place(plan, rank, "")
+        )
+
+    def kill(self, role: str, rank: int) -> None:
+        """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it."""
+        for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
+            left = _kill_all_of([started])
+            try:
+                started.process.wait(_KILL_TIMEOUT_S)  # it loses its environment, and with it the mark, before it ends
+            except subprocess.TimeoutExpired:
+                left.append(started.process.pid)
+            if left:
+                log.error("processes of %s rank %d that could not be ended: %s", role, rank, left)
+            self.started.remove(started)
+
+    def _spawn_rank(self, plan: RolePlan, rank: int, more: tuple[str, ...], env: Mapping[str, str]) -> None:
+        log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
+        self._spawn(plan.role, (rank,), (*plan.command, *more), dict(env), log_path)
+
+    def _start_remote(self, plan: RolePlan, node: RemoteNode, more: tuple[str, ...], log_dir: str) -> None:
+        """Start a node of a role through the remote shell, which reads what to run, secrets too, from its input."""
+        ours = self._ours(plan) | {"RLCTL_LOG_DIR": log_dir}
+        shared = {name: value for name, value in os.environ.items() if name.startswith(_SHARED_PREFIXES)}
+        script = remote_script(shared | node.env | ours, (plan.python, "-m", "workers.node", *node.command, *more))
+        self._spawn(
+            plan.role,
+            plan.ranks_of(node.node_rank),
+            node.shell,
+            dict(os.environ),
+            Path(log_dir) / f"launcher_{node.host}.log",
+            launcher=plan.launcher,
+            host=node.host,
+            ends_with_stdin=True,
+        )
+        line = self.started[-1].process.stdin
+        assert line is not None
+        try:
+            line.write(script.encode())
+            line.flush()
+        except BrokenPipeError:
+            pass  # it has ended already: the driver notices as with any process
+
+    def log_path(self, role: str, rank: int) -> Path:
+        return self.log_dir / role / f"rank{rank}.log"
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End everything: SIGTERM to each process group, `grace_s` to obey, SIGKILL, then a search for stragglers."""
+        here = [started for started in self.started if not started.ends_with_stdin]
+        far = [started for started in self.started if started.ends_with_stdin]
+        for started in far:
+            _hang_up(started.process)
+        _signal_groups(here, signal.SIGTERM)
+        _signal_groups(self.started, signal.SIGCONT)  # a stopped process obeys only once it goes on
+        self.wait(grace_s)
+        _kill_all_of(here)
+        self.wait(_FAR_GRACE_S)  # a remote shell that is killed early leaves nobody to say that its host is clean
+        _signal_groups(far, signal.SIGKILL)
+        self.wait(_KILL_TIMEOUT_S)
+        left = kill_marked(self._mark, _KILL_TIMEOUT_S)
+        if left:
+            log.error("processes that could not be ended: %s", left)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for every started process to end by itself; False when some did not in time."""
+        deadline = time.monotonic() + timeout_s
+        while any(started.process.poll() is None for started in self.started):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def leftover(self) -> list[int]:
+        """Processes of this run that still exist, found by the mark in their environment (Linux)."""
+        return pids_marked(self._mark)
+
+    @property
+    def _mark(self) -> str:
+        return f"RLCTL_RUN_ID={self.run_id}"
+
+    def _environment(self, plan: RolePlan) -> dict[str, str]:
+        ours = self._ours(plan)
+        return base_environment() | plan.env | ours | {"RLCTL_PARENT_PID": str(os.getpid())}
+
+    def _ours(self, plan: RolePlan) -> dict[str, str]:
+        """What makes a process a rank of this run, on any host."""
+        place = {"RLCTL_RUN_ID": self.run_id, "RLCTL_GROUP_SIZE": str(plan.world_size_of_group)}
+        return self._home | place | {"PYTHONPATH": python_path(plan, self.log_dir)}
+
+    def _spawn(
+        self,
+        role: str,
+        ranks: tuple[int, ...],
+        command: tuple[str, ...],
+        env: dict[str, str],
+        log_path: Path,
+        *,
+        launcher: str = "",
+        host: str = "",
+        ends_with_stdin: bool = False,
+    ) -> None:
+        self._spawned += 1
+        mark = f"{self.run_id}.{self._spawned}"
+        with log_path.open("ab") as output:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=env | {_OWN_MARK: mark},
+                    stdin=subprocess.PIPE if ends_with_stdin else subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
+                )
+            except OSError as error:
+                hint = "name an interpreter that exists, or leave the key out"
+                reason = f"cannot be started: {error.strerror}"
+                raise SpecError([Problem(f"{role}.python", reason, hint, command[0])]) from None
+        self.started.append(Started(role, ranks, process, log_path, launcher, host, ends_with_stdin, mark))
+
+
+def base_environment() -> dict[str, str]:
+    """This process's, without what a launcher above it set for it."""
+    return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *_OUR_VARIABLES)}
+
+
+def python_path(plan: RolePlan, folder: Path) -> str:
+    """The plan's path; but where our packages lie in a site-packages folder, another interpreter gets a folder of links
+    to them alone, made in `folder`: it must not see this interpreter's torch."""
+    root, path = package_root(), plan.env.get("PYTHONPATH", str(package_root()))
+    if plan.python == sys.executable or root.name not in ("site-packages", "dist-packages"):
+        return path
+    links = folder / "packages"
+    links.mkdir(parents=True, exist_ok=True)
+    for name in _PACKAGES:
+        if not (links / name).is_symlink():
+            (links / name).symlink_to(root / name)
+    return path.replace(str(root), str(links), 1)
+
+
+def remote_script(env: Mapping[str, str], command: Sequence[str]) -> str:
+    """What a POSIX shell on another host reads to become `command`, in the driver's folder."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
+    return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit 1", *exports, f"exec {shlex.join(command)}", ""])
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.close()
+    except BrokenPipeError:
+        return
+
+
+def _signal_groups(those: Iterable[Started], number: signal.Signals) -> None:
+    for started in those:
+        try:
+            os.killpg(started.process.pid, number)  # also after its leader's end: its children may live
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def _kill_all_of(those: Iterable[Started]) -> list[int]:
+    """SIGKILL these and all that they started; returns what would not end."""
+    left = []
+    for started in those:
+        left += kill_marked(f"{_OWN_MARK}={started.mark}", _KILL_TIMEOUT_S)
+        _signal_groups([started], signal.SIGKILL)  # where no mark can be read
+    return left
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    try:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"its process was ended by signal {-code}"
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """Last lines of a log; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _place(plan: RolePlan, rank: int, port: str) -> dict[str, str]:
+    place = {"RLCTL_RANK": str(rank), "RLCTL_SIZE": str(plan.processes), "LOCAL_RANK": str(rank)}
+    if not port:
+        return place
+    group = {"RANK": str(rank), "WORLD_SIZE": str(plan.processes), "LOCAL_WORLD_SIZE": str(plan.processes)}
+    return place | group | {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

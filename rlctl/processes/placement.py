@@ -1,0 +1,285 @@
+"""Where a run's processes go: per role its command, environment, devices, threads. Starts and changes nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlctl.preflight.hostfile import Host, read_hostfile
+from specs.errors import Problem, SpecError
+from specs.schema.roles import ROLES, RoleName
+from specs.schema.sections import ClusterSection
+from specs.schema.spec import RoleSection, Spec
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Between two small operations a thread waits for the next by spinning this often, some tens of microseconds, before it
+# sleeps: without it decoding takes 1.5x and training 1.2x as long; idle roles still sleep.
+SPIN_COUNT = "20000"
+LOOPBACK = "127.0.0.1"
+# Stand-ins in commands until a run starts: a port that is free then, and this host's address for the other hosts.
+FREE_PORT, UNKNOWN_ADDRESS, UNKNOWN_HOST = "{port}", "{address}", "{host}"
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class RemoteNode:
+    """A role's processes on another host: `command` starts them all, in a shell that `shell` runs there."""
+
+    host: str
+    node_rank: int
+    shell: tuple[str, ...]
+    command: tuple[str, ...]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a group first meet. `port` None: one that is free when they start (on one host only)."""
+
+    address: str = LOOPBACK
+    port: int | None = None
+
+    @property
+    def port_text(self) -> str:
+        return FREE_PORT if self.port is None else str(self.port)
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role. `command` starts one process (`python`), all of this host (`torchrun`, `deepspeed`) or all there are
+    (`srun`); `remote` starts those of other hosts. `env` is what rlctl adds. Ranks count node by node."""
+
+    role: RoleName
+    processes: int
+    launcher: str
+    python: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    devices: tuple[int, ...]
+    threads: int
+    world_size_of_group: int
+    nodes: int = 1
+    meeting: Meeting = field(default_factory=Meeting)
+    remote: tuple[RemoteNode, ...] = ()
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Ranks on node `node`."""
+        size = self.processes // self.nodes
+        return tuple(range(node * size, (node + 1) * size))
+
+    def host_of(self, rank: int) -> str:
+        """Name of the other host that a rank is planned on; empty: this host, or one that srun picks."""
+        node = rank // (self.processes // self.nodes)
+        return next((remote.host for remote in self.remote if remote.node_rank == node), "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All roles in the order in which they start. `colocated`: trainers and rollouts take turns on their devices.
+    `address`: this host's, where ranks on other hosts find it; empty: there are none."""
+
+    roles: tuple[RolePlan, ...]
+    colocated: bool
+    address: str = ""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Other hosts that processes are started on through the remote shell, each once."""
+        return tuple(dict.fromkeys(remote.host for role in self.roles for remote in role.remote))
+
+    def role(self, name: str) -> RolePlan:
+        return next(plan for plan in self.roles if plan.role == name)
+
+
+def make_plan(spec: Spec, spec_dir: Path, *, cores: int | None = None, address: str = "") -> Plan:
+    """Plan a run of `spec`, whose relative paths start at `spec_dir`, on hosts with `cores` CPU cores each (unset: as
+    many as this process may use). `address` is this host's for other hosts (unset: `cluster.address`)."""
+    usable = cores or usable_cores()
+    cluster = spec.cluster or ClusterSection()
+    several = any(spec.role(name).nodes > 1 for name in spec.roles)
+    beyond = (address or cluster.address or UNKNOWN_ADDRESS) if several else ""
+    hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser()) if cluster.hostfile else []
+    planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once=2 if _work_at_once(spec) else 1)
+    return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), _colocated(spec), beyond)
+
+
+def usable_cores() -> int:
+    """Cores this process may use: RLCTL_CPU_CORES, else its affinity, cut to a container's quota."""
+    if asked := os.environ.get("RLCTL_CPU_CORES"):
+        if not asked.isdecimal() or int(asked) == 0:
+            hint = "unset it to use every core"
+            raise SpecError([Problem("RLCTL_CPU_CORES", "must be a positive whole number", hint, asked)])
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_LIMIT.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def package_root() -> Path:
+    """The folder that holds rlctl, specs, workers and backends."""
+    return Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """What all roles' plans have in common."""
+
+    spec_dir: Path
+    cores: int
+    cluster: ClusterSection
+    address: str
+    hosts: list[Host]
+    at_once: int  # roles with CPU work at the same time, beside judging
+
+    def role(self, name: RoleName, section: RoleSection) -> RolePlan:
+        group_size = section.processes if ROLES[name].together else 1
+        on_one_node = max(1, section.processes // section.nodes)
+        # Phases alternate, so each model may use every core, unless sampling runs ahead; roles without a model work
+        # meanwhile and get one core.
+        share = max(1, self.cores // self.at_once // on_one_node) if ROLES[name].holds_model else 1
+        threads = section.threads or share
+        python = _interpreter(section.python, self.spec_dir)
+        meeting = self._meeting(name, section)
+        hosts = self._hosts(section)
+        env = _environment(section, name, threads, group_size)
+        commands = [_command(name, section, python, meeting, hosts, node) for node in range(len(hosts))]
+        remote_env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, section.devices))}
+        return RolePlan(
+            role=name,
+            processes=section.processes,
+            launcher=section.launcher,
+            python=python,
+            command=commands[0],
+            env=env,
+            devices=section.devices,
+            threads=threads,
+            world_size_of_group=group_size,
+            nodes=section.nodes,
+            meeting=meeting,
+            remote=tuple(
+                RemoteNode(host, node, self._shell(host), commands[node], remote_env)
+                for node, host in enumerate(hosts)
+                if node > 0
+            ),
+        )
+
+    def _meeting(self, name: RoleName, section: RoleSection) -> Meeting:
+        if section.nodes == 1:
+            return Meeting()
+        return Meeting(self.address, self.cluster.port + [role for role in ROLES if ROLES[role].together].index(name))
+
+    def _hosts(self, section: RoleSection) -> list[str]:
+        """A host per command that starts the role; srun starts all nodes with one."""
+        if section.nodes == 1 or section.launcher == "srun":
+            return ["localhost"]
+        names = [host.name for host in self.hosts[: section.nodes]]
+        return names + [UNKNOWN_HOST] * (section.nodes - len(names))  # a hostfile too short is refused elsewhere
+
+    def _shell(self, host: str) -> tuple[str, ...]:
+        return tuple(word.replace("{host}", host) for word in self.cluster.remote_shell)
+
+
+def _interpreter(asked: str, spec_dir: Path) -> str:
+    if not asked:
+        return sys.executable
+    # Not resolved: the link bin/python is what makes an interpreter that of its virtual environment.
+    return os.path.abspath(spec_dir / Path(asked).expanduser())
+
+
+def _command(
+    role: RoleName, section: RoleSection, python: str, meeting: Meeting, hosts: list[str], node: int
+) -> tuple[str, ...]:
+    """What starts a role's processes on node `node`."""
+    worker: tuple[str, ...] = ("-m", "workers.main", "--role", role)
+    if ROLES[role].worker:
+        worker += ("--module", ROLES[role].worker)
+    processes = str(section.processes // section.nodes)
+    match section.launcher:
+        case "torchrun":
+            place: tuple[str, ...] = ("--standalone",)
+            if section.nodes > 1:
+                # Static, not c10d: rlctl watches every node itself, and ranks stay where the plan puts them.
+                place = ("--nnodes", str(section.nodes), "--node-rank", str(node))
+                place += ("--master-addr", meeting.address, "--master-port", meeting.port_text)
+            return (python, "-m", "torch.distributed.run", *place, "--nproc-per-node", processes, *worker)
+        case "deepspeed":
+            # The launcher of one node: DeepSpeed's `runner` would start other hosts itself, out of rlctl's sight, and
+            # write their environment into command lines.
+            place = ("--node_rank", str(node), "--world_info", _world_info(section, role, hosts))
+            place += ("--master_addr", meeting.address, "--master_port", meeting.port_text)
+            module = ("--module", "--no_local_rank", *worker[1:])
+            return (python, "-m", "deepspeed.launcher.launch", *place, *module)
+        case "srun":
+            # Rank 0 belongs on this host (relative 0, block); the steps of actor and ref run side by side (overlap).
+            place = ("--nodes", str(section.nodes), "--ntasks", str(section.processes), "--ntasks-per-node", processes)
+            place += ("--relative", "0", "--distribution", "block", "--overlap", "--cpu-bind", "none")
+            return ("srun", *place, "--kill-on-bad-exit=1", python, *worker)
+    return (python, *worker)
+
+
+def _world_info(section: RoleSection, role: RoleName, hosts: list[str]) -> str:
+    """DeepSpeed's table host → GPU numbers, as its launcher takes it; on CPU the numbers only count processes."""
+    elsewhere: list[str] = [str(number) for number in section.devices or range(section.processes // section.nodes)]
+    here = [_visible(device, role) for device in section.devices] or elsewhere
+    table = {host: elsewhere for host in hosts} | {hosts[0]: here}
+    return base64.urlsafe_b64encode(json.dumps(table).encode()).decode()
+
+
+def _environment(section: RoleSection, role: RoleName, threads: int, group_size: int) -> dict[str, str]:
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": ",".join(_visible(device, role) for device in section.devices),
+    }
+    if not section.devices:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"  # idle roles must not spin: 7-10x on a shared small machine
+        env["GOMP_SPINCOUNT"] = SPIN_COUNT
+    if section.launcher in ("deepspeed", "srun"):
+        env["LOCAL_WORLD_SIZE"] = str(section.processes // section.nodes)  # torchrun sets it, these do not
+    if section.launcher == "deepspeed" and not section.devices:
+        env["DS_ACCELERATOR"] = "cpu"  # else it hands out GPUs where there are any
+    if section.launcher == "srun":
+        env["RLCTL_DEVICES"] = env["CUDA_VISIBLE_DEVICES"]  # SLURM overwrites the other with all of the job's
+    if group_size > 1 and section.nodes == 1 and _has_loopback_interface():
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the host's name points
+    env |= section.env
+    paths = (str(package_root()), section.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return env
+
+
+def _visible(device: int, role: RoleName) -> str:
+    """GPU numbers count what this process sees: where a scheduler handed out GPUs 4 and 5, device 0 is GPU 4."""
+    outer = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not outer:
+        return str(device)
+    if not 0 <= device < len(outer):
+        hint = f"CUDA_VISIBLE_DEVICES={','.join(outer)} leaves numbers 0 to {len(outer) - 1}"
+        raise SpecError([Problem(f"{role}.devices", "no such GPU here", hint, str(device))])
+    return outer[device]
+
+
+def _has_loopback_interface() -> bool:
+    return any(name == "lo" for _, name in socket.if_nameindex())
+
+
+def _work_at_once(spec: Spec) -> bool:
+    """Whether actor and rollout both compute on the CPU while the other does."""
+    return spec.rollout.max_staleness > 0 and not (spec.actor.devices or spec.rollout.devices)
+
+
+def _colocated(spec: Spec) -> bool:
+    if spec.run.colocate == "auto":
+        return bool(set(spec.actor.devices) & set(spec.rollout.devices))
+    return spec.run.colocate == "always"

@@ -1,0 +1,152 @@
+"""The state of every rank that was started, in one table with one owner: who is lost, who may be started again, and how
+often still.
+
+A rank is lost when its process ended, when it gave no sign of life, or when it says that its engine died. Where the
+restart policy allows it, it is started again; otherwise the run ends. What would only repeat (an error that a verb
+raised, a missed deadline) changes no rank's state: it ends the run as with any role.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlctl.processes.failures import Evidence
+from specs.errors import Cause
+
+Place = tuple[str, int]  # role, rank
+
+
+class RankState(StrEnum):
+    STARTING = "starting"  # launched, not heard of yet
+    RUNNING = "running"
+    LEAVING = "leaving"  # it ended or hangs, but what it sent before may still be on its way
+    LOST = "lost"  # nothing more comes from it; it can be started again
+    RESTARTING = "restarting"  # started again, and not yet built as it was
+    GONE = "gone"  # it ended or hangs, and is not started again: the run ends
+
+
+TRANSITIONS: Mapping[RankState, frozenset[RankState]] = {
+    RankState.STARTING: frozenset({RankState.RUNNING, RankState.GONE}),
+    RankState.RUNNING: frozenset({RankState.LEAVING, RankState.GONE}),
+    RankState.LEAVING: frozenset({RankState.LOST}),
+    RankState.LOST: frozenset({RankState.RESTARTING}),
+    # LEAVING: lost once more. LOST: somebody broke the restart off (Ctrl-C), and it does not count.
+    RankState.RESTARTING: frozenset({RankState.RUNNING, RankState.LEAVING, RankState.LOST, RankState.GONE}),
+    RankState.GONE: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Ranks of `role` are started again, at most `limit` times in all; `on_loss` hears of each loss. Role "": none."""
+
+    role: str = ""
+    limit: int = 0
+    on_loss: Callable[[Evidence], None] = lambda evidence: None
+
+
+class RankStates:
+    """Owner of the table. Others ask, and report what they saw; only this class changes a state."""
+
+    def __init__(self) -> None:
+        self.policy = RestartPolicy()
+        self.restarts = 0  # begun so far and not broken off
+        self._states: dict[Place, RankState] = {}
+        self._leaving: dict[Place, tuple[Evidence, float]] = {}  # why, and until when messages may still arrive
+
+    def __getitem__(self, place: Place) -> RankState:
+        """Raises KeyError for a rank that was never started."""
+        return self._states[place]
+
+    def lost(self, role: str) -> list[int]:
+        """Ranks of a role that nobody needs to wait for, and that can be started again."""
+        return self._ranks(role, RankState.LOST)
+
+    def any_in(self, *states: RankState) -> bool:
+        return any(state in states for state in self._states.values())
+
+    @property
+    def restarts_used(self) -> int:
+        """Restarts so far, and those that are due."""
+        due = sum(state in (RankState.LEAVING, RankState.LOST) for state in self._states.values())
+        return self.restarts + due
+
+    def allow_restarts(self, policy: RestartPolicy) -> None:
+        """From now on the loss of a rank of the policy's role does not end the run."""
+        self.policy = policy
+
+    def started(self, role: str, processes: int) -> None:
+        """All ranks of a role were launched."""
+        for rank in range(processes):
+            assert (role, rank) not in self._states, f"{role} rank {rank} was started before"
+            self._states[role, rank] = RankState.STARTING
+
+    def joined(self, place: Place) -> None:
+        """A rank has proven itself. One that is started again is back only when it is built; of one that ended since
+        this was on its way."""
+        if self._states[place] is RankState.STARTING:
+            self._move(place, RankState.RUNNING)
+
+    def failed(self, evidence: Evidence, grace_s: float = 0.0) -> bool:
+        """Note a failure. True: it is the loss of a rank that may be started again, and the run goes on. It counts as
+        lost only after `grace_s`: what it sent before may still be on its way."""
+        place = evidence.role, evidence.rank
+        if not (evidence.permanent or evidence.cause is Cause.ENGINE_DIED):
+            return False
+        state = self._states[place]
+        if state in (RankState.LEAVING, RankState.LOST):
+            return True  # more signs of the same loss
+        if self._may_restart(place):
+            self._move(place, RankState.LEAVING)
+            self._leaving[place] = evidence, time.monotonic() + grace_s
+            return True
+        if evidence.permanent and state is not RankState.GONE:
+            self._move(place, RankState.GONE)
+        return False
+
+    def newly_lost(self) -> list[Evidence]:
+        """Losses whose grace is over, each once."""
+        now = time.monotonic()
+        due = {place: evidence for place, (evidence, until) in self._leaving.items() if now >= until}
+        for place in due:
+            del self._leaving[place]
+            self._move(place, RankState.LOST)
+        return list(due.values())
+
+    def begin_restart(self, role: str) -> list[int]:
+        """The lost ranks of a role are about to be started again; each is a restart."""
+        ranks = self.lost(role)
+        for rank in ranks:
+            self._move((role, rank), RankState.RESTARTING)
+        self.restarts += len(ranks)
+        return ranks
+
+    def end_restart(self, role: str, ranks: Sequence[int], *, finished: bool) -> None:
+        """Those of `ranks` that were not lost again are back; or, when not `finished`, as if never started again."""
+        restarting = [rank for rank in self._ranks(role, RankState.RESTARTING) if rank in ranks]
+        for rank in restarting:
+            self._move((role, rank), RankState.RUNNING if finished else RankState.LOST)
+        if not finished:
+            self.restarts -= len(restarting)
+
+    def remark(self, role: str) -> str:
+        """What a failure of `role` should say about earlier restarts."""
+        if role != self.policy.role or not self.restarts:
+            return ""
+        times = "once" if self.restarts == 1 else f"{self.restarts} times"
+        return f" ({role} ranks were started again {times} before; rollout.max_restarts = {self.policy.limit})"
+
+    def _may_restart(self, place: Place) -> bool:
+        of_policy = place[0] == self.policy.role and self.restarts_used < self.policy.limit
+        return of_policy and self._states[place] in (RankState.RUNNING, RankState.RESTARTING)
+
+    def _ranks(self, role: str, state: RankState) -> list[int]:
+        return sorted(rank for (name, rank), now in self._states.items() if name == role and now is state)
+
+    def _move(self, place: Place, state: RankState) -> None:
+        before = self._states[place]
+        assert state in TRANSITIONS[before], f"{place[0]} rank {place[1]} cannot go from {before} to {state}"
+        self._states[place] = state

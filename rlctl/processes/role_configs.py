@@ -1,0 +1,81 @@
+"""What each role is told to build: its own part of the spec, with paths made absolute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlctl.models.paths import resolve_model
+from specs.schema.rewards import compares_answer, reads_whole_rows
+from specs.schema.roles import DATA, REWARD, ROLES, ROLLOUT, RoleName
+from specs.schema.spec import Spec
+from specs.wire.role_config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainConfig
+
+
+def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:
+    """The folder or hub id that each role reads."""
+    return {role: str(resolve_model(spec.model_path(role), spec_dir)) for role in spec.roles}
+
+
+def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName, dict[str, Any]]:
+    """Body of the `build` verb for every role of the run."""
+    paths = model_paths(spec, spec_dir)
+
+    def model(role: RoleName, dtype: str) -> ModelConfig:
+        own_path = spec.model_path(role) != spec.model.path
+        return ModelConfig(
+            path=paths[role],
+            from_scratch=spec.model.from_scratch and not own_path,
+            seed=spec.run.seed,
+            dtype=dtype,
+            attn_implementation=spec.attention(role),
+            trust_remote_code=spec.model.trust_remote_code,
+            device="cuda" if spec.role(role).devices else "cpu",
+            max_sequence_tokens=spec.max_sequence_tokens,
+        )
+
+    def trainer(role: RoleName, section: Any) -> TrainConfig:
+        return TrainConfig(
+            role=role,
+            model=model(role, section.dtype),
+            engine=section.engine,
+            optimizer=section.optimizer if ROLES[role].learns else None,
+            lora=getattr(section, "lora", None),
+            total_optimizer_steps=spec.optimizer_steps,
+            micro_batch_tokens=section.micro_batch_tokens,
+            gradient_checkpointing=getattr(section, "gradient_checkpointing", False),
+            temperature=spec.rollout.temperature,
+        )
+
+    configs: dict[RoleName, TrainConfig | RolloutConfig | DataConfig | RewardConfig] = {
+        DATA: DataConfig(
+            model_path=paths[DATA],
+            trust_remote_code=spec.model.trust_remote_code,
+            spec_dir=str(spec_dir),
+            data=spec.data,
+            eval=spec.eval,
+            needs_answer=compares_answer(spec.reward.terms),
+            row_columns=None if reads_whole_rows(spec.reward.terms) else (spec.data.answer_column,),
+            seed=spec.run.seed,
+        ),
+        REWARD: RewardConfig(
+            model_path=paths[REWARD],
+            trust_remote_code=spec.model.trust_remote_code,
+            spec_dir=str(spec_dir),
+            reward=spec.reward,
+            answer_column=spec.data.answer_column,
+            max_response_tokens=spec.data.max_response_tokens,
+            run_dir=str(run_dir),
+        ),
+        ROLLOUT: RolloutConfig(
+            model=model(ROLLOUT, spec.rollout_dtype),
+            engine=spec.rollout.engine,
+            lora=spec.actor.lora if spec.rollout_applies_adapters else None,
+            max_prompt_tokens=spec.data.max_prompt_tokens,
+            max_response_tokens=spec.data.max_response_tokens,
+            stop=spec.rollout.stop,
+        ),
+    }
+    configs |= {role: trainer(role, spec.role(role)) for role in spec.roles if ROLES[role].is_trainer}
+    return {role: config.model_dump(mode="json") for role, config in configs.items()}

@@ -1,0 +1,220 @@
+"""`rlctl export-checkpoint`: a Hugging Face folder out of a run, proven to load, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlctl.run import checkpoints
+from specs.errors import CheckpointError, ExportError, UsageError
+
+STALL_S = 3600.0
+ROOT = Path(__file__).resolve().parents[2]
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large the files may become, and how much memory the proof may take; None: half of what is free."""
+
+    shard_GB: float = 2.0
+    memory_GiB: float | None = None
+
+
+def export(
+    run_dir: Path,
+    out_dir: Path,
+    step: int | None,
+    role: str,
+    dtype: str,
+    limits: Limits | None = None,
+    adapter_only: bool = False,
+) -> int:
+    """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. Raises
+    UsageError, CheckpointError or ExportError."""
+    from rich.console import Console
+
+    console = Console()
+    with console.status("checking the checkpoint"):
+        checkpoint = find(run_dir, step)
+    folder = checkpoint.path / role
+    if not folder.is_dir():
+        raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
+    if adapter_only and not (folder / "adapter_config.json").is_file():
+        hint = "leave it out: the whole model was trained"
+        raise UsageError("--adapter-only: this run was not trained with actor.lora", hint=hint)
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
+    try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
+            proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), adapter_only, status.update)
+    except OSError as error:
+        told = f"{out_dir} cannot be written: {error.strerror or error}"
+        raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
+    console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}")
+    by = "peft" if adapter_only else "transformers"
+    from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
+    console.print(
+        f"proven: loads in {by}{from_disk}, {proof['tensors']} tensors with the trainer's values, "
+        f"{proof['parameters']:,} parameters, {proof['greedy_tokens']} greedy tokens the same"
+        + (f" ({proof['undecided_tokens']} near-ties left out)" if proof["undecided_tokens"] else "")
+    )
+    return 0
+
+
+def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
+    """The checkpoint to export. A torn one is an error when asked for, skipped with a warning when not."""
+    root = run_dir / "checkpoints"
+    if not root.is_dir():
+        raise UsageError(f"{run_dir} is not a run directory", hint="pass the folder that train wrote, like runs/NAME")
+    there = sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*"))
+    if step is not None:
+        if step not in there:
+            raise UsageError(
+                f"{run_dir} has no checkpoint of step {step}", hint=f"it has: {', '.join(map(str, there)) or 'none'}"
+            )
+        return checkpoints.read(checkpoints.step_path(root, step))
+    from rich.console import Console
+
+    found = checkpoints.newest(root, lambda text: Console(stderr=True).print(f"warning: {text}"))
+    if found is None:
+        raise CheckpointError(f"{run_dir} has no complete checkpoint", hint="train until the first `checkpoint.every`")
+    return found
+
+
+def _roles(checkpoint: checkpoints.Checkpoint) -> list[str]:
+    return sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
+
+
+def _export(
+    checkpoint: checkpoints.Checkpoint,
+    folder: Path,
+    out_dir: Path,
+    dtype: str,
+    limits: Limits,
+    adapter_only: bool,
+    say: Say,
+) -> dict[str, Any]:
+    """Write beside `out_dir`, prove, and only then rename into place."""
+    about = checkpoint.manifest
+    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
+        model, request = Path(scratch).absolute() / "model", Path(scratch) / "request.json"
+        model.mkdir()
+        body = {
+            "checkpoint": str(folder.absolute()),
+            "proof_file": str((folder / "greedy_proof.json").absolute()),
+            "model_path": about["model_path"],
+            "trust_remote_code": about["trust_remote_code"],
+            "dtype": dtype,
+            "adapter_only": adapter_only,
+            "out": str(model),
+            "shard_bytes": int(limits.shard_GB * 1e9),
+            "memory_bytes": int(limits.memory_GiB * 2**30) if limits.memory_GiB else _spare_memory_bytes(),
+            "answer": str(model.with_name("answer.json")),
+            "progress": str(model.with_name("progress.json")),
+        }
+        request.write_text(json.dumps(body))
+        proof = _run(about["python"], Path(scratch), request, say)
+        note = {"run": about["run"], "step": checkpoint.step, "dtype": dtype, "base_model": about["model_path"]}
+        note["proof"] = proof
+        (model / "rlctl_export.json").write_text(json.dumps(note, indent=2) + "\n")
+        if out_dir.exists():
+            out_dir.rmdir()  # empty: checked above
+        shutil.move(model, out_dir)
+    return proof
+
+
+def _run(python: str, scratch: Path, request: Path, say: Say) -> dict[str, Any]:
+    ours = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+    env, answer, log = {**os.environ, **ours}, scratch / "answer.json", scratch / "log.txt"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [python, "-m", "workers.offline.export_model", str(request)],
+            env=env, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    try:
+        _follow(process, scratch / "progress.json", say)
+    finally:
+        process.kill()
+        process.wait()
+    said = answer.read_text() if answer.is_file() else ""
+    result = json.loads(said) if said else {}  # empty: no room for a word
+    if "proof" in result:
+        return dict(result["proof"])
+    if "error" in result:
+        raise ExportError(result["error"], hint=result["hint"] or "nothing was exported")
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+    raise ExportError(f"the export process ended with code {process.returncode}:\n{tail}", hint="nothing was exported")
+
+
+def _follow(process: subprocess.Popen[bytes], progress: Path, say: Say) -> None:
+    """Show how far the process is until it ends. Raises ExportError when it gets nowhere for `STALL_S`."""
+    pace = Pace()
+    while True:
+        try:
+            process.wait(0.2)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+        if progress.is_file():
+            say(pace.line(**json.loads(progress.read_text())))
+        if pace.stalled_s > STALL_S:
+            raise ExportError(f"the export process made no progress for {STALL_S:.0f} s", hint="nothing was exported")
+
+
+class Pace:
+    """Turns bytes done into a line with the time that is left."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._moved = clock()
+        self._what, self._done = "", 0
+
+    @property
+    def stalled_s(self) -> float:
+        return self._clock() - self._moved
+
+    def line(self, what: str, done: int, total: int) -> str:
+        now = self._clock()
+        if what != self._what:
+            self._what, self._done, self._began, self._moved = what, done, now, now
+        elif done != self._done:
+            self._done, self._moved = done, now
+        if not total:
+            return what
+        left = f", {(now - self._began) * (total - done) / done:.0f} s left" if done and now > self._began else ""
+        return f"{what} {done / 1e9:.2f} of {total / 1e9:.2f} GB{left}"
+
+
+def _spare_memory_bytes() -> int:
+    """Half of the host memory that is free: the proof is nothing to press others out of memory for."""
+    import psutil
+
+    return int(psutil.virtual_memory().available) // 2
+
+
+@contextmanager
+def _ended_by_sigterm_too() -> Iterator[None]:
+    """SIGTERM cleans up as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

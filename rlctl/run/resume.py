@@ -1,0 +1,161 @@
+"""What may differ between the attempts of one run, and whether a checkpoint is of this run's model.
+
+Both are decided from the spec, the manifest and `config.json`, before any process is started. docs/checkpoints.md says
+the same in words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+from rlctl.models.hub import hub_snapshot
+from rlctl.models.paths import resolve_model
+from specs.errors import CheckpointError
+from specs.schema.engines.engine_registry import table_of
+from specs.schema.engines.engine_table import TrainTable
+from specs.schema.roles import ACTOR, ROLES
+from specs.schema.spec import RoleSection, Spec
+
+# How a run is watched, where it runs and how its models are held: not what it computes, to rounding.
+MAY_CHANGE = (
+    *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s", "run.colocate"),
+    *("run.max_memory_growth_GiB", "checkpoint", "cluster", "eval", "tracking", "sync", "model.attn_implementation"),
+    *("reward.workers", "reward.timeout_s", "rollout.max_probe_gap"),
+    *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "rollout.max_staleness", "rollout.max_restarts"),
+)
+# The same of every role: where it runs, and how its model is held.
+_OF_A_ROLE = (
+    *RoleSection.model_fields,
+    *("engine", "micro_batch_tokens", "gradient_checkpointing", "attn_implementation"),
+)
+
+# What only an engine may change of itself whose table says so (`resumes_reshaped`).
+_SHAPE = ("actor.engine", "actor.processes", "actor.nodes")
+# Keys of a config.json that say nothing about what the model computes.
+_NOT_THE_MODEL = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
+
+
+def differing_keys(before: Any, after: Any, prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two resolved specs."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted(before.keys() | after.keys())
+        return [
+            found
+            for key in keys
+            for found in differing_keys(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
+        ]
+    return [] if before == after else [prefix]
+
+
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], engine: TrainTable | None = None
+) -> tuple[list[str], list[str]]:
+    """Differences between two resolved specs as lines `key: old → new`: those that a resume refuses, and the others.
+
+    `engine`: that of the actor now. Where its table does not say that a resume may change its shape, it may not."""
+    refused: list[str] = []
+    allowed: list[str] = []
+    for key in differing_keys(before, after):
+        if _is_frozen(key) and (_at(before, f"{key}.model") or "") != (_at(after, f"{key}.model") or ""):
+            key = f"{key}.model"  # the section came or went: what counts is the model that it names
+        line = f"{key}: {_show(_at(before, key))} → {_show(_at(after, key))}"
+        if _may_change(key) and engine is not None and not engine.resumes_reshaped and _is_of(key, _SHAPE):
+            refused.append(f"{line} (not known whether the engine {engine.kind} can go on so)")
+        else:
+            (allowed if _may_change(key) else refused).append(line)
+    return refused, allowed
+
+
+def _may_change(key: str) -> bool:
+    role, _, own_key = key.partition(".")
+    if _is_frozen(role):
+        return own_key != "model"
+    return _is_of(key, MAY_CHANGE) or (role in ROLES and _is_of(own_key, _OF_A_ROLE))
+
+
+def _is_frozen(role: str) -> bool:
+    """Whether a role's model is the same throughout a run, so that all else of its section may change."""
+    return role in ROLES and ROLES[role].holds == "frozen"
+
+
+def _is_of(key: str, tables: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in tables)
+
+
+def _at(values: Any, key: str) -> Any:
+    """The value at a dotted key; all values at an empty one."""
+    for part in key.split(".") if key else ():
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
+def _show(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+# ── is it this model? ─────────────────────────────────────────────────────────────────────────────
+
+
+def about_model(spec: Spec, spec_dir: Path) -> dict[str, Any]:
+    """What a manifest says of the model, for `check_fits` and for people."""
+    lora = spec.actor.lora
+    return {
+        "engine": spec.actor.engine.kind,
+        "lora": None if lora is None else lora.model_dump(mode="json"),
+        "model_config": _read_config(spec, spec_dir),
+    }
+
+
+def check_fits(manifest: Mapping[str, Any], spec: Spec, spec_dir: Path) -> None:
+    """Raises CheckpointError naming every way in which a checkpoint is not of the spec's actor."""
+    now = about_model(spec, spec_dir)
+    step = manifest.get("step")
+    kinds = manifest.get("engine"), now["engine"]
+    if kinds[0] != kinds[1] and not _same_format(kinds[0], spec.actor.engine):
+        raise CheckpointError(
+            f"the checkpoint of step {step} was written by the train engine {kinds[0]}: {kinds[1]} cannot read it",
+            hint=f'set actor.engine.kind = "{kinds[0]}", or start a new run with --run-dir',
+        )
+    found = []
+    for what, table in (("lora", "actor.lora"), ("model_config", "config.json")):
+        before, after = manifest.get(what), now[what]
+        if what in manifest and (what == "lora" or (before and after)):
+            for key in differing_keys(before, after):
+                name = f"{table}.{key}" if key else table
+                found.append(f"{name}: {_show(_at(before, key))} → {_show(_at(after, key))}")
+    if found:
+        raise CheckpointError(
+            f"the checkpoint of step {step} belongs to another model:\n" + "\n".join(f"  - {line}" for line in found),
+            hint=f"put the model at {spec.model.path} back as it was, or start a new run with --run-dir",
+        )
+
+
+def _same_format(written_by: object, reader: TrainTable) -> bool:
+    """Whether an engine reads another's checkpoints: both say what format theirs have, and it is the same."""
+    if not isinstance(written_by, str) or reader.checkpoint_format is None:
+        return False
+    try:
+        table = table_of("train", written_by)
+    except PydanticCustomError:  # its package is broken
+        return False
+    return table is not None and getattr(table, "checkpoint_format", None) == reader.checkpoint_format
+
+
+def _read_config(spec: Spec, spec_dir: Path) -> dict[str, Any] | None:
+    """The actor's `config.json`, less what does not matter; None where it is not on this host yet."""
+    where = resolve_model(spec.model_path(ACTOR), spec_dir)
+    folder = where if isinstance(where, Path) else hub_snapshot(where)
+    if folder is None:
+        return None
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {key: value for key, value in content.items() if key not in _NOT_THE_MODEL}

@@ -1,0 +1,113 @@
+"""Saving and resuming a run: between the roles and the files of `rlctl/run/checkpoints.py`."""
+
+from __future__ import annotations
+
+import json
+import platform
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlctl import __version__
+from rlctl.loop.driver import Driver
+from rlctl.processes.groups import Groups
+from rlctl.processes.placement import Plan
+from rlctl.processes.role_configs import model_paths
+from rlctl.run import checkpoints
+from rlctl.run.resume import about_model, check_fits
+from rlctl.run.run_dir import RunDir
+from rlctl.show.progress import Progress
+from specs.schema.roles import ACTOR, DATA, ROLES, RoleName
+from specs.schema.spec import Spec
+from specs.wire import bodies
+from specs.wire.messages import Verb
+
+PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat
+
+
+def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress) -> checkpoints.Checkpoint | None:
+    """The checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of another
+    model."""
+    checkpoint = checkpoints.newest(run.checkpoints, progress.warning)
+    if checkpoint is not None:
+        check_fits(checkpoint.manifest, spec, spec_dir)
+    checkpoints.set_aside_after(run.checkpoints, checkpoint.step if checkpoint else 0)
+    if checkpoint is None:
+        progress.message("no checkpoint to resume from: starting at step 1")
+    return checkpoint
+
+
+class Saver:
+    """Saves and restores the state of the roles of one attempt."""
+
+    def __init__(self, spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
+        self.spec, self.spec_dir, self.run, self.plan = spec, spec_dir, run, plan
+        self.groups, self.progress = groups, progress
+        self.saved = -1  # step of the newest checkpoint that this attempt wrote or started from
+
+    def save(self, driver: Driver, step: int) -> None:
+        """Checkpoint the state after a step."""
+        with driver.phase("save", step):
+            self._write(driver, step)
+        self.saved = step
+        self.progress.checkpoint(step)
+
+    def _write(self, driver: Driver, step: int) -> None:
+        prompts = self._proof_prompts()
+
+        def write_role(role: RoleName, folder: Path) -> list[checkpoints.Marks]:
+            request = bodies.Save(folder=str(folder), proof_prompts=prompts, proof_tokens=PROOF_TOKENS)
+            return [bodies.Saved.of(answer).files for answer in self.groups[role].call(Verb.SAVE, request, step=step)]
+
+        checkpoints.save(
+            self.run.checkpoints,
+            step,
+            about=self._about(),
+            write_roles={folder: partial(write_role, role) for role, folder in self._folders()},
+            write_driver=driver.queue.save,
+            keep=self.spec.checkpoint.keep,
+        )
+
+    def restore(self, driver: Driver, checkpoint: checkpoints.Checkpoint) -> int:
+        """Put the roles back into the state after the checkpoint's step, which it returns."""
+        for role, folder in self._folders():
+            self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / folder)))
+        too_old = driver.queue.restore(checkpoint.path / "driver", checkpoint.state)
+        self.saved = checkpoint.step
+        self.progress.start_at(checkpoint.step)
+        self.progress.message(f"resumed from {checkpoint.path}")
+        if too_old:
+            steps = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
+            self.progress.warning(
+                f"{sum(too_old.values())} samples drawn ahead for step {steps} are dropped: older than "
+                f"rollout.max_staleness = {self.spec.rollout.max_staleness} allows. Their prompts are drawn again"
+            )
+        return checkpoint.step
+
+    def _folders(self) -> list[tuple[RoleName, str]]:
+        """Roles that have a state, and its folder in a checkpoint."""
+        return [(role, folder) for role in self.spec.roles if (folder := ROLES[role].checkpoint)]
+
+    def _proof_prompts(self) -> list[list[int]]:
+        """Two of the run's own first prompts."""
+        body = bodies.Prompts(what="train", position=0, count=2, group_size=1)
+        batch = self.groups[DATA].call(Verb.PROMPTS, body)[0].batch
+        return [tokens.tolist() for tokens in batch.sequences("tokens_T")]
+
+    def _about(self) -> dict[str, Any]:
+        spec = self.spec
+        return {
+            "run": spec.run.name,
+            "attempt": self.run.attempt,
+            "spec_sha256": checkpoints.spec_hash(spec),
+            **about_model(spec, self.spec_dir),
+            "actor_ranks": spec.actor.processes,
+            "dtype": spec.actor.dtype,
+            "model_path": model_paths(spec, self.spec_dir)[ACTOR],
+            "trust_remote_code": spec.model.trust_remote_code,
+            "python": self.plan.role(ACTOR).python,
+            "versions": {"python": platform.python_version(), "rlctl": __version__, **self._actor_versions()},
+        }
+
+    def _actor_versions(self) -> dict[str, str]:
+        return json.loads(self.run.as_built.read_text())[ACTOR][0]["versions"]  # type: ignore[no-any-return]

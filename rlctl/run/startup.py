@@ -1,0 +1,107 @@
+"""Starts a run: launches every role, builds its model, compares it with the spec, and makes the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.logprob_gap import GapLimits
+from rlctl.loop.recovery import SteadySync
+from rlctl.loop.residency import Residency, sleep_level
+from rlctl.loop.sync import WeightSync
+from rlctl.loop.weight_transport import Transport, plan_transport, prepare
+from rlctl.models import as_built_check
+from rlctl.models.expected import models_expected
+from rlctl.preflight.role_attention import role_attention
+from rlctl.processes.groups import Group, Groups
+from rlctl.processes.placement import Plan
+from rlctl.processes.role_configs import build_bodies
+from rlctl.run.run_dir import RunDir
+from rlctl.show.progress import Progress
+from specs.schema.roles import ACTOR, DATA, ROLES, ROLLOUT, RoleName, build_waves
+from specs.schema.spec import Spec
+from specs.wire.as_built import AsBuilt
+from specs.wire.bodies import DataOpened
+from specs.wire.messages import Verb
+
+Bodies = Mapping[RoleName, dict[str, Any]]  # what each role's `build` is told
+Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
+
+
+def start(
+    spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, groups: Groups, window: UpdateWindow, progress: Progress
+) -> Driver:
+    """Start every process, build every model, and refuse to go on if one is not what was asked. Raises RoleFailure and
+    AsBuiltError."""
+    transport = plan_transport(spec, spec_dir, run.path, plan)
+    groups.start(spec.roles)
+    bodies = build_bodies(spec, spec_dir, run.path)
+    holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
+    residency = Residency(plan.colocated, holders, sleep_level(spec))
+    reports = _build(spec, groups, residency, bodies)
+    as_built_check.check(spec, reports, models_expected(spec, spec_dir, role_attention))
+    as_built_check.check_same_start(reports, run.as_built)
+    as_built_check.write(reports, run.as_built, transport.describe())
+    progress.table(as_built_check.table(spec, reports))
+    progress.message(_data_line(DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0])))
+    prepare(transport, run.path)
+    progress.message(f"weight transport: {transport}")
+    sync = SteadySync(
+        groups,
+        residency,
+        _weights(spec, groups, residency, transport, reports),
+        body=bodies[ROLLOUT],
+        built=reports[ROLLOUT],
+        limit=spec.rollout.max_restarts,
+        start_timeout_s=spec.run.start_timeout_s,
+        warn=progress.warning,
+    )
+    roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
+    return Driver(spec, roles, residency, sync, _gap_limits(spec, run, bodies, progress), window, progress)
+
+
+def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> Reports:
+    """Build all roles at once; on shared devices wave by wave, each leaving the device before the next one comes."""
+    waves = build_waves(spec.roles) if residency.shared else [list(spec.roles)]
+    reports: Reports = {}
+    for wave in waves:
+        timeout_s = spec.run.start_timeout_s
+        calls = {role: groups[role].post(Verb.BUILD, bodies[role], timeout_s=timeout_s) for role in wave}
+        for role, call in calls.items():
+            reports[role] = [AsBuilt.model_validate(answer.body) for answer in call.result()]
+        residency.leave_after_build([groups[role] for role in wave])
+    return reports
+
+
+def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transport, reports: Reports) -> WeightSync:
+    model = reports[ACTOR][0].model
+    assert model is not None
+    return WeightSync(
+        groups[ACTOR],
+        groups[ROLLOUT],
+        residency,
+        transport=transport,
+        dtype=spec.rollout_dtype,
+        bucket_bytes=int(spec.sync.bucket_MiB * 2**20),
+        temperature=spec.rollout.temperature,
+        max_gap=spec.probe_gap,
+        vocab=model.vocab_size,
+    )
+
+
+def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> GapLimits:
+    sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
+    about = {**sampling, "rollout_dtype": spec.rollout_dtype, ACTOR: bodies[ACTOR]}
+    return GapLimits(*spec.logprob_gaps, run.path, about, progress.warning)
+
+
+def _data_line(data: DataOpened) -> str:
+    counts = {"too long": data.dropped_overlong, "bad": data.dropped_bad}
+    dropped = [f"{count} {why}" for why, count in counts.items() if count]
+    return (
+        f"data: {data.rows:,} prompts"
+        + (f", {data.eval_rows:,} held out" if data.eval_rows else "")
+        + (f"; dropped: {', '.join(dropped)}" if dropped else "")
+    )

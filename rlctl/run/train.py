@@ -1,0 +1,200 @@
+"""`rlctl train`: from a spec to a finished run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.memory_watch import MemoryWatch
+from rlctl.loop.step_metrics import idle_s
+from rlctl.memory import compare as memory
+from rlctl.preflight.file_problems import file_problems
+from rlctl.processes.groups import Groups
+from rlctl.processes.hosts import plan_for_hosts
+from rlctl.processes.placement import Plan
+from rlctl.run.interrupt import Interrupt
+from rlctl.run.run_dir import RunDir
+from rlctl.run.saving import Saver, find_checkpoint
+from rlctl.run.startup import start
+from rlctl.show.metrics_file import MetricsWriter, truncate_after
+from rlctl.show.progress import Progress
+from rlctl.show.report import write_report
+from rlctl.show.text_format import counted
+from rlctl.show.tracking import Tracker, open_tracker
+from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, RlctlError, SpecError
+from specs.load.load import load_spec
+from specs.rules.all_rules import cross_field_warnings
+from specs.schema.spec import Spec
+
+STOPPED = (Interrupted, LogprobGapError, MemoryGrowthError)  # the roles still answer: what they reached can be saved
+DISK_FULL_HINT = "nothing older was lost: free some space, then run the same command with --resume"
+
+
+def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> int:
+    """Run the spec to its end. Returns 0; every failure is an RlctlError with its own exit code."""
+    spec = load_spec(spec_path, list(overrides))
+    spec_dir = spec_path.absolute().parent
+    errors, warnings = file_problems(spec, spec_dir, starting=True, run_dir=run_dir)
+    if errors:
+        raise SpecError(errors)
+    run = RunDir(run_dir or Path(spec.run.dir) / spec.run.name)
+    plan = plan_for_hosts(spec, spec_dir, run.path)
+    run.open(spec, spec_path, resume=resume)
+    try:
+        with Progress(spec.run.steps, 0, spec.run.name) as progress:
+            for warning in [*cross_field_warnings(spec), *warnings]:
+                progress.warning(str(warning))
+            for change in run.changes:
+                progress.warning(f"resumed with another {change}")
+            progress.message(f"run directory: {run.path}")
+            attempt(spec, spec_dir, run, plan, progress, resume=resume)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RlctlError(f"the disk of {run.path} is full: {error}", hint=DISK_FULL_HINT) from None
+    finally:
+        run.release()
+    return 0
+
+
+def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:
+    """Start the roles, take all steps that are left, and end everything that was started. `resume`: go on from the
+    newest checkpoint, where there is one."""
+    checkpoint = find_checkpoint(spec, spec_dir, run_dir, progress) if resume else None
+    window = UpdateWindow()
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+
+        def tick() -> None:
+            progress.tick()
+            interrupt.check(finish_first=window.is_open)
+
+        progress.phase("build")
+        groups = stack.enter_context(_open_groups(spec, run_dir, plan, tick))
+        keep_to = None if not resume else checkpoint.step if checkpoint else -1
+        if keep_to is not None:
+            truncate_after(run_dir.samples, keep_to)
+        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to, warn=progress.warning))
+        tracker = stack.enter_context(open_tracker(spec, run_dir.path))
+        try:
+            driver = start(spec, spec_dir, run_dir, plan, groups, window, progress)
+            saver = Saver(spec, spec_dir, run_dir, plan, groups, progress)
+            done = saver.restore(driver, checkpoint) if checkpoint is not None else 0
+            run = Run(spec, run_dir, groups, driver, saver, metrics, tracker, interrupt, progress, done)
+            run.steps()
+            _compare_memory(spec, spec_dir, run_dir, groups, progress)
+        except STOPPED:
+            _compare_memory(spec, spec_dir, run_dir, groups, progress)
+            raise
+        finally:
+            write_report(run_dir.path)
+    progress.message(f"done: {counted(run.done, 'step')}; report: {run_dir.path / 'report.html'}")
+
+
+def _open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None]) -> Groups:
+    """The run's processes, none of them started. `tick` is called while waiting for any of them, at least ten times a
+    second."""
+    return Groups(
+        plan,
+        run_dir.logs,
+        start_timeout_s=spec.run.start_timeout_s,
+        verb_timeout_s=spec.run.verb_timeout_s,
+        heartbeat_timeout_s=spec.run.heartbeat_timeout_s,
+        on_tick=tick,
+    )
+
+
+def _compare_memory(spec: Spec, spec_dir: Path, run_dir: RunDir, groups: Groups, progress: Progress) -> None:
+    """What was planned for each role against what it took: for the report, and in a line."""
+    planned = memory.planned_bytes(spec, spec_dir)
+    compared = memory.compare(planned, {role: groups[role] for role in planned})
+    if compared:
+        memory.write(compared, run_dir.path)
+        progress.message(f"memory at most: {memory.line(compared)}")
+
+
+class Run:
+    """The steps of one attempt, after `done` earlier ones: drives, evaluates, logs and saves."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        run_dir: RunDir,
+        groups: Groups,
+        driver: Driver,
+        saver: Saver,
+        metrics: MetricsWriter,
+        tracker: Tracker,
+        interrupt: Interrupt,
+        progress: Progress,
+        done: int,
+    ) -> None:
+        self.spec, self.run_dir, self.groups, self.driver, self.saver = spec, run_dir, groups, driver, saver
+        self.metrics, self.tracker, self.interrupt, self.progress = metrics, tracker, interrupt, progress
+        self.memory_watch = MemoryWatch(spec.run.max_memory_growth_GiB, progress.warning)
+        self.done = done  # steps completed
+
+    def steps(self) -> None:
+        """All steps that are left. Where a person or a limit ends them early, the last finished one is saved."""
+        try:
+            self._before_the_first()
+            for step in range(self.done + 1, self.spec.run.steps + 1):
+                self._step(step)
+        except STOPPED as error:
+            self._save_last_step("interrupted" if isinstance(error, Interrupted) else "stopped")
+            raise
+
+    def _before_the_first(self) -> None:
+        """The rollout gets the actor's weights; a run from the start is evaluated before it learns."""
+        driver, section = self.driver, self.spec.eval
+        driver.begin(self.done)
+        if section and self.done == 0:
+            before = driver.evaluate(0)
+            self._log({"step": 0, **before})
+            self.progress.evaluation(section.name, 0, before[f"eval/{section.name}/reward_mean"])
+
+    def _step(self, step: int) -> None:
+        spec, last = self.spec, step == self.spec.run.steps
+        self.groups.take_busy()
+        started = time.monotonic()
+        record = self.driver.step(step)
+        record.metrics["time/driver_s"] = idle_s(self.groups.take_busy(), started, time.monotonic())
+        self.done = step
+        try:
+            if spec.eval and (step % spec.eval.every == 0 or last):
+                record.metrics.update(self.driver.evaluate(step))
+        finally:  # also when interrupted: no checkpoint may be ahead of the metrics
+            record.metrics["time/wall_s"] = time.monotonic() - started
+            self._log(record.metrics)
+            self._write_samples(step, record.samples)
+            self.progress.step(record.metrics)
+        self.memory_watch.see(record.metrics, step)
+        if step % spec.checkpoint.every == 0 or last:
+            self.saver.save(self.driver, step)
+        self.interrupt.check()
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        self.metrics.write(metrics)
+        self.tracker.log(metrics)
+
+    def _write_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        with open(self.run_dir.samples, "a", encoding="utf-8") as file:
+            for sample in samples:
+                file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+
+    def _save_last_step(self, why: str) -> None:
+        """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""
+        if self.driver.window.is_open or self.done <= max(self.saver.saved, 0):
+            return
+        self.progress.message(f"{why}: saving the last finished step (Ctrl-C drops it)")
+        self.interrupt.forget()
+        try:
+            self.saver.save(self.driver, self.done)
+        except RlctlError as error:
+            self.progress.warning(f"not saved: {error.message}")

@@ -1,0 +1,146 @@
+"""Line charts and stacked bands as inline SVG: no script, no network, colours from the page's CSS."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from rlctl.show.text_format import number
+
+Point = tuple[float, float]
+Series = Mapping[str, Sequence[Point]]
+
+WIDTH, HEIGHT = 460, 220
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
+MAX_POINTS = 300  # a longer series is averaged into that many buckets
+SMOOTH_FROM = 40  # from so many points on, a moving average lies over the raw line
+
+
+def line_chart(title: str, series: Series, *, unit: str = "") -> str:
+    """One figure; empty string when no series has a point. Points are (step, value), ascending in step."""
+    drawn = {name: thin(points) for name, points in series.items() if points}
+    if not drawn:
+        return ""
+    values = [y for points in drawn.values() for _, y in points]
+    axes = Axes(_steps(drawn), nice_range(min(values), max(values)))
+    body = [axes.grid()]
+    for index, (name, points) in enumerate(drawn.items()):
+        long = len(points) >= SMOOTH_FROM
+        body.append(axes.line(points, f"s{index}{' raw' if long else ''}", name))
+        if long:
+            body.append(axes.line(moving_average(points), f"s{index}", f"{name}, smoothed"))
+        elif len(points) <= 2:
+            body += [axes.dot(point, f"s{index}") for point in points]
+    latest = {name: points[-1][1] for name, points in series.items() if points}
+    return _figure(title, unit, latest, "".join(body))
+
+
+def stacked_chart(title: str, series: Series, *, unit: str = "") -> str:
+    """Bands on top of each other; every series must have the same steps."""
+    drawn = {name: thin(points) for name, points in series.items() if points}
+    if not drawn:
+        return ""
+    steps = [x for x, _ in next(iter(drawn.values()))]
+    floor = [0.0] * len(steps)
+    tops: dict[str, list[float]] = {}
+    for name, points in drawn.items():
+        floor = [below + y for below, (_, y) in zip(floor, points, strict=True)]
+        tops[name] = floor
+    axes = Axes(_steps(drawn), nice_range(0.0, max(floor)))
+    body, below = [axes.grid()], [0.0] * len(steps)
+    for index, (name, top) in enumerate(tops.items()):
+        body.append(axes.band(steps, below, top, f"b{index}", name))
+        below = top
+    latest = {name: points[-1][1] for name, points in series.items() if points}
+    return _figure(title, unit, latest, "".join(body), bands=True)
+
+
+class Axes:
+    """Maps steps and values to the picture."""
+
+    def __init__(self, x_range: tuple[float, float], y_ticks: Sequence[float]) -> None:
+        self.x0, self.x1 = x_range
+        self.ticks = y_ticks
+        self.y0, self.y1 = y_ticks[0], y_ticks[-1]
+
+    def x(self, step: float) -> float:
+        return LEFT + (step - self.x0) / ((self.x1 - self.x0) or 1.0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.y0) / ((self.y1 - self.y0) or 1.0) * (HEIGHT - TOP - BOTTOM)
+
+    def grid(self) -> str:
+        parts = []
+        for tick in self.ticks:
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{tick:.6g}</text>')
+        for step in (self.x0, (self.x0 + self.x1) / 2, self.x1):
+            anchor = {self.x0: "start", self.x1: "end"}.get(step, "middle")
+            at = f'x="{self.x(step):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}"'
+            parts.append(f'<text class="tick" {at}>{step:.0f}</text>')
+        return "".join(parts)
+
+    def line(self, points: Sequence[Point], css: str, label: str) -> str:
+        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+        return f'<polyline class="line {css}" points="{path}"><title>{escape(label)}</title></polyline>'
+
+    def dot(self, point: Point, css: str) -> str:
+        return f'<circle class="dot {css}" cx="{self.x(point[0]):.1f}" cy="{self.y(point[1]):.1f}" r="3"/>'
+
+    def band(self, steps: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, label: str) -> str:
+        upper = [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(steps, high, strict=True)]
+        lower = [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(steps, low, strict=True)]
+        path = " ".join([*upper, *reversed(lower)])
+        return f'<polygon class="band {css}" points="{path}"><title>{escape(label)}</title></polygon>'
+
+
+def _figure(title: str, unit: str, latest: Mapping[str, float], body: str, *, bands: bool = False) -> str:
+    kind = "b" if bands else "s"
+    legend = "".join(
+        f'<span class="key"><i class="{kind}{index}"></i>{escape(name)} <b>{number(value)}</b></span>'
+        for index, (name, value) in enumerate(latest.items())
+    )
+    heading = f"{escape(title)}<small>{escape(unit)}</small>" if unit else escape(title)
+    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{body}</svg>'
+    return f"<figure><figcaption>{heading}</figcaption>{picture}<p>{legend}</p></figure>"
+
+
+def _steps(series: Series) -> tuple[float, float]:
+    steps = [x for points in series.values() for x, _ in points]
+    return min(steps), max(steps)
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most `limit` points: means of equal buckets. First and last step stay."""
+    if len(points) <= limit:
+        return list(points)
+    edges = [len(points) * i // limit for i in range(limit + 1)]
+    buckets = [points[a:b] for a, b in itertools.pairwise(edges)]
+    means = [(sum(x for x, _ in bucket) / len(bucket), sum(y for _, y in bucket) / len(bucket)) for bucket in buckets]
+    return [(points[0][0], means[0][1]), *means[1:-1], (points[-1][0], means[-1][1])]
+
+
+def moving_average(points: Sequence[Point]) -> list[Point]:
+    """Mean over a centred window of about a twelfth of the series."""
+    half = max(1, len(points) // 24)
+    out = []
+    for index, (x, _) in enumerate(points):
+        window = points[max(0, index - half) : index + half + 1]
+        out.append((x, sum(y for _, y in window) / len(window)))
+    return out
+
+
+def nice_range(low: float, high: float, ticks: int = 4) -> list[float]:
+    """Round tick values that enclose low..high, at steps of 1, 2, 2.5 or 5 times a power of ten."""
+    size = max(abs(low), abs(high))
+    if high - low <= max(size * 1e-9, 1e-290):  # a flat line, or one that float arithmetic cannot divide
+        spread = size * 0.5 if size > 1e-280 else 1.0
+        low, high = low - spread, high + spread
+    rough = (high - low) / ticks
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]

@@ -1,0 +1,259 @@
+"""What a person sees while a run runs: a live panel on a terminal, plain lines anywhere else.
+
+No thread: the driver calls `tick()` while it waits, and the panel is redrawn at most a few times a second.
+Keys of `step()` are those of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.show.safe_stdout import SafeStdout
+from rlctl.show.text_format import count, duration, number, sparkline, time_shares
+from specs.phases import Phase
+
+REDRAW_S = 0.15
+PLAIN_LINE_S = 1.0  # at most one plain line per second
+PLAIN_QUIET_S = 30.0  # a plain line while nothing else happens
+WINDOW = 20  # steps that rates and shares are taken over
+COLORS = ("cyan", "magenta", "blue", "green", "yellow", "red", "white")
+
+
+class Progress:
+    """A context manager. `start_step` is the number of steps already done (a resumed run).
+
+    `live` forces the panel on or off; by default it follows the console.
+    """
+
+    def __init__(
+        self, total_steps: int, start_step: int, name: str, console: Console | None = None, live: bool | None = None
+    ) -> None:
+        self.console = console or _console()
+        reconfigure = getattr(self.console.file, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")  # a console without Unicode must not end a run
+        self.live = self.console.is_terminal if live is None else live
+        self._total, self._step, self._name = total_steps, start_step, name
+        self._started = self._phase_started = time.monotonic()
+        self._phase = "start"
+        self._rewards: list[float | None] = []
+        self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._step_s: deque[float] = deque(maxlen=WINDOW)
+        self._evals: dict[str, list[tuple[int, float]]] = {}
+        self._checkpoint: int | None = None
+        self._warnings = 0
+        self._last_line = 0.0
+        self._drawn = 0.0
+        self._display: Live | None = None
+
+    # ── the driver's side ─────────────────────────────────────────────────────────────────────────
+
+    def __enter__(self) -> Progress:
+        self._started = self._phase_started = time.monotonic()
+        if self.live:
+            self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
+            self._display.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._phase = ""
+            self._redraw()
+            self._display.stop()
+            self._display = None
+
+    def phase(self, phase: Phase, doing: str = "") -> None:
+        """Set the current phase. `doing` describes it where the phase's name is not enough."""
+        self._phase, self._phase_started = f"{phase} ({doing})" if doing else phase, time.monotonic()
+        self.tick()
+
+    def start_at(self, step: int) -> None:
+        """A checkpoint was restored: so many steps are done."""
+        self._step = step
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """A step has ended; `metrics` is its line of `metrics.jsonl`."""
+        now = time.monotonic()
+        self._step_s.append(metrics.get("time/wall_s") or metrics.get("time/step_s") or 0.0)
+        self._step = int(metrics["step"])
+        self._rewards.append(metrics.get("reward/mean"))
+        self._recent.append(dict(metrics))
+        for key, value in metrics.items():
+            if key.startswith("eval/") and key.endswith("/reward_mean") and value is not None:
+                self._keep_eval(key.split("/")[1], self._step, value)
+        if self.live:
+            self._redraw()
+        elif now - self._last_line >= PLAIN_LINE_S or self._step >= self._total:
+            self._print(self._plain_line())
+
+    def evaluation(self, name: str, step: int, reward_mean: float) -> None:
+        """An evaluation has ended."""
+        self._keep_eval(name, step, reward_mean)
+        if not self.live:
+            self._print(f"eval {name}  step {step}  reward {number(reward_mean)}")
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint was written."""
+        self._checkpoint = step
+        if not self.live:
+            self._print(f"checkpoint  step {step}")
+
+    def message(self, text: str) -> None:
+        """A line above the panel."""
+        self._print(text)
+
+    def warning(self, text: str) -> None:
+        """A warning line above the panel; the panel counts them."""
+        self._warnings += 1
+        self._print(Text.assemble(("warning: ", "bold yellow"), text))
+
+    def table(self, renderable: RenderableType) -> None:
+        """Anything that rich can print, above the panel."""
+        self.console.print(renderable)
+        self._last_line = time.monotonic()
+
+    def tick(self) -> None:
+        """Called often while the driver waits. Cheap: draws nothing before its time."""
+        now = time.monotonic()
+        if self.live:
+            if now - self._drawn >= REDRAW_S:
+                self._redraw()
+        elif now - max(self._last_line, self._phase_started) >= PLAIN_QUIET_S:
+            self._print(f"… {self._phase} for {duration(now - self._phase_started)}")
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left, from the recent steps without the very first (a warm-up); None before any."""
+        seen = list(self._step_s)
+        if len(seen) > 1 and len(self._rewards) <= WINDOW:
+            seen = seen[1:]
+        return (self._total - self._step) * sum(seen) / len(seen) if seen else None
+
+    # ── plain lines ───────────────────────────────────────────────────────────────────────────────
+
+    def _print(self, text: str | Text) -> None:
+        self._last_line = time.monotonic()
+        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.live)
+
+    def _plain_line(self) -> str:
+        latest = self._recent[-1]
+        parts = [f"step {self._step}/{self._total}", f"reward {number(latest.get('reward/mean'))}"]
+        for label, key in (("loss", "actor/loss"), ("kl", "actor/kl"), ("length", "rollout/length_mean"),
+                           ("stale", "rollout/staleness_mean")):  # fmt: skip
+            if latest.get(key) is not None:
+                parts.append(f"{label} {number(latest[key])}")
+        for name, history in self._evals.items():
+            if history[-1][0] == self._step:
+                parts.append(f"eval {name} {number(history[-1][1])}")
+        parts.append(f"{count(latest.get('perf/tokens_per_s'))} tokens/s")
+        shares = time_shares([latest])
+        split = " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+        parts.append(f"{number(latest.get('time/step_s'))} s" + (f" ({split})" if split else ""))
+        parts.append(f"ETA {duration(self.eta_s)}")
+        return "  ".join(parts)
+
+    # ── the panel ─────────────────────────────────────────────────────────────────────────────────
+
+    def _redraw(self) -> None:
+        if self._display is not None:
+            self._display.update(self.render(), refresh=True)
+            self._drawn = time.monotonic()
+
+    def _keep_eval(self, name: str, step: int, reward_mean: float) -> None:
+        history = self._evals.setdefault(name, [])
+        if not history or history[-1][0] != step:
+            history.append((step, reward_mean))
+
+    def render(self) -> RenderableType:
+        """The panel as it stands now."""
+        rows = Table.grid(padding=(0, 2), expand=True)
+        rows.add_column(style="bold", no_wrap=True, width=7)
+        rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        width = max(20, self.console.width - 9)
+        rows.add_row("reward", self._reward_row(width))
+        if self._evals:
+            rows.add_row("eval", self._eval_row())
+        rows.add_row("speed", self._speed_row(width))
+        rows.add_row("time", _time_row(list(self._recent), width))
+        rows.add_row("now", self._now_row())
+        return Group(self._head(), rows)
+
+    def _head(self) -> RenderableType:
+        elapsed = duration(time.monotonic() - self._started)
+        head = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, None, 1, None):
+            head.add_column(ratio=ratio, no_wrap=True)
+        bar = ProgressBar(total=max(1, self._total), completed=self._step, complete_style="cyan")
+        eta = f"{elapsed} · ETA {duration(self.eta_s)}"
+        head.add_row(Text(self._name, style="bold"), Text(f"step {self._step}/{self._total}"), bar, Text(eta))
+        return head
+
+    def _reward_row(self, width: int) -> Text:
+        latest = self._rewards[-1] if self._rewards else None
+        row = Text(number(latest), style="bold green")
+        known = [value for value in self._rewards if value is not None]
+        if known:
+            row.append(f"  {sparkline(known, min(48, width - 33))}", style="green")
+            row.append(f"  from {number(known[0])}, best {number(max(known))}", style="default not bold")
+        return row
+
+    def _eval_row(self) -> Text:
+        row = Text()
+        for name, history in self._evals.items():
+            step, value = history[-1]
+            row.append(f"{name} {number(value)}", style="green")
+            row.append(f" at step {step}, first {number(history[0][1])}   ", style="dim")
+        return row
+
+    def _speed_row(self, width: int) -> Text:
+        latest = self._recent[-1] if self._recent else {}
+        parts = [f"{count(latest.get('perf/tokens_per_s'))} tokens/s", f"{number(latest.get('time/step_s'))} s/step"]
+        for label, key in (("length", "rollout/length_mean"), ("loss", "actor/loss"), ("KL", "actor/kl"),
+                           ("entropy", "actor/entropy"), ("gap", "rollout/logprob_gap"),
+                           ("stale", "rollout/staleness_mean")):  # fmt: skip
+            if latest.get(key) is not None:
+                parts.append(f"{label} {number(latest[key])}")
+        while len("  ".join(parts)) > width and len(parts) > 1:  # only whole numbers: a cut one misleads
+            parts.pop()
+        return Text("  ".join(parts))
+
+    def _now_row(self) -> Text:
+        row = Text()
+        if self._phase:
+            row.append(f"{self._phase} for {duration(time.monotonic() - self._phase_started)}")
+        if self._checkpoint is not None:
+            row.append(f"{'   ' if row else ''}checkpoint at step {self._checkpoint}", style="dim")
+        if self._warnings:
+            row.append(f"   {self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow")
+        return row or Text("done")
+
+
+def _console() -> Console:
+    """Standard output, which a run must outlive; it is None when it was closed from the start."""
+    return Console() if sys.stdout is None else Console(file=cast(TextIO, SafeStdout(sys.stdout)))
+
+
+def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:
+    """A bar of the phases' shares, with its legend."""
+    shares = {name: share for name, share in time_shares(records).items() if share >= 0.005}
+    row = Text()
+    if not shares:
+        return Text("–")
+    bar = max(10, width - sum(len(name) + 6 for name in shares))
+    colors = dict(zip(shares, COLORS * len(shares), strict=False))
+    for name, share in shares.items():
+        row.append("━" * round(bar * share), style=colors[name])
+    for name, share in shares.items():
+        row.append(f"  {name}", style=colors[name])
+        row.append(f" {share:.0%}", style="default")
+    return row

@@ -1,0 +1,38 @@
+"""A stdout wrapper that survives a closed pipe or a full disk."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+class SafeStdout:
+    """A text file whose writes never fail. Its reader may end (`head`, a `tee` that the same Ctrl-C ended, a
+    terminal that hung up) or its disk may be full; from then on output is dropped."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Point the descriptor at /dev/null, so that flushing buffers works, also when Python exits."""
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)

@@ -1,0 +1,99 @@
+"""Numbers and series as short text: what the progress display, the report and the quickstart share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from specs.phases import GRADING_METRIC, TIME_METRICS
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+# Times of a step's phases, in its order: the metric, and what a person reads.
+TIMES = {TIME_METRICS["rollout"]: "rollout", GRADING_METRIC: "reward"}
+TIMES |= {metric: phase for phase, metric in TIME_METRICS.items()}
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """A line of at most `width` blocks, lowest value to highest. Longer series are averaged into `width` buckets."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known or width < 1:
+        return ""
+    points = _buckets(known, width)
+    low, high = min(points), max(points)
+    span = high - low
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round((point - low) / span * top) if span > 0 else 0] for point in points)
+
+
+def _buckets(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * i // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """`digits` significant digits, short: 0.731, -0.00124, 1.2e-06, 12. A missing value is a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == int(value) and abs(value) < 10**digits:
+        return str(int(value))
+    size = abs(value)
+    if size >= 1e6 or size < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:.{min(decimals, digits + 2)}f}"
+
+
+def count(value: float | None) -> str:
+    """A large count: 950, 12.4k, 3.1M."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def counted(things: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{things} {noun}" if things == 1 else f"{things} {noun}s"
+
+
+def duration(seconds: float | None) -> str:
+    """0:42, 12:07, 3:12:07, 2d 03:12."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    total = max(0, round(seconds))
+    days, rest = divmod(total, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, left = divmod(rest, 60)
+    if days:
+        return f"{days}d {hours:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def time_name(metric: str) -> str:
+    """The label of a metric `time/…_s`: its phase, if it belongs to one."""
+    return TIMES.get(metric, metric.removeprefix("time/").removesuffix("_s"))
+
+
+def time_shares(records: Sequence[dict[str, float | None]]) -> dict[str, float]:
+    """Share of `time/step_s` by phase, in the order of the step, `other` last.
+
+    Phases are the metrics `time/…_s`; the rest is `other`. Phases that overlap are scaled to 1.
+    """
+    totals: dict[str, float] = {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith("time/") and key.endswith("_s") and isinstance(value, int | float):
+                totals[time_name(key)] = totals.get(time_name(key), 0.0) + value
+    step = totals.pop("step", 0.0)
+    totals.pop("wall", None)  # the step with its evaluation and checkpoint
+    known = {name: totals.pop(name) for name in TIMES.values() if name in totals} | totals
+    whole = max(step, sum(known.values()))
+    if whole <= 0:
+        return {}
+    shares = {name: value / whole for name, value in known.items()}
+    return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}

@@ -1,0 +1,1 @@
+"""From a TOML file to a `Spec`, or to every problem at once."""

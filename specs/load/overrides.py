@@ -1,0 +1,68 @@
+"""`--set a.b=c`: changes to a spec's raw TOML tables before anything is validated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tomli
+
+from specs.errors import Problem
+from specs.schema.roles import ROLES
+from specs.schema.spec import Spec
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
+    """Change `raw` in place, in order. Returns what could not be applied; the schema finds unknown keys later."""
+    problems = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key or not all(part.strip() for part in key.split(".")):
+            problems.append(Problem(f"--set {text}", "not of the form key=value", "write e.g. --set run.steps=10"))
+            continue
+        problem = _assign(raw, [part.strip() for part in key.split(".")], parse_value(value), text)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value where `text` is one, else `text` itself: `3` is a number, `[1, 2]` a list, `cosine` a string."""
+    try:
+        parsed = tomli.loads(f"value = {text.strip()}")
+    except tomli.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _assign(raw: dict[str, Any], parts: list[str], value: Any, text: str) -> Problem | None:
+    node: Any = raw
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        here = ".".join(parts[:depth])
+        if isinstance(node, list):
+            if not re.fullmatch("[0-9]+", part) or int(part) >= len(node):
+                hint = f"write {here}.0 to {here}.{len(node) - 1}" if node else f"set {here} as a whole"
+                return Problem(f"--set {text}", f"{here} is a list of {len(node)}; it has no entry {part!r}", hint)
+            if last:
+                node[int(part)] = value
+            else:
+                node = node[int(part)]
+        elif isinstance(node, dict):
+            if last:
+                node[part] = value
+            else:
+                node = node.setdefault(part, {})
+        else:
+            return Problem(f"--set {text}", f"{here} holds a value, not a table", f"--set {here}=VALUE changes it")
+    return None
+
+
+def fill_engine_kinds(raw: dict[str, Any]) -> None:
+    """An engine table without `kind` means the role's default engine, as a missing engine table does."""
+    for role in ROLES.values():
+        section = raw.get(role.name)
+        if role.holds_model and isinstance(section, dict) and isinstance(section.get("engine"), dict):
+            section["engine"].setdefault("kind", Spec.section_class(role.name).model_fields["engine"].default.kind)

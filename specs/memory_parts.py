@@ -1,0 +1,50 @@
+"""What takes memory in a rank, and when: the words of `rlctl plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+
+# The phases of a step (specs/phases.py). Of the phase `train`, "train" is its forward and backward passes, "optimizer"
+# its optimizer steps: they hold different things.
+Moment = Literal["rollout", "train", "optimizer", "sync"]
+MOMENTS: tuple[Moment, ...] = ("rollout", "train", "optimizer", "sync")
+ALWAYS = frozenset(MOMENTS)
+LEARNING: frozenset[Moment] = frozenset({"train", "optimizer"})
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+ADAM_BYTES = 8  # two fp32 moments
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one rank in some phases. `exact`: follows from shapes and dtypes, to 1 %; else an estimate.
+
+    `host`: in host memory although the rank computes on a GPU. `leaves`: moves to the host while another role has a
+    shared device, or (`dropped`) is let go of. `context`: of the process, not in what allocators report.
+    `first_rank`: only the first rank has it.
+    """
+
+    name: str
+    nbytes: int
+    phases: frozenset[Moment] = ALWAYS
+    exact: bool = False
+    host: bool = False
+    leaves: bool = False
+    dropped: bool = False
+    context: bool = False
+    first_rank: bool = False
+
+
+def total(parts: Iterable[Part], phase: Moment) -> int:
+    """Bytes in a phase."""
+    return sum(part.nbytes for part in parts if phase in part.phases)
+
+
+def peak(parts: Iterable[Part]) -> int:
+    """Bytes in the fullest phase."""
+    kept = list(parts)
+    return max(total(kept, phase) for phase in MOMENTS)

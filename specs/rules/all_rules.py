@@ -1,0 +1,251 @@
+"""Rules that span several keys: batch arithmetic, and keys that have no effect under what was chosen.
+
+A key counts as *set* when the spec writes it, whatever the value. Rules about files are in
+`rlctl/preflight/file_problems.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from specs.errors import Problem
+from specs.rules.attention_rules import attention_problems, shadowed_attention
+from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
+from specs.rules.engine_rules import engine_problems
+from specs.rules.mesh_rules import straddling_warnings
+from specs.rules.node_rules import node_problems
+from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
+from specs.rules.transport_rules import transport_problems
+from specs.schema.mesh import devices_of_a_process
+from specs.schema.rewards import Overlong
+from specs.schema.roles import ROLES, RoleName
+from specs.schema.spec import ModelRole, RoleSection, Spec
+from specs.schema.table import no_effect
+from specs.text import show
+
+RESERVED_ENV = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def cross_field_problems(spec: Spec) -> list[Problem]:
+    """Everything that is wrong although each key alone is fine."""
+    return [problem for rule in RULES for problem in rule(spec)]
+
+
+def cross_field_warnings(spec: Spec) -> list[Problem]:
+    """What works but is seldom meant."""
+    warnings = []
+    rollout = spec.rollout
+    for key, off in (("top_p", 1.0), ("top_k", 0)):
+        if getattr(rollout, key) != off:
+            message = "samples from another distribution than the one that is trained"
+            warnings.append(
+                Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(rollout, key)))
+            )
+    return [
+        *_ratio_bounds(spec),
+        *warnings,
+        *_never_warm(spec),
+        *run_ahead_warnings(spec),
+        *_never_due(spec),
+        *straddling_warnings(spec),
+    ]
+
+
+def _ratio_bounds(spec: Spec) -> Iterator[Problem]:
+    """Keys of the loss that bound a ratio which is always 1, or whose bound is one of another loss."""
+    if spec.ratio_against != "current":
+        for key, why in spec.loss.seldom_meant().items():
+            yield Problem(f"algorithm.{key}", why, "leave it out for the default", show(getattr(spec.algorithm, key)))
+        return
+    for key in spec.loss.ratio_keys:
+        if key in spec.algorithm.model_fields_set:
+            message = "does nothing: with one mini-batch and one epoch per step the ratio is always 1"
+            hint = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or leave it out"
+            yield Problem(f"algorithm.{key}", message, hint, show(getattr(spec.algorithm, key)))
+
+
+def _never_warm(spec: Spec) -> Iterator[Problem]:
+    """No error: a short trial of a long run is made by run.steps alone."""
+    asked, steps = spec.actor.optimizer.warmup_steps, spec.optimizer_steps
+    if asked > steps:
+        message = f"the run ends in its warm-up, after {steps} optimizer steps, at {steps / asked:.0%} of lr"
+        yield Problem("actor.optimizer.warmup_steps", message, f"use at most {steps}", str(asked))
+
+
+def _never_due(spec: Spec) -> Iterator[Problem]:
+    steps = spec.run.steps
+    for name, section in (("eval", spec.eval), ("checkpoint", spec.checkpoint)):
+        if section is not None and "every" in section.model_fields_set and section.every > steps:
+            ends = "before the first step and after the last" if name == "eval" else "after the last step"
+            message = f"the run has {steps} steps, so it happens {ends} only"
+            yield Problem(f"{name}.every", message, f"use at most {steps}", str(section.every))
+
+
+# ── batch arithmetic ──────────────────────────────────────────────────────────────────────────────
+
+
+def _batch(spec: Spec) -> Iterator[Problem]:
+    algorithm, data = spec.algorithm, spec.data
+    advantage = algorithm.advantage
+    if algorithm.group_size < advantage.min_group:
+        hint, size = f"use {advantage.min_group} or more", str(algorithm.group_size)
+        yield Problem("algorithm.group_size", advantage.why_min_group, hint, size)
+    total, parts = spec.samples_per_step, algorithm.mini_batches_per_step
+    arithmetic = f"{data.prompts_per_step} prompts × {algorithm.group_size} completions = {total} samples"
+    if total % parts:
+        start = min(parts, total)
+        near = next((n for far in range(min(start, 10_000)) for n in (start - far, start + far) if total % n == 0), 1)
+        message = f"{arithmetic} cannot be split into {parts} equal mini-batches"
+        yield Problem("algorithm.mini_batches_per_step", message, f"{near} would fit", str(parts))
+    elif total // parts < spec.actor.processes:
+        message = f"{arithmetic} in {parts} mini-batches leave some of {spec.actor.processes} ranks without work"
+        yield Problem("actor.processes", message, f"use at most {total // parts} processes", str(spec.actor.processes))
+    if data.prompts_per_step < spec.rollout.processes:
+        message = f"{data.prompts_per_step} prompts per step leave some replicas without work"
+        yield Problem(
+            "rollout.processes", message, f"use at most {data.prompts_per_step} processes", str(spec.rollout.processes)
+        )
+
+
+def _lengths(spec: Spec) -> Iterator[Problem]:
+    data = spec.data
+    longest = f"data.max_prompt_tokens + data.max_response_tokens = {spec.max_sequence_tokens}"
+    for role, section in spec.sections():
+        if isinstance(section, ModelRole) and section.micro_batch_tokens < spec.max_sequence_tokens:
+            message = f"less than the longest sequence ({longest} tokens)"
+            hint = f"use at least {spec.max_sequence_tokens}"
+            yield Problem(f"{role}.micro_batch_tokens", message, hint, str(section.micro_batch_tokens))
+    for index, term in enumerate(spec.reward.terms):
+        if isinstance(term, Overlong) and term.buffer_tokens > data.max_response_tokens:
+            message = f"longer than the longest completion (data.max_response_tokens = {data.max_response_tokens})"
+            hint = f"use at most {data.max_response_tokens}"
+            yield Problem(f"reward.terms.{index}.buffer_tokens", message, hint, str(term.buffer_tokens))
+
+
+# ── algorithm and optimizer ───────────────────────────────────────────────────────────────────────
+
+
+def _reference(spec: Spec) -> Iterator[Problem]:
+    if spec.ref_is_actor and spec.ref is not None:
+        message = "has no effect: with actor.lora the reference is the actor without its adapters"
+        yield Problem("[ref]", message, "remove the section, or name another model in ref.model")
+    if spec.needs_ref:
+        return
+    if spec.ref is not None:
+        hint = "set algorithm.kl_coef above 0, or remove the section"
+        yield Problem("[ref]", "has no effect: algorithm.kl_coef is 0, so no reference is loaded", hint)
+    if "kl_estimator" in spec.algorithm.model_fields_set:
+        yield no_effect("algorithm.kl_estimator", spec.algorithm, "algorithm.kl_coef is 0")
+
+
+def _lora(spec: Spec) -> Iterator[Problem]:
+    lora = spec.actor.lora
+    if lora is None:
+        return
+    if spec.model.from_scratch and spec.actor.engine.model_of != "bigram":
+        message = "adapters need a trained model below them, and checkpoints do not hold the random one"
+        yield Problem("actor.lora", message, "set model.from_scratch = false, or train the whole model")
+    if len(lora.targets) > 1 and "all-linear" in lora.targets:
+        yield Problem("actor.lora.targets", "all-linear already means every layer", "name it alone", show(lora.targets))
+    elif len(set(lora.targets)) < len(lora.targets):
+        yield Problem("actor.lora.targets", "layer listed twice", "name it once", show(lora.targets))
+
+
+def _optimizer(spec: Spec) -> Iterator[Problem]:
+    optimizer = spec.actor.optimizer
+    if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
+        yield no_effect("actor.optimizer.min_lr_ratio", optimizer, 'schedule is "constant"')
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        hint = "leave it out for the default, [0.9, 0.999]"
+        yield Problem("actor.optimizer.betas", "each must be at least 0 and below 1", hint, show(optimizer.betas))
+
+
+# ── data, reward and what surrounds them ──────────────────────────────────────────────────────────
+
+
+def _logprob_gap(spec: Spec) -> Iterator[Problem]:
+    warn_at, limit = spec.logprob_gaps
+    if warn_at is not None and limit is not None and warn_at > limit:
+        hint = f"use at most {limit:g}, or raise rollout.max_logprob_gap"
+        message = f"the run would stop (rollout.max_logprob_gap = {limit:g}) before it warns"
+        if spec.rollout.warn_logprob_gap is not None:
+            yield Problem("rollout.warn_logprob_gap", message, hint, show(spec.rollout.warn_logprob_gap))
+
+
+def _tracking(spec: Spec) -> Iterator[Problem]:
+    tracking = spec.tracking
+    if tracking is None:
+        return
+    if tracking.kind == "tensorboard" and "project" in tracking.model_fields_set:
+        yield no_effect("tracking.project", tracking, 'only kind "wandb" has projects')
+    if tracking.kind == "wandb" and not tracking.project:
+        yield Problem("tracking.project", "wandb needs one", 'add project = "…" under [tracking]')
+
+
+# ── roles ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _roles(spec: Spec) -> Iterator[Problem]:
+    for role, section in spec.sections():
+        if ROLES[role].holds_model:
+            yield from _devices(role, section)
+        for name in section.env:
+            if not re.fullmatch(r"[^=\s\0]+", name):
+                yield Problem(f"{role}.env", f"{show(name)} is not a variable name", 'write NAME = "value"')
+            elif name == "OMP_NUM_THREADS" and not re.fullmatch(r"[1-9]\d*", section.env[name]):
+                hint = f"remove it, or use {role}.threads"
+                yield Problem(f"{role}.env.{name}", "must be a positive whole number", hint, show(section.env[name]))
+            elif name in RESERVED_ENV or name.startswith("RLCTL_"):
+                yield Problem(
+                    f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", show(section.env[name])
+                )
+            elif name == "CUDA_VISIBLE_DEVICES":
+                hint = f"use {role}.devices"
+                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", hint, show(section.env[name]))
+        if section.threads is not None and "OMP_NUM_THREADS" in section.env:
+            yield no_effect(f"{role}.threads", section, f"{role}.env.OMP_NUM_THREADS wins")
+    if spec.rollout.launcher != "python":
+        message = "replicas are independent of one another, so no launcher joins them"
+        yield Problem("rollout.launcher", message, 'write "python", or leave it out', show(spec.rollout.launcher))
+
+
+def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
+    devices, value = section.devices, show(section.devices)
+    key = f"{role}.devices"
+    if any(device < 0 for device in devices):
+        yield Problem(key, "GPU numbers start at 0", "nvidia-smi -L lists them; [] is the CPU", value)
+    if len(set(devices)) != len(devices):
+        hint = f"name {section.processes} different ones" if section.processes > 1 else "name it once"
+        yield Problem(key, "GPU listed twice; each process needs its own", hint, value)
+    each = devices_of_a_process(section)
+    if devices and len(set(devices)) == len(devices) and len(devices) * section.nodes != section.processes * each:
+        on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
+        has = "one" if each == 1 else f"{each} (tensor_parallel)"
+        message = f"{len(devices)} GPUs{on_each} for {section.processes} processes; each process has {has}"
+        fitting = len(devices) * section.nodes
+        if fitting % each:
+            hint = f"name {section.processes * each} GPUs, or change {role}.engine.tensor_parallel"
+        else:
+            hint = f"set {role}.processes = {fitting // each}, or change the list"
+        yield Problem(key, message, hint, value)
+
+
+RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
+    _batch,
+    _lengths,
+    data_problems,
+    reward_section_problems,
+    _reference,
+    _lora,
+    _optimizer,
+    _logprob_gap,
+    _roles,
+    node_problems,
+    engine_problems,
+    run_ahead_problems,
+    transport_problems,
+    attention_problems,
+    shadowed_attention,
+    eval_problems,
+    _tracking,
+)

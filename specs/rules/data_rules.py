@@ -1,0 +1,82 @@
+"""Rules of data, evaluation and reward: what of them does nothing, or leaves nothing to learn from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.rewards import Regex, compares_answer
+from specs.schema.sections import is_hub_data
+from specs.schema.spec import Spec
+from specs.schema.table import no_effect
+from specs.templates import template_columns
+from specs.text import show
+
+
+def data_problems(spec: Spec) -> Iterator[Problem]:
+    """Keys of `[data]` that do nothing, and templates without a column."""
+    data, given = spec.data, spec.data.model_fields_set
+    if "split" in given and not is_hub_data(data.train):
+        yield no_effect("data.split", data, f"{show(data.train)} is not a hub data set")
+    if data.system and data.chat == "never":
+        yield no_effect("data.system", data, 'data.chat is "never"')
+    if "answer_column" in given and not compares_answer(spec.reward.terms):
+        yield no_effect("data.answer_column", data, "no term of reward.terms compares with it")
+    if data.template and "prompt_column" in given:
+        yield no_effect("data.prompt_column", data, "data.template makes the prompt")
+    if data.template and not template_columns(data.template):
+        jinja = re.findall(r"\{\{\s*(\w+)\s*\}\}", data.template)
+        hint = f"write {{{jinja[0] if jinja else 'column'}}} where a row's value goes"
+        yield Problem("data.template", "names no column, so every prompt would be the same", hint, show(data.template))
+
+
+def eval_problems(spec: Spec) -> Iterator[Problem]:
+    """Evaluation on the training prompts, or on all that there are."""
+    held, data = spec.eval, spec.data
+    if held is None:
+        return
+    if "split" in held.model_fields_set and not is_hub_data(held.data):
+        why = (
+            f"{show(held.data)} is not a hub data set"
+            if held.data
+            else "eval.data is empty, so rows of data.train are held out"
+        )
+        yield no_effect("eval.split", held, why)
+    if _same_source(held.data, data.train) and (not is_hub_data(held.data) or held.split == data.split):
+        hint = "leave eval.data out to hold rows of data.train out"
+        yield Problem("eval.data", "these are the training prompts", hint, show(held.data))
+    if not held.data and data.max_rows is not None and held.prompts >= data.max_rows:
+        message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
+        yield Problem("eval.prompts", message, f"use fewer than {data.max_rows}", str(held.prompts))
+
+
+def _same_source(one: str, other: str) -> bool:
+    return one == other or (not is_hub_data(one) and bool(one) and os.path.normpath(one) == os.path.normpath(other))
+
+
+def reward_section_problems(spec: Spec) -> Iterator[Problem]:
+    """Weights, patterns, and keys of a role that the reward has no use for."""
+    terms = spec.reward.terms
+    if all(term.weight == 0 for term in terms):
+        yield Problem("reward.terms", "every weight is 0, so every completion scores 0", "give a term a weight")
+    for index, term in enumerate(terms):
+        if isinstance(term, Regex):
+            try:
+                re.compile(term.pattern)
+            except re.error as error:
+                key = f"reward.terms.{index}.pattern"
+                yield Problem(
+                    key, f"not a regular expression: {error}", "TOML's '…' keeps backslashes", show(term.pattern)
+                )
+    section = spec.reward
+    for key, default, why in (
+        ("processes", 1, "the reward role is one process; reward.workers sets how many grade"),
+        ("launcher", "python", "the reward role is one process"),
+        ("devices", (), "grading runs on the CPU"),
+    ):
+        if getattr(section, key) != default:
+            yield Problem(
+                f"reward.{key}", why, f"remove the key, or write {show(default)}", show(getattr(section, key))
+            )

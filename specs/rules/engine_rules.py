@@ -1,0 +1,40 @@
+"""What engines say is wrong with the sections that they are chosen in, and what their properties rule out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.engines.engine_table import RolloutTable, engine_of
+from specs.schema.mesh import devices_of_a_process
+from specs.schema.roles import RoleName
+from specs.schema.spec import RoleSection, Spec
+from specs.text import show
+
+
+def engine_problems(spec: Spec) -> Iterator[Problem]:
+    """Everything that is wrong with an engine and what surrounds it."""
+    for role, section in spec.sections():
+        engine = engine_of(section)
+        if engine is None:
+            continue
+        asked = getattr(section, "attn_implementation", None)
+        if engine.attention == "engine" and asked is not None:
+            message = f"has no effect: {engine.kind} chooses its attention itself, by device, dtype and head size"
+            hint = "remove the key; as_built.json says what it took"
+            yield Problem(f"{role}.attn_implementation", message, hint, show(asked))
+        if isinstance(engine, RolloutTable):
+            yield from _cut_replicas(role, section, engine)
+        yield from engine.problems(spec, role, section)
+
+
+def _cut_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) -> Iterator[Problem]:
+    each = devices_of_a_process(section)
+    key = f"{role}.engine.tensor_parallel"
+    if each > 1 and not section.devices and engine.parallel_on_cpu is False:
+        message = f"cuts the model across GPUs, and {role} runs on the CPU"
+        hint = f"remove the key, or name {each * section.processes} GPUs in {role}.devices"
+        yield Problem(key, message, hint, str(each))
+    elif each > 1 and section.nodes > 1:
+        message = "replicas that are cut across GPUs on several nodes have not been tried"
+        yield Problem(key, message, f"set {role}.nodes = 1", str(each))

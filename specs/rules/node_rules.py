@@ -1,0 +1,57 @@
+"""Rules about hosts: which roles may lie on several, with which launchers, and what names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.roles import ROLES, RoleName
+from specs.schema.spec import RoleSection, Spec
+from specs.text import show
+
+
+def node_problems(spec: Spec) -> Iterator[Problem]:
+    """What can be said without reading the hostfile."""
+    sections = spec.sections()
+    for role, section in sections:
+        if section.nodes > 1:
+            yield from _role(role, section)
+    cluster = spec.cluster
+    far = [section for _, section in sections if section.nodes > 1]
+    if cluster is not None:
+        by_shell = any(through_shell(section) for section in far)
+        for key in sorted(cluster.model_fields_set):
+            why = "every role has nodes = 1" if not far else "srun knows the hosts of its job"
+            if not far or (key in ("hostfile", "remote_shell") and not by_shell):
+                value = show(getattr(cluster, key))
+                yield Problem(f"cluster.{key}", f"has no effect: {why}", "remove the key", value)
+        if "remote_shell" in cluster.model_fields_set and not any("{host}" in word for word in cluster.remote_shell):
+            hint = "write {host} where the host's name goes"
+            yield Problem("cluster.remote_shell", "names no host", hint, show(cluster.remote_shell))
+    if not (cluster and cluster.hostfile):
+        unnamed = [role for role, section in sections if section.nodes > 1 and through_shell(section)]
+        if unnamed:
+            hint = 'add hostfile = "hosts" under [cluster]: a file with a line `host slots=N` per node, this host first'
+            yield Problem("cluster.hostfile", f"{unnamed[0]} has several nodes, and nothing names them", hint)
+
+
+def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:
+    key, value = f"{role}.nodes", str(section.nodes)
+    if not ROLES[role].together:
+        yield Problem(key, f"the {role} role stays on the driver's host", "remove the key", value)
+        return
+    if section.processes % section.nodes:
+        message = f"{section.processes} processes cannot be shared evenly by {section.nodes} nodes"
+        hint = f"use a multiple of {section.nodes}, e.g. {_next_multiple(section.processes, section.nodes)}"
+        yield Problem(f"{role}.processes", message, hint, str(section.processes))
+    if section.launcher == "python":
+        hint = f'write "torchrun", "deepspeed" or, inside a SLURM job, "srun" as {role}.launcher'
+        yield Problem(f"{role}.launcher", f"starts processes on this host only, and {key} is {value}", hint, '"python"')
+
+
+def through_shell(section: RoleSection) -> bool:
+    return section.launcher in ("torchrun", "deepspeed")
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

@@ -1,0 +1,40 @@
+"""What sampling ahead of learning (`rollout.max_staleness`) asks of the rest of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.roles import ROLES
+from specs.schema.spec import Spec
+from specs.text import show
+
+_KEY = "rollout.max_staleness"
+
+
+def run_ahead_problems(spec: Spec) -> Iterator[Problem]:
+    """Roles that take turns, or share a GPU, cannot work at the same time."""
+    most = spec.rollout.max_staleness
+    if not most:
+        return
+    if spec.run.colocate == "always":
+        message = 'samples while the actor learns, and with run.colocate = "always" the two take turns'
+        yield Problem(_KEY, message, f"set {_KEY} = 0, or leave run.colocate out", show(most))
+        return
+    for role in [role for role in ROLES if role in spec.roles and ROLES[role].is_trainer]:
+        shared = sorted(set(spec.role(role).devices) & set(spec.rollout.devices))
+        if shared:
+            message = (
+                f"samples while the actor learns, and rollout shares GPU {', '.join(map(str, shared))} with {role}"
+            )
+            yield Problem(_KEY, message, f"give rollout.devices GPUs of its own, or set {_KEY} = 0", show(most))
+
+
+def run_ahead_warnings(spec: Spec) -> Iterator[Problem]:
+    """A cut distribution looks like staleness to the loss."""
+    if not spec.rollout.max_staleness:
+        return
+    for key, off in (("top_p", 1.0), ("top_k", 0)):
+        if getattr(spec.rollout, key) != off:
+            message = f"the ratio that corrects staleness ({_KEY} > 0) also holds what `{key}` cuts off, and is clipped"
+            yield Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(spec.rollout, key)))

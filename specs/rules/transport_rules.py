@@ -1,0 +1,65 @@
+"""Which transport weights take from the actor to the rollouts, from where both are; and transports that cannot lead
+there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.roles import ACTOR, ROLLOUT
+from specs.schema.spec import Spec, TransportKind
+from specs.text import show
+
+
+def same_host(spec: Spec) -> bool:
+    """Whether every replica is on the host of the actor's rank 0, which is the driver's."""
+    return spec.rollout.nodes == 1
+
+
+def same_gpu(spec: Spec) -> bool:
+    """Whether the only replica sits on the GPU of the actor's rank 0, from which all weights come."""
+    return bool(spec.actor.devices) and spec.rollout.devices == spec.actor.devices[:1] and same_host(spec)
+
+
+def choose_transport(spec: Spec) -> tuple[TransportKind, str]:
+    """The transport of a run, and why in a few words."""
+    if spec.sync.transport != "auto":
+        return spec.sync.transport, "as asked"
+    if not same_host(spec):
+        return "folder", "the rollouts are on several hosts"
+    if not (spec.actor.devices or spec.rollout.devices):
+        return "shm", "actor and rollout share a host"
+    # CUDA IPC and NCCL would spare the way over the host, but have not been run yet.
+    return "shm", "actor and rollout share a host; the transports between GPUs are there when asked for"
+
+
+def transport_problems(spec: Spec) -> Iterator[Problem]:
+    """Transports that cannot work for this placement, and keys of another transport."""
+    sync, (transport, _) = spec.sync, choose_transport(spec)
+    if transport == "shm" and not same_host(spec):
+        message = f"shared memory stays on one host, and the rollouts are on {spec.rollout.nodes}"
+        yield Problem("sync.transport", message, 'write "folder" or "auto"', show(sync.transport))
+    if transport == "cuda_ipc" and not same_gpu(spec):
+        yield _not_one_gpu(spec)
+    if "folder" in sync.model_fields_set and transport != "folder":
+        message = f'has no effect: the transport is "{transport}"'
+        yield Problem("sync.folder", message, 'set sync.transport = "folder", or remove the key', show(sync.folder))
+    if "bucket_MiB" in sync.model_fields_set and transport == "shm":
+        message = 'has no effect: the transport is "shm", on which weights do not travel in buckets'
+        yield Problem(
+            "sync.bucket_MiB", message, "remove the key, or choose another sync.transport", show(sync.bucket_MiB)
+        )
+
+
+def _not_one_gpu(spec: Spec) -> Problem:
+    on_cpu = [role for role in (ACTOR, ROLLOUT) if not spec.role(role).devices]
+    if on_cpu:
+        message = f"shares memory of a GPU, and the {on_cpu[0]} runs on the CPU"
+        return Problem("sync.transport", message, 'write "shm" or "auto"', show(spec.sync.transport))
+    message = (
+        f"joins one rollout with the actor's rank 0 on one GPU; "
+        f"rank 0 is on {spec.actor.devices[0]}, the rollouts on {show(spec.rollout.devices)}"
+    )
+    return Problem(
+        "sync.transport", message, 'write "group" for GPUs apart, "shm" or "auto"', show(spec.sync.transport)
+    )

@@ -1,0 +1,1 @@
+"""The run spec as frozen pydantic models."""

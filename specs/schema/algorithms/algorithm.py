@@ -1,0 +1,144 @@
+"""What every advantage, every loss and every algorithm is. The tables themselves are in `algorithm_tables.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field
+
+from specs.schema.table import Table
+
+# Whose log-probs the probability ratio divides by: the current ones, detached, so that it is 1 ("current"); the
+# trainer's before the step's first update ("trainer"); those of the distribution sampled from ("sampler").
+Anchor = Literal["current", "trainer", "sampler"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
+# How the values of loss tokens become a step's metric: over all tokens of all ranks and updates their mean, or their
+# maximum; or their sum over an update's tokens, as a mean over the step's updates.
+Reduction = Literal["token_mean", "token_max", "update_mean"]
+
+T = TypeVar("T", bound=Table)
+
+AGGREGATION = "How token losses become one number, over the whole mini-batch of all ranks."
+
+
+@dataclass(frozen=True)
+class LossMetric:
+    """A number that a loss reports of each loss token.
+
+    `source` names its function in `backends/token_metrics.py`. `before_learning`: only updates whose trainer log-probs
+    are of the weights before the step count.
+    """
+
+    name: str  # in metrics.jsonl
+    source: str
+    reduce: Reduction
+    before_learning: bool = False
+
+
+class Advantage(Table):
+    """How scores become advantages; its function is in `rlctl/loop/advantages.py`. `kind` names it."""
+
+    min_group: ClassVar[int] = 1
+    why_min_group: ClassVar[str] = ""  # what a smaller group means; the message of check-config
+
+
+class LossKeys(Table):
+    """Keys that every loss has."""
+
+    loss_aggregation: Aggregation = Field("token-mean", description=AGGREGATION)
+    kl_coef: float = Field(0.0, ge=0, description="Weight of KL(actor ‖ ref) in the loss. 0: no reference is loaded.")
+    kl_estimator: Literal["k2", "k3", "k3-straight-through"] = Field(
+        "k3",
+        description="Estimator of the KL (Schulman 2020). k1 is absent: as a loss its gradient is zero in expectation. "
+        "`k3-straight-through` has the value of k3 and the gradient of k2.",
+    )
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+
+
+class Loss(LossKeys):
+    """A loss as it travels to the trainers: Σ weight · (policy loss + kl_coef·KL - entropy_coef·entropy) over tokens.
+
+    `kind` names it. Its function is in `backends/train/losses.py`, and in `backends/fake/fake_losses.py` with its
+    derivatives written out.
+    """
+
+    anchor: Anchor
+
+    metrics: ClassVar[tuple[LossMetric, ...]] = (
+        LossMetric("actor/loss", "loss", "update_mean"),
+        LossMetric("actor/entropy", "entropy", "token_mean"),
+        LossMetric("actor/kl", "kl", "token_mean"),
+        LossMetric("rollout/logprob_gap", "logprob_gap", "token_mean", before_learning=True),
+        LossMetric("rollout/logprob_gap_max", "logprob_gap_max", "token_max", before_learning=True),
+    )
+    # Keys that do nothing while the ratio is 1.
+    ratio_keys: ClassVar[tuple[str, ...]] = ()
+    # Columns that the loss's own function makes of the log-ratios of whole sequences, before any gradient.
+    sequence_columns: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def needs_ref(self) -> bool:
+        return self.kl_coef > 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the batch that an update with this loss reads."""
+        old = ("old_logprob_T",) if self.anchor == "trainer" else ()
+        ref = ("ref_logprob_T",) if self.needs_ref else ()
+        return ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T", *old, *ref)
+
+    def seldom_meant(self) -> Mapping[str, str]:
+        """Keys whose values work but are seldom meant, and why; check-config warns of them."""
+        return {}
+
+    @classmethod
+    def summed(cls) -> tuple[str, ...]:
+        """Sources that an engine adds up over its loss tokens, in the order of its report."""
+        return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce != "token_max"))
+
+    @classmethod
+    def maxima(cls) -> tuple[str, ...]:
+        """Sources of which an engine reports the maximum over its loss tokens."""
+        return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce == "token_max"))
+
+
+class Algorithm(Table):
+    """A named setting of an advantage and a loss. Its keys are theirs, side by side under `[algorithm]`."""
+
+    advantage_table: ClassVar[type[Advantage]]
+    loss_table: ClassVar[type[Loss]]
+
+    kind: str
+    group_size: int = Field(ge=1, description="Completions of each prompt.")
+    mini_batches_per_step: int = Field(
+        1, ge=1, description="Optimizer steps that one pass over the step's samples makes."
+    )
+    epochs_per_step: int = Field(1, ge=1, description="Passes over the step's samples.")
+
+    @property
+    def on_policy(self) -> bool:
+        """One update per step: the sampled tokens' old log-probs are the current ones."""
+        return self.mini_batches_per_step == 1 and self.epochs_per_step == 1
+
+    def ratio_against(self, *, runs_ahead: bool) -> Anchor:
+        """Where the sampler may run ahead of learning, its own log-probs, so that the clipped ratio corrects what the
+        actor has learned since. Else the trainer's before the step, which are the current ones if one update follows.
+        """
+        if runs_ahead:
+            return "sampler"
+        return "current" if self.on_policy else "trainer"
+
+    @property
+    def advantage(self) -> Advantage:
+        return _filled(self.advantage_table, self)
+
+    def loss(self, anchor: Anchor) -> Loss:
+        return _filled(self.loss_table, self, anchor=anchor)
+
+
+def _filled(table: type[T], keys: Table, **more: Any) -> T:
+    """`table` with what `keys` says under the same names."""
+    shared = (table.model_fields.keys() & type(keys).model_fields.keys()) - {"kind"}
+    return table(**{name: getattr(keys, name) for name in shared}, **more)

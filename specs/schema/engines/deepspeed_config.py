@@ -1,0 +1,212 @@
+"""DeepSpeed's JSON configuration, derived from the spec.
+
+The spec decides what is trained and how; `[actor.engine.deepspeed]` may add what the spec does not say (bucket sizes,
+logging, …), nested tables merging with what is derived. A key that says otherwise than the spec, that DeepSpeed does
+not know at the top level, or that cuts tensors in a way the engine cannot save, is a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from specs.errors import Problem
+from specs.text import show
+
+if TYPE_CHECKING:
+    from specs.schema.engines.zero_table import ZeroTable
+    from specs.schema.spec import DType, Optimizer
+
+# DeepSpeed measures the gradient norm at every stage only when it clips; no norm in fp32 reaches this.
+NEVER_CLIPS = 1e38
+
+# What the spec or rlctl itself decides, and where a person says it instead. Prefixes count for everything below them.
+_DECIDED_BY = {
+    "train_batch_size": "data.prompts_per_step",
+    "train_micro_batch_size_per_gpu": "{role}.micro_batch_tokens",
+    "gradient_accumulation_steps": "{role}.micro_batch_tokens",
+    "managed_gradient_accumulation": "{role}.micro_batch_tokens",
+    "gradient_clipping": "{role}.optimizer.max_grad_norm",
+    "optimizer": "{role}.optimizer",
+    "scheduler": "{role}.optimizer.schedule",
+    "fp16": "{role}.dtype",
+    "bf16": "{role}.dtype",
+    "bfloat16": "{role}.dtype",
+    "amp": "{role}.dtype",
+    "torch_autocast": "{role}.dtype",
+    "data_types": "{role}.dtype",
+    "activation_checkpointing": "{role}.gradient_checkpointing",
+    "seed": "run.seed",
+    "checkpoint": "checkpoint.every",
+    "zero_optimization.stage": "{role}.engine.stage",
+    "zero_optimization.offload_optimizer.device": "{role}.engine.offload_optimizer",
+    "zero_optimization.offload_param.device": "{role}.engine.offload_parameters",
+    "zero_optimization.cpu_offload": "{role}.engine.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "{role}.engine.offload_parameters",
+}
+# Below `zero_optimization`: what lays tensors out otherwise than checkpoints and weight export expect, or cannot work.
+_UNSUPPORTED = {
+    "zero_hpz_partition_size": "a second partition of the parameters",
+    "zero_quantized_weights": "quantised weights would not be those that are synced",
+    "zero_quantized_nontrainable_weights": "quantised weights would not be those that are synced",
+    "zero_quantized_gradients": "gradients would depend on the number of ranks",
+    "zenflow": "steps that see part of the gradients",
+    "legacy_stage1": "DeepSpeed has dropped it",
+    "compute_grad_norm": "a gradient that is not finite must be found",
+}
+# Other top-level keys that DeepSpeed reads and that change nothing of the above.
+_KNOWN = (
+    "aio",
+    "communication_data_type",
+    "comms_logger",
+    "csv_monitor",
+    "disable_allgather",
+    "dump_state",
+    "flops_profiler",
+    "keep_in_fp32_modules",
+    "memory_breakdown",
+    "steps_per_print",
+    "tensorboard",
+    "timers",
+    "wall_clock_breakdown",
+    "wandb",
+    "zero_optimization",
+)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One leaf of the derived configuration. `fixed`: `[….engine.deepspeed]` may not change it."""
+
+    path: str
+    value: object
+    fixed: bool
+
+
+def deepspeed_config(
+    engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, *, device: str = "cpu"
+) -> dict[str, Any]:
+    """The whole configuration of a role's engine, whose own keys `deepspeed_problems` has found nothing wrong with.
+    `optimizer` None: a role that does not learn."""
+    config: dict[str, Any] = {}
+    for setting in _derived(engine, dtype, optimizer, device):
+        _put(config, setting.path, setting.value)
+    return _merged(config, engine.deepspeed)
+
+
+def deepspeed_problems(
+    engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, *, role: str, device: str = "cpu"
+) -> Iterator[Problem]:
+    """What is wrong with the keys of `[<role>.engine.deepspeed]`."""
+    derived = {setting.path: setting for setting in _derived(engine, dtype, optimizer, device)}
+    top_level = sorted({*_KNOWN} | {path.partition(".")[0] for path in (*derived, *_DECIDED_BY)})
+    for name in engine.deepspeed:
+        if name not in top_level:
+            near = get_close_matches(name, top_level, 1)
+            hint = f"did you mean {near[0]}?" if near else "see DeepSpeed's documentation of its configuration"
+            key = f"{role}.engine.deepspeed.{name}"
+            yield Problem(key, "is not a key of DeepSpeed's configuration", hint, show(engine.deepspeed[name]))
+    for path, value in _leaves(engine.deepspeed):
+        if path.partition(".")[0] not in top_level:
+            continue
+        yield from _leaf_problems(role, optimizer, path, value, derived)
+
+
+def _leaf_problems(
+    role: str, optimizer: Optimizer | None, path: str, value: object, derived: Mapping[str, _Setting]
+) -> Iterator[Problem]:
+    key = f"{role}.engine.deepspeed.{path}"
+    if any(name.startswith(f"{path}.") for name in derived):
+        yield Problem(key, "is a table in DeepSpeed's configuration", "write the keys below it", show(value))
+        return
+    setting = derived.get(path)
+    if setting is not None and (value == setting.value or not setting.fixed):
+        return
+    by = _decider(path)
+    if by is not None and optimizer is None and by.startswith("{role}.optimizer"):
+        yield Problem(key, f"has no effect: {role} does not learn", "remove the key", show(value))
+    elif by is not None:
+        owner = by.format(role=role)
+        said = f"there it makes {path} = {show(setting.value)}" if setting else f"DeepSpeed's {path} is not used"
+        yield Problem(key, f"contradicts {owner}: {said}", f"remove the key and set {owner}", show(value))
+    elif setting is not None:
+        yield Problem(key, f"rlctl needs {path} = {show(setting.value)}", "remove the key", show(value))
+    else:
+        parent, _, name = path.partition(".")
+        why = _UNSUPPORTED.get(name.partition(".")[0]) if parent == "zero_optimization" else None
+        if why:
+            yield Problem(key, f"is not supported: {why}", "remove the key", show(value))
+
+
+def _decider(path: str) -> str | None:
+    parts = path.split(".")
+    return next((by for n in range(len(parts), 0, -1) if (by := _DECIDED_BY.get(".".join(parts[:n])))), None)
+
+
+def _derived(engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, device: str) -> Iterator[_Setting]:
+    def fixed(path: str, value: object) -> _Setting:
+        return _Setting(path, value, True)
+
+    def default(path: str, value: object) -> _Setting:
+        return _Setting(path, value, False)
+
+    # Micro-batches are cut by tokens, so DeepSpeed counts nothing: a step ends where the engine says.
+    yield fixed("train_micro_batch_size_per_gpu", 1)
+    yield fixed("gradient_accumulation_steps", 1)
+    yield fixed("managed_gradient_accumulation", False)
+    if dtype == "bf16":
+        yield fixed("bf16.enabled", True)
+        yield fixed("bf16.check_grad_overflow", True)
+    yield fixed("data_types.grad_accum_dtype", "fp32")
+    yield default("communication_data_type", "fp32")
+    zero = "zero_optimization"
+    yield fixed(f"{zero}.stage", engine.stage)
+    # It would exchange torch's linear function in the whole process.
+    yield fixed(f"{zero}.memory_efficient_linear", False)
+    # DeepSpeed overlaps by default at stage 3 only. At stage 1 it reduces once, at the step: nothing to overlap with.
+    yield _Setting(f"{zero}.overlap_comm", engine.stage == 3, fixed=engine.stage == 1)
+    pinned = device.startswith("cuda")
+    if engine.offload_parameters:
+        yield fixed(f"{zero}.offload_param.device", "cpu")
+        yield default(f"{zero}.offload_param.pin_memory", pinned)
+    if engine.stage == 3:
+        yield default(f"{zero}.stage3_param_persistence_threshold", 100_000)
+        yield default(f"{zero}.stage3_prefetch_bucket_size", 50_000_000)
+    if optimizer is None:
+        return
+    yield fixed("gradient_clipping", optimizer.max_grad_norm or NEVER_CLIPS)
+    # torch's fused AdamW on both devices: DeepSpeed's own would be compiled at the first start.
+    yield fixed("zero_allow_untested_optimizer", True)
+    yield fixed("zero_force_ds_cpu_optimizer", False)
+    if engine.offload_optimizer:
+        yield fixed(f"{zero}.offload_optimizer.device", "cpu")
+        yield default(f"{zero}.offload_optimizer.pin_memory", pinned)
+    yield default(f"{zero}.reduce_bucket_size", 50_000_000)
+    if engine.stage < 3:
+        yield default(f"{zero}.allgather_bucket_size", 50_000_000)
+
+
+def _put(config: dict[str, Any], path: str, value: object) -> None:
+    *tables, name = path.split(".")
+    for table in tables:
+        config = config.setdefault(table, {})
+    config[name] = value
+
+
+def _merged(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in extra.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if both else value
+    return merged
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value

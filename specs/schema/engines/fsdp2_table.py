@@ -1,0 +1,131 @@
+"""The static side of the train engine `fsdp2` (`backends/fsdp2/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from specs.errors import Problem
+from specs.memory_parts import ADAM_BYTES, LEARNING, Part
+from specs.model_shapes import ParameterShape
+from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
+from specs.schema.engines.transformers_tables import TrainedHere
+from specs.schema.mesh import Mesh
+from specs.schema.roles import ROLES, RoleName
+from specs.schema.table import no_effect
+from specs.text import listed
+
+if TYPE_CHECKING:
+    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+
+
+class Fsdp2Table(TrainedHere):
+    """PyTorch's FSDP2: each group of `shard` ranks holds the model once, cut in rows; groups are replicas."""
+
+    kind: Literal["fsdp2"] = "fsdp2"
+    shard: int | None = Field(
+        None, gt=0, description="Ranks that hold the model together; unset: all processes of the role."
+    )
+    replicate: int = Field(
+        1, gt=0, description="Groups that each hold the whole model; shard × replicate is the role's processes."
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="Let go of a layer's gathered parameters after its forward pass and gather them again for the "
+        "backward pass; false is quicker and holds the whole model in compute precision.",
+    )
+    offload: Literal["none", "cpu"] = Field(
+        "none",
+        description="`cpu`: parameters, gradients and optimizer live in host memory and visit the GPU layer by layer.",
+    )
+    sync_every_micro_batch: bool = Field(
+        False,
+        description="Reduce gradients after every micro-batch: less memory (no whole gradient is kept), more traffic.",
+    )
+    logits_chunk_tokens: int = Field(
+        4096, gt=0, description="Response tokens whose logits exist at the same time; lower it for large vocabularies."
+    )
+
+    engine_class: ClassVar[str | None] = "backends.fsdp2.engine:Fsdp2TrainEngine"
+
+    def mesh(self, processes: int) -> Mesh:
+        """`shard` left out is what `replicate` leaves. The axes need not give the role's processes: a rule says so."""
+        return Mesh(self.replicate, self.shard or max(1, processes // self.replicate))
+
+    def reported_mesh(self, processes: int) -> dict[str, int]:
+        mesh = self.mesh(processes)
+        return {"replicate": mesh.replicate, "shard": mesh.shard}
+
+    def alone(self) -> Self:
+        return self.model_copy(update={"replicate": 1, "shard": None})
+
+    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+        """Meshes that do not fit the role's processes, and keys without effect."""
+        yield from _mesh_size(role, section.processes, self)
+        if self.offload == "cpu" and not section.devices:
+            yield no_effect(f"{role}.engine.offload", self, f"{role} runs on the CPU")
+        if not ROLES[role].learns and "sync_every_micro_batch" in self.model_fields_set:
+            yield no_effect(f"{role}.engine.sync_every_micro_batch", self, f"{ROLES[role].title} has no gradients")
+
+    def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
+        inside = max(n for n in _divisors(section.processes // section.nodes) if n <= mesh.shard)
+        hint = f"shard = {inside} and replicate = {section.processes // inside} stay inside, if the model fits"
+        return "shard", str(mesh.shard), hint
+
+    def memory_hint(self, processes: int) -> str | None:
+        if not self.sync_every_micro_batch:
+            return "set actor.engine.sync_every_micro_batch = true: no whole gradient is kept"
+        return 'use more GPUs, or actor.engine.offload = "cpu"' if self.offload == "none" else None
+
+    def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
+        return {}
+
+    def memory(self, held: HeldTrainer) -> Iterator[Part]:
+        shard = self.mesh(held.ranks).shard
+        host = self.offload == "cpu" and held.device != "cpu"
+
+        def rows(parameters: Sequence[ParameterShape]) -> int:
+            return sum(ceil(p.shape[0] / shard) * (p.elements // max(1, p.shape[0])) for p in parameters)
+
+        size, mine = held.compute_bytes, rows(held.trained)
+        stored = FP32_BYTES if held.optimizer is not None else size
+        yield state("master weights" if stored > size else "weights", (rows(held.frozen) + mine) * stored, host=host)
+        if mine:
+            yield Part("gradients", mine * FP32_BYTES, LEARNING, exact=True, host=host)
+            yield state("Adam moments", mine * ADAM_BYTES, host=host)
+            if not self.sync_every_micro_batch and held.several_micro_batches:
+                waiting = elements(held.trained) * FP32_BYTES
+                yield Part("gradients, whole, until the last micro-batch", waiting, frozenset({"train"}))
+        tensors = held.tensors
+        layers = tensors.elements - tensors.outside_layers
+        live = min(layers, 2 * tensors.largest_layer) if self.reshard_after_forward else layers
+        yield Part("gathered layers", (tensors.outside_layers + live) * size, frozenset({"train"}))
+        if mine:
+            both_ways = 2 * max(tensors.largest_layer, tensors.outside_layers) * FP32_BYTES
+            yield Part("gradients under way", both_ways, frozenset({"train"}))
+
+
+def _mesh_size(role: RoleName, processes: int, engine: Fsdp2Table) -> Iterator[Problem]:
+    shard, replicate = engine.shard, engine.replicate
+    if shard is None:
+        if processes % replicate:
+            message = f"{processes} processes cannot be shared out to {replicate} groups"
+            hint = f"{role}.engine.replicate = {listed(_divisors(processes))} would fit"
+            yield Problem(f"{role}.engine.replicate", message, hint, str(replicate))
+        return
+    if shard * replicate == processes:
+        return
+    message = f"shard × replicate = {shard} × {replicate} = {shard * replicate}, but {role} has {processes} processes"
+    fitting = f"{role}.processes = {shard * replicate} would fit"
+    if processes % shard == 0:
+        fitting += f", or {role}.engine.replicate = {processes // shard}"
+    else:
+        fitting += f"; {processes} processes take shard = {listed(_divisors(processes))}"
+    yield Problem(f"{role}.engine.shard", message, fitting, str(shard))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

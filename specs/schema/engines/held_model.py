@@ -1,0 +1,129 @@
+"""What memory formulas of engines are given, and the parts that several of them share.
+
+Parameters, gradients and optimizer state follow from shapes, dtypes and the number of ranks alone
+(tests/specs/schema/engines/test_held_model.py counts what the engines allocate). What an engine gathers to compute with
+depends on timing, and is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, Moment, Part
+from specs.model_facts import ModelFacts
+from specs.model_shapes import ModelTensors, ParameterShape
+
+if TYPE_CHECKING:
+    from specs.schema.spec import DType, Lora, Optimizer
+
+FP32_BYTES = 4
+ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: graphs, workspaces (an assumption)
+_AWAKE: frozenset[Moment] = frozenset({"rollout"})
+
+
+@dataclass(frozen=True)
+class HeldTrainer:
+    """What decides how a train engine holds a model, besides its own keys. `optimizer` None: it never learns.
+    `several_micro_batches`: of a rank's share of a mini-batch, which decides whether gradients wait whole."""
+
+    tensors: ModelTensors
+    dtype: DType
+    ranks: int
+    device: str
+    optimizer: Optimizer | None
+    lora: Lora | None = None
+    several_micro_batches: bool = True
+
+    @property
+    def compute_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def frozen(self) -> Sequence[ParameterShape]:
+        all_frozen = self.lora is not None or self.optimizer is None
+        return self.tensors.parameters if all_frozen else ()
+
+    @property
+    def trained(self) -> Sequence[ParameterShape]:
+        if self.optimizer is None:
+            return ()
+        return self.tensors.parameters if self.lora is None else adapters(self.tensors, self.lora)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What decides what a replica of a rollout engine holds, besides its own keys. `parallel`: GPUs that hold it
+    together. `sequences`: those that one replica completes in a step. `gpu_GiB`: memory of a GPU; 0 on the CPU. `lora`:
+    adapters that it applies itself."""
+
+    parallel: int
+    tensors: ModelTensors
+    facts: ModelFacts
+    dtype: DType
+    sequences: int
+    max_sequence_tokens: int
+    max_prompt_tokens: int
+    gpu_GiB: float
+    colocated: bool
+    lora: Lora | None = None
+
+    @property
+    def weights(self) -> int:
+        return self.tensors.elements * DTYPE_BYTES[self.dtype] // self.parallel
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of all layers, on each GPU of the replica."""
+        heads = max(1, self.facts.kv_heads // self.parallel)
+        return 2 * self.facts.layers * heads * self.facts.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def awake(self) -> frozenset[Moment]:
+        """Phases in which it holds its cache."""
+        return _AWAKE if self.colocated else ALWAYS
+
+
+def adapters(tensors: ModelTensors, lora: Lora) -> tuple[ParameterShape, ...]:
+    """A [rank, in] and B [out, rank] of every linear layer that `lora.targets` means."""
+    found = []
+    for parameter in tensors.parameters:
+        layer = parameter.name.removesuffix(".weight")
+        chosen = any(t in ("all-linear", layer) or layer.endswith(f".{t}") for t in lora.targets)
+        if parameter.linear and chosen:
+            out, into = parameter.shape
+            found.append(ParameterShape(f"{layer}.lora_A.weight", (lora.rank, into), parameter.layer))
+            found.append(ParameterShape(f"{layer}.lora_B.weight", (out, lora.rank), parameter.layer))
+    return tuple(found)
+
+
+def state(name: str, nbytes: int, **more: Any) -> Part:
+    """A trainer's part that it holds always, and that leaves a shared device."""
+    return Part(name, nbytes, exact=True, leaves=True, **more)
+
+
+def elements(parameters: Sequence[ParameterShape]) -> int:
+    return sum(parameter.elements for parameter in parameters)
+
+
+def replica_weights(replica: Replica, *, kept: bool = False, adapter_bytes: int = 0) -> Iterator[Part]:
+    """Asleep they are dropped, or, `kept`, wait in host memory; they come back for the sync. `adapter_bytes`: room for
+    one set of adapters."""
+    stay = not replica.colocated or (kept and not replica.gpu_GiB)
+    awake: frozenset[Moment] = ALWAYS if stay else frozenset({"rollout", "sync"})
+    yield Part("weights", replica.weights, awake, exact=True)
+    if kept and not stay:
+        yield Part("weights, asleep", replica.weights, LEARNING, exact=True, host=True)
+    if adapter_bytes:
+        yield Part("adapters", adapter_bytes, awake)
+
+
+def share_of_gpu(replica: Replica, nbytes: int, *, kept: bool = False, adapter_bytes: int = 0) -> Iterator[Part]:
+    """A replica that was told to take `nbytes` of each GPU: weights, and the rest for its cache."""
+    yield from replica_weights(replica, kept=kept, adapter_bytes=adapter_bytes)
+    rest = max(0, nbytes - replica.weights - adapter_bytes)
+    yield Part("KV cache and the rest of its share", rest, replica.awake, exact=True)
+    if replica.colocated:
+        asleep: frozenset[Moment] = frozenset({"train", "optimizer", "sync"})
+        yield Part("left while asleep", int(ASLEEP_GIB * GIB), asleep)

@@ -1,0 +1,108 @@
+"""The static side of the rollout engine `sglang` (`backends/sglang_rollout/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from specs.errors import Problem
+from specs.memory_parts import GIB, Part
+from specs.schema.engines.engine_table import MemoryKey, RolloutTable
+from specs.schema.engines.held_model import Replica, share_of_gpu
+from specs.schema.mesh import Mesh
+from specs.schema.roles import RoleName
+from specs.schema.table import PathText
+from specs.text import show
+
+if TYPE_CHECKING:
+    from specs.model_facts import ModelFacts
+    from specs.schema.spec import RoleSection, Spec
+
+_BEYOND_FRACTION_GIB = 2.0  # memory beside weights and cache: activations, graphs (an assumption)
+_SET_BY_THE_ENGINE = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
+
+
+class SglangTable(RolloutTable):
+    """An SGLang server per replica, as a child of the role's process, spoken to over HTTP. Needs GPUs."""
+
+    kind: Literal["sglang"] = "sglang"
+    tensor_parallel: int = Field(1, gt=0, description="GPUs that hold the model together.")
+    memory_fraction: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Share of the GPU's memory for weights and KV cache together. A GPU of its own can give 0.85; "
+        "shared with a trainer, what the trainer leaves during a sync.",
+    )
+    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time.")
+    prefix_caching: bool = Field(True, description="Compute equal prompts once for all of their completions.")
+    deterministic: bool = Field(
+        True,
+        description="SGLang's deterministic inference: a sample depends on `run.seed` and its number alone. Without it "
+        "sampling is faster, and SGLang takes no seed of a sample.",
+    )
+    weights_backup: bool = Field(
+        False,
+        description="Let the weights survive a sleep in host memory. A run does without: a sync follows every sleep.",
+    )
+    weights_dir: PathText = Field(
+        "",
+        description="Folder that a sync passes the weights through, whole, as safetensors; the server must see it, and "
+        "it is emptied after each sync. Empty: shared memory (`/dev/shm`).",
+    )
+
+    engine_class: ClassVar[str | None] = "backends.sglang_rollout.engine:SglangRolloutEngine"
+    packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "packaging", "sglang")
+    package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {}
+    own_environment: ClassVar[bool | None] = False
+    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
+    model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
+    negligible_memory: ClassVar[bool | None] = False
+    parallel_on_cpu: ClassVar[bool | None] = False
+
+    def mesh(self, processes: int) -> Mesh:
+        return Mesh(processes, 1)
+
+    def reported_mesh(self, processes: int) -> None:
+        """A server does not say how it holds its model."""
+        return None
+
+    def devices_per_process(self) -> int:
+        return self.tensor_parallel
+
+    def alone(self) -> Self:
+        return self
+
+    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+        """Where it runs, and what its log-probs describe."""
+        if not section.devices:
+            message = f"needs a GPU, and {role} runs on the CPU: SGLang publishes no packages for it"
+            hint = f'name GPUs in {role}.devices, or use {role}.engine.kind = "torch" or "vllm"'
+            yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
+        for key, off in (("top_p", 1.0), ("top_k", 0)):
+            if getattr(section, key) != off:
+                message = "the log-probs that SGLang returns leave it out, so they would not be those of the samples"
+                hint = f'set {role}.{key} = {off:g}, or use {role}.engine.kind = "torch" or "vllm"'
+                yield Problem(f"{role}.{key}", message, hint, show(getattr(section, key)))
+        for name in _SET_BY_THE_ENGINE:
+            if name in section.env:
+                value = show(section.env[name])
+                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", value)
+
+    def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
+        return ()
+
+    def installed_problems(
+        self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
+    ) -> Iterable[Problem]:
+        return ()
+
+    def memory(self, replica: Replica) -> Iterator[Part]:
+        """The share that it was told to take, and what it needs beside."""
+        yield from share_of_gpu(replica, int(self.memory_fraction * replica.gpu_GiB * GIB), kept=self.weights_backup)
+        yield Part("activations, graphs", int(_BEYOND_FRACTION_GIB * GIB), replica.awake)
+
+    def memory_key(self, *, on_gpu: bool) -> MemoryKey | None:
+        return MemoryKey("memory_fraction", "share") if on_gpu else None

@@ -1,0 +1,61 @@
+"""The static side of the rollout engine `torch` (`backends/torch_rollout/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from specs.errors import Problem
+from specs.memory_parts import DTYPE_BYTES, Part
+from specs.schema.engines.engine_table import MemoryKey, RolloutTable
+from specs.schema.engines.held_model import FP32_BYTES, Replica, replica_weights
+from specs.schema.engines.transformers_tables import BuiltHere
+from specs.schema.mesh import Mesh
+from specs.schema.roles import RoleName
+
+if TYPE_CHECKING:
+    from specs.schema.spec import RoleSection, Spec
+
+
+class TorchRolloutTable(BuiltHere, RolloutTable):
+    """The embedded sampler: continuous batching over a preallocated KV cache, on CPU or GPU."""
+
+    kind: Literal["torch"] = "torch"
+    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time (slots of the KV cache).")
+    prefill_tokens: int = Field(8192, gt=0, description="Most prompt tokens that go through the model at once.")
+
+    engine_class: ClassVar[str | None] = "backends.torch_rollout.engine:TorchRolloutEngine"
+    parallel_on_cpu: ClassVar[bool | None] = False
+
+    def mesh(self, processes: int) -> Mesh:
+        return Mesh(processes, 1)
+
+    def reported_mesh(self, processes: int) -> dict[str, int]:
+        return {}
+
+    def alone(self) -> Self:
+        return self
+
+    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+        if self.prefill_tokens < spec.data.max_prompt_tokens:
+            message = f"less than the longest prompt (data.max_prompt_tokens = {spec.data.max_prompt_tokens})"
+            hint = f"use at least {spec.data.max_prompt_tokens}"
+            yield Problem(f"{role}.engine.prefill_tokens", message, hint, str(self.prefill_tokens))
+
+    def memory(self, replica: Replica) -> Iterator[Part]:
+        """The cache is as large as many sequences of full length as are decoded at a time."""
+        yield from replica_weights(replica)
+        slots = min(self.max_sequences, replica.sequences)
+        cache = slots * replica.max_sequence_tokens * replica.cache_bytes_per_token
+        yield Part("KV cache", cache, replica.awake, exact=True)
+        facts, size = replica.facts, DTYPE_BYTES[replica.dtype]
+        prompts = max(1, min(self.prefill_tokens, replica.sequences * replica.max_prompt_tokens))
+        inner = facts.intermediate_size or 4 * facts.hidden_size
+        forward = prompts * (3 * inner + 4 * facts.hidden_size) * size
+        yield Part("prompts going through", forward + prompts * replica.cache_bytes_per_token, replica.awake)
+        yield Part("logits", 3 * slots * facts.vocab_size * FP32_BYTES, replica.awake)
+
+    def memory_key(self, *, on_gpu: bool) -> MemoryKey:
+        return MemoryKey("max_sequences", "slots")

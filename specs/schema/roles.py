@@ -1,0 +1,102 @@
+"""The roles of a run: what each holds, when it is built, where it runs, what it leaves behind.
+
+Everything that asks "which roles are there?" asks this table, by `Spec.roles` and `Spec.sections`; everything that
+treats roles differently asks for a property of the role, not for its name. CONTRIBUTING.md, "Adding a role", lists the
+files that a new one opens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RoleName = str
+"""A key of `ROLES`."""
+
+Holds = Literal["learner", "frozen", "sampler", "data", "scorer"]
+"""What a role holds: a model that learns, a model that never changes, a model that samples with a learner's weights,
+the prompts, or what scores completions."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What is known of a role without a spec.
+
+    `wave` orders the starts; where roles share devices, those with a model are built wave by wave.
+    `inherits` is the role whose section stands in where the spec has none for this one.
+    `needed_if` is the property of a `Spec` that says whether the run has the role at all; empty: always.
+    `checkpoint` is its folder in a checkpoint; empty: it has no state that a resume needs.
+    `worker` is the `module:function` that makes its handlers from a rank; empty: `workers.roles.<name>:handlers`.
+    """
+
+    name: RoleName
+    holds: Holds
+    title: str  # as messages call it
+    wave: int
+    inherits: RoleName = ""
+    needed_if: str = ""
+    checkpoint: str = ""
+    worker: str = ""
+
+    @property
+    def learns(self) -> bool:
+        return self.holds == "learner"
+
+    @property
+    def samples(self) -> bool:
+        return self.holds == "sampler"
+
+    @property
+    def holds_model(self) -> bool:
+        """Whether it builds a language model with an engine, on devices of its own section."""
+        return self.holds in ("learner", "frozen", "sampler")
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether its model is held by a train engine."""
+        return self.holds in ("learner", "frozen")
+
+    @property
+    def engine_family(self) -> Literal["train", "rollout"] | None:
+        """The registry that its engine comes from."""
+        return None if not self.holds_model else "train" if self.is_trainer else "rollout"
+
+    @property
+    def together(self) -> bool:
+        """Whether its ranks compute together; else each is a replica of its own. Only such a role may lie on several
+        hosts, and needs a launcher."""
+        return self.is_trainer
+
+    @property
+    def metrics(self) -> str:
+        """Prefix of its metrics."""
+        return f"{self.name}/"
+
+
+ACTOR, REF, ROLLOUT, DATA, REWARD = "actor", "ref", "rollout", "data", "reward"
+
+# In the order in which problems name them: what is wished for a trainer's model is said before what follows from it.
+ROLES: dict[RoleName, Role] = {
+    role.name: role
+    for role in (
+        Role(ACTOR, "learner", "the actor", wave=2, checkpoint="actor"),
+        Role(REF, "frozen", "the reference", wave=2, inherits=ACTOR, needed_if="needs_ref_role"),
+        Role(ROLLOUT, "sampler", "the rollout", wave=1),
+        Role(
+            DATA, "data", "the data role", wave=0, inherits=REWARD
+        ),  # [data] says what it reads, [reward] where it runs
+        Role(REWARD, "scorer", "the reward role", wave=0),
+    )
+}
+
+# Roles that people know from elsewhere: (message, hint) where a spec has a section for one.
+ABSENT_ROLES = {"critic": ("no algorithm has a critic", "remove the [critic] section; groups are the baseline")}
+
+
+def build_waves(roles: tuple[RoleName, ...]) -> list[list[RoleName]]:
+    """Roles that may be built at the same time where those with a model share devices; the others come first."""
+    waves: dict[int, list[RoleName]] = {}
+    first = min(ROLES[role].wave for role in roles if ROLES[role].holds_model)
+    for role in roles:
+        waves.setdefault(ROLES[role].wave if ROLES[role].holds_model else first, []).append(role)
+    return [waves[wave] for wave in sorted(waves)]

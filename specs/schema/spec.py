@@ -1,0 +1,329 @@
+"""The run spec: one frozen pydantic model per section of the TOML. Here are the roles, and the whole.
+
+The other sections are in `specs/schema/sections.py`, tables chosen by their `kind` in `specs/schema/engines/`,
+`specs/schema/rewards.py` and `specs/schema/algorithms/algorithm_tables.py`. Every field carries the sentence that the
+reference (`docs/spec.md`) prints. Unknown keys are refused at every depth. Rules that span several keys live in
+`specs/rules/all_rules.py`; reading files in `specs/load/load.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+
+from specs.attention import Attention
+from specs.schema.algorithms.algorithm import Anchor, Loss
+from specs.schema.algorithms.algorithm_tables import AlgorithmTable
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
+from specs.schema.engines.torch_rollout_table import TorchRolloutTable
+from specs.schema.rewards import RewardTermTable
+from specs.schema.roles import ROLES, Role, RoleName
+from specs.schema.sections import (
+    CheckpointSection,
+    ClusterSection,
+    DataSection,
+    EvalSection,
+    ModelSection,
+    RunSection,
+    SyncSection,
+    TrackingSection,
+)
+from specs.schema.table import NonEmpty, PathText, Table
+
+SCHEMA_VERSION = 1
+
+DType = Literal["fp32", "bf16"]
+TransportKind = Literal["shm", "folder", "group", "cuda_ipc"]
+# Nats by which a step of learning may move the mean log-prob of the sampled tokens before it is said, or stops the run.
+LEARNED_A_STEP_WARN, LEARNED_A_STEP_STOP = 0.5, 1.0
+# What a sync sends: the model's own weights with adapters added in; both apart; the adapters alone.
+WeightForm = Literal["merged", "apart", "adapters"]
+
+
+# ── roles ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RoleSection(Table):
+    """What every role's section holds: where it runs and with what."""
+
+    launcher: Literal["python", "torchrun", "deepspeed", "srun"] = Field(
+        "python",
+        description="How the role's processes are started. Several ranks of one model want `torchrun`, `deepspeed`, or "
+        "inside a SLURM job `srun`.",
+    )
+    processes: int = Field(1, ge=1, le=4096, description="Processes of this role, on all its nodes together.")
+    nodes: int = Field(1, ge=1, le=512, description="Hosts that share the processes evenly.")
+    devices: tuple[int, ...] = Field((), description="GPU numbers on each node, one per process there; empty: CPU.")
+    python: PathText = Field(
+        "", description="Interpreter of this role, relative to the spec file; empty: the one that runs rlctl."
+    )
+    env: dict[str, str] = Field({}, description="Extra environment variables of this role.")
+    threads: int | None = Field(None, gt=0, description="CPU threads per process; unset: shared out by the plan.")
+
+
+class ModelRole(RoleSection):
+    """A role that holds a language model."""
+
+    dtype: DType = Field("fp32", description="Precision of the forward pass. bf16 trains with fp32 master weights.")
+    attn_implementation: Attention | None = Field(
+        None, description="This role's attention; unset: `model.attn_implementation`."
+    )
+    micro_batch_tokens: int = Field(
+        8192, gt=0, description="Most tokens in one forward pass. A hard limit: no sequence may be longer."
+    )
+
+
+class Optimizer(Table):
+    """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
+
+    lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; on matrices only.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up."
+    )
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of `lr`.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
+
+
+class Lora(Table):
+    """Low-rank adapters (Hu et al. 2021): only they learn, the model's own weights stay."""
+
+    rank: int = Field(16, gt=0, description="Rank of the adapters.")
+    alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    targets: tuple[NonEmpty, ...] = Field(
+        ("all-linear",),
+        min_length=1,
+        description="Names of the linear layers that get one (`q_proj`, …); `all-linear`: every one but the head.",
+    )
+
+
+class ActorSection(ModelRole):
+    """The model that learns."""
+
+    engine: TrainEngineTable = Field(DdpTable(), description="How the actor is held.")
+    lora: Lora | None = Field(None, description="Train low-rank adapters instead of the whole model.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
+    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
+
+
+class RefSection(ModelRole):
+    """The frozen model that the KL term compares with. Exists only when `algorithm.kl_coef` is above 0."""
+
+    model: PathText = Field("", description="Another model's path; empty: the actor's own starting weights.")
+    engine: TrainEngineTable = Field(DdpTable(), description="How the reference is held.")
+
+
+class RolloutSection(RoleSection):
+    """The model that samples. It always holds the actor's weights."""
+
+    engine: RolloutEngineTable = Field(TorchRolloutTable(), description="What samples.")
+    dtype: DType | None = Field(None, description="Precision; unset: the actor's.")
+    attn_implementation: Attention | None = Field(
+        None, description="This role's attention; unset: `model.attn_implementation`."
+    )
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides by the same.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set with this much probability.")
+    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0: all.")
+    stop: tuple[NonEmpty, ...] = Field(
+        (), description="Texts that each encode to one token and end a completion, besides the model's own end tokens."
+    )
+    max_probe_gap: float | None = Field(
+        None,
+        gt=0,
+        description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16.",
+    )
+    warn_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="Mean log-prob difference between sampler and trainer on a step's sampled tokens above which the "
+        "run warns; unset: 1e-4 in fp32, 0.03 in bf16, more with `top_p` and `max_staleness`, none with `top_k`.",
+    )
+    max_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="The same, above which the run stops before it learns from the step and keeps the batch; unset: "
+        "1e-2 in fp32, 0.3 in bf16, more with `top_p` and `max_staleness`, none with `top_k`.",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Steps that sampling may run ahead of learning; 0: each waits for the other. Else samples are "
+        "drawn while the actor learns, with weights up to so many steps old; older ones are dropped and counted.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="How often replicas that crashed or hang are started again before the run fails, in all and per "
+        "attempt; 0: never.",
+    )
+
+
+class RewardSection(RoleSection):
+    """What grades the completions, in isolated processes. Its `python`, `env` and `threads`
+    hold for the role `data` too, which reads what `[data]` names."""
+
+    terms: tuple[RewardTermTable, ...] = Field(min_length=1, description="Terms of the weighted sum.")
+    workers: int = Field(2, ge=1, le=256, description="Isolated processes that run the terms.")
+    timeout_s: float = Field(10.0, gt=0, description="Seconds one completion may take to grade.")
+    fallback: float = Field(0.0, description="Score of a completion whose grading raised, hung or crashed.")
+
+
+class Spec(Table):
+    """The whole run spec."""
+
+    schema_: Literal[1] = Field(alias="schema", description="Version of this format; always 1.")
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection
+    algorithm: AlgorithmTable
+    actor: ActorSection = ActorSection()
+    ref: RefSection | None = None
+    rollout: RolloutSection = RolloutSection()
+    eval: EvalSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    sync: SyncSection = SyncSection()
+    cluster: ClusterSection | None = None
+    tracking: TrackingSection | None = None
+
+    # Derived values: what the sections mean together. Nothing here rewrites the spec.
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.data.max_response_tokens
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.run.steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step
+
+    @property
+    def ratio_against(self) -> Anchor:
+        """Whose log-probs the loss divides by; the algorithm says."""
+        return self.algorithm.ratio_against(runs_ahead=self.rollout.max_staleness > 0)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of this run's updates, as it travels to the actor."""
+        return self.algorithm.loss(self.ratio_against)
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether the loss compares the actor with a reference."""
+        return self.loss.needs_ref
+
+    @property
+    def ref_is_actor(self) -> bool:
+        """Whether the actor itself, without its adapters, is the reference."""
+        own_model = self.ref is not None and self.ref.model
+        return self.needs_ref and self.actor.lora is not None and not own_model
+
+    @property
+    def rollout_applies_adapters(self) -> bool:
+        """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
+        return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
+
+    @property
+    def needs_ref_role(self) -> bool:
+        """Whether the reference is a model of its own."""
+        return self.needs_ref and not self.ref_is_actor
+
+    @property
+    def rollout_dtype(self) -> DType:
+        return self.rollout.dtype or self.actor.dtype
+
+    @property
+    def probe_gap(self) -> float:
+        if self.rollout.max_probe_gap is not None:
+            return self.rollout.max_probe_gap
+        return 2e-3 if self.rollout_dtype == self.actor.dtype == "fp32" else 0.15
+
+    @property
+    def logprob_gaps(self) -> tuple[float | None, float | None]:
+        """Mean gaps between sampler and trainer above which to warn and to stop; None: never.
+
+        With `top_p` the sampler's log-probs are those of a set with at least that much probability, so that they lie up
+        to -ln(top_p) above the trainer's. `top_k` has no such bound. Where sampling runs ahead, the gap also holds what
+        the actor has learned since.
+        """
+        rollout = self.rollout
+        warn_at, limit = rollout.warn_logprob_gap, rollout.max_logprob_gap
+        if rollout.top_k == 0:
+            cut = -math.log(rollout.top_p)
+            exact = self.rollout_dtype == self.actor.dtype == "fp32"
+            warn_at = warn_at or cut + (1e-4 if exact else 0.03) + LEARNED_A_STEP_WARN * rollout.max_staleness
+            limit = limit or cut + (1e-2 if exact else 0.3) + LEARNED_A_STEP_STOP * rollout.max_staleness
+        return warn_at, limit
+
+    def dtype(self, role: RoleName) -> DType:
+        """Precision of a role's model: a sampler without one of its own has the actor's."""
+        section = self.role(role)
+        return getattr(section, "dtype", None) or self.actor.dtype
+
+    def attention(self, role: RoleName) -> Attention:
+        """Attention asked for a role: its own key, else the model's; none where the engine chooses it."""
+        section: Any = self.role(role)
+        if ROLES[role].holds_model and section.engine.attention == "engine":
+            return "auto"
+        own = getattr(section, "attn_implementation", None)
+        return own or self.model.attn_implementation
+
+    def model_path(self, role: RoleName) -> str:
+        """Path of the model that a role builds."""
+        return getattr(self._section(ROLES[role]), "model", "") or self.model.path
+
+    # The roles: `sections` as a person wrote them, `roles` and `role` as the run has them.
+
+    @classmethod
+    def section_class(cls, role: RoleName) -> type[RoleSection]:
+        """The class of a role's section; that of the keys that all roles have where it has none of its own."""
+        annotation = cls.model_fields[role].annotation
+        classes = (annotation, *get_args(annotation))
+        return next((one for one in classes if isinstance(one, type) and issubclass(one, RoleSection)), RoleSection)
+
+    def sections(self) -> list[tuple[RoleName, RoleSection]]:
+        """Roles with the sections that the spec has for them, needed or not. One that is shaped like another role's is
+        not among them."""
+        found = ((name, getattr(self, name)) for name in ROLES)
+        return [(name, section) for name, section in found if isinstance(section, RoleSection)]
+
+    @property
+    def roles(self) -> tuple[RoleName, ...]:
+        """Roles of this run, in the order in which they are started."""
+        here = [role for role in ROLES.values() if self._has(role)]
+        return tuple(role.name for role in sorted(here, key=lambda role: role.wave))
+
+    def role(self, role: RoleName) -> RoleSection:
+        """The section that a role of this run follows: its own, or one shaped like the role that it inherits from."""
+        section = self._section(ROLES[role])
+        assert section is not None, f"{role} is not part of this run"
+        return section
+
+    def _has(self, role: Role) -> bool:
+        return not role.needed_if or bool(getattr(self, role.needed_if))
+
+    def _section(self, role: Role) -> RoleSection | None:
+        if not self._has(role):
+            return None
+        own = getattr(self, role.name, None)
+        if isinstance(own, RoleSection):
+            return own
+        like, kind = self.role(role.inherits), self.section_class(role.name)
+        shared = kind.model_fields.keys() & type(like).model_fields.keys()
+        return kind(**{name: getattr(like, name) for name in shared})
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key with its effective value, as written to `resolved.json`."""
+        return self.model_dump(mode="json", by_alias=True)

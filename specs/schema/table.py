@@ -1,0 +1,70 @@
+"""What every table of the run spec is: frozen, without room for a mistyped key or for a value that nothing can use."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, field_validator
+from pydantic_core import PydanticCustomError
+
+from specs.errors import Problem
+from specs.text import show
+
+_LARGEST = 2**63 - 1  # TOML 1.0: whole numbers have 64 bits; the parser lets longer ones through
+_NAME_BYTES, _PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX without its end
+
+
+def plain(value: Any) -> Any:
+    """`value`, looked through at every depth. Raises PydanticCustomError."""
+    if isinstance(value, str) and "\0" in value:
+        raise unusable("holds a NUL character, which no file, command or variable can", "write it without")
+    if type(value) is int and not -_LARGEST <= value <= _LARGEST:
+        raise unusable("is longer than 64 bits, which TOML's whole numbers have", "write a smaller number")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            plain(name)
+            plain(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            plain(item)
+    return value
+
+
+def usable_path(path: str) -> str:
+    """`path`, if the file system can be asked about it. Raises PydanticCustomError."""
+    if "\0" in path:
+        return path  # `plain` says so
+    if path.startswith("~") and os.path.expanduser(path) == path:
+        user = path.partition("/")[0]
+        raise unusable(f"this machine has no user {user[1:]!r}", f"write the path without {user}")
+    longest = max(path.split("/"), key=len)
+    if len(os.fsencode(longest)) > _NAME_BYTES:
+        raise unusable(f"too long: a name in it has {len(os.fsencode(longest))} bytes", f"use at most {_NAME_BYTES}")
+    if len(os.fsencode(path)) > _PATH_BYTES:
+        raise unusable(f"too long: {len(os.fsencode(path))} bytes", f"use at most {_PATH_BYTES}")
+    return path
+
+
+def unusable(why: str, hint: str) -> PydanticCustomError:
+    """A finding whose words and hint `specs/load/explain.py` takes over."""
+    return PydanticCustomError("unusable", "{why}", {"why": why, "hint": hint})
+
+
+NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+PathText = Annotated[str, AfterValidator(usable_path)]
+NonEmptyPath = Annotated[NonEmpty, AfterValidator(usable_path)]
+
+
+class Table(BaseModel):
+    """A TOML table: frozen, and without room for a mistyped key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    _plain = field_validator("*")(plain)
+
+
+def no_effect(key: str, table: Table, why: str) -> Problem:
+    """The problem of a key of `table` that does nothing under what else is chosen."""
+    name = key.rpartition(".")[2]
+    return Problem(key, f"has no effect: {why}", "remove the key", show(getattr(table, name)))

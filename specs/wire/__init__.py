@@ -1,0 +1,1 @@
+"""What travels between driver and ranks."""

@@ -1,0 +1,42 @@
+"""What a rank really built, as it reports it. The driver compares it with the spec
+(`rlctl/models/as_built_check.py`)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from specs.schema.table import Table
+
+
+class ModelBuilt(Table):
+    """Read back from the model itself, never copied from the request."""
+
+    model_class: str
+    path: str  # config._name_or_path, or the folder that was read
+    parameters: int  # every parameter counted once, tied ones too; without adapters
+    trainable_parameters: int  # what the optimizer changes: all, or the adapters
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    dtype: str  # of the forward pass: "fp32", "bf16"
+    attn_implementation: str  # what the layers' own config says; several are joined with ","
+    attn_function: str  # module and name of the function that is really called
+    tied_embeddings: bool
+    mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: nothing is cut
+    weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync
+
+
+class AsBuilt(Table):
+    """One rank's report."""
+
+    role: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    python: str
+    device: str
+    threads: int
+    engine: str
+    versions: dict[str, str]
+    model: ModelBuilt | None  # None for a role that holds no model

@@ -1,0 +1,168 @@
+"""A batch of samples: flat columns, no padding.
+
+A *rollout* is one attempt at a task; a *sample* is a path of tokens through it, one sequence for a trainer (most
+rollouts are one sample); a *group* is the rollouts that are compared with each other. Suffixes name the dims: `_T` is
+one value per token (all samples one after another), `_B` one per sample.
+
+A group of two rollouts. The first has two turns: prompt 5 3, completion 8 2, a tool's reply 6 6, completion 4 1. The
+second is done after one: completion 9 1. Its columns, when both are written:
+
+    tokens_T           [5, 3, 8, 2, 6, 6, 4, 1 | 5, 3, 9, 1]
+    loss_mask_T        [0, 0, 1, 1, 0, 0, 1, 1 | 0, 0, 1, 1]   1: the policy wrote it. Holes may be anywhere
+    rollout_logprob_T  [0, 0, a, b, 0, 0, c, d | 0, 0, e, f]   a token's own: c = log p(4 | 5, 3, 8, 2, 6, 6)
+    length_B           [8, 4]
+    group_B            [0, 0]   which rollouts are compared; it says nothing of their tokens
+    rollout_B          [0, 1]   which attempt a sample belongs to: statistics count a rollout once
+    id_B               [0, 1]   the sample: its random numbers, and its place in the batch
+    row_B              [7, 7]   the row of the data
+    finished_B         [1, 1]   a stop token ended its last completion
+
+What `generate` was given, for the first turn of both and then for the second turn of one:
+
+    tokens_T           [5, 3 | 5, 3]   [5, 3, 8, 2, 6, 6]   any tokens; all of them have mask 0 in what comes back
+    prefix_B           [0, 0]          [1]                  equal prompts, whose computation may be shared
+    position_B         [0, 0]          [2]                  tokens drawn so far: random numbers go on, not again
+    group_B, rollout_B, id_B, row_B    as above, in every turn
+
+A batch only gains columns. Verbs declare the columns that they need and give (`specs/wire/messages.py`). What stands in
+a `_T` column off the mask means nothing, and the first token of a sample is never on it: nothing predicts it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specs.errors import BatchError
+
+Column = NDArray[Any]
+
+
+class Batch:
+    """Columns that agree in length. `length_B` is always there."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        if "length_B" not in columns:
+            raise BatchError("a batch needs the column length_B")
+        self.columns = dict(columns)
+        sequences, tokens = len(columns["length_B"]), int(columns["length_B"].sum())
+        for name, column in columns.items():
+            want = tokens if name.endswith("_T") else sequences if name.endswith("_B") else None
+            if want is None:
+                raise BatchError(f"column {name} must end in _T (per token) or _B (per sequence)")
+            if column.shape[:1] != (want,):
+                raise BatchError(f"column {name} has shape {column.shape}; expected ({want},)")
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise BatchError(f"the batch has no column {name}; it has {', '.join(sorted(self.columns))}") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __len__(self) -> int:
+        return len(self.columns["length_B"])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.columns["length_B"].sum())
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each sequence starts; one more entry than sequences."""
+        return np.concatenate([[0], np.cumsum(self.columns["length_B"])]).astype(np.int64)
+
+    def with_columns(self, **columns: Column) -> Batch:
+        """A new batch with more columns. Replacing one is an error: a batch only gains."""
+        taken = sorted(set(columns) & set(self.columns))
+        if taken:
+            raise BatchError(f"the batch already has {', '.join(taken)}")
+        return Batch({**self.columns, **columns})
+
+    def only(self, names: Iterable[str]) -> Batch:
+        """A view with just these columns (and `length_B`)."""
+        return Batch({name: self[name] for name in dict.fromkeys((*names, "length_B"))})
+
+    def require(self, names: Iterable[str], verb: str) -> None:
+        missing = sorted(set(names) - set(self.columns))
+        if missing:
+            raise BatchError(f"{verb} needs the columns {', '.join(missing)}, which the batch does not have")
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> Batch:
+        """The sequences at `indices`, in that order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        token_index = self.token_index(chosen)
+        return Batch(
+            {name: column[token_index if name.endswith("_T") else chosen] for name, column in self.columns.items()}
+        )
+
+    def token_index(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the tokens of the chosen sequences stand in the `_T` columns, sequence after sequence."""
+        length_B = self.columns["length_B"][chosen].astype(np.int64)
+        ends_B = np.cumsum(length_B)
+        start_T = np.repeat(self.offsets[:-1][chosen] - (ends_B - length_B), length_B)
+        return start_T + np.arange(int(length_B.sum()))
+
+    def sum_by_sequence(self, name: str) -> NDArray[np.int64]:
+        """Per sequence the sum of a `_T` column of whole numbers, such as a mask."""
+        total = np.concatenate([[0], np.cumsum(self[name], dtype=np.int64)])
+        offsets = self.offsets
+        summed: NDArray[np.int64] = total[offsets[1:]] - total[offsets[:-1]]
+        return summed
+
+    def sequences(self, name: str) -> list[Column]:
+        """A `_T` column cut into one view per sequence."""
+        return np.split(self[name], self.offsets[1:-1]) if len(self) else []
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Sequences of all batches, one after another; the batches must have the same columns."""
+        if not batches:
+            raise BatchError("nothing to concatenate")
+        names = set(batches[0].columns)
+        for batch in batches[1:]:
+            if set(batch.columns) != names:
+                raise BatchError(f"batches differ in columns: {sorted(names ^ set(batch.columns))}")
+        return Batch({name: np.concatenate([batch.columns[name] for batch in batches]) for name in batches[0].columns})
+
+
+UNEVEN = 1.1  # whole groups go to a shard as long as the fullest holds at most this much of the average
+
+
+def balanced_shards(
+    length_B: NDArray[np.int64], shards: int, group_B: NDArray[np.int64] | None = None
+) -> list[NDArray[np.int64]]:
+    """Split sequences over `shards` so that token counts are even. Returns the sorted indices of each shard.
+
+    With `group_B`, groups stay whole where that is even enough: a trainer computes a group's shared prompt once.
+    Every shard gets a sequence as long as there are enough.
+    """
+    if shards == 1:
+        return [np.arange(len(length_B))]
+    if group_B is not None:
+        _, inverse_B = np.unique(group_B, return_inverse=True)
+        load_G = np.bincount(inverse_B, length_B)
+        owner_G = _lightest_first(load_G, shards)
+        if np.bincount(owner_G, load_G, shards).max() <= UNEVEN * load_G.sum() / shards:
+            return [np.flatnonzero(owner_G[inverse_B] == shard) for shard in range(shards)]
+    owner_B = _lightest_first(length_B, shards)
+    return [np.flatnonzero(owner_B == shard) for shard in range(shards)]
+
+
+def _lightest_first(load_N: NDArray[Any], shards: int) -> NDArray[np.int64]:
+    """Shard of each item: heaviest items first, each onto the shard that holds least (then fewest) so far."""
+    owner_N = np.zeros(len(load_N), dtype=np.int64)
+    heap = [(0.0, 0, shard) for shard in range(shards)]
+    for item in np.argsort(-load_N, kind="stable").tolist():
+        load, count, shard = heapq.heappop(heap)
+        owner_N[item] = shard
+        heapq.heappush(heap, (load + float(load_N[item]), count + 1, shard))
+    return owner_N

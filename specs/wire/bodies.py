@@ -1,0 +1,303 @@
+"""The body of every verb: a frozen class for the request, and one for the answer where the driver reads keys of it.
+
+`REQUESTS` is the one table of them. A request is checked when it arrives (`workers/serve.py`, `typed`): an unknown or
+missing key, or a value of another type, is refused with an error that names the verb and the key. What a rank answers
+is checked when the driver reads it (`Body.of`). Tensors travel beside the body (`specs/wire/messages.py`, `COLUMNS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, SerializeAsAny, Strict, ValidationError
+
+from specs.errors import ChannelError, RlctlError
+from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm_tables import read_loss
+from specs.schema.spec import DType, TransportKind, WeightForm
+from specs.wire.messages import Message, Verb
+from specs.wire.role_config import DataConfig, RewardConfig, RolloutConfig, Sampling, TrainConfig
+
+B = TypeVar("B", bound=BaseModel)
+Lax = Strict(False)  # a table of the spec checks itself
+
+
+class Body(BaseModel):
+    """A body: frozen, and without room for a mistyped key. JSON's own types, never converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+    @classmethod
+    def of(cls, answer: Message) -> Self:
+        """The typed body of an answer. Raises ChannelError naming verb and key."""
+        return read(cls, answer)
+
+
+class Answer(Body):
+    """Body of an answer. Counters of an engine that the driver does not read may stand beside what it reads."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Nothing(Body):
+    """A verb that says it all by itself."""
+
+
+# ── data and grading ──────────────────────────────────────────────────────────────────────────────
+
+
+What = Literal["train", "eval"]
+
+
+class Prompts(Body):
+    """`count` prompts from the cursor's `position` on, each repeated `group_size` times."""
+
+    what: What
+    position: int
+    count: int
+    group_size: int
+
+
+class Row(Body):
+    """What a scorer is told of the row that a prompt was made from."""
+
+    where: str  # file and line, for a person
+    prompt: str
+    values: dict[str, Any]
+
+
+class PromptsDrawn(Answer):
+    position: int  # of the cursor after them
+    rows: dict[str, Row]  # by their number in `row_B`
+
+
+class Score(Body):
+    """Grade completions of the prompts of `what`, which were made from `rows`; return `samples` of them as text."""
+
+    what: What
+    samples: int
+    rows: dict[str, Row]
+
+
+class Scores(Answer):
+    failures: dict[str, int]  # cause → how many completions were lost to it
+    samples: list[dict[str, Any]]
+
+
+class DataOpened(Answer):
+    rows: int
+    eval_rows: int
+    dropped_overlong: int
+    dropped_bad: int
+
+
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Generate(Body):
+    sampling: Annotated[Sampling, Lax]
+
+
+Level = Literal[1, 2]  # of sleep: the weights wait in host memory, or are dropped
+Tag = Literal["weights", "kv_cache"]  # what a rollout holds of its device
+
+
+class Sleep(Body):
+    level: Level
+
+
+class Wake(Body):
+    tags: list[Tag]
+
+
+class Moved(Answer):
+    """A rank has left its device, or come back to it: GiB that it held of it before and after."""
+
+    before_GiB: float
+    after_GiB: float
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Logprobs(Body):
+    adapters: bool  # False: of the model below its adapters
+
+
+class Scale(Body):
+    """What every rank divides its loss by: global counts of the mini-batch (`backends/protocol.py`, `LossScale`)."""
+
+    num_loss_tokens: int
+    num_sequences: int
+    max_response_tokens: int
+
+
+def _loss(raw: Any) -> Loss:
+    try:
+        return raw if isinstance(raw, Loss) else read_loss(raw)
+    except RlctlError as error:
+        raise ValueError(error.message) from None
+
+
+class Update(Body):
+    loss: Annotated[SerializeAsAny[Loss], PlainValidator(_loss)]
+    scale: Scale
+
+
+class Updated(Answer):
+    sums: dict[str, float]  # of the rank's share, or maxima (`specs/schema/algorithms`)
+
+
+class Stepped(Answer):
+    grad_norm: float
+    lr: float
+    skipped: bool
+    peak_GiB: float
+
+
+class Save(Body):
+    folder: str
+    proof_prompts: list[list[int]]
+    proof_tokens: int
+
+
+class Saved(Answer):
+    files: dict[str, Any]  # path in the folder → size and checksum
+
+
+class Load(Body):
+    folder: str
+
+
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class WireWeight(Body):
+    """A weight as it is announced."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+
+
+class SentWeight(WireWeight):
+    """A weight that was sent: the checksum of the actor's own tensor, and, in buckets, where it lies in its window."""
+
+    checksum: str
+    offset: int | None = None
+
+    def is_as(self, announced: WireWeight) -> bool:
+        """Whether it is the weight that was announced."""
+        return all(getattr(self, name) == value for name, value in announced)
+
+
+class ExportBegin(Body):
+    transport: TransportKind
+    options: dict[str, Any]  # of the transport
+    dtype: DType
+    form: WeightForm
+    bucket_bytes: int
+    readers: int
+    renew: bool  # some reader is new: nothing is known to it
+
+
+class Exporting(Answer):
+    """What the actor's rank 0 answers to `export_begin`. `specs` None: the weights are those of the last pass."""
+
+    specs: list[WireWeight] | None
+    buckets: int
+    windows: int
+    in_blocks: bool
+    offer: dict[str, Any]  # of the transport, for its readers
+
+
+class ExportBucket(Body):
+    bucket: int
+
+
+class Exported(Answer):
+    entries: list[SentWeight]
+    checksum_s: float
+
+
+class ExportEnd(Body):
+    broken_off: bool = False  # a reader is lost: what is left of the pass is dropped
+
+
+class WantedForm(Answer):
+    form: WeightForm
+
+
+class ImportBegin(Body):
+    transport: TransportKind
+    options: dict[str, Any]
+    form: WeightForm
+    specs: list[WireWeight] | None
+    offer: dict[str, Any]
+
+
+class ImportBucket(Body):
+    bucket: int
+    entries: list[SentWeight]
+
+
+class Imported(Answer):
+    checksums: dict[str, str]  # read back from the rollout's own weights, by name
+    checksum_s: float
+
+
+class ImportEnd(Body):
+    version: int  # steps that the actor had finished
+
+
+class ImportEnded(Answer):
+    checksum_s: float
+
+
+class Probe(Body):
+    temperature: float
+
+
+# Verb → the classes of its request. Where it has several, roles differ, and each says which is its own.
+REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
+    Verb.BUILD: (TrainConfig, RolloutConfig, DataConfig, RewardConfig),
+    Verb.PING: (Nothing,),
+    Verb.CLOSE: (Nothing,),
+    Verb.OPEN_DATA: (Nothing,),
+    Verb.PROMPTS: (Prompts,),
+    Verb.SCORE: (Score,),
+    Verb.GENERATE: (Generate,),
+    Verb.SLEEP: (Sleep,),
+    Verb.WAKE: (Wake,),
+    Verb.LOGPROBS: (Logprobs,),
+    Verb.UPDATE: (Update,),
+    Verb.STEP: (Nothing,),
+    Verb.OFFLOAD: (Nothing,),
+    Verb.ONLOAD: (Nothing,),
+    Verb.SAVE: (Save,),
+    Verb.LOAD: (Load,),
+    Verb.EXPORT_BEGIN: (ExportBegin,),
+    Verb.EXPORT_BUCKET: (ExportBucket,),
+    Verb.EXPORT_END: (ExportEnd,),
+    Verb.IMPORT_FORM: (Nothing,),
+    Verb.IMPORT_BEGIN: (ImportBegin,),
+    Verb.IMPORT_BUCKET: (ImportBucket,),
+    Verb.IMPORT_END: (ImportEnd,),
+    Verb.PROBE: (Nothing, Probe),  # the actor knows its temperature since it was built
+}
+
+
+def read(shape: type[B], message: Message) -> B:
+    """The body of a message as its class. Raises ChannelError naming verb and key."""
+    try:
+        return shape.model_validate(message.body)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        key = ".".join(map(str, found["loc"])) or "the body"
+        problem = {"missing": "missing", "extra_forbidden": "unknown key"}.get(found["type"], found["msg"])
+        raise ChannelError(
+            f"{message.verb}: {key}: {problem}",
+            hint=f"driver and rank must be of one version of rlctl; specs/wire/bodies.py has {shape.__name__}",
+        ) from None

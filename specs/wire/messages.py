@@ -1,0 +1,154 @@
+"""The wire: verbs, what each needs and gives, and how a message becomes frames.
+
+A message is two frames: a JSON header and, when there are tensors, one safetensors blob. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from numpy.typing import NDArray
+
+from specs.errors import ChannelError
+from specs.wire.batch import Batch
+from specs.wire.wire_tensors import Buffer, decode, encode
+
+PROTOCOL_VERSION = 1
+
+
+class Verb(StrEnum):
+    """Everything a driver can ask of a rank."""
+
+    BUILD = "build"  # hold the model; answer what was really built
+    PING = "ping"
+    CLOSE = "close"
+    # data
+    OPEN_DATA = "open_data"
+    PROMPTS = "prompts"
+    # reward
+    SCORE = "score"
+    # rollout
+    GENERATE = "generate"
+    SLEEP = "sleep"
+    WAKE = "wake"
+    # actor, ref
+    LOGPROBS = "logprobs"
+    UPDATE = "update"  # loss and gradients of a mini-batch
+    STEP = "step"  # the optimizer step with these gradients
+    OFFLOAD = "offload"
+    ONLOAD = "onload"
+    SAVE = "save"
+    LOAD = "load"
+    # weights: actor exports, rollout imports, bucket by bucket; then both score the same tokens
+    EXPORT_BEGIN = "export_begin"
+    EXPORT_BUCKET = "export_bucket"
+    EXPORT_END = "export_end"
+    IMPORT_FORM = "import_form"  # what the rollout wants next: see `backends/protocol.py`, `weight_form`
+    IMPORT_BEGIN = "import_begin"
+    IMPORT_BUCKET = "import_bucket"
+    IMPORT_END = "import_end"
+    PROBE = "probe"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of the batch that a verb reads, and those that it adds."""
+
+    needs: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+IDENTITY_COLUMNS = ("group_B", "rollout_B", "id_B", "row_B")  # of a sample, from its prompt to its loss
+PROMPT_COLUMNS = ("tokens_T", "prefix_B", "position_B", *IDENTITY_COLUMNS)
+SAMPLE_COLUMNS = (
+    "tokens_T",
+    "loss_mask_T",
+    "rollout_logprob_T",
+    *IDENTITY_COLUMNS,
+    "finished_B",
+)
+
+COLUMNS: Mapping[Verb, Columns] = {
+    Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
+    Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),
+    Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("reward_B", "scored_B")),
+    Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
+    Verb.UPDATE: Columns(
+        needs=("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T"),
+        optional=("old_logprob_T", "ref_logprob_T"),  # the loss says which (`Loss.columns`)
+    ),
+    Verb.PROBE: Columns(needs=("tokens_T",), gives=("logprob_T",)),
+}
+
+
+class Kind(StrEnum):
+    """What a message is."""
+
+    HELLO = "hello"  # rank → driver: role, rank, pid, nonce
+    CHALLENGE = "challenge"  # driver → rank: proof of the secret, and a nonce
+    PROOF = "proof"  # rank → driver: proof of the secret
+    WELCOME = "welcome"
+    CALL = "call"  # driver → rank: verb
+    PART = "part"  # rank → driver: a piece of an answer, more to come
+    ANSWER = "answer"  # rank → driver: the verb is done
+    ERROR = "error"  # rank → driver: the verb raised
+    BEAT = "beat"  # either way: alive
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. `body` is JSON; `tensors` travel as safetensors bytes.
+
+    `call` numbers the request, so that a late answer is never taken for another's. An answer says in `busy` from when
+    to when its rank worked on it (seconds of the host's monotonic clock): what is left of a step is the driver's.
+    """
+
+    kind: Kind
+    body: Mapping[str, Any] = field(default_factory=dict)
+    verb: Verb | None = None
+    call: int = 0
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    busy: tuple[float, float] | None = None
+
+    def frames(self) -> list[Buffer]:
+        header = {
+            "v": PROTOCOL_VERSION,
+            "kind": self.kind,
+            "verb": self.verb,
+            "call": self.call,
+            "body": dict(self.body),
+            "busy": self.busy,
+        }
+        frames: list[Buffer] = [json.dumps(header, separators=(",", ":")).encode()]
+        if self.tensors:
+            frames.append(encode(self.tensors))
+        return frames
+
+    @property
+    def batch(self) -> Batch:
+        return Batch(self.tensors)
+
+
+def parse(frames: list[Buffer]) -> Message:
+    """Frames to a message, whose tensors are views of the second one. Raises ChannelError on anything else."""
+    if len(frames) not in (1, 2):
+        raise ChannelError(f"a message has one or two frames, not {len(frames)}")
+    try:
+        header = json.loads(bytes(frames[0]))
+        if header["v"] != PROTOCOL_VERSION:
+            raise ChannelError(f"the peer speaks version {header['v']} of the wire, this side {PROTOCOL_VERSION}")
+        verb = Verb(header["verb"]) if header["verb"] else None
+        message_kind, call, body = Kind(header["kind"]), int(header["call"]), dict(header["body"])
+        start, end = header["busy"] or (0, 0)
+        busy = (float(start), float(end)) if header["busy"] else None
+    except ChannelError:
+        raise
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ChannelError(f"not a message: {error}") from None
+    tensors = decode(frames[1]) if len(frames) == 2 else {}
+    return Message(message_kind, body, verb, call, tensors, busy)

@@ -1,0 +1,60 @@
+"""What `check-config --probe` asks of a role's interpreter (`workers/offline/build_on_meta.py`), and what it is
+told."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specs.schema.table import Table
+from specs.wire.as_built import ModelBuilt
+
+Level = Literal["meta", "run"]
+
+
+class UpdateShape(Table):
+    """How much a role computes in its trial update: sequences of full length."""
+
+    sequences: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+class RoleRequest(Table):
+    """One role: the body of its `build` verb, and how many ranks compute together."""
+
+    body: dict[str, Any]
+    ranks: int = 1
+    shape: UpdateShape | None = None  # asks for a trial update
+    loss: dict[str, Any] = Field({})  # of a learner's trial update
+    sampling: dict[str, Any] = Field({})  # of a rollout's
+
+
+class ProbeRequest(Table):
+    """What one process looks at, role by role."""
+
+    roles: dict[str, RoleRequest]
+
+
+class OneUpdate(Table):
+    """What a trial update took. Memory is that of the device, or on the CPU of the whole process."""
+
+    tokens: int  # that went through the model: a learner's batch, or what was generated
+    build_s: float
+    step_s: float
+    before_GiB: float  # libraries alone
+    peak_GiB: float
+
+
+class Probed(Table):
+    """What was found out about one role. `model` is None for a role that holds none, and where an engine cannot say."""
+
+    role: str
+    model: ModelBuilt | None = None
+    not_seen: tuple[str, ...] = ()  # fields of `model` that only a real start can show
+    tokens: int | None = None  # of the tokenizer, for a role that holds one instead of a model
+    one_update: OneUpdate | None = None
+    seconds: float = 0.0
+    error: str = ""
+    hint: str = ""

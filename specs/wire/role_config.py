@@ -1,0 +1,102 @@
+"""What one rank is told when it builds: its own part of the spec, nothing more.
+
+Travels as the body of the `build` verb. Paths are absolute; every default is resolved.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from specs.attention import Attention
+from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
+from specs.schema.roles import DATA, REWARD, ROLLOUT, RoleName
+from specs.schema.sections import DataSection, EvalSection
+from specs.schema.spec import DType, Lora, Optimizer, RewardSection
+from specs.schema.table import Table
+
+
+class ModelConfig(Table):
+    """Which model to build, and how. Shared by trainers and rollouts."""
+
+    path: str  # an existing folder, or a hub id
+    from_scratch: bool
+    seed: int
+    dtype: DType
+    attn_implementation: Attention
+    trust_remote_code: bool
+    device: str  # "cpu" or "cuda": the rank's visible device
+    max_sequence_tokens: int
+    computes_in: DType | None = None  # of the forward pass, where the weights are held in another than `dtype`
+    learns: bool = False  # whether a backward pass is computed
+
+
+class TrainConfig(Table):
+    """Build request of actor and ref. `optimizer` is None for a role that never learns."""
+
+    role: RoleName
+    model: ModelConfig
+    engine: TrainEngineTable
+    optimizer: Optimizer | None
+    lora: Lora | None = None
+    total_optimizer_steps: int
+    micro_batch_tokens: int
+    gradient_checkpointing: bool
+    temperature: float  # log-probs are those of softmax(logits / temperature)
+
+
+class RolloutConfig(Table):
+    """Build request of a rollout replica."""
+
+    role: RoleName = ROLLOUT
+    model: ModelConfig
+    engine: RolloutEngineTable
+    lora: Lora | None = None  # of the actor, where the engine applies adapters itself
+    max_prompt_tokens: int
+    max_response_tokens: int
+    stop: tuple[str, ...]
+
+
+class TextConfig(Table):
+    """Which tokenizer a role without a model reads. Relative paths in the spec start at `spec_dir`."""
+
+    model_path: str
+    trust_remote_code: bool
+    spec_dir: str
+
+
+class DataConfig(TextConfig):
+    """Build request of the data role."""
+
+    role: RoleName = DATA
+    data: DataSection
+    eval: EvalSection | None
+    needs_answer: bool  # a row without `data.answer_column` is a bad one
+    row_columns: tuple[str, ...] | None  # what scoring reads of a row; None: all of it
+    seed: int
+
+
+class RewardConfig(TextConfig):
+    """Build request of the reward role."""
+
+    role: RoleName = REWARD
+    reward: RewardSection
+    answer_column: str
+    max_response_tokens: int
+    run_dir: str
+
+
+# Of roles that hold a tokenizer instead of a model.
+TEXT_CONFIGS: dict[RoleName, type[TextConfig]] = {DATA: DataConfig, REWARD: RewardConfig}
+
+
+class Sampling(Table):
+    """How one `generate` samples. A token's randomness depends on `seed`, its sample's id and its position alone,
+    never on which replica or slot it got, nor on what else was in the batch. `max_response_tokens` limits what one call
+    adds to a prompt: a later turn has the whole of it again."""
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    greedy: bool = False
+    max_response_tokens: int = Field(gt=0)

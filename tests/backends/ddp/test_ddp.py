@@ -1,0 +1,380 @@
+"""The ddp engine: ranks, precision, memory, and models it must refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from running import warm_torchrun
+from train_helpers import (
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    MISTRAL_WINDOW,
+    QWEN2,
+    build_engine,
+    grpo,
+    largest_gap,
+    make_batch,
+    make_grouped_batch,
+    scale_of,
+    train_config,
+    weights_of,
+    write_model,
+)
+
+from backends.ddp.engine import DdpTrainEngine
+from backends.hf.hf_model import DTYPES
+from backends.train.lm_head import Head, LogprobTask, LossTask, target_logprob
+from backends.train.losses import TokenColumns, policy_loss
+from backends.train.tensor_shards import ShardReader
+from backends.train.verify_packing import verify_packing
+from specs.errors import ModelError
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.spec import Optimizer
+from specs.wire.batch import Batch
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+
+
+def engine_of(folder: Path, **changes: Any) -> DdpTrainEngine:
+    engine = build_engine(train_config(folder, **changes))
+    assert isinstance(engine, DdpTrainEngine)
+    return engine
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", QWEN2)
+
+
+def learn(engine: DdpTrainEngine, steps: int = STEPS, **algorithm: Any) -> list[float]:
+    history = []
+    for step in range(steps):
+        batch = make_batch(seed=step)
+        sums = engine.forward_backward(batch, grpo(**algorithm), scale_of(batch))
+        history += [sums["loss"], engine.optim_step().grad_norm]
+    return history
+
+
+def gradients(engine: DdpTrainEngine) -> dict[str, np.ndarray]:
+    assert engine.flat.grad_P is not None
+    return {s.name: s.view(engine.flat.grad_P).clone().numpy() for s in engine.flat.segments}
+
+
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def torchrun(model: Path, out: Path, processes: int) -> list[dict[str, Any]]:
+    out.mkdir()
+    warm_torchrun(processes, "ddp_worker.py", model, out, str(STEPS))
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+def test_two_ranks_are_one_rank(tmp_path: Path, qwen2: Path) -> None:
+    """dp 2 ≡ dp 1 over real gloo processes: metrics, norms, weights, moments; and all ranks skip together."""
+    (single,) = torchrun(qwen2, tmp_path / "one", 1)
+    pair = torchrun(qwen2, tmp_path / "two", 2)
+    assert pair[0]["checksum"] == pair[1]["checksum"]
+    for step, alone in enumerate(single["history"]):
+        shares = [report["history"][step] for report in pair]
+        assert shares[0]["grad_norm"] == shares[1]["grad_norm"]
+        assert shares[0]["grad_norm"] == pytest.approx(alone["grad_norm"], rel=2e-4)
+        for name in alone.keys() - {"micro_batches", "grad_norm"}:
+            assert sum(share[name] for share in shares) == pytest.approx(alone[name], rel=2e-4, abs=2e-5), (step, name)
+    assert [report["skipped"] for report in (single, *pair)] == [True, True, True]
+    for stem in ("model", "optimizer"):
+        one, two = (dict(ShardReader(tmp_path / where / "state", stem).tensors()) for where in ("one", "two"))
+        assert largest_gap(one, two) < 2e-5
+    names = {path.name for path in (tmp_path / "two" / "state").iterdir()}
+    assert names == {
+        *(f"{stem}-0000{rank}-of-00002.safetensors" for stem in ("model", "optimizer") for rank in (0, 1)),
+        *(f"rng.rank{rank}.safetensors" for rank in (0, 1)),
+        "trainer.json",
+    }
+
+
+# ── against plain transformers ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2, MISTRAL_WINDOW], ids=lambda config: config["model_type"])
+def test_five_steps_equal_plain_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Same weights after five steps as a loop over single sequences with the textbook loss and torch's AdamW."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    engine = engine_of(write_model(tmp_path, config), optimizer=Optimizer(lr=1e-2, eps=1e-4, max_grad_norm=1.0))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+    model.load_state_dict(engine.policy.model.state_dict())
+    model.eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    for step in range(STEPS):
+        batch = make_batch(seed=step)
+        engine.forward_backward(batch, grpo(clip_high=0.28), scale_of(batch))
+        norm = engine.optim_step().grad_norm
+        columns = zip(
+            *(batch.sequences(name) for name in ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")),
+            strict=True,
+        )
+        for tokens, mask, old, advantage in columns:
+            ids, old, advantage = (torch.from_numpy(x.copy()) for x in (tokens.astype(np.int64), old, advantage))
+            logp = torch.log_softmax(model(ids[None], use_cache=False).logits[0] / 0.7, dim=-1)
+            for t in np.flatnonzero(mask):
+                ratio = torch.exp(logp[t - 1, ids[t]] - old[t])
+                gain = torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.28) * advantage[t])
+                (-gain / scale_of(batch).num_loss_tokens).backward(retain_graph=True)
+        reference = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm == pytest.approx(reference.item(), rel=1e-3)
+        adamw.step()
+        adamw.zero_grad()
+    expected = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    assert largest_gap(weights_of(engine), expected) < 5e-5
+
+
+# ── shared prompts ────────────────────────────────────────────────────────────────────────────────
+
+
+def one_by_one(engine: DdpTrainEngine, batch: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Log-probs [T] and gradients by stock transformers, one sequence at a time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(engine.config.model.path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.load_state_dict(engine.policy.model.state_dict())
+    logprob_T, loss = np.zeros(batch.num_tokens), torch.zeros((), dtype=torch.float64)
+    names = ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")
+    for start, *columns in zip(batch.offsets[:-1], *(batch.sequences(name) for name in names), strict=True):
+        tokens, mask, old, advantage = (torch.from_numpy(np.array(column)) for column in columns)
+        t = mask.nonzero()[:, 0]
+        logits = model(input_ids=tokens[None].long(), use_cache=False).logits[0, t - 1]
+        logp = torch.log_softmax(logits.double() / 0.7, -1).gather(1, tokens[t, None].long())[:, 0]
+        logprob_T[start + t.numpy()] = logp.detach().numpy()
+        ratio = (logp - old[t]).exp()
+        loss -= torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.2) * advantage[t]).sum()
+    (loss / scale_of(batch).num_loss_tokens).backward()
+    return logprob_T, {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("limit", [10_000, 40, 21])
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (QWEN2, {}),
+        (QWEN2, {"gradient_checkpointing": True}),
+        (QWEN2, {"model": {"attn_implementation": "eager"}}),
+        (GPT2, {}),
+        (MISTRAL_WINDOW, {}),
+        (GEMMA3, {}),
+        (GEMMA3, {"model": {"attn_implementation": "eager"}}),
+    ],
+    ids=lambda x: x.get("model_type", "-".join(map(str, x))),
+)
+def test_shared_prompts_equal_one_by_one(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], limit: int
+) -> None:
+    """At 21 tokens groups are cut in pieces, at 40 they are moved between micro-batches."""
+    engine, batch = engine_of(write_model(tmp_path, config), micro_batch_tokens=limit, **changes), make_grouped_batch()
+    expected_T, expected = one_by_one(engine, batch)
+    np.testing.assert_allclose(engine.forward(batch), expected_T, atol=1e-5)
+    sums = engine.forward_backward(batch, grpo(), scale_of(batch))
+    assert sums["micro_batch_tokens_max"] <= limit
+    for name, ours in gradients(engine).items():
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(ours, expected[name], atol=1e-5 * max(1.0, float(scale)), err_msg=name)
+
+
+def test_shared_prompts_are_computed_once(qwen2: Path) -> None:
+    """The answers to a prompt and the prompt itself: fewer rows than tokens, and the loss of rows unshared."""
+    engine, batch = engine_of(qwen2, micro_batch_tokens=10_000), make_grouped_batch(size=16)
+    shared = engine.forward_backward(batch, grpo(), scale_of(batch))
+    assert shared["micro_batch_tokens_max"] < 0.75 * batch.num_tokens
+    alone = engine_of(qwen2, micro_batch_tokens=10_000)
+    parts = [alone.forward_backward(batch.select([i]), grpo(), scale_of(batch)) for i in range(len(batch))]
+    assert shared["loss"] == pytest.approx(sum(part["loss"] for part in parts), rel=1e-5)
+    assert largest_gap(gradients(engine), gradients(alone)) < 1e-5
+
+
+def test_shared_prompts_in_bf16(qwen2: Path) -> None:
+    engines = [engine_of(qwen2, model={"dtype": dtype}, micro_batch_tokens=1000) for dtype in ("fp32", "bf16")]
+    batch = make_grouped_batch()
+    logprobs = [engine.forward(batch) for engine in engines]
+    np.testing.assert_allclose(*logprobs, atol=0.3)
+    norms = []
+    for engine in engines:
+        engine.forward_backward(batch, grpo(), scale_of(batch))
+        norms.append(engine.optim_step().grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=0.1)
+
+
+# ── memory and precision ──────────────────────────────────────────────────────────────────────────
+
+
+def test_chunks_of_logits_change_nothing(qwen2: Path) -> None:
+    results = []
+    for chunk in (4096, 3):
+        engine, batch = engine_of(qwen2, engine=DdpTable(logits_chunk_tokens=chunk)), make_batch()
+        assert max(end - start for start, end in engine.policy.head.chunks(10_000)) == chunk
+        logprob_T = engine.forward(batch)
+        sums = engine.forward_backward(batch, grpo(entropy_coef=0.1), scale_of(batch))
+        results.append((logprob_T, sums, gradients(engine)))
+    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
+    assert largest_gap(results[0][2], results[1][2]) < 1e-5
+
+
+def test_gradient_checkpointing_changes_nothing(qwen2: Path) -> None:
+    results = []
+    for checkpointing in (False, True):
+        engine, batch = engine_of(qwen2, gradient_checkpointing=checkpointing), make_batch()
+        assert engine.policy.model.is_activation_checkpointing == checkpointing
+        engine.forward_backward(batch, grpo(), scale_of(batch))
+        results.append(gradients(engine))
+    assert largest_gap(*results) < 1e-6
+
+
+def test_bf16_follows_fp32_and_keeps_fp32_masters(qwen2: Path) -> None:
+    gentle = Optimizer(lr=1e-3, eps=1e-4)
+    engines = [engine_of(qwen2, model={"dtype": dtype}, optimizer=gentle) for dtype in ("fp32", "bf16")]
+    losses = [learn(engine)[::2] for engine in engines]
+    assert losses[0] == pytest.approx(losses[1], abs=3e-2)
+    half = engines[1]
+    assert half.built().dtype == "bf16"
+    master = weights_of(half)
+    rounded = {name: torch.from_numpy(value).to(torch.bfloat16).float().numpy() for name, value in master.items()}
+    assert largest_gap(master, rounded) > 0  # finer than bf16 can hold
+    for name, parameter in half.policy.model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert np.array_equal(parameter.detach().float().numpy(), rounded[name])
+
+
+def test_bf16_resume_is_exact(tmp_path: Path, qwen2: Path) -> None:
+    straight, half, resumed = (engine_of(qwen2, model={"dtype": "bf16", "seed": seed}) for seed in (3, 3, 9))
+    learn(straight, 2)
+    learn(half, 2)
+    half.save(tmp_path)
+    resumed.load(tmp_path)
+    assert learn(straight) == learn(resumed)
+
+
+def test_parameters_live_in_one_buffer(qwen2: Path) -> None:
+    engine = engine_of(qwen2)
+    learn(engine, 1)
+    start = engine.flat.compute_P.data_ptr()
+    end = start + 4 * engine.flat.compute_P.numel()
+    assert all(start <= parameter.data_ptr() < end for parameter in engine.policy.model.parameters())
+    assert engine.policy.model.lm_head.weight is engine.policy.model.model.embed_tokens.weight
+    assert sum(s.parameter.numel() for s in engine.flat.segments) == engine.built().parameters
+
+
+def test_weight_decay_is_on_matrices_only(qwen2: Path) -> None:
+    engine = engine_of(qwen2, optimizer=Optimizer(lr=0.1, weight_decay=0.5))
+    before = weights_of(engine)
+    engine.optim_step()  # zero gradients: only the decay acts
+    for name, value in weights_of(engine).items():
+        np.testing.assert_allclose(value, before[name] * (0.95 if value.ndim > 1 else 1.0), rtol=1e-6)
+
+
+def test_offload_lets_go_of_clean_gradients(qwen2: Path) -> None:
+    engine = engine_of(qwen2)
+    engine.offload()
+    assert engine.flat.grad_P is not None
+    assert engine.flat.grad_P.untyped_storage().nbytes() == 0
+    engine.onload()
+    assert engine.flat.grad_P.abs().max() == 0
+    assert len(learn(engine, 1)) == 2
+
+
+def test_a_role_that_never_learns_has_no_optimizer(qwen2: Path) -> None:
+    engine = engine_of(qwen2, optimizer=None, role="ref", model={"dtype": "bf16"})
+    assert engine.flat.grad_P is None
+    assert engine.flat.compute_P.dtype == DTYPES["bf16"]
+    assert (engine.forward(make_batch()) <= 0).all()
+
+
+# ── the head ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class TinyLm:
+    """Just enough of a model for a head: an output layer and a config."""
+
+    def __init__(self, **config: float) -> None:
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(6, 11)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.linear
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize(
+    ("temperature", "config"), [(1.0, {}), (0.6, {}), (0.6, {"logit_scale": 0.5, "final_logit_softcapping": 2.0})]
+)
+def test_the_heads_loss_against_autograd(chunk: int, temperature: float, config: dict[str, float]) -> None:
+    model, rng = TinyLm(**config), np.random.default_rng(0)
+    hidden = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
+    target = torch.from_numpy(rng.integers(0, 11, 7))
+    columns = TokenColumns(*(torch.from_numpy(rng.normal(-1, 1, 7).astype(np.float32)) for _ in range(5)))
+    algorithm = grpo(kl_coef=0.3, entropy_coef=0.2, clip_low=0.5, clip_high=3.0)
+    head, results = Head(model, chunk), []
+    for ours in (True, False):
+        leaf = hidden.clone().requires_grad_()
+        model.linear.zero_grad()
+        if ours:
+            loss, sums, maxima = head.loss(leaf, LossTask(target, temperature, columns, algorithm))
+        else:
+            logits = torch.nn.functional.linear(leaf, model.linear.weight, model.linear.bias)
+            logp = torch.log_softmax(head.logits(logits) / temperature, -1)
+            logprob, entropy = logp[torch.arange(7), target], -(logp.exp() * logp).sum(-1)
+            loss, sums, maxima = policy_loss(logprob, entropy, columns, algorithm)
+        (2 * loss).backward()
+        grads = (leaf.grad, model.linear.weight.grad, model.linear.bias.grad)
+        results.append((loss.detach(), sums.double(), maxima, *(grad.clone() for grad in grads)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    logprob = head.logprob(hidden, LogprobTask(target, temperature))
+    torch.testing.assert_close(logprob, target_logprob(head(hidden), target, temperature))
+
+
+def test_a_scaled_head_is_understood(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "granite", "logits_scaling": 4.0}
+    assert (engine_of(write_model(tmp_path, config)).forward(make_batch()) <= 0).all()
+
+
+def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path) -> None:
+    """Mamba carries state along the row: packing would leak one answer into the next."""
+    config = {
+        "model_type": "mamba",
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+        "intermediate_size": 32,
+    }
+    with pytest.raises(ModelError, match="linear_attention are not supported"):
+        engine_of(write_model(tmp_path, config))
+
+
+def test_a_model_that_ignores_the_layout_is_refused(tmp_path: Path) -> None:
+    """Falcon calls its own attention, not the registry's: in a packed row its sequences would see each other."""
+    config = {**LLAMA, "model_type": "falcon"}
+    with pytest.raises(ModelError, match="other logits on packed sequences"):
+        engine_of(write_model(tmp_path, config))
+
+
+def test_a_head_that_is_not_the_models_is_refused(qwen2: Path) -> None:
+    engine = engine_of(qwen2)
+
+    def check() -> None:
+        verify_packing(engine._run, engine.policy.model, engine.device)
+
+    check()
+    engine.policy.head.scale = 1.1
+    with pytest.raises(ModelError, match="other logits"):
+        check()

@@ -1,0 +1,279 @@
+"""Exports: files of bounded size with bounded memory, proven against the checkpoint whatever went wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peak_memory import CLEAR
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backends.export.model_export import Source, as_published, prove, trained_weights, write_model
+from backends.hf.hf_model import named_weights
+from backends.train.tensor_shards import Shard, write_shards
+from backends.weights.tensor_files import LazyTensor, TensorFile, write_file
+from rlctl.models.paths import BUILTIN_FOLDER
+from specs.errors import CheckpointError, ExportError
+
+MANY = 2**40  # bytes of memory: everything fits
+QWEN2 = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+MIXTRAL = {
+    **QWEN2,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 3,
+    "tie_word_embeddings": False,
+}
+
+
+def ignore(*_: object) -> None:
+    """Nobody watches the progress."""
+
+
+def trained(folder: Path, config: dict, ranks: int = 2) -> Path:
+    """A model folder, and a checkpoint of random weights that `ranks` ranks left, every tensor cut among them."""
+    for path in (BUILTIN_FOLDER / "tiny-digits").iterdir():
+        shutil.copy(path, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    model = _random(folder)
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    weights = {name: tensor.detach() for name, tensor in named_weights(model).items()}
+    for rank in range(ranks):
+        shards = []
+        for name, tensor in weights.items():
+            start, stop = (tensor.numel() * each // ranks for each in (rank, rank + 1))
+            shards.append(Shard(name, tuple(tensor.shape), start, tensor.view(-1)[start:stop]))
+        write_shards(checkpoint, "model", rank, ranks, shards)
+    prompts = [[3, 1, 4, 1], [5, 9]]
+    answers = [_continued(model, prompt) for prompt in prompts]
+    (checkpoint / "greedy_proof.json").write_text(json.dumps({"prompts": prompts, "answers": answers}))
+    return checkpoint
+
+
+def _random(folder: Path):
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def _continued(model, prompt: list[int]) -> dict:
+    tokens, margins = [], []
+    for _ in range(6):
+        best, token = model(torch.tensor([prompt + tokens])).logits[0, -1].topk(2)
+        tokens.append(int(token[0]))
+        margins.append(float(best[0] - best[1]))
+    return {"tokens": tokens, "margins": margins}
+
+
+def export(checkpoint: Path, dtype: str = "fp32", shard_bytes: int = 10_000, memory_bytes: int = MANY):
+    source = Source(checkpoint, str(checkpoint.parent), dtype, False)
+    out = checkpoint.parent / "out"
+    out.mkdir()
+    write_model(source, out, shard_bytes, ignore)
+    return out, prove(source, out, checkpoint / "greedy_proof.json", memory_bytes, ignore)
+
+
+@pytest.mark.parametrize(
+    "config", [QWEN2, {**QWEN2, "tie_word_embeddings": False}, MIXTRAL], ids=["tied", "untied", "moe"]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_value_comes_back(tmp_path, config, dtype):
+    """Loaded by transformers as a user would; from a checkpoint that three ranks wrote, into several files."""
+    checkpoint = trained(tmp_path, config, ranks=3)
+    out, proof = export(checkpoint, dtype)
+    assert proof.greedy_tokens > 0
+    assert proof.greedy_tokens + proof.undecided_tokens == 12
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert json.loads((out / "config.json").read_text())["dtype"] == {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    loaded = named_weights(AutoModelForCausalLM.from_pretrained(out))
+    torch.manual_seed(1)
+    wanted = named_weights(_random(tmp_path))
+    assert loaded.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
+        assert loaded[name].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+
+
+def test_names_and_files_are_those_of_transformers(tmp_path):
+    """Also where a mixture's experts lie one by one in files and joined in the model."""
+    checkpoint = trained(tmp_path, MIXTRAL)
+    out, _ = export(checkpoint)
+    torch.manual_seed(1)
+    _random(tmp_path).save_pretrained(tmp_path / "theirs", max_shard_size=10_000)
+    theirs = json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
+    ours = json.loads((out / "model.safetensors.index.json").read_text())
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in ours["weight_map"]
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    for name, file in ours["weight_map"].items():
+        assert torch.equal(
+            TensorFile(out / file).tensor(name),
+            TensorFile(tmp_path / "theirs" / theirs["weight_map"][name]).tensor(name),
+        )
+
+
+def test_files_are_no_larger_than_asked_unless_a_tensor_is(tmp_path):
+    out, _ = export(trained(tmp_path, QWEN2), shard_bytes=5_000)
+    for path in out.glob("*.safetensors"):
+        entries = TensorFile(path).header.entries.values()
+        assert len(entries) == 1 or sum(entry.nbytes for entry in entries) <= 5_000
+
+
+def test_one_file_needs_no_index(tmp_path):
+    out, _ = export(trained(tmp_path, QWEN2), shard_bytes=10**9)
+    assert [path.name for path in out.glob("model*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("config", [QWEN2, MIXTRAL], ids=["tied", "moe"])
+def test_a_model_larger_than_memory_is_proven_from_the_disk(tmp_path, config):
+    checkpoint = trained(tmp_path, config)
+    out, proof = export(checkpoint, memory_bytes=60_000)
+    assert proof.loaded == "disk"
+    assert proof.greedy_tokens >= 8
+    source = Source(checkpoint, str(tmp_path), "fp32", False)
+    in_memory = prove(source, out, checkpoint / "greedy_proof.json", MANY, ignore)
+    assert dataclasses.replace(proof, loaded="memory") == in_memory
+    spoil_greedy(checkpoint)
+    with pytest.raises(ExportError, match="greedy token 0 differs"):
+        prove(source, out, checkpoint / "greedy_proof.json", 60_000, ignore)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("tmp")) == []
+
+
+# ── what the proof must notice ────────────────────────────────────────────────────────────────────
+
+
+def spoil_greedy(checkpoint: Path) -> None:
+    proof = json.loads((checkpoint / "greedy_proof.json").read_text())
+    for answer in proof["answers"]:
+        answer["tokens"] = [(token + 1) % 16 for token in answer["tokens"]]
+        answer["margins"] = [9.0] * len(answer["margins"])
+    (checkpoint / "greedy_proof.json").write_text(json.dumps(proof))
+
+
+def rewrite(out: Path, change) -> None:
+    """Have `change` edit the name → tensor mapping of the file that holds the last layer's norm."""
+    path = next(p for p in sorted(out.glob("*.safetensors")) if NORM in TensorFile(p).header.entries)
+    file = TensorFile(path)
+    tensors = {name: file.tensor(name) for name in file.header.entries}
+    change(tensors)
+    lazy = [LazyTensor(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]
+    write_file(path, lazy, {"format": "pt"})
+
+
+NORM = "model.norm.weight"
+FAULTS = {
+    "one bit": (lambda t: t[NORM].view(torch.int32)[3:4].bitwise_xor_(1), "norm.weight has other values"),
+    "minus zero": (lambda t: t.update({NORM: t[NORM] * 1.0000002}), "norm.weight has other values"),
+    "shape": (
+        lambda t: t.update({NORM: t[NORM].view(4, 8)}),
+        r"norm.weight was exported as \[4, 8\], trained as \[32\]",
+    ),
+    "dtype": (lambda t: t.update({NORM: t[NORM].half()}), "norm.weight has other values"),
+    "missing": (lambda t: t.pop(NORM), "norm.weight"),
+    "unknown": (lambda t: t.update({"model.extra": torch.zeros(2)}), "model.extra"),
+}
+
+
+@pytest.mark.parametrize("memory_bytes", [MANY, 60_000], ids=["memory", "disk"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_file_is_found(tmp_path, fault, memory_bytes):
+    checkpoint = trained(tmp_path, QWEN2)
+    out, _ = export(checkpoint)
+    change, words = FAULTS[fault]
+    rewrite(out, change)
+    source = Source(checkpoint, str(tmp_path), "fp32", False)
+    with pytest.raises(ExportError, match=words):
+        prove(source, out, checkpoint / "greedy_proof.json", memory_bytes, ignore)
+
+
+def test_another_model_folder_is_refused(tmp_path):
+    checkpoint = trained(tmp_path, QWEN2)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "num_hidden_layers": 2, "vocab_size": 40}))
+    with pytest.raises(
+        CheckpointError, match=r"unknown \['model.layers.2.*embed_tokens.weight \[32, 32\], not \[40, 32\]"
+    ):
+        export(checkpoint)
+
+
+def test_joined_tensors_are_taken_apart_one_at_a_time(tmp_path, monkeypatch):
+    """A mixture's layer is never held twice, and no two layers are."""
+    checkpoint = trained(tmp_path, MIXTRAL)
+    source = Source(checkpoint, str(tmp_path), "fp32", False)
+    with torch.device("meta"):
+        model = _random(tmp_path)
+    loaded = []
+    weights = trained_weights(source)
+    for piece in as_published(model, [_noting(weight, loaded) for weight in weights]):
+        assert tuple(piece.load().shape) == piece.shape
+    assert sorted(loaded) == sorted(weight.name for weight in weights)
+
+
+def _noting(weight, loaded: list[str]):
+    def load():
+        loaded.append(weight.name)
+        return weight.load()
+
+    return dataclasses.replace(weight, load=load)
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from backends.export.model_export import Source, prove, write_model
+sys.path.append("tests/support")
+from peak_memory import MIB, grown_bytes
+
+small, big = (Source(Path(folder) / "checkpoint", folder, "fp32", False) for folder in sys.argv[1:3])
+def proven(source, memory_bytes):
+    out = source.checkpoint.parent / "out"
+    return prove(source, out, source.checkpoint / "greedy_proof.json", memory_bytes, lambda *_: None)
+def written(source):
+    out = source.checkpoint.parent / "out"
+    out.mkdir()
+    write_model(source, out, 50_000_000, lambda *_: None)
+
+written(small); proven(small, 60_000)  # imports everything
+works = (lambda: written(big), lambda: proven(big, 100_000_000), lambda: proven(big, 2**40))
+print(*(grown_bytes(work) / MIB for work in works))
+files = list((big.checkpoint.parent / "out").glob("*.safetensors"))
+print(sum(path.stat().st_size for path in files), len(files))
+"""
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux's /proc to see the peak")
+def test_memory_is_bounded_whatever_the_model(tmp_path, repo_root):
+    """400 MB in files of 50 MB; the proof may load 100 MB."""
+    wide = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "initializer_range": 0.02}
+    for name, config in {"small": QWEN2, "big": {**QWEN2, **wide}}.items():
+        (tmp_path / name).mkdir()
+        trained(tmp_path / name, config)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "big")]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    written, proven, loaded, nbytes, files = map(float, done.stdout.split()[-5:])
+    assert nbytes > 350e6
+    assert files >= 8
+    assert written < 60, "MiB: one tensor of 12 MiB and its cast"
+    assert proven < 150, "MiB: a layer, and the 100 MB that it may keep"
+    assert loaded > 350, "MiB: as a control, the proof that holds the model"

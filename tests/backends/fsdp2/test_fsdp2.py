@@ -1,0 +1,304 @@
+"""The fsdp2 engine on one rank: loading without ever being whole, precision, memory, models it must refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from train_helpers import (
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    QWEN2,
+    build_engine,
+    grpo,
+    largest_gap,
+    make_batch,
+    model_config,
+    scale_of,
+    train_config,
+    weights_of,
+    write_model,
+)
+
+from backends.fsdp2.sharding import decoder_layers
+from backends.hf.hf_model import build_model, build_on_meta, named_weights
+from backends.train import hf_weights
+from backends.train.hf_weights import aliases_of, stream_into
+from backends.train.tensor_shards import Shard
+from specs.errors import ModelError
+from specs.schema.engines.fsdp2_table import Fsdp2Table
+
+FAMILIES = {"qwen2": QWEN2, "llama": LLAMA, "gpt2": GPT2, "gemma2": GEMMA2, "gemma3": GEMMA3}
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", QWEN2)
+
+
+def saved_model(folder: Path, config: dict[str, Any] = QWEN2, shard_bytes: str = "5GB") -> Path:
+    """Weights on disk as transformers writes them."""
+    drawn = write_model(folder / "config", config)
+    build_model(model_config(drawn, attn_implementation="eager"), load_weights=True).save_pretrained(
+        folder / "disk", max_shard_size=shard_bytes
+    )
+    return folder / "disk"
+
+
+def engine_of(folder: Path, kind: str = "fsdp2", **changes: Any) -> Any:
+    return build_engine(train_config(folder, kind, **changes))
+
+
+def learn(engine: Any, steps: int = 2) -> list[float]:
+    history = []
+    for step in range(steps):
+        batch = make_batch(seed=step)
+        sums = engine.forward_backward(batch, grpo(kl_coef=0.1, entropy_coef=0.05), scale_of(batch))
+        history += [sums["loss"], engine.optim_step().grad_norm]
+    return history
+
+
+# ── models ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learns_as_ddp_does(tmp_path: Path, family: str) -> None:
+    """Tied and untied heads, biases, buffers, soft-capped logits: the same numbers from the same weights on disk."""
+    folder = saved_model(tmp_path, FAMILIES[family])
+    disk = {"from_scratch": False, "attn_implementation": "eager" if family == "gemma2" else "auto"}
+    engines = [engine_of(folder, kind, model=disk) for kind in ("ddp", "fsdp2")]
+    built = [engine.built() for engine in engines]
+    assert built[0].weights_checksum == built[1].weights_checksum
+    assert built[1].mesh == {"replicate": 1, "shard": 1}
+    assert built[0].model_copy(update={"mesh": built[1].mesh}) == built[1]
+    batch = make_batch(seed=9)
+    np.testing.assert_allclose(engines[0].forward(batch), engines[1].forward(batch), rtol=0, atol=1e-6)
+    assert learn(engines[1]) == pytest.approx(learn(engines[0]), rel=1e-6)
+    assert largest_gap(weights_of(engines[0]), weights_of(engines[1])) < 1e-6
+
+
+def test_bf16_learns_as_ddp_does(qwen2: Path) -> None:
+    """fp32 masters, bf16 passes; nothing of the loss (advantages, log-probs) is rounded on the way in."""
+    ddp, fsdp2 = (engine_of(qwen2, kind, model={"dtype": "bf16"}) for kind in ("ddp", "fsdp2"))
+    assert fsdp2.built().dtype == "bf16"
+    assert fsdp2.built().weights_checksum == ddp.built().weights_checksum
+    assert {kind[1] for kind in fsdp2._weight_kinds().values()} == {torch.float32}
+    assert learn(fsdp2) == learn(ddp)
+    assert largest_gap(weights_of(ddp), weights_of(fsdp2)) == 0
+
+
+def test_a_role_that_does_not_learn_holds_compute_precision(qwen2: Path) -> None:
+    engine = engine_of(qwen2, optimizer=None, role="ref", model={"dtype": "bf16"})
+    assert {kind[1] for kind in engine._weight_kinds().values()} == {torch.bfloat16}
+    assert engine.built().trainable_parameters == 0
+    assert not list(engine._moment_shards())
+    other = engine_of(qwen2, "ddp", optimizer=None, role="ref", model={"dtype": "bf16"})
+    assert (engine.forward(make_batch()) == other.forward(make_batch())).all()
+
+
+def test_each_layer_is_gathered_by_itself(qwen2: Path) -> None:
+    engine = engine_of(qwen2)
+    layers = decoder_layers(engine.policy.model)
+    assert [type(layer).__name__ for layer in layers] == ["FSDPQwen2DecoderLayer"] * 2
+    assert engine.units[:2] == layers
+    assert engine.units[2] is engine.policy
+
+
+def test_every_key_of_its_table_acts(qwen2: Path) -> None:
+    """Read back from FSDP's own state of a layer: on one rank none of them changes a number."""
+
+    def state(**keys: Any) -> dict[str, Any]:
+        engine = engine_of(qwen2, engine=Fsdp2Table(**keys))
+        group = engine.units[0]._get_fsdp_state()._fsdp_param_group
+        batch = make_batch()
+        engine.forward_backward(batch, grpo(), scale_of(batch))
+        engine._backward(torch.zeros((), requires_grad=True), last=False)
+        return {
+            "reshard_after_forward": group._reshard_after_forward,
+            "offload": type(group.offload_policy).__name__,
+            "sync_every_micro_batch": group.reduce_grads,
+            "logits_chunk_tokens": engine.policy.head.chunk,
+        }
+
+    usual = state()
+    others = {
+        "reshard_after_forward": False,
+        "offload": "cpu",
+        "sync_every_micro_batch": True,
+        "logits_chunk_tokens": 3,
+    }
+    for key, value in others.items():
+        assert {name for name, found in state(**{key: value}).items() if found != usual[name]} == {key}
+
+
+def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
+    model = build_on_meta(model_config(write_model(tmp_path / "model", QWEN2)))
+    model.model.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(model.model.layers)})
+    with pytest.raises(ModelError, match="no list of its 2 decoder layers"):
+        decoder_layers(model)
+
+
+def test_weights_that_change_are_gathered_anew(qwen2: Path, tmp_path: Path) -> None:
+    """After a forward pass without a backward FSDP keeps the root gathered: load and step must not leave it stale."""
+    engine, other = engine_of(qwen2), engine_of(qwen2, model={"seed": 99})
+    batch = make_batch()
+    (tmp_path / "saved").mkdir()
+    other.save(tmp_path / "saved")
+    engine.forward(batch)
+    engine.load(tmp_path / "saved")
+    assert (engine.forward(batch) == other.forward(batch)).all()
+    for each in (engine, other):
+        each.forward_backward(batch, grpo(), scale_of(batch))
+    engine.forward(batch)
+    for each in (engine, other):
+        each.optim_step()
+    assert (engine.forward(batch) == other.forward(batch)).all()
+
+
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def pieces(model: Any, parts: int, part: int) -> list[Shard]:
+    """What rank `part` of `parts` would hold, cut anywhere, filled with numbers that are not there."""
+    shards = []
+    for name, tensor in named_weights(model).items():
+        count = tensor.numel()
+        start, stop = part * count // parts, (part + 1) * count // parts
+        shards.append(Shard(name, tuple(tensor.shape), start, torch.full((stop - start,), math.nan)))
+    return shards
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shard_bytes", ["5GB", "10KB"])
+def test_streamed_weights_are_those_on_disk(tmp_path: Path, family: str, shard_bytes: str) -> None:
+    """One file or many, tied or not, cut in three: element by element what transformers loads."""
+    folder = saved_model(tmp_path, FAMILIES[family], shard_bytes)
+    config = model_config(folder, from_scratch=False, attn_implementation="eager")
+    expected = named_weights(build_model(config, load_weights=True))
+    empty = build_on_meta(config)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    for part in range(3):
+        shards = pieces(empty, 3, part)
+        stream_into(config, aliases_of(empty), shards)
+        for shard in shards:
+            stop = shard.start + shard.flat.numel()
+            assert torch.equal(shard.flat, expected[shard.name].detach().flatten()[shard.start : stop]), shard.name
+
+
+def test_weights_are_cast_to_the_shard(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path)
+    path = folder / "model.safetensors"
+    on_disk = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(on_disk, path, {"format": "pt"})
+    config = model_config(folder, from_scratch=False)
+    shards = pieces(build_on_meta(config), 1, 0)
+    stream_into(config, aliases_of(build_on_meta(config)), shards)
+    for shard in shards:
+        assert shard.flat.dtype == torch.float32
+        assert torch.equal(shard.flat, on_disk[shard.name].float().flatten())
+
+
+class Counted:
+    """A safetensors file, or a slice of one, that counts the elements asked of it."""
+
+    def __init__(self, inner: Any, elements: list[int]) -> None:
+        self.inner, self.elements = inner, elements
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get_slice(self, name: str) -> Counted:
+        return Counted(self.inner.get_slice(name), self.elements)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.count(self.inner.get_tensor(name))
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self.count(self.inner[rows])
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.elements.append(tensor.numel())
+        return tensor
+
+
+@pytest.fixture
+def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of every read from a file. Building the model is not to be had."""
+    elements: list[int] = []
+    opened = hf_weights.safe_open
+    monkeypatch.setattr(hf_weights, "safe_open", lambda *args, **kwargs: Counted(opened(*args, **kwargs), elements))
+    monkeypatch.setattr(hf_weights, "build_model", None)
+    return elements
+
+
+def test_a_rank_reads_its_own_rows_only(tmp_path: Path, elements_read: list[int]) -> None:
+    """A quarter of a model costs a quarter of its bytes (and the rows that a cut goes through); nobody builds it."""
+    folder = saved_model(tmp_path, {**QWEN2, "vocab_size": 512})
+    config = model_config(folder, from_scratch=False)
+    empty = build_on_meta(config)
+    total = sum(tensor.numel() for tensor in named_weights(empty).values())
+    for part in range(4):
+        elements_read.clear()
+        stream_into(config, aliases_of(empty), pieces(empty, 4, part))
+        assert sum(elements_read) < total / 4 + 48 * len(named_weights(empty))
+
+
+def test_the_engine_streams_when_it_can(tmp_path: Path, elements_read: list[int]) -> None:
+    engine = engine_of(saved_model(tmp_path), model={"from_scratch": False})
+    assert sum(elements_read) == engine.built().parameters
+
+
+def test_drawn_weights_are_those_of_ddp(qwen2: Path) -> None:
+    ddp, fsdp2 = (weights_of(engine_of(qwen2, kind)) for kind in ("ddp", "fsdp2"))
+    assert largest_gap(ddp, fsdp2) == 0
+
+
+def test_names_that_transformers_converts_load_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 files from its authors lack the prefix that the model has."""
+    folder = saved_model(tmp_path, GPT2)
+    path = folder / "model.safetensors"
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    save_file(weights, path, {"format": "pt"})
+    engine = engine_of(folder, model={"from_scratch": False})
+    assert "loaded on the host first" in capfd.readouterr().err
+    assert (
+        engine.built().weights_checksum
+        == engine_of(folder, "ddp", model={"from_scratch": False}).built().weights_checksum
+    )
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path)
+    path, weights = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    norm, embedding = "model.norm.weight", "model.embed_tokens.weight"
+
+    def refusal(changed: dict[str, torch.Tensor]) -> str:
+        save_file(changed, path, {"format": "pt"})
+        with pytest.raises(ModelError) as caught:
+            engine_of(folder, model={"from_scratch": False})
+        return str(caught.value)
+
+    assert f"lacks 1 weights, first {norm}" in refusal({n: t for n, t in weights.items() if n != norm})
+    assert f"{norm} has shape [7] on disk" in refusal({**weights, norm: torch.ones(7)})
+    tied = refusal({**weights, "lm_head.weight": weights[embedding] + 1})
+    assert f"{embedding} and lm_head.weight are tied by config.json, but differ" in tied
+    path.write_bytes(b"torn")
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        engine_of(folder, model={"from_scratch": False})
+
+
+def test_an_index_without_its_files_is_refused(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path, shard_bytes="10KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    (folder / sorted(set(index["weight_map"].values()))[0]).unlink()
+    with pytest.raises(ModelError):
+        engine_of(folder, model={"from_scratch": False})

@@ -1,0 +1,147 @@
+"""Packing: nothing lost, nothing over the budget, nothing computed that no loss token needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from train_helpers import make_batch, make_grouped_batch
+
+from backends.packed.packing import MicroBatch, micro_batches, pack
+from specs.errors import BatchError
+from specs.wire.batch import Batch
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 120))
+def test_pack_keeps_every_sequence_within_the_limit(lengths: list[int], limit: int) -> None:
+    bins = pack(lengths, limit)
+    assert sorted(index for chosen in bins for index in chosen) == [i for i, length in enumerate(lengths) if length]
+    assert all(sum(lengths[i] for i in chosen) <= limit for chosen in bins)
+    # first-fit: any two bins together are over the limit
+    fills = sorted(sum(lengths[i] for i in chosen) for chosen in bins)
+    assert len(fills) < 2 or fills[0] + fills[1] > limit
+
+
+def test_a_sequence_over_the_limit_is_an_error() -> None:
+    with pytest.raises(BatchError, match="sequence 1 has 9 tokens, over the limit of 8"):
+        pack([3, 9, 2], 8)
+
+
+def sequence_rows(micro: MicroBatch, segment: int) -> list[int]:
+    """Rows of a sequence that ends with this segment."""
+    starts = np.cumsum([0, *micro.lengths])
+    chain = [segment] if micro.parents[segment] < 0 else [micro.parents[segment], segment]
+    return [row for each in chain for row in range(starts[each], starts[each + 1])]
+
+
+@pytest.mark.parametrize("batch", [make_batch(30, seed=5), make_grouped_batch(1), make_grouped_batch(2, size=9)])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("limit", [21, 40, 1000])
+def test_micro_batches_point_at_the_right_tokens(batch: Batch, share: bool, limit: int) -> None:
+    offsets = batch.offsets
+    seen = []
+    for micro in micro_batches(batch, limit, share_prompts=share):
+        assert micro.num_tokens == sum(micro.lengths) <= limit
+        assert share or set(micro.parents) == {-1}
+        rows = [sequence_rows(micro, segment) for segment in range(len(micro.lengths))]
+        for each in rows:
+            assert micro.positions_T[each].tolist() == list(range(len(each)))
+        segment_T = np.repeat(np.arange(len(micro.lengths)), micro.lengths)
+        for hidden, target, column in zip(micro.hidden_N, micro.target_N, micro.column_N, strict=True):
+            sequence = int(np.searchsorted(offsets, column, side="right") - 1)
+            assert batch["tokens_T"][column] == target
+            length = column - offsets[sequence]
+            context = rows[segment_T[hidden]][:length]
+            assert context[-1] == hidden
+            assert (micro.tokens_T[context] == batch["tokens_T"][offsets[sequence] : column]).all()
+        seen += micro.column_N.tolist()
+    assert sorted(seen) == np.flatnonzero(batch["loss_mask_T"]).tolist()
+
+
+def answers_to(prompt: list[int], answers: list[list[int]]) -> Batch:
+    sequences = [prompt + answer for answer in answers]
+    masks = [[0] * len(prompt) + [1] * len(answer) for answer in answers]
+    return Batch(
+        {
+            "length_B": np.array([len(sequence) for sequence in sequences]),
+            "tokens_T": np.concatenate(sequences).astype(np.int32),
+            "loss_mask_T": np.concatenate(masks).astype(np.int8),
+        }
+    )
+
+
+def test_a_shared_prompt_is_there_once() -> None:
+    (micro,) = micro_batches(answers_to([7, 8, 9], [[1, 2], [3], [4, 5, 6]]), 100, share_prompts=True)
+    assert micro.tokens_T.tolist() == [7, 8, 9, 1, 4, 5]
+    assert micro.positions_T.tolist() == [0, 1, 2, 3, 3, 4]
+    assert (micro.lengths, micro.parents) == ([3, 1, 2], [-1, 0, 0])
+    assert micro.hidden_N.tolist() == [2, 3, 2, 2, 4, 5]
+
+
+def test_a_shared_prompt_ends_where_the_first_completion_begins() -> None:
+    """Two turns with a tool's reply between: rows of the reply are computed, and no loss token is in it."""
+    batch = Batch(
+        {
+            "length_B": np.array([7, 5, 6]),
+            "tokens_T": np.array([7, 8, 1, 5, 5, 2, 3, 7, 8, 1, 6, 4, 7, 8, 1, 5, 5, 9], dtype=np.int32),
+            "loss_mask_T": np.array([0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1], dtype=np.int8),
+        }
+    )
+    (micro,) = micro_batches(batch, 100, share_prompts=True)
+    assert micro.tokens_T.tolist() == [7, 8, 1, 5, 5, 2, 1, 6, 7, 8, 1, 5, 5], "the third learns of its last turn only"
+    assert (micro.lengths, micro.parents) == ([2, 4, 2, 5], [-1, 0, 0, -1])
+    assert micro.hidden_N.tolist() == [1, 4, 5, 1, 7, 12]
+    assert micro.target_N.tolist() == [1, 2, 3, 1, 4, 9]
+
+
+def test_one_token_answers_need_the_prompt_only() -> None:
+    (micro,) = micro_batches(answers_to([7, 8], [[1], [2], [3]]), 2 + 1, share_prompts=True)
+    assert (micro.tokens_T.tolist(), micro.parents, micro.hidden_N.tolist()) == ([7, 8], [-1], [1, 1, 1])
+
+
+def test_a_group_over_the_limit_repeats_its_prompt() -> None:
+    batch = answers_to([7, 8, 9], [[1, 2, 3], [4, 5, 6], [1], [1, 1, 1]])
+    micros = micro_batches(batch, 7, share_prompts=True)
+    assert [micro.tokens_T.tolist() for micro in micros] == [[7, 8, 9, 1, 2, 4, 5], [7, 8, 9, 1, 1]]
+    assert sum(len(micro.column_N) for micro in micros) == 10
+
+
+def test_groups_stay_together() -> None:
+    """Filling micro-batches sequence by sequence would compute some prompts twice."""
+    batch = make_grouped_batch(3, groups=8, size=6)
+    distinct = sum(micro.num_tokens for micro in micro_batches(batch, 10_000, share_prompts=True))
+    assert sum(micro.num_tokens for micro in micro_batches(batch, 64, share_prompts=True)) == distinct
+
+
+def test_another_prompt_is_not_shared() -> None:
+    """The same length and the same first tokens are not the same prompt."""
+    batch = Batch(
+        {
+            "length_B": np.array([4, 4]),
+            "tokens_T": np.array([1, 2, 5, 6, 1, 3, 5, 6], dtype=np.int32),
+            "loss_mask_T": np.array([0, 0, 1, 1] * 2, dtype=np.int8),
+        }
+    )
+    (micro,) = micro_batches(batch, 100, share_prompts=True)
+    assert micro.tokens_T.tolist() == [1, 2, 5, 1, 3, 5]
+    assert micro.parents == [-1, -1]
+
+
+def test_what_no_loss_token_needs_is_not_computed() -> None:
+    batch = Batch(
+        {
+            "length_B": np.array([5, 4]),
+            "tokens_T": np.arange(9, dtype=np.int32),
+            "loss_mask_T": np.array([0, 1, 1, 0, 0, 0, 0, 0, 0], dtype=np.int8),
+        }
+    )
+    (micro,) = micro_batches(batch, 100)
+    assert micro.tokens_T.tolist() == [0, 1]
+    assert micro.target_N.tolist() == [1, 2]
+
+
+def test_the_first_token_cannot_be_learned() -> None:
+    batch = Batch({"length_B": np.array([2]), "tokens_T": np.array([1, 2]), "loss_mask_T": np.array([1, 1])})
+    with pytest.raises(BatchError, match="first token"):
+        micro_batches(batch, 10)

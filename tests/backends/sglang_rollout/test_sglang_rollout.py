@@ -1,0 +1,365 @@
+"""The sglang engine against a strict server of SGLang's interface (`tests/support/sglang_server.py`), real log-probs.
+
+What it promises as every rollout engine does is in `test_contract_rollout.py`. The real SGLang runs on GPUs only: the
+tests at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rollout_helpers import END, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
+from sglang_helpers import build_sglang, fault, sglang_installed
+
+from backends.hf.hf_model import build_model, named_weights
+from backends.hf.model_shape import model_shape
+from backends.protocol import Rank
+from backends.sglang_rollout.client import Client, ServerError
+from backends.sglang_rollout.engine import SglangRolloutEngine
+from backends.sglang_rollout.generate_reply import parse_sample
+from backends.sglang_rollout.server import arguments
+from specs.errors import ModelError, RlctlError, SamplerDied, SyncError
+from specs.wire.batch import Batch
+from specs.wire.role_config import Sampling
+
+SLOW_S = 1.0  # what the server's fault `slow` costs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def engine(folder: Path) -> SglangRolloutEngine:
+    built = build_sglang(folder)
+    give_weights(built)
+    return built
+
+
+def hf_model(folder: Path, seed: int = 0) -> torch.nn.Module:
+    """The weights of `give_weights` in the Hugging Face model itself."""
+    model = build_model(rollout_config(folder, "sglang").model, load_weights=False)
+    rng = np.random.default_rng(seed)
+    for name, tensor in named_weights(model).items():
+        values = 0.3 * rng.standard_normal(tuple(tensor.shape), dtype=np.float32)
+        tensor.data.copy_(torch.from_numpy(values + 1 if "norm" in name else values))
+    return model
+
+
+@torch.inference_mode()
+def hf_logprobs(model: torch.nn.Module, samples: Batch, temperature: float) -> np.ndarray:
+    """log p of every token but each first, one sequence at a time."""
+    found = []
+    for tokens in samples.sequences("tokens_T"):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        scores = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+        found += [0.0, *scores.gather(-1, ids[1:, None])[:, 0].tolist()]
+    return np.array(found, dtype=np.float32)
+
+
+# ── log-probs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logprobs_are_those_of_the_model_at_the_temperature(tmp_path: Path, tied: bool) -> None:
+    folder = write_model(tmp_path / "model", tie_word_embeddings=tied)
+    engine = build_sglang(folder)
+    give_weights(engine)
+    model = hf_model(folder)
+    parts: list[Batch] = []
+    engine.generate(make_prompts(), Sampling(seed=5, temperature=0.8, max_response_tokens=12), parts.append)
+    samples = Batch.concat(parts)
+    want_T = hf_logprobs(model, samples, 0.8)
+    inside = samples["loss_mask_T"] == 1
+    np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=1e-5)
+    np.testing.assert_allclose(engine.score(samples.only(["tokens_T"]), 0.8), want_T, atol=1e-5)
+    assert np.abs(hf_logprobs(model, samples, 1.0) - want_T)[inside].max() > 0.1, "the temperature must show"
+
+
+def test_greedy_takes_the_likeliest_and_reports_the_plain_distribution(engine, folder: Path) -> None:
+    parts: list[Batch] = []
+    engine.generate(make_prompts(), Sampling(seed=5, temperature=0.5, greedy=True, max_response_tokens=8), parts.append)
+    samples = Batch.concat(parts)
+    inside = samples["loss_mask_T"] == 1
+    want_T = hf_logprobs(hf_model(folder), samples, 1.0)
+    np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=1e-5)
+
+
+@pytest.mark.parametrize("restriction", [{"top_p": 0.9}, {"top_k": 5}])
+def test_top_p_and_top_k_are_refused(engine, restriction) -> None:
+    with pytest.raises(RlctlError, match="leave both out"):
+        answer(engine, make_prompts(), Sampling(seed=0, max_response_tokens=4, **restriction))
+
+
+def test_without_deterministic_inference_no_seed_is_sent(folder: Path) -> None:
+    """The server refuses a seed that would have no effect; two calls then differ."""
+    engine = build_sglang(folder, deterministic=False, weights_backup=False)
+    give_weights(engine)
+    first, second = ({k: v[0] for k, v in answer(engine, make_prompts()).items()} for _ in range(2))
+    assert first.keys() == second.keys()
+    assert first != second
+
+
+def test_a_group_shares_its_prompt_in_the_prefix_cache(engine) -> None:
+    prompts = make_prompts(4, 4)
+    want = 3 * (prompts.num_tokens // 4 - 4)  # all but the first sample of a group, all but the last token
+    assert engine.generate(prompts, Sampling(seed=0, max_response_tokens=3), lambda _: None)["cached_tokens"] == want
+
+
+# ── groups ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slow_group_holds_nobody_up(engine) -> None:
+    rows = [np.array([first, 4]) for first in (9, 5, 6, 7)]
+    came: list[tuple[float, list[int]]] = []
+    started = time.perf_counter()
+
+    def note(part: Batch) -> None:
+        came.append((time.perf_counter() - started, part["group_B"].tolist()))
+
+    with fault("slow:9"):
+        engine.generate(batch_of(rows, np.arange(4), np.arange(4)), Sampling(seed=0, max_response_tokens=4), note)
+    assert came[-1][1] == [0], "the first in the queue is the slow one"
+    assert sorted(group for _, part in came[:-1] for group in part) == [1, 2, 3]
+    assert came[-2][0] < SLOW_S <= came[-1][0]
+
+
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_named_and_shaped_as_the_trainer_names_them(tmp_path: Path, tied: bool) -> None:
+    folder = write_model(tmp_path / "model", tie_word_embeddings=tied)
+    config = rollout_config(folder, "sglang").model
+    model = build_model(config, load_weights=False)
+    shape = model_shape(config)
+    assert {name: spec.shape for name, spec in shape.weights.items()} == {
+        name: tuple(tensor.shape) for name, tensor in named_weights(model).items()
+    }
+    assert all(spec.nbytes == 4 * int(np.prod(spec.shape)) for spec in shape.weights.values())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.tied_embeddings == tied
+    assert shape.end_tokens == {END}
+
+
+def test_no_copy_of_the_weights_outlives_the_role_or_the_sync(folder: Path, tmp_path: Path) -> None:
+    transport = tmp_path / "transport"
+    transport.mkdir()
+    engine = build_sglang(folder, weights_dir=str(transport))
+    spec = engine.weight_specs()[0]
+    engine.import_weight(spec, np.zeros(spec.nbytes, dtype=np.uint8))
+    half_way = engine._folder
+    (link,) = half_way.path.iterdir()
+    assert link.is_symlink(), "a killed role must leave no file behind"
+    assert link.stat().st_size > sum(one.nbytes for one in engine.weight_specs())
+    assert list(transport.iterdir()) == []
+    assert half_way.path.stat().st_mode & 0o077 == 0, "others can reach the weights"
+    engine.sleep(2)
+    assert not half_way.path.exists()
+    engine.wake(["weights", "kv_cache"])
+    give_weights(engine)
+    assert engine._folder is None
+
+
+def test_no_room_for_the_weights_names_the_key(folder: Path, tmp_path: Path) -> None:
+    engine = build_sglang(folder, weights_dir=str(tmp_path / "not-there"))
+    spec = engine.weight_specs()[0]
+    with pytest.raises(SyncError, match=r"rollout\.engine\.weights_dir"):
+        engine.import_weight(spec, np.zeros(spec.nbytes, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_tensor_that_the_server_did_not_load_is_named(engine, name) -> None:
+    with fault(f"stale:{name}"), pytest.raises(SyncError, match=f"{name} .*still the old one"):
+        give_weights(engine, seed=1)
+    with pytest.raises(SyncError, match="no complete set"):
+        answer(engine, make_prompts())
+
+
+@pytest.mark.parametrize("kind", ["stale:model.layers.1.self_attn.k_proj.weight", "packed-head"])
+def test_what_hashes_cannot_show_behaviour_does(engine, folder: Path, kind: str) -> None:
+    """A part of a fused tensor whose other parts changed; a packed copy of the head. Only the probe sees these."""
+    probe = batch_of([np.array([3, 4, 5, 6])], np.arange(1), np.arange(1))
+    gaps = []
+    for seed in (1, 2):
+        with fault(kind if seed == 1 else ""):
+            give_weights(engine, seed=seed)
+        want_T = hf_logprobs(hf_model(folder, seed=seed), probe, 1.0)
+        gaps.append(np.abs(engine.score(probe, 1.0) - want_T).max())
+    assert gaps[0] > 0.01, "with the fault"
+    assert gaps[1] < 1e-5, "after the next, sound sync"
+
+
+def test_weights_that_change_by_themselves_are_named(engine) -> None:
+    other = build_sglang(Path(engine.config.model.path))
+    assert other.server is engine.server
+    give_weights(other, seed=7)  # behind the first one's back
+    give_weights(engine, seed=0)  # loads its own again: all is as it was
+    engine._fingerprints.check(engine._fingerprints._checksums, engine._hashes())
+    give_weights(other, seed=7)
+    with pytest.raises(SyncError, match="something else wrote"):
+        engine._fingerprints.check(engine._fingerprints._checksums, engine._hashes())
+
+
+# ── sleep ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_probe_works_while_the_cache_sleeps_and_leaves_it_asleep(engine) -> None:
+    probe = batch_of([np.array([3, 4, 5])], np.arange(1), np.arange(1))
+    before = engine.score(probe, 1.0)
+    engine.sleep(2)
+    engine.wake(["weights"])
+    give_weights(engine)
+    assert engine.score(probe, 1.0).tolist() == before.tolist()
+    with pytest.raises(RlctlError, match="kv_cache are asleep"):
+        answer(engine, make_prompts())
+
+
+def test_level_1_needs_the_backup(folder: Path) -> None:
+    engine = build_sglang(folder, deterministic=False, weights_backup=False)
+    give_weights(engine)
+    with pytest.raises(RlctlError, match="weights_backup"):
+        engine.sleep(1)
+
+
+# ── the server ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_built_is_what_the_server_says(engine) -> None:
+    built = engine.built()
+    assert (built.model_class, built.dtype, built.attn_implementation) == ("Qwen2ForCausalLM", "fp32", "torch_native")
+    assert built.attn_function == "sglang 0.5.23: torch_native"
+    assert (built.layers, built.hidden_size, built.vocab_size) == (2, 32, 23)
+
+
+def test_an_older_sglang_is_refused(folder: Path) -> None:
+    with fault("version:0.5.9"), pytest.raises(ModelError, match=r"0\.5\.9 is older than 0\.5\.23"):
+        build_sglang(folder)
+
+
+def test_without_sglang_the_start_fails_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("sglang"):
+        pytest.skip("sglang is installed here")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[3]))
+    with pytest.raises(ModelError, match="ended with exit code 1 before it was ready"):
+        SglangRolloutEngine.build(rollout_config(folder, "sglang"), Rank())
+
+
+def test_a_server_that_dies_is_named(folder: Path) -> None:
+    with sglang_installed():
+        engine = SglangRolloutEngine.build(rollout_config(folder, "sglang"), Rank())
+    give_weights(engine)
+    for _ in ("while it answers", "before"):
+        with fault("die"), pytest.raises(SamplerDied, match="ended with exit code 17"):
+            answer(engine, make_prompts())
+    engine.close()
+
+
+def test_the_server_wants_its_key(engine) -> None:
+    stranger = Client(engine.server.client.port, "guess")
+    with pytest.raises(ServerError, match="401"):
+        stranger.get("/server_info")
+
+
+def test_the_key_is_on_no_command_line(engine) -> None:
+    key = engine.server.client._headers["Authorization"].removeprefix("Bearer ")
+    shown = Path(f"/proc/{engine.server.process.pid}/cmdline").read_bytes()
+    assert b"--model-path" in shown
+    assert key.encode() not in shown
+
+
+def test_the_server_dies_with_the_role(folder: Path) -> None:
+    with sglang_installed():
+        child = os.fork()
+        if child == 0:  # a role that is killed before it can close anything
+            server = SglangRolloutEngine.build(rollout_config(folder, "sglang"), Rank()).server
+            Path(folder, "pid").write_text(str(server.process.pid))
+            os.kill(os.getpid(), 9)
+        os.waitpid(child, 0)
+    pid = int(Path(folder, "pid").read_text())
+    deadline = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_arguments_leave_room_for_the_longest_sequence(folder: Path) -> None:
+    shown = arguments(rollout_config(folder, "sglang", max_sequences=7), 1234)
+    pairs = dict(zip(shown[::2], shown[1::2], strict=False))
+    assert pairs["--context-length"] == str(96 + 8)
+    assert pairs["--max-running-requests"] == "7"
+    assert "--enable-deterministic-inference" in shown
+    assert "--enable-weights-cpu-backup" not in shown
+    assert not any("api-key" in one for one in shown)
+
+
+# ── answers that do not add up ────────────────────────────────────────────────────────────────────
+
+GOOD = {
+    "meta_info": {
+        "finish_reason": {"type": "stop", "matched": 1},
+        "completion_tokens": 2,
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 1, None]],
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"finish_reason": {"type": "abort", "message": "out of memory"}}, "out of memory"),
+        ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "NaN happened"),
+        ({"finish_reason": {"type": "length", "length": 2}}, "2 tokens, though 9 were allowed"),
+        ({"completion_tokens": 3}, "2 log-probs came with a completion of 3 tokens"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [float("nan"), 1, None]]}, "not a finite number"),
+    ],
+)
+def test_broken_answers_are_refused(change, words) -> None:
+    parse_sample(GOOD, 9)
+    with pytest.raises(ServerError, match=words):
+        parse_sample({"meta_info": GOOD["meta_info"] | change}, 9)
+
+
+# ── the real SGLang ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_real_sglang(tmp_path: Path) -> None:
+    """Import, log-probs against Hugging Face, sleep at level 2, import again. Needs SGLang in this interpreter."""
+    pytest.importorskip("sglang")
+    folder = write_model(tmp_path / "model", hidden_size=256, intermediate_size=512, architectures=["Qwen2ForCausalLM"])
+    config = rollout_config(folder, "sglang", memory_fraction=0.2)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+    engine = SglangRolloutEngine.build(config, Rank())
+    try:
+        give_weights(engine, scale=0.1)
+        parts: list[Batch] = []
+        for round_ in range(2):
+            engine.generate(
+                make_prompts(), Sampling(seed=round_, temperature=0.8, max_response_tokens=12), parts.append
+            )
+            samples = parts[-1]
+            inside = samples["loss_mask_T"] == 1
+            scores = engine.score(samples.only(["tokens_T"]), 0.8)
+            np.testing.assert_allclose(samples["rollout_logprob_T"][inside], scores[inside], atol=5e-3)
+            engine.sleep(2)
+            engine.wake(["weights"])
+            give_weights(engine, seed=round_ + 1, scale=0.1)
+            engine.wake(["kv_cache"])
+    finally:
+        engine.close()

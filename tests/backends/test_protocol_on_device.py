@@ -1,0 +1,107 @@
+"""Engines on the device that they are made for: the same bodies on the CPU and, marked `gpu`, on a GPU, where memory is
+counted too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gpu import needs, on_cpu_and_gpu
+from rollout_helpers import answer, give_weights, make_prompts, rollout_config
+from rollout_helpers import write_model as write_shape
+from train_helpers import QWEN2, build_engine, learn, make_batch, train_config, write_model
+
+from backends import memory
+from backends.protocol import Rank
+from backends.torch_rollout.engine import TorchRolloutEngine
+from backends.train.engine import HfTrainEngine
+from specs.schema.spec import Lora
+
+RESIDUAL_GIB = 64 / 1024  # held after a sleep at level 2
+WIDE = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
+
+
+def trainer_on(device: str, folder: Path, **model: object) -> HfTrainEngine:
+    engine = build_engine(train_config(folder, model={"device": device, **model}))
+    assert isinstance(engine, HfTrainEngine)
+    return engine
+
+
+@pytest.mark.parametrize("device", on_cpu_and_gpu())
+def test_sleep_frees_the_device_and_waking_changes_nothing(tmp_path: Path, device: str) -> None:
+    """Level 1 keeps the weights, level 2 drops them; five cycles, and what stays behind does not grow."""
+    shape = {**WIDE, **HEADS} if device == "cuda" else {}
+    config = rollout_config(write_shape(tmp_path / "model", **shape), max_sequences=64)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+    before = memory.held_GiB(device)
+    engine = TorchRolloutEngine.build(config, Rank())
+    give_weights(engine, scale=0.02)
+    weights_GiB = sum(spec.nbytes for spec in engine.weight_specs()) / 2**30
+    first = answer(engine, make_prompts())
+    engine.sleep(1)
+    engine.wake(["weights", "kv_cache"])
+    assert answer(engine, make_prompts()) == first
+    asleep = []
+    for _ in range(5):
+        engine.sleep(2)
+        memory.hand_back(device)
+        asleep.append(memory.held_GiB(device) - before)
+        engine.wake(["weights"])
+        give_weights(engine, scale=0.02)
+        engine.wake(["kv_cache"])
+        assert answer(engine, make_prompts()) == first
+    if device == "cuda":
+        assert weights_GiB > 4 * RESIDUAL_GIB, "small weights would hide in what may stay"
+        assert max(asleep) < RESIDUAL_GIB
+        assert asleep[-1] - asleep[1] < 2**-10
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=12.0)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("device", on_cpu_and_gpu())
+def test_offload_offloads_everything_in_pinned_memory_neutral_to_the_bit(
+    tmp_path: Path, device: str, lora: Lora | None
+) -> None:
+    """Two trainers learn alike, of which one is sent off the device between its steps."""
+    folder = write_model(tmp_path, QWEN2)
+    config = train_config(folder, lora=lora, model={"device": device})
+    stays, moves = build_engine(config), build_engine(config)
+    assert isinstance(stays, HfTrainEngine)
+    assert isinstance(moves, HfTrainEngine)
+    for step in range(3):
+        assert learn(stays, 1, first=step) == learn(moves, 1, first=step)
+        held = torch.cuda.memory_allocated() if device == "cuda" else 0
+        moves.offload()
+        if device == "cuda":
+            offloaded = [host for _, host, _ in moves.offloading._offloaded if host is not None]
+            assert offloaded
+            assert all(host.is_pinned() for host in offloaded)
+            assert held - torch.cuda.memory_allocated() >= sum(host.nbytes for host in offloaded)
+        moves.onload()
+    np.testing.assert_array_equal(stays.forward(make_batch()), moves.forward(make_batch()))
+
+
+@pytest.mark.parametrize(
+    ("device", "attention", "dtype", "close"),
+    [
+        ("cpu", "sdpa", "fp32", 1e-5),
+        pytest.param("cuda", "sdpa", "fp32", 1e-4, marks=[pytest.mark.gpu, *needs(1)]),
+        pytest.param("cuda", "flash_attention_2", "bf16", 3e-2, marks=[pytest.mark.gpu, *needs(1)]),
+    ],
+)
+def test_a_packed_row_is_its_sequences_alone(
+    tmp_path: Path, device: str, attention: str, dtype: str, close: float
+) -> None:
+    """Many sequences in one forward pass against one at a time, through the engine."""
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    folder = write_model(tmp_path, QWEN2)
+    engine = trainer_on(device, folder, attn_implementation=attention, dtype=dtype)
+    batch = make_batch(sequences=10)
+    alone = [engine.forward(batch.select([index])) for index in range(len(batch))]
+    packed_T = engine.forward(batch)
+    np.testing.assert_allclose(packed_T, np.concatenate(alone), atol=close)
+    assert packed_T[packed_T != 0].std() > 10 * close, "a flat model would hide a mixed row"
+    assert engine.built().attn_implementation == attention

@@ -1,0 +1,212 @@
+"""What engines with several ranks must do: the same training, whoever holds the model and on how many ranks.
+
+Real processes over gloo; one launch per number of ranks works through every case (`sharded_worker.CASES`). The
+reference is `ddp` on one rank, in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sharded_worker
+from running import warm_torchrun
+from sharded_worker import CASES, EMPTY_STEP, STEPS, UNEVEN_STEP
+from train_helpers import QWEN2, write_model
+
+from backends.protocol import Rank
+
+# Odd sizes: rows that no number of ranks divides, and (9 rows on 4 ranks) a rank without any.
+MODEL = {
+    **QWEN2,
+    "hidden_size": 30,
+    "intermediate_size": 9,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+
+# The first test waits for all launches, on a machine that others may use.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TWO = [name for name in CASES if not name.startswith("4:")]
+FOUR = [name for name in CASES if name.startswith("4:")]
+# Resumed from another engine, or another number of ranks: (case, number of ranks, what was saved).
+RESUMED = [
+    ("ddp", 1, "fsdp2"),
+    ("ddp", 1, "4:fsdp2 2x2"),
+    ("fsdp2", 1, "fsdp2"),
+    ("fsdp2", 2, "fsdp2"),
+    ("fsdp2", 2, "one rank"),
+    ("fsdp2", 2, "ddp"),
+    ("ddp", 2, "fsdp2"),
+    ("4:fsdp2 2x2", 4, "fsdp2"),
+    ("4:fsdp2", 4, "fsdp2"),
+]
+# On CPU a storage that numpy has seen cannot be emptied, as ddp's has been here: its turn is on a GPU.
+OFFLOADED = ["fsdp2"]
+if "zero3" in CASES:  # DeepSpeed is installed
+    RESUMED += [
+        ("ddp", 1, "zero1"),
+        ("ddp", 1, "zero3"),
+        ("zero1", 1, "zero3"),
+        ("zero3", 1, "zero3"),
+        ("zero3", 2, "one rank"),
+        ("zero1", 2, "zero1"),
+        ("zero2", 2, "zero2"),
+        ("zero3", 2, "zero3"),
+        ("zero3", 2, "ddp"),
+        ("zero2", 2, "fsdp2"),
+        ("fsdp2", 2, "zero3"),
+        ("zero3 bf16", 2, "zero2 bf16"),
+    ]
+    OFFLOADED += ["zero3", "zero3 bf16", "zero3 small ones whole"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks of a job reported, and the weights after its last step."""
+
+    ranks: list[dict[str, Any]]
+    weights: dict[str, np.ndarray]
+
+    def losses(self) -> list[float]:
+        return [sum(rank["history"][i]["loss"] for rank in self.ranks) for i in range(len(self.ranks[0]["history"]))]
+
+    def norms(self) -> list[float]:
+        return [step["grad_norm"] for step in self.ranks[0]["history"]]
+
+    def logprobs(self, step: int) -> np.ndarray:
+        """Of all tokens of the step's batch, put together from the ranks."""
+        found = {int(token): value for rank in self.ranks for token, value in rank["history"][step]["logprobs"].items()}
+        return np.array([found[token] for token in range(len(found))])
+
+
+def resumed_name(case: str, ranks: int, saved: str) -> str:
+    return f"{saved} resumed by {case} on {ranks}".replace(":", "-")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All jobs are run; each left its outcome in a folder of its name."""
+    root = tmp_path_factory.mktemp("sharded")
+    write_model(root / "model", MODEL)
+
+    def resume(ranks: int) -> list[dict[str, Any]]:
+        return [
+            {"case": case, "out": str(root / resumed_name(case, n, saved)), "load": str(root / saved / "state")}
+            for case, n, saved in RESUMED
+            if n == ranks
+        ]
+
+    alone({"case": "ddp", "out": str(root / "one rank")}, root)
+    offloaded = [{"case": case, "out": str(root / f"{case} offloaded"), "offload": True} for case in OFFLOADED]
+    torchrun(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + offloaded + resume(2))
+    torchrun(root, 4, [{"case": case, "out": str(root / case)} for case in FOUR] + resume(4))
+    for job in resume(1):
+        alone(job, root)
+    return root
+
+
+def alone(job: dict[str, Any], root: Path) -> None:
+    sharded_worker.run(root / "model", job, Rank()).close()
+
+
+def torchrun(root: Path, processes: int, jobs: list[dict[str, Any]]) -> None:
+    jobs_file = root / f"jobs{processes}.json"
+    jobs_file.write_text(json.dumps({"model": str(root / "model"), "jobs": jobs}))
+    warm_torchrun(processes, "sharded_worker.py", jobs_file, timeout_s=280)
+
+
+def outcome(root: Path, name: str) -> Outcome:
+    folder = root / name
+    reports = [json.loads((folder / f"rank{i}.json").read_text()) for i in range(len(list(folder.glob("rank*.json"))))]
+    with np.load(folder / "weights.npz") as weights:
+        return Outcome(reports, dict(weights))
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path) -> Outcome:
+    return outcome(root, "one rank")
+
+
+def farthest(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
+    assert first.keys() == second.keys()
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
+def test_training_is_that_of_one_rank(root: Path, reference: Outcome, case: str) -> None:
+    """Losses, gradient norms, log-probs and weights over six steps, one of them with a rank that has nothing to do
+    and one with far more micro-batches on one rank than on the others; after a step that all skip."""
+    ours = outcome(root, case)
+    uneven = [rank["history"][UNEVEN_STEP]["micro_batches"] for rank in ours.ranks]
+    assert uneven[0] > 2 * uneven[1] > 0
+    assert ours.ranks[-1]["history"][EMPTY_STEP]["micro_batches"] == 0
+    assert ours.losses() == pytest.approx(reference.losses(), rel=1e-5, abs=1e-6)
+    assert ours.norms() == pytest.approx(reference.norms(), rel=1e-5)
+    for step in range(STEPS + 1):
+        np.testing.assert_allclose(ours.logprobs(step), reference.logprobs(step), rtol=0, atol=2e-5)
+    # In fp32 the order of sums differs: 1e-6 was seen, where each step moves a weight by up to lr = 1e-2.
+    assert farthest(ours.weights, reference.weights) < 5e-6
+
+
+@pytest.mark.parametrize("case", [case for case in TWO if "bf16" in case and case != "ddp bf16"])
+def test_bf16_is_that_of_ddp(root: Path, case: str) -> None:
+    """Both hold fp32 masters and compute in bf16; the sums over ranks are fp32 in both."""
+    ours, theirs = outcome(root, case), outcome(root, "ddp bf16")
+    assert ours.losses() == pytest.approx(theirs.losses(), rel=1e-4, abs=1e-5)
+    assert ours.norms() == pytest.approx(theirs.norms(), rel=1e-4)
+    assert farthest(ours.weights, theirs.weights) < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree_and_skip_together(root: Path, case: str) -> None:
+    ranks = outcome(root, case).ranks
+    first = ranks[0]
+    assert len(ranks) == (4 if case in FOUR else 2)
+    for rank in ranks:
+        assert rank["skipped"]
+        assert rank["unchanged"]
+        assert not any(step["skipped"] for step in rank["history"])
+        assert [step["grad_norm"] for step in rank["history"]] == [step["grad_norm"] for step in first["history"]]
+        assert (rank["checksum"], rank["end"], rank["greedy"]) == (first["checksum"], first["end"], first["greedy"])
+        state = root / case / "state" / "trainer.json"
+        assert json.loads(state.read_text())["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
+def test_greedy_is_the_same(root: Path, reference: Outcome, case: str) -> None:
+    assert outcome(root, case).ranks[0]["greedy"] == reference.ranks[0]["greedy"]
+
+
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_offload_in_every_step_changes_no_bit(root: Path, case: str) -> None:
+    plain, moved = outcome(root, case), outcome(root, f"{case} offloaded")
+    assert [rank["end"] for rank in moved.ranks] == [rank["end"] for rank in plain.ranks]
+    assert moved.norms() == plain.norms()
+    assert farthest(moved.weights, plain.weights) == 0
+
+
+@pytest.mark.parametrize(("case", "ranks", "saved"), RESUMED)
+def test_resumed_by_others(root: Path, case: str, ranks: int, saved: str) -> None:
+    """Whatever wrote the state, the weights are the same to the bit and the next step is the same."""
+    before, after = outcome(root, saved), outcome(root, resumed_name(case, ranks, saved))
+    assert len(after.ranks) == ranks
+    assert {rank["checksum"] for rank in after.ranks} == {before.ranks[0]["checksum"]}
+    assert after.losses() == pytest.approx(before.losses()[STEPS:], rel=1e-5, abs=1e-6)
+    assert after.norms() == pytest.approx(before.norms()[STEPS:], rel=1e-5)
+    assert farthest(after.weights, before.weights) < 1e-5
+    if (case, ranks) == (saved, 2):  # the same engine on as many ranks
+        assert after.ranks[0]["end"] == before.ranks[0]["end"]
+
+
+def test_meshes_are_as_asked(root: Path) -> None:
+    assert outcome(root, "fsdp2").ranks[0]["mesh"] == {"replicate": 1, "shard": 2}
+    assert outcome(root, "fsdp2 replicas").ranks[0]["mesh"] == {"replicate": 2, "shard": 1}
+    assert outcome(root, "4:fsdp2 2x2").ranks[0]["mesh"] == {"replicate": 2, "shard": 2}
+    for case in (case for case in CASES if case.startswith("zero")):
+        assert outcome(root, case).ranks[0]["mesh"] == {"shard": 2}

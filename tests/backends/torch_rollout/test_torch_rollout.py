@@ -1,0 +1,394 @@
+"""The torch rollout engine against transformers itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_place import write_in_place
+from rollout_helpers import END, VOCAB, answer, batch_of, make_prompts, rollout_config, write_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from backends.hf.hf_model import build_model, named_weights, tensor_bytes
+from backends.packed.packed_attention import Layout
+from backends.protocol import Rank
+from backends.torch_rollout.decode_check import check_decoding
+from backends.torch_rollout.engine import TorchRolloutEngine
+from backends.torch_rollout.fused import FusedForward, choose_forward
+from backends.torch_rollout.runner import GenericForward
+from specs.errors import ModelError, RlctlError, SyncError
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling
+
+REPOSITORY = Path(__file__).parents[3]
+
+MODELS = {
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama-plain": {"num_key_value_heads": 4},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 5},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+}
+FUSED = {"qwen2", "qwen2-tied", "qwen2-window", "llama-plain", "qwen3", "mistral"}
+
+
+def build(folder: Path, **table: int) -> tuple[TorchRolloutEngine, PreTrainedModel]:
+    """The engine, and a model of its own that holds the same weights and stock attention."""
+    config = rollout_config(folder, **table)
+    source = build_model(config.model, load_weights=True)
+    for name, parameter in source.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    return engine_with(source, config), reference(source, folder)
+
+
+def engine_with(source: PreTrainedModel, config: RolloutConfig) -> TorchRolloutEngine:
+    engine = TorchRolloutEngine.build(config, Rank())
+    load(engine, named_weights(source))
+    return engine
+
+
+def load(engine: TorchRolloutEngine, weights: Mapping[str, torch.Tensor]) -> None:
+    for spec in engine.weight_specs():
+        engine.import_weight(spec, tensor_bytes(weights[spec.name]))
+    engine.finish_import()
+
+
+def reference(source: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(source.state_dict())
+    return model
+
+
+@pytest.fixture(params=list(MODELS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def folder_of(family: str, tmp_path: Path) -> Path:
+    return write_model(tmp_path / family, family.split("-")[0], **MODELS[family])
+
+
+def test_logprobs_are_transformers_own(family: str, tmp_path: Path) -> None:
+    """Ragged prompts, few slots, long answers: against a plain forward pass of each sequence alone."""
+    engine, model = build(folder_of(family, tmp_path), max_sequences=7, prefill_tokens=16)
+    assert isinstance(engine._forward, FusedForward) == (family in FUSED)
+    prompts = make_prompts(6, 3)
+    lengths = dict(zip(prompts["id_B"].tolist(), prompts.sequences("tokens_T"), strict=True))
+    sampling = Sampling(seed=5, temperature=0.8, max_response_tokens=40)
+    longest = 0
+    for name, (tokens, logprobs, _) in answer(engine, prompts, sampling).items():
+        prompt = lengths[name].tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0]
+        wanted = (logits / 0.8).log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        np.testing.assert_allclose(logprobs, wanted.numpy(), atol=1e-4)
+        longest = max(longest, len(tokens))
+    assert longest > 15
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.7), (6, 0.5)])
+def test_restricted_logprobs_are_exact(tmp_path: Path, top_k: int, top_p: float) -> None:
+    engine, model = build(folder_of("qwen2", tmp_path))
+    prompts = make_prompts(4, 3)
+    asked = dict(zip(prompts["id_B"].tolist(), prompts.sequences("tokens_T"), strict=True))
+    sampling = Sampling(seed=5, temperature=1.2, top_k=top_k, top_p=top_p, max_response_tokens=12)
+    for name, (tokens, logprobs, _) in answer(engine, prompts, sampling).items():
+        sequence = asked[name].tolist() + tokens
+        with torch.no_grad():
+            logits = model(torch.tensor([sequence])).logits[0, -len(tokens) - 1 : -1] / 1.2
+        for row, token, logprob in zip(logits, tokens, logprobs, strict=True):
+            values, order = row.sort(descending=True)
+            values = values[: top_k or VOCAB]
+            mass = values.softmax(-1)
+            count = int((mass.cumsum(-1) - mass < top_p).sum())
+            kept = order[:count].tolist()
+            assert token in kept
+            assert abs(values[:count].log_softmax(-1)[kept.index(token)].item() - logprob) < 1e-4
+
+
+def test_greedy_is_transformers_greedy(family: str, tmp_path: Path) -> None:
+    engine, model = build(folder_of(family, tmp_path))
+    prompts = make_prompts(6, 1)
+    found = answer(engine, prompts, Sampling(seed=0, greedy=True, max_response_tokens=30))
+    for name, prompt in zip(prompts["id_B"].tolist(), prompts.sequences("tokens_T"), strict=True):
+        ids = torch.tensor(prompt[None])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30)
+        assert found[name][0] == out[0, len(prompt) :].tolist()
+
+
+def test_samples_share_what_prefix_B_says_and_nothing_else(tmp_path: Path) -> None:
+    engine, _ = build(folder_of("qwen2", tmp_path))
+    rows, ids, groups = [np.array([3, 4, 5])] * 4, np.arange(4), np.array([0, 0, 1, 1])
+    for prefix_B, computed in (([0, 0, 0, 0], 3), ([0, 0, 1, 1], 6), ([0, 1, 2, 3], 12)):
+        counters = engine.generate(
+            batch_of(rows, ids, groups, prefix_B=np.array(prefix_B)),
+            Sampling(seed=1, max_response_tokens=2),
+            lambda _: None,
+        )
+        assert counters["prefilled_tokens"] == computed
+
+
+def test_a_prompt_is_computed_once_and_slots_are_refilled_at_once(tmp_path: Path) -> None:
+    engine, _ = build(folder_of("qwen2", tmp_path), max_sequences=5)
+    prompts = make_prompts(8, 6)
+    parts: list[Batch] = []
+    counters = engine.generate(prompts, Sampling(seed=1, max_response_tokens=50), parts.append)
+    firsts = [tokens for index, tokens in enumerate(prompts.sequences("tokens_T")) if index % 6 == 0]
+    assert counters["prefilled_tokens"] == sum(map(len, firsts))
+    samples = Batch.concat(parts)
+    decoded = counters["generated_tokens"] - len(prompts)  # each first token comes from the prompt's own pass
+    lengths = [int(mask.sum()) for mask in samples.sequences("loss_mask_T")]
+    # Idle slots only at the very end: no more steps than full slots plus the last sequence's length.
+    assert counters["decode_steps"] <= decoded / 5 + max(lengths)
+    assert decoded / 5 > max(lengths), "the case must need many refills"
+
+
+def test_the_table_decides_slots_and_prompts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+
+    def watched(self: FusedForward, tokens_T: torch.Tensor, *rest: Any, **keys: Any) -> torch.Tensor:
+        passes.append(len(tokens_T))
+        return whole(self, tokens_T, *rest, **keys)
+
+    whole = FusedForward.__call__
+    prompts, sampling = make_prompts(12, 1), Sampling(seed=1, max_response_tokens=4)
+    longest, total = max(prompts["length_B"]), sum(prompts["length_B"])
+
+    def largest_pass(**keys: Any) -> int:
+        engine, _ = build(folder_of("qwen2", tmp_path), **keys)
+        with monkeypatch.context() as patched:
+            patched.setattr(FusedForward, "__call__", watched)
+            passes.clear()
+            engine.generate(prompts, sampling, lambda _: None)
+        return max(passes)
+
+    assert largest_pass(max_sequences=12, prefill_tokens=4096) == total
+    assert largest_pass(max_sequences=12, prefill_tokens=int(longest)) <= max(longest, 12)
+    assert largest_pass(max_sequences=2, prefill_tokens=4096) < total  # prompts wait for slots
+
+
+def test_many_short_and_long_share_the_cache(tmp_path: Path) -> None:
+    """Enough slots that segments and sorting come into play; still the same samples as one by one."""
+    engine, _ = build(folder_of("qwen2", tmp_path), max_sequences=64)
+    prompts = make_prompts(60, 3)
+    sampling = Sampling(seed=1, max_response_tokens=80)
+    assert {k: v[0] for k, v in answer(engine, prompts, sampling).items()} == {
+        name: tokens
+        for index in range(0, 180, 45)
+        for name, (tokens, _, _) in answer(engine, prompts.select(np.arange(index, index + 45)), sampling).items()
+    }
+
+
+def test_bf16_samples_score_alike(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", initializer_range=0.1)
+    config = rollout_config(folder, dtype="bf16")
+    engine = engine_with(build_model(config.model, load_weights=True), config)
+    assert engine.built().dtype == "bf16"
+    assert {spec.dtype for spec in engine.weight_specs()} == {"bf16"}
+    parts: list[Batch] = []
+    engine.generate(make_prompts(), Sampling(seed=1, max_response_tokens=12), parts.append)
+    samples = Batch.concat(parts)
+    inside = samples["loss_mask_T"] == 1
+    gap = np.abs(samples["rollout_logprob_T"] - engine.score(samples, 1.0))[inside]
+    assert gap.max() < 0.1
+
+
+def test_as_built_is_read_from_the_model(tmp_path: Path) -> None:
+    engine, model = build(folder_of("qwen2-tied", tmp_path))
+    built = engine.built()
+    assert built.model_class == "Qwen2ForCausalLM"
+    assert built.parameters == sum(p.numel() for p in model.parameters())
+    assert (built.attn_implementation, built.attn_function) == (
+        "sdpa",
+        "backends.packed.packed_attention.sdpa_by_layout",
+    )
+    assert built.tied_embeddings
+
+
+def test_end_tokens_come_from_the_generation_config_too(tmp_path: Path) -> None:
+    folder = folder_of("qwen2", tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
+    config = rollout_config(folder)
+    assert TorchRolloutEngine.build(config, Rank()).stops >= {4, 5, END}
+
+
+# ── what it refuses ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
+def test_other_attention_is_refused(tmp_path: Path, attention: str) -> None:
+    config = rollout_config(folder_of("qwen2", tmp_path))
+    asked = config.model.model_copy(update={"attn_implementation": attention})
+    with pytest.raises(ModelError, match=attention):
+        TorchRolloutEngine.build(config.model_copy(update={"model": asked}), Rank())
+
+
+def test_a_model_without_end_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no token ends a completion"):
+        TorchRolloutEngine.build(rollout_config(write_model(tmp_path / "m", eos_token_id=None)), Rank())
+
+
+def test_too_long_for_the_models_positions(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="at most 32 tokens"):
+        TorchRolloutEngine.build(rollout_config(write_model(tmp_path / "m", max_position_embeddings=32)), Rank())
+
+
+def test_weights_that_diverged_are_named(tmp_path: Path) -> None:
+    engine, _ = build(folder_of("qwen2", tmp_path))
+    spec = engine.weight_specs()[-1]
+    bad = np.full(spec.shape, np.nan, dtype=np.float32).reshape(-1).view(np.uint8)
+    engine.import_weight(spec, bad)
+    engine._imported.update(one.name for one in engine.weight_specs())
+    engine.finish_import()
+    with pytest.raises(RlctlError, match="not finite"):
+        answer(engine, make_prompts())
+
+
+class OffByOne(GenericForward):
+    """A forward with a fault: positions are shifted, but only while decoding."""
+
+    def __call__(
+        self, tokens_T: torch.Tensor, position_T: torch.Tensor, layout: Layout, keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return super().__call__(tokens_T, position_T + int(len(tokens_T) == 2), layout, keep)
+
+
+def test_the_first_weights_prove_the_decoding(tmp_path: Path) -> None:
+    engine, _ = build(folder_of("qwen2", tmp_path))
+    check_decoding(engine.model, GenericForward(engine.model), engine.device)
+    with pytest.raises(ModelError, match="off by"):
+        check_decoding(engine.model, OffByOne(engine.model), engine.device)
+
+
+def test_a_block_that_only_looks_like_llama_keeps_the_generic_path(tmp_path: Path) -> None:
+    engine, _ = build(folder_of("qwen2", tmp_path))
+    mlp = engine.model.model.layers[0].mlp
+    mlp.act_fn = torch.nn.ReLU()
+    assert isinstance(choose_forward(engine.model, engine.device, 32), GenericForward)
+
+
+# ── weights written in place ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_written_in_place_are_those_that_sample(family: str, tmp_path: Path, first: bool) -> None:
+    """Shared before the first weights came, or after: what was joined for the fused path stays joined, without a
+    copy."""
+    engine, model = build(folder_of(family, tmp_path))
+    if first:
+        engine = TorchRolloutEngine.build(engine.config, Rank())
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    new = named_weights(model)
+    expected = engine_with(model, engine.config)
+    for _ in range(2):
+        write_in_place(engine, new)
+        assert answer(engine, make_prompts(4, 2)) == answer(expected, make_prompts(4, 2))
+    memory = {tensor.untyped_storage().data_ptr() for tensor in engine._weights.values()}
+    assert len(memory) == 1
+    if isinstance(engine._forward, FusedForward):
+        joined = [*engine._forward.qkv, *engine._forward.gate_up]
+        assert {each.weight.untyped_storage().data_ptr() for each in joined} == memory
+
+
+def test_half_written_weights_answer_nothing(tmp_path: Path) -> None:
+    """From the moment that others may write, and so when they have gone."""
+    engine, _ = build(folder_of("qwen2", tmp_path))
+    answer(engine, make_prompts(2, 1))
+    assert engine.share_weights() is not None
+    with pytest.raises(SyncError, match="no complete set of weights"):
+        answer(engine, make_prompts(2, 1))
+
+
+def test_an_engine_whose_weights_were_dropped_lends_no_more(tmp_path: Path) -> None:
+    engine, model = build(folder_of("qwen2", tmp_path))
+    write_in_place(engine, named_weights(model))
+    expected = answer(engine, make_prompts(2, 1))
+    engine.sleep(2)
+    engine.wake(["weights", "kv_cache"])
+    assert engine.share_weights() is None
+    load(engine, named_weights(model))
+    assert answer(engine, make_prompts(2, 1)) == expected
+
+
+def test_where_no_memory_can_be_shared_none_is_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = build(folder_of("qwen2", tmp_path))
+    expected = answer(engine, make_prompts(2, 1))
+
+    def refuse(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert engine.share_weights() is None
+    load(engine, {name: tensor.clone() for name, tensor in engine._weights.items()})
+    assert answer(engine, make_prompts(2, 1)) == expected
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────
+
+SLEEPER = """
+import sys
+import numpy as np, psutil, torch
+sys.path[:0] = [{repository!r}, {helpers!r}]
+from pathlib import Path
+from in_place import write_in_place
+from rollout_helpers import answer, give_weights, make_prompts, rollout_config
+from backends.protocol import Rank
+from backends.torch_rollout.engine import TorchRolloutEngine
+from specs.wire.role_config import Sampling
+
+def resident(): return psutil.Process().memory_info().rss / 2**20
+engine = TorchRolloutEngine.build(rollout_config(Path({folder!r}), max_sequences=128), Rank())
+give_weights(engine, scale=0.02)
+if {shared}:
+    actors = write_in_place(engine, {{name: tensor.clone() for name, tensor in engine._weights.items()}})
+weights = sum(spec.nbytes for spec in engine.weight_specs()) / 2**20
+answer(engine, make_prompts(64, 2), Sampling(seed=0, max_response_tokens=2))
+with torch.inference_mode():
+    for cached in (*engine._cache.keys.values(), *engine._cache.values.values()):
+        cached.fill_(1.0)  # pages that were never touched are not resident
+del cached
+cache = engine._cache.nbytes / 2**20
+awake = resident()
+engine.sleep(1); one = resident()
+engine.wake(["weights", "kv_cache"]); engine.sleep(2); two = resident()
+engine.wake(["weights"]); give_weights(engine, scale=0.02); engine.wake(["kv_cache"])
+answer(engine, make_prompts(64, 2), Sampling(seed=0, max_response_tokens=2))
+print(weights, cache, awake, one, two, resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory as Linux counts it")
+@pytest.mark.parametrize("shared", [False, True])
+def test_sleep_gives_memory_back_to_the_system(tmp_path: Path, shared: bool) -> None:
+    wide = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
+    folder = write_model(tmp_path / "model", **wide, num_attention_heads=16, num_key_value_heads=16)
+    paths = {"repository": str(REPOSITORY), "helpers": str(REPOSITORY / "tests" / "support"), "folder": str(folder)}
+    script = SLEEPER.format(**paths, shared=shared)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    weights, cache, awake, one, two, again = map(float, done.stdout.split())
+    assert weights > 100
+    assert cache > 90
+    assert awake - one > 0.9 * cache, "level 1 frees the cache"
+    mappings = 2 if shared else 1  # and each counts
+    assert one - two > 0.9 * weights * mappings, "level 2 frees the weights, whoever else maps them"
+    assert again < awake + (1.5 - mappings) * weights, "and nothing is held twice after waking"

@@ -1,0 +1,310 @@
+"""LoRA: adapters inside the model, merged weights outside, on the engines that hold Hugging Face models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sharded_worker
+import torch
+from running import warm_torchrun
+from train_helpers import (
+    GPT2,
+    QWEN2,
+    build_engine,
+    grpo,
+    largest_gap,
+    learn,
+    make_batch,
+    model_config,
+    scale_of,
+    train_config,
+    weights_of,
+    write_model,
+)
+
+from backends.ddp.engine import DdpTrainEngine
+from backends.hf.adapter_names import is_adapter, is_on_the_wire, peft_name, place_of
+from backends.hf.hf_model import build_model
+from backends.train.engine import HfTrainEngine
+from backends.train.lora import merge
+from backends.train.tensor_shards import ShardReader
+from specs.errors import CheckpointError, ModelError
+from specs.schema.spec import Lora, Optimizer
+
+pytestmark = pytest.mark.slow
+
+LORA = Lora(rank=4, alpha=12.0)
+ATTENTION = Lora(rank=2, alpha=4.0, targets=("q_proj", "self_attn.v_proj"))
+
+
+def engine_of(folder: Path, lora: Lora | None = LORA, **changes: Any) -> DdpTrainEngine:
+    engine = build_engine(train_config(folder, lora=lora, **changes))
+    assert isinstance(engine, DdpTrainEngine)
+    return engine
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", QWEN2)
+
+
+def adapters_of(engine: HfTrainEngine) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in engine.policy.model.named_parameters() if is_adapter(name)}
+
+
+# ── what is built ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("lora", [LORA, ATTENTION], ids=["all-linear", "attention"])
+def test_only_adapters_learn(qwen2: Path, lora: Lora) -> None:
+    engine, plain = engine_of(qwen2, lora), engine_of(qwen2, None)
+    before, start = dict(engine.policy.model.named_parameters()), weights_of(engine)
+    frozen = {name: p.detach().clone() for name, p in before.items() if not is_adapter(name)}
+    assert largest_gap(start, weights_of(plain)) == 0, "B starts at zero"
+    learn(engine)
+    after = dict(engine.policy.model.named_parameters())
+    assert all(torch.equal(value, after[name]) for name, value in frozen.items())
+    changed = {name for name, value in weights_of(engine).items() if not np.array_equal(value, start[name])}
+    linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets = linear if lora is LORA else ("q_proj", "v_proj")
+    assert changed == {name for name in start if name.endswith(".weight") and name.split(".")[-2] in targets}
+    assert not engine.policy.model.lm_head.weight.requires_grad
+    assert engine.policy.head.linear.weight.grad is None
+
+
+def test_as_built_counts_adapters_apart(qwen2: Path) -> None:
+    built, plain = engine_of(qwen2).built(), engine_of(qwen2, None).built()
+    width = sum(32 + out for out in (32, 16, 16, 32)) + 2 * (32 + 48) + (48 + 32)  # in + out of a layer's seven
+    assert built.trainable_parameters == 2 * LORA.rank * width
+    assert (built.parameters, built.weights_checksum) == (plain.parameters, plain.weights_checksum)
+
+
+def test_adapters_depend_on_the_seed_alone(qwen2: Path) -> None:
+    first, second = adapters_of(engine_of(qwen2)), adapters_of(engine_of(qwen2))
+    other = adapters_of(engine_of(qwen2, model={"seed": 4}))
+    narrow = adapters_of(engine_of(qwen2, Lora(rank=4, alpha=12.0, targets=("v_proj",))))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert all(torch.equal(value, first[name]) for name, value in narrow.items()), "whatever else is adapted"
+    for name, value in first.items():
+        if ".lora_B." in name:
+            assert not value.any()
+            continue
+        bound = value.shape[1] ** -0.5
+        assert bound * 0.9 < value.abs().max() <= bound
+        assert not torch.equal(value, other[name])
+
+
+def test_unknown_targets_are_named_with_what_there_is(qwen2: Path) -> None:
+    with pytest.raises(ModelError, match='no linear layer "c_attn"') as caught:
+        engine_of(qwen2, Lora(targets=("q_proj", "c_attn")))
+    assert "down_proj, gate_proj, k_proj" in caught.value.hint
+    with pytest.raises(ModelError, match="embed_tokens"):
+        engine_of(qwen2, Lora(targets=("embed_tokens",)))
+
+
+# ── on, off and merged ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("config", [QWEN2, GPT2], ids=lambda config: config["model_type"])
+def test_merged_weights_are_the_adapted_model(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A plain model with the exported weights gives the log-probs of the model with adapters; without them, its own
+    start's. GPT-2's layers are stored transposed."""
+    folder, batch = write_model(tmp_path, config), make_batch(seed=9)
+    engine, plain = engine_of(folder), engine_of(folder, None)
+    start = plain.forward(batch)
+    np.testing.assert_array_equal(engine.forward(batch), start)
+    learn(engine)
+    with_adapters = engine.forward(batch)
+    assert np.abs(with_adapters - start).max() > 0.05
+    np.testing.assert_array_equal(engine.forward(batch, adapters=False), start)
+    np.testing.assert_array_equal(engine.forward(batch), with_adapters)
+    merged = weights_of(engine)
+    plain.policy.model.load_state_dict({name: torch.from_numpy(value) for name, value in merged.items()}, strict=False)
+    np.testing.assert_allclose(plain.forward(batch), with_adapters, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_stream_is_what_was_announced(qwen2: Path, dtype: Any) -> None:
+    engine, plain = engine_of(qwen2, model={"dtype": dtype}), engine_of(qwen2, None, model={"dtype": dtype})
+    learn(engine)
+    assert [weight.spec for weight in engine.export_weights(dtype)] == list(engine.weight_specs(dtype))
+    assert {spec.name: spec for spec in engine.weight_specs(dtype)} == {
+        spec.name: spec for spec in plain.weight_specs(dtype)
+    }
+
+
+@pytest.mark.parametrize("config", [QWEN2, GPT2], ids=lambda config: config["model_type"])
+def test_apart_the_adapters_add_up_to_the_merged_model(tmp_path: Path, config: dict[str, Any]) -> None:
+    """W + B A, with alpha / rank already in B; GPT-2's W is stored transposed. All else is the model's start."""
+    folder = write_model(tmp_path, config)
+    engine, plain = engine_of(folder), engine_of(folder, None)
+    learn(engine)
+    apart, merged = weights_of(engine, form="apart"), weights_of(engine)
+    assert list(apart) == [spec.name for spec in engine.weight_specs("fp32", "apart")]
+    adapters = {name: apart.pop(name) for name in list(apart) if is_on_the_wire(name)}
+    assert largest_gap(apart, weights_of(plain)) == 0
+    for layer in {place_of(name)[0] for name in adapters}:
+        delta = adapters[f"{layer}.lora_B.weight"] @ adapters[f"{layer}.lora_A.weight"]
+        assert np.abs(delta).max() > 1e-3
+        apart[f"{layer}.weight"] = apart[f"{layer}.weight"] + (delta.T if config is GPT2 else delta)
+    assert largest_gap(apart, merged) < 1e-6
+    alone = weights_of(engine, form="adapters")
+    assert list(alone) == [spec.name for spec in engine.weight_specs("fp32", "adapters")]
+    assert largest_gap(alone, adapters) == 0
+
+
+def test_merging_holds_nothing_that_the_stream_takes_back() -> None:
+    """Tensors are overwritten as soon as the next one is asked for, as an engine's gather buffer would be."""
+    torch.manual_seed(0)
+    base, down, up = torch.randn(6, 5), torch.randn(2, 5), torch.randn(6, 2)
+    names = ("x.base_layer.weight", "x.base_layer.bias", "x.lora_A.default.weight", "x.lora_B.default.weight")
+    values = dict(zip(names, (base, torch.randn(6), down, up), strict=True))
+
+    def stream() -> Any:
+        for name, value in values.items():
+            shared = value.clone()
+            yield name, shared
+            shared.fill_(float("nan"))
+
+    merged = {name: value.clone() for name, value in merge(stream(), {"x"}, 3.0, ())}
+    assert list(merged) == ["x.bias", "x.weight"]
+    torch.testing.assert_close(merged["x.weight"], base + 3.0 * up @ down)
+
+
+# ── learning ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_steps_equal_plain_peft(qwen2: Path, checkpointing: bool) -> None:
+    """Loss, norm and every adapter as from `peft.get_peft_model`, single sequences and torch's AdamW. With activation
+    checkpointing too: the frozen embeddings must not cut the gradient off."""
+    from peft import LoraConfig, get_peft_model
+
+    optimizer = Optimizer(lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=1.0)
+    engine = engine_of(qwen2, optimizer=optimizer, gradient_checkpointing=checkpointing)
+    base = build_model(model_config(qwen2, attn_implementation="eager"), load_weights=True)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=targets)).eval()
+    start = {f"base_model.model.{name}": value for name, value in adapters_of(engine).items()}
+    assert not model.load_state_dict(start, strict=False).unexpected_keys
+    adamw = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-2, eps=1e-4, weight_decay=0.1)
+    for step in range(3):
+        batch = make_batch(seed=step)
+        loss = engine.forward_backward(batch, grpo(), scale_of(batch))["loss"]
+        norm = engine.optim_step().grad_norm
+        names = ("tokens_T", "loss_mask_T", "old_logprob_T", "advantage_T")
+        expected = torch.zeros(())
+        for columns in zip(*(batch.sequences(name) for name in names), strict=True):
+            tokens, mask, old, advantage = (torch.from_numpy(np.array(column)) for column in columns)
+            t = mask.nonzero()[:, 0]
+            logits = model(input_ids=tokens[None].long(), use_cache=False).logits[0, t - 1]
+            logp = torch.log_softmax(logits / 0.7, -1).gather(1, tokens[t, None].long())[:, 0]
+            ratio = (logp - old[t]).exp()
+            expected = expected - torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.2) * advantage[t]).sum()
+        expected = expected / scale_of(batch).num_loss_tokens
+        expected.backward()
+        reference = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert loss == pytest.approx(expected.item(), rel=1e-4)
+        assert norm == pytest.approx(reference.item(), rel=1e-3)
+        adamw.step()
+        adamw.zero_grad()
+    theirs = dict(model.named_parameters())
+    for name, ours in adapters_of(engine).items():
+        torch.testing.assert_close(ours, theirs[f"base_model.model.{name}"], atol=2e-5, rtol=1e-4)
+
+
+def test_bf16_keeps_fp32_masters_of_adapters_only(qwen2: Path) -> None:
+    engine = engine_of(qwen2, model={"dtype": "bf16"})
+    learn(engine)
+    assert {p.dtype for p in engine.policy.model.parameters()} == {torch.bfloat16}
+    assert engine.flat.master_P is not None
+    assert engine.flat.master_P.dtype == torch.float32
+    assert sum(segment.parameter.numel() for segment in engine.flat.segments) == engine.built().trainable_parameters
+    full, half = engine_of(qwen2), engine_of(qwen2, model={"dtype": "bf16"})
+    assert learn(full)[::2] == pytest.approx(learn(half)[::2], abs=3e-2)
+
+
+# ── disk ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_three_and_three_steps_are_six(tmp_path: Path, qwen2: Path, dtype: str) -> None:
+    straight, half, resumed = (engine_of(qwen2, model={"dtype": dtype}) for _ in range(3))
+    expected = learn(straight, 6)
+    assert learn(half, 3) == expected[:6]
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    half.save(folder)
+    resumed.load(folder)
+    assert learn(resumed, 3, first=3) == expected[6:]
+    assert all(torch.equal(value, adapters_of(straight)[name]) for name, value in adapters_of(resumed).items())
+    saved = ShardReader(folder, "model")
+    assert saved.shapes.keys() == adapters_of(half).keys(), "the base model is not saved"
+    assert set(saved.dtypes.values()) == {torch.float32}
+    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_a_checkpoint_loads_as_a_peft_adapter(tmp_path: Path, qwen2: Path) -> None:
+    """With nothing but its tensors renamed: the configuration file is peft's own."""
+    from peft import PeftModel
+    from safetensors.torch import save_file
+
+    engine, folder = engine_of(qwen2), tmp_path / "saved"
+    learn(engine)
+    folder.mkdir()
+    engine.save(folder)
+    tensors = {peft_name(name): tensor for name, tensor in ShardReader(folder, "model").tensors()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    base = build_model(model_config(qwen2, attn_implementation="eager"), load_weights=True)
+    model = PeftModel.from_pretrained(base, folder).eval()
+    tokens = list(range(2, 12))
+    (answer,) = engine.greedy([tokens], 4)
+    ids = model.generate(input_ids=torch.tensor([tokens]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert ids[0, 10:].tolist() == answer.tokens
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Lora(rank=4, alpha=4.0), "lora_alpha 12.0, this run 4.0"),
+        (Lora(rank=8, alpha=12.0), "r 4, this run 8"),
+        (Lora(rank=4, alpha=12.0, targets=("q_proj",)), "target_modules"),
+        (None, "another model"),
+    ],
+    ids=["alpha", "rank", "targets", "none"],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(
+    tmp_path: Path, qwen2: Path, other: Lora | None, message: str
+) -> None:
+    engine_of(qwen2).save(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        engine_of(qwen2, other).load(tmp_path)
+
+
+def test_adapters_do_not_load_a_whole_models_checkpoint(tmp_path: Path, qwen2: Path) -> None:
+    engine_of(qwen2, None).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        engine_of(qwen2).load(tmp_path)
+
+
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
+    """Norms, merged weights, log-probs without adapters and counts of parameters, over real gloo processes."""
+    cases = [case for case in ("ddp", "fsdp2", "zero1", "zero3") if case in sharded_worker.CASES]
+    warm_torchrun(2, "lora_worker.py", qwen2, tmp_path, *cases)
+    alone, batch = engine_of(qwen2), make_batch()
+    start_T, norms, built = alone.forward(batch), learn(alone)[1::2], alone.built()
+    for case in cases:
+        with np.load(tmp_path / f"{case}.npz") as file:
+            found = dict(file)
+        assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
+        np.testing.assert_allclose(found.pop("base_T"), start_T, atol=1e-5, err_msg=case)
+        assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
+        apart = {f"apart {name}": value for name, value in weights_of(alone, form="apart").items()}
+        assert largest_gap(found, weights_of(alone) | apart) < 2e-5, case

@@ -1,0 +1,352 @@
+"""Token losses against hand-computed numbers, and against numpy with derivatives written out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from train_helpers import grpo, gspo, make_batch, scale_of
+
+from backends.fake.fake_losses import (
+    FAKE_LOSSES,
+    FAKE_SEQUENCE_COLUMNS,
+    FakeColumns,
+    fake_loss,
+    fake_policy_loss,
+    fake_sequence_columns,
+)
+from backends.packed.packing import loss_weight_T
+from backends.protocol import LossScale
+from backends.token_metrics import SOURCES
+from backends.train.losses import (
+    LOSSES,
+    TokenColumns,
+    clipped_surrogate,
+    kl_estimate,
+    loss_function,
+    policy_loss,
+    sequence_columns,
+)
+from specs.errors import RlctlError
+from specs.load.keys import tables_of
+from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
+from specs.schema.algorithms.algorithm_tables import GspoLoss, LossTable, PpoClip
+from specs.wire.batch import Batch
+
+
+def policy(ratio: float, advantage: float, **kwargs: float | None) -> tuple[float, float, bool]:
+    """Loss, its derivative by the log-prob, and whether it was clipped, of one token."""
+    logprob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    values = {"clip_low": 0.2, "clip_high": 0.28, **kwargs}
+    out = clipped_surrogate(logprob, torch.tensor([advantage]).double(), **values)
+    out.loss_N.sum().backward()
+    return out.loss_N.item(), logprob.grad.item(), out.clipped_N.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual", "loss", "slope", "clipped"),
+    [
+        (1.0, 2.0, None, -2.0, -2.0, False),
+        (1.1, 2.0, None, -2.2, -2.2, False),  # inside the range
+        (1.5, 2.0, None, -2.56, 0.0, True),  # above 1 + 0.28: no more push
+        (0.5, 2.0, None, -1.0, -1.0, False),  # below, but the advantage pulls it back
+        (0.5, -2.0, None, 1.6, 0.0, True),  # below 1 - 0.2
+        (1.5, -2.0, None, 3.0, 3.0, False),
+        (5.0, -2.0, None, 10.0, 10.0, False),
+        (5.0, -2.0, 3.0, 6.0, 0.0, True),  # dual clip bounds it at 3·2
+        (2.0, -2.0, 3.0, 4.0, 4.0, False),
+        (5.0, 2.0, 3.0, -2.56, 0.0, True),  # dual clip is for negative advantages only
+    ],
+)
+def test_clipped_surrogate_by_hand(
+    ratio: float, advantage: float, dual: float | None, loss: float, slope: float, clipped: bool
+) -> None:
+    got = policy(ratio, advantage, dual_clip=dual)
+    assert got[:2] == pytest.approx((loss, slope))
+    assert got[2] is clipped
+
+
+def test_ratio_is_bounded() -> None:
+    assert policy(math.exp(30), -1.0)[0] == pytest.approx(math.exp(20))
+    assert policy(math.exp(30), -1.0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("estimator", "d", "value", "slope"),  # slope: by the log-prob, so minus the one by d
+    [
+        ("k2", 0.5, 0.125, -0.5),
+        ("k3", 0.5, math.exp(0.5) - 1.5, 1 - math.exp(0.5)),
+        ("k3", -0.5, math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
+        ("k3", 5.0, 10.0, 0.0),  # exp(5) - 6 is over the bound
+        ("k3-straight-through", 0.5, math.exp(0.5) - 1.5, -0.5),
+    ],
+)
+def test_kl_estimators_by_hand(estimator: str, d: float, value: float, slope: float) -> None:
+    logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    kl = kl_estimate(logprob, torch.tensor([-1.0 + d], dtype=torch.float64), estimator)
+    kl.sum().backward()
+    assert kl.item() == pytest.approx(value)
+    assert logprob.grad.item() == pytest.approx(slope)
+
+
+def test_kl_gradient_is_right_in_expectation() -> None:
+    """E over the actor of the straight-through form's gradient is the gradient of KL(actor ‖ ref)."""
+    logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5], dtype=torch.float64), 0)
+    logp = torch.log_softmax(logits, 0)
+    (true_grad,) = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)
+    sampled = (logp.detach().exp() * kl_estimate(logp, ref, "k3-straight-through")).sum()
+    (estimated,) = torch.autograd.grad(sampled, logits)
+    torch.testing.assert_close(estimated, true_grad)
+
+
+SETTINGS = [
+    {},
+    {"clip_high": 0.28, "dual_clip": 1.5},
+    {"kl_coef": 0.3, "kl_estimator": "k2"},
+    {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
+    {"kl_coef": 0.3, "kl_estimator": "k3-straight-through", "entropy_coef": -0.1},
+]
+
+
+LOSSES_TO_TRY = [grpo(**setting) for setting in SETTINGS] + [gspo(), gspo(kl_coef=0.3, entropy_coef=0.1)]
+
+
+@pytest.mark.parametrize("loss", LOSSES_TO_TRY, ids=str)
+@pytest.mark.parametrize("anchor", ["current", "trainer", "sampler"])
+def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor) -> None:
+    rng = np.random.default_rng(0)
+    count, loss = 400, loss.model_copy(update={"anchor": anchor})
+    logprob, old, ref, rollout = (rng.normal(-2, 1.0, count) for _ in range(4))
+    weight, advantage, entropy, log_ratio = rng.random(count), *rng.normal(size=(3, count))
+    optional = (old if anchor == "trainer" else None, ref if loss.needs_ref else None)
+    of_sequence = dict.fromkeys(loss.sequence_columns, log_ratio)
+    given = FakeColumns(weight, advantage, rollout, *optional, of_sequence)
+    expected = fake_policy_loss(logprob, entropy, given, loss)
+    lp, ent = (torch.tensor(column, requires_grad=True) for column in (logprob, entropy))
+    columns = TokenColumns(
+        *(None if column is None else torch.tensor(column) for column in (weight, advantage, rollout, *optional)),
+        {name: torch.tensor(column) for name, column in of_sequence.items()},
+    )
+    value, sums, maxima = policy_loss(lp, ent, columns, loss)
+    value.backward()
+    np.testing.assert_allclose(lp.grad.numpy(), expected.by_logprob_N, rtol=1e-9, atol=1e-12)
+    if loss.entropy_coef:
+        np.testing.assert_allclose(ent.grad.numpy(), expected.by_entropy_N, rtol=1e-9, atol=1e-12)
+    assert dict(zip(loss.summed(), sums.tolist(), strict=True)) == pytest.approx(expected.sums, rel=1e-9, abs=1e-9)
+    assert dict(zip(loss.maxima(), maxima.tolist(), strict=True)) == pytest.approx(expected.maxima)
+    assert value.item() == pytest.approx(expected.loss)
+
+
+def test_the_ratio_against_an_older_sampler_by_hand() -> None:
+    """A token that the sampler gave 1/4 and the trainer now gives 1/2: the ratio is 2, clipped at 1.28, and
+    the gap is what was learned in between."""
+    half, quarter = (torch.tensor([math.log(p)], dtype=torch.float64) for p in (0.5, 0.25))
+    one, loss = torch.ones(1, dtype=torch.float64), grpo(anchor="sampler", clip_high=0.28)
+    columns = TokenColumns(one, 3.0 * one, quarter, None, None)
+    for part in (columns, columns.slice(0, 1)):
+        value, sums, maxima = policy_loss(half, one, part, loss)
+        named = dict(zip(loss.summed(), sums.tolist(), strict=True))
+        assert value.item() == pytest.approx(-3.0 * 1.28)
+        assert (named["ratio"], named["clipped"]) == (pytest.approx(2.0), 1.0)
+        assert named["logprob_gap"] == maxima.item() == pytest.approx(math.log(2.0))
+
+
+# ── the tables ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("table", tables_of(LossTable))
+def test_every_loss_table_has_its_functions(table: type[Loss]) -> None:
+    assert table in LOSSES
+    assert table in FAKE_LOSSES
+    assert bool(table.sequence_columns) == (LOSSES[table].sequences is not None) == (table in FAKE_SEQUENCE_COLUMNS)
+    assert {metric.source for metric in table.metrics} <= set(SOURCES)
+    assert len({metric.name for metric in table.metrics}) == len(table.metrics)
+
+
+class Unheard(PpoClip):
+    kind: Literal["unheard"] = "unheard"  # type: ignore[assignment]
+
+
+def test_a_loss_without_a_function_is_named() -> None:
+    loss = Unheard(anchor="current")
+    with pytest.raises(RlctlError, match=r"(?s)loss unheard.*backends/train/losses.py has ppo_clip, gspo"):
+        loss_function(loss)
+    with pytest.raises(RlctlError, match=r"(?s)loss unheard.*fake_losses.py has ppo_clip, gspo"):
+        fake_loss(loss)
+
+
+def test_a_metric_without_a_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PpoClip, "metrics", (*PpoClip.metrics, LossMetric("actor/x", "unheard", "token_mean")))
+    one = torch.ones(1)
+    with pytest.raises(RlctlError, match=r"(?s)token metric unheard.*SOURCES in backends/token_metrics.py"):
+        policy_loss(one, one, TokenColumns(one, one, one, None, None), grpo(anchor="current"))
+
+
+# ── gspo ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def batch_of(*sequences: list[float | None], **columns: float) -> tuple[Batch, np.ndarray]:
+    """A batch whose log-ratios are given token by token (None: not a loss token, and its log-prob is nonsense), and
+    the current log-probs."""
+    flat = [value for sequence in sequences for value in (None, *sequence)]
+    mask_T = np.array([value is not None for value in flat], dtype=np.int8)
+    old_T = np.linspace(-3, -1, len(flat)).astype(np.float32)
+    now_T = np.where(mask_T, old_T + np.array([value or 0.0 for value in flat]), 77.0).astype(np.float32)
+    lengths = np.array([len(sequence) + 1 for sequence in sequences])
+    return Batch(
+        {
+            "length_B": lengths,
+            "tokens_T": np.zeros(len(flat), dtype=np.int32),
+            "loss_mask_T": mask_T,
+            "old_logprob_T": old_T,
+            "rollout_logprob_T": old_T,
+        }
+    ), now_T
+
+
+BOTH_COLUMNS = pytest.mark.parametrize("columns_of", [sequence_columns, fake_sequence_columns])
+
+
+@BOTH_COLUMNS
+@pytest.mark.parametrize("anchor", ["trainer", "sampler"])
+def test_a_sequences_log_ratio_by_hand(columns_of: Callable[..., Any], anchor: Anchor) -> None:
+    """Over loss tokens alone: a hole in the mask counts neither in the sum nor in the length."""
+    batch, now_T = batch_of([0.1, None, None, 0.3], [-0.2], [None, None])
+    found = columns_of(batch, gspo(anchor=anchor), lambda: now_T)["log_ratio_B"]
+    assert found == pytest.approx([0.2, -0.2, 0.0], abs=1e-6)
+
+
+@BOTH_COLUMNS
+def test_against_the_current_log_probs_no_pass_is_made(columns_of: Callable[..., Any]) -> None:
+    batch, _ = batch_of([0.1, 0.2], [0.3])
+
+    def never() -> np.ndarray:
+        raise AssertionError("a pass was made")
+
+    assert columns_of(batch, gspo(anchor="current"), never)["log_ratio_B"].tolist() == [0.0, 0.0]
+    assert columns_of(batch, grpo(), never) == {}
+
+
+def sequence_ratio(log_ratios: list[float], advantage: float, **bounds: float) -> tuple[list[float], list[float]]:
+    """Each token's loss and its derivative by the log-prob, of a sequence with these log-ratios."""
+    old = torch.full((len(log_ratios),), -2.0, dtype=torch.float64)
+    logprob = (old + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
+    one = torch.ones_like(old)
+    mean = sum(log_ratios) / len(log_ratios)
+    columns = TokenColumns(one, advantage * one, old, old, None, {"log_ratio_B": mean * one})
+    out = LOSSES[GspoLoss].tokens(logprob, old, columns, gspo(**bounds))
+    out.loss_N.sum().backward()
+    return out.loss_N.tolist(), logprob.grad.tolist()
+
+
+def test_gspo_by_hand() -> None:
+    # ratios 2 and 1/2 of the tokens: the sequence's is 1, and nothing is clipped though each token would be
+    loss, slope = sequence_ratio([math.log(2), -math.log(2)], 3.0, clip_low=0.1, clip_high=0.1)
+    assert loss == pytest.approx([-3.0, -3.0])
+    assert slope == pytest.approx([-3.0, -3.0])
+    # 4 and 1: the sequence's is 2, over 1 + 0.5, so all its tokens stop
+    loss, slope = sequence_ratio([math.log(4), 0.0], 1.0, clip_low=0.1, clip_high=0.5)
+    assert loss == pytest.approx([-1.5, -1.5])
+    assert slope == [0.0, 0.0]
+    # with a negative advantage the same sequence is still pushed down, twice as hard as at ratio 1
+    loss, slope = sequence_ratio([math.log(4), 0.0], -1.0, clip_low=0.1, clip_high=0.5)
+    assert loss == pytest.approx([2.0, 2.0])
+    assert slope == pytest.approx([2.0, 2.0])
+    # and below 1 - 0.1 it is not
+    assert sequence_ratio([-1.0, -1.0], -1.0, clip_low=0.1, clip_high=0.5)[1] == [0.0, 0.0]
+
+
+def test_gspos_gradient_against_finite_differences_of_the_paper() -> None:
+    """Zheng et al. 2025, eq. 5: Σ over sequences of min(s·A, clip(s)·A) / their number, s = exp(mean log-ratio)."""
+    lengths, advantages = [3, 1, 4, 2], [1.0, -0.5, 0.7, -1.2]
+    rng = np.random.default_rng(0)
+    old = rng.normal(-2, 0.5, sum(lengths))
+    logprob = old + rng.normal(0, 0.3, sum(lengths)) + np.repeat([0.5, -0.5, 0.0, 0.5], lengths)
+    low, high = 0.2, 0.15
+
+    def paper(values: np.ndarray) -> float:
+        total, start = 0.0, 0
+        for length, advantage in zip(lengths, advantages, strict=True):
+            s = math.exp(sum(values[start + t] - old[start + t] for t in range(length)) / length)
+            total += -min(s * advantage, min(max(s, 1 - low), 1 + high) * advantage) / len(lengths)
+            start += length
+        return total
+
+    which = np.repeat(np.arange(4), lengths)
+    mean_B = np.bincount(which, logprob - old) / np.array(lengths)
+    tensors = (1 / np.array(lengths)[which] / 4, np.array(advantages)[which], old, old)
+    columns = TokenColumns(*map(torch.tensor, tensors), None, {"log_ratio_B": torch.tensor(mean_B[which])})
+    lp = torch.tensor(logprob, requires_grad=True)
+    loss, *_ = policy_loss(lp, torch.zeros_like(lp), columns, gspo(clip_low=low, clip_high=high))
+    loss.backward()
+    assert loss.item() == pytest.approx(paper(logprob))
+    step = 1e-6 * np.eye(len(logprob))
+    slopes = [(paper(logprob + one) - paper(logprob - one)) / 2e-6 for one in step]
+    assert lp.grad.tolist() == pytest.approx(slopes, abs=1e-8)
+    assert 0.0 in lp.grad.tolist()  # some are clipped,
+    assert not all(value == 0.0 for value in lp.grad.tolist())  # and some are not
+
+
+# ── aggregation ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_aggregations_by_hand() -> None:
+    """Two sequences with losses (1, 2, 3) and (4,); one more without a loss token."""
+    batch = Batch(
+        {
+            "length_B": np.array([4, 2, 2]),
+            "tokens_T": np.zeros(8, dtype=np.int32),
+            "loss_mask_T": np.array([0, 1, 1, 1, 0, 1, 0, 0], dtype=np.int8),
+        }
+    )
+    loss_T = np.array([0, 1, 2, 3, 0, 4, 0, 0])
+    scale = LossScale(num_loss_tokens=4, num_sequences=2, max_response_tokens=5)
+    expected = {
+        "token-mean": 10 / 4,
+        "seq-mean-token-mean": (2 + 4) / 2,
+        "seq-mean-token-sum": (6 + 4) / 2,
+        "token-sum-constant": 10 / (5 * 2),
+    }
+    for aggregation, value in expected.items():
+        assert (loss_weight_T(batch, aggregation, scale) * loss_T).sum() == pytest.approx(value), aggregation
+
+
+AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_share_of_the_batch_weighs_what_it_does_in_the_whole(aggregation: str) -> None:
+    """Ranks hold unequal shares: only the global counts may divide."""
+    batch = make_batch()
+    scale, order = scale_of(batch), np.argsort(batch["length_B"])
+    whole_T = loss_weight_T(batch, aggregation, scale)
+    for share in (order[:2], order[2:]):
+        np.testing.assert_array_equal(
+            loss_weight_T(batch.select(share), aggregation, scale), whole_T[batch.token_index(share)]
+        )
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_aggregations_against_a_slow_loop(aggregation: str) -> None:
+    batch, rng = make_batch(), np.random.default_rng(1)
+    scale = scale_of(batch)
+    loss_T = rng.normal(size=batch.num_tokens)
+    total = 0.0
+    for losses, mask in zip(np.split(loss_T, batch.offsets[1:-1]), batch.sequences("loss_mask_T"), strict=True):
+        chosen = [loss for loss, on in zip(losses, mask, strict=True) if on]
+        if not chosen:
+            continue
+        if aggregation == "token-mean":
+            total += sum(chosen) / scale.num_loss_tokens
+        elif aggregation == "seq-mean-token-mean":
+            total += sum(chosen) / len(chosen) / scale.num_sequences
+        elif aggregation == "seq-mean-token-sum":
+            total += sum(chosen) / scale.num_sequences
+        else:
+            total += sum(chosen) / (scale.max_response_tokens * scale.num_sequences)
+    assert (loss_weight_T(batch, aggregation, scale) * loss_T).sum() == pytest.approx(total, rel=1e-5)

@@ -1,0 +1,48 @@
+"""The RMSNorm of training against the one of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from backends.train.rms_norm import use_fast_norms
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen2RMSNorm])
+@pytest.mark.parametrize("shape", [(7, 12), (1, 5, 12), (1, 3, 4, 12)])
+def test_values_and_gradients(kind: type[torch.nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, upstream = torch.randn(shape) * 3, torch.randn(shape)
+    stock, ours = kind(12, eps=1e-2), kind(12, eps=1e-2)
+    with torch.no_grad():
+        stock.weight.uniform_(-2, 2)
+    ours.load_state_dict(stock.state_dict())
+    use_fast_norms(ours)
+    assert ours.forward.__func__ is not kind.forward
+    results = []
+    for norm in (stock, ours):
+        leaf = x.clone().requires_grad_()
+        out = norm(leaf)
+        out.backward(upstream)
+        results.append((out.detach(), leaf.grad, norm.weight.grad))
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_other_precisions_are_left_alone() -> None:
+    norm = LlamaRMSNorm(8).to(torch.bfloat16)
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    before = norm(x)
+    use_fast_norms(norm)
+    assert torch.equal(norm(x), before)
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    norm = LlamaRMSNorm(8).requires_grad_(False)
+    use_fast_norms(norm)
+    x = torch.randn(3, 8, requires_grad=True)
+    norm(x).sum().backward()
+    assert norm.weight.grad is None
+    assert x.grad is not None

@@ -1,0 +1,284 @@
+"""vLLM applies the actor's adapters itself: against the trainer that made them, in a real vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from rollout_helpers import answer, make_prompts, rollout_config
+from train_helpers import build_engine, learn, train_config
+from vllm_process import RemoteVllm, VllmProcess, needs_vllm, shared_folder
+
+from backends.protocol import Weight, WeightSpec
+from backends.train.engine import HfTrainEngine
+from specs.errors import ModelError, SyncError
+from specs.schema.spec import DType, Lora, WeightForm
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+EXACT = 1e-4  # nats, fp32
+RANK = 5  # vLLM makes room for 8
+LORA = Lora(rank=RANK, alpha=12.0)
+TEMPERATURE = 0.7  # of `train_config`
+# The model with its fused layers, two of three parts of one adapted, and layers without adapters.
+PARTLY = Lora(rank=8, alpha=8.0, targets=("q_proj", "v_proj", "model.layers.1.mlp.down_proj"))
+
+
+def config_of(lora: Lora, dtype: DType = "fp32", device: str = "cpu") -> RolloutConfig:
+    config = rollout_config(shared_folder(), "vllm", dtype)
+    engine = config.engine.model_copy(update={"lora": "adapters"})
+    model = config.model.model_copy(update={"device": device})
+    return config.model_copy(update={"lora": lora, "engine": engine, "model": model})
+
+
+def trainer_of(lora: Lora = LORA, dtype: DType = "fp32") -> HfTrainEngine:
+    config = train_config(shared_folder(), lora=lora, micro_batch_tokens=512, model={"dtype": dtype})
+    engine = build_engine(config)
+    assert isinstance(engine, HfTrainEngine)
+    learn(engine, 2)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[VllmProcess]:
+    process = VllmProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def engine(process: VllmProcess) -> RemoteVllm:
+    """As just started: no model, no adapters."""
+    return RemoteVllm(process, config_of(LORA))
+
+
+@pytest.fixture(scope="module")
+def trainer() -> HfTrainEngine:
+    return trainer_of()
+
+
+Change = Callable[[Weight, NDArray[np.uint8]], tuple[WeightSpec, NDArray[np.uint8]] | None]
+
+
+def sync(trainer: HfTrainEngine, engine: RemoteVllm, change: Change | None = None) -> tuple[WeightForm, int]:
+    """What a sync does: every checksum as sent must be the one read back. Returns the form, and how many bytes."""
+    form = engine.weight_form()
+    nbytes = 0
+    for weight in trainer.export_weights(trainer.config.model.dtype, form):
+        buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+        checksum, spec = weight.copy_to(buffer), weight.spec
+        if change is not None:
+            changed = change(weight, buffer)
+            if changed is None:
+                continue
+            spec, buffer = changed
+        if engine.import_weight(spec, buffer) != checksum:
+            raise SyncError(f"weight {spec.name} differs")
+        nbytes += weight.spec.nbytes
+    engine.finish_import()
+    return form, nbytes
+
+
+def probe(seed: int = 0, sequences: int = 4, length: int = 20) -> Batch:
+    tokens_T = np.random.default_rng(seed).integers(2, 23, sequences * length)
+    mask_T = np.ones(len(tokens_T), dtype=np.uint8)
+    mask_T[::length] = 0
+    return Batch({"tokens_T": tokens_T, "length_B": np.full(sequences, length), "loss_mask_T": mask_T})
+
+
+def gap(trainer: HfTrainEngine, engine: RemoteVllm, *, adapters: bool = True) -> float:
+    batch = probe()
+    theirs = engine.score(batch.only(["tokens_T"]), TEMPERATURE)
+    return float(np.abs(theirs - trainer.forward(batch, adapters=adapters)).max())
+
+
+def test_the_model_travels_once_and_then_its_adapters_alone(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """Log-probs of samples are the trainer's, after the first sync and after more learning."""
+    assert np.abs(trainer.forward(probe()) - trainer.forward(probe(), adapters=False)).max() > 0.1
+    first, whole = sync(trainer, engine)
+    assert (first, gap(trainer, engine) < EXACT) == ("apart", True)
+    for seed in range(2):
+        before = gap(trainer, engine)
+        learn(trainer, 1, first=10 + seed)
+        assert gap(trainer, engine) > 100 * before, "the step must be large enough to see"
+        form, nbytes = sync(trainer, engine)
+        assert (form, gap(trainer, engine) < EXACT) == ("adapters", True)
+        assert nbytes < whole / 3
+        parts: list[Batch] = []
+        engine.generate(
+            make_prompts(), Sampling(seed=seed, temperature=TEMPERATURE, max_response_tokens=15), parts.append
+        )
+        samples = Batch.concat(parts)
+        inside = samples["loss_mask_T"] == 1
+        want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
+        np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+        assert want_T[inside].std() > 0.3, "a distribution this flat would hide a wrong token"
+
+
+def test_cached_prefixes_of_the_old_adapters_are_forgotten(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """The adapters keep their name in vLLM, which takes it for the key of cached blocks."""
+    sync(trainer, engine)
+    prompts = make_prompts(groups=2, longest=70)
+    sampling = Sampling(seed=1, temperature=TEMPERATURE, max_response_tokens=8)
+    answer(engine, prompts, sampling)
+    learn(trainer, 2, first=20)
+    sync(trainer, engine)
+    parts: list[Batch] = []
+    engine.generate(prompts, sampling, parts.append)
+    samples = Batch.concat(parts)
+    inside = samples["loss_mask_T"] == 1
+    want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
+    np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+
+
+def test_what_was_built_is_the_model_without_adapters(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    assert engine.built().parameters == trainer.built().parameters
+    assert engine.built().model_class == "Qwen2ForCausalLM"
+    held = {spec.name: spec for spec in engine.weight_specs()}
+    assert held == {spec.name: spec for spec in trainer.weight_specs("fp32", "apart")}
+
+
+def test_after_level_2_the_model_comes_again(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """Adapters alone on a dropped model would be gibberish: the engine says that it wants all, and refuses less."""
+    sync(trainer, engine)
+    engine.sleep(2)
+    engine.wake(["weights"])
+    assert engine.weight_form() == "apart"
+    with pytest.raises(SyncError, match="no complete set"):
+        engine.score(probe().only(["tokens_T"]), 1.0)
+    for weight in trainer.export_weights("fp32", "adapters"):
+        buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+        weight.copy_to(buffer)
+        engine.import_weight(weight.spec, buffer)
+    with pytest.raises(SyncError, match=r"weights did not arrive, first model\.embed_tokens\.weight"):
+        engine.finish_import()
+    assert sync(trainer, engine)[0] == "apart"
+    assert gap(trainer, engine) < EXACT
+    engine.wake(["kv_cache"])
+    assert len(answer(engine, make_prompts())) > 0
+
+
+def test_what_a_sleep_left_in_the_room_for_adapters_is_cleared(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """Rank 5 fills 5 of 8 places."""
+    sync(trainer, engine)
+    engine.sleep(2)
+    engine.process.call("spoil_adapters")
+    engine.wake(["weights"])
+    sync(trainer, engine)
+    assert gap(trainer, engine) < EXACT
+
+
+def test_after_level_1_adapters_are_enough(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    sync(trainer, engine)
+    engine.sleep(1)
+    engine.wake(["weights"])
+    learn(trainer, 1, first=30)
+    assert sync(trainer, engine)[0] == "adapters"
+    assert gap(trainer, engine) < EXACT
+
+
+def test_half_a_model_is_not_taken_for_a_whole_one(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    sync(trainer, engine)
+    weight = next(iter(trainer.export_weights("fp32", "apart")))
+    buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+    weight.copy_to(buffer)
+    engine.import_weight(weight.spec, buffer)
+    assert engine.weight_form() == "apart"
+
+
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
+
+ONE = "model.layers.1.mlp.up_proj.lora_B.weight"
+OTHER = "model.layers.1.mlp.gate_proj.lora_B.weight"
+
+
+def test_a_dropped_adapter_is_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    sync(trainer, engine)
+    with pytest.raises(SyncError, match=f"1 weights did not arrive, first {ONE}"):
+        sync(trainer, engine, lambda weight, data: None if weight.spec.name == ONE else (weight.spec, data))
+    with pytest.raises(SyncError, match="no complete set"):
+        engine.score(probe().only(["tokens_T"]), 1.0)
+
+
+def test_swapped_adapters_are_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """The two halves of vLLM's fused gate_up_proj, of the same shape."""
+    sync(trainer, engine)
+    other, held = {ONE: OTHER, OTHER: ONE}, {}
+    for weight in trainer.export_weights("fp32", "adapters"):
+        held[weight.spec.name] = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+        weight.copy_to(held[weight.spec.name])
+    with pytest.raises(SyncError, match=f"weight {OTHER} differs"):
+        sync(trainer, engine, lambda weight, data: (weight.spec, held[other.get(weight.spec.name, weight.spec.name)]))
+
+
+def test_a_stale_adapter_is_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    sync(trainer, engine)
+    old = np.zeros(next(s.nbytes for s in trainer.weight_specs("fp32", "adapters") if s.name == ONE), dtype=np.uint8)
+    next(w for w in trainer.export_weights("fp32", "adapters") if w.spec.name == ONE).copy_to(old)
+    learn(trainer, 1, first=40)
+    with pytest.raises(SyncError, match=f"weight {ONE} differs"):
+        sync(trainer, engine, lambda weight, data: (weight.spec, old if weight.spec.name == ONE else data))
+
+
+def test_a_truncated_adapter_and_one_of_another_dtype_are_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    sync(trainer, engine)
+    with pytest.raises(SyncError, match=rf"weight {ONE} arrived as fp32 .* the rollout holds fp32 \[48, 5\]"):
+        sync(trainer, engine, lambda weight, data: (weight.spec, data[:-4] if weight.spec.name == ONE else data))
+    half = WeightSpec(ONE, "bf16", (48, RANK), 48 * RANK * 2)
+    with pytest.raises(SyncError, match=f"weight {ONE} arrived as bf16"):
+        sync(trainer, engine, lambda w, data: (half, data[: half.nbytes]) if w.spec.name == ONE else (w.spec, data))
+
+
+def test_only_the_probe_sees_adapters_that_vllm_does_not_apply(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """Every byte in its place and read back, and the requests without the adapters' name."""
+    sync(trainer, engine)
+    engine.process.call("forget_adapters")
+    sync(trainer, engine)
+    assert gap(trainer, engine, adapters=False) < EXACT
+    assert gap(trainer, engine) > 0.1
+
+
+# ── other targets ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_some_parts_of_fused_layers_may_have_adapters(process: VllmProcess, trainer: HfTrainEngine) -> None:
+    """Those without keep zeros, whatever was there before."""
+    sync(trainer, RemoteVllm(process, config_of(LORA)))
+    partly, engine = trainer_of(PARTLY), RemoteVllm(process, config_of(PARTLY))
+    for seed in range(2):
+        sync(partly, engine)
+        assert gap(partly, engine) < EXACT
+        learn(partly, 1, first=seed)
+
+
+def test_a_layer_without_a_place_for_adapters_is_refused(engine: RemoteVllm) -> None:
+    with pytest.raises(ModelError, match=r"vLLM has no place for adapters of model\.norm"):
+        engine.process.call("clear_adapters", {"layers": ["model.norm"]})
+
+
+# ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_on_a_gpu(level: int) -> None:
+    """vLLM's sleep mode and its own kernels, in bf16: the order of a sync on a shared GPU."""
+    process, trainer = VllmProcess(), trainer_of(dtype="bf16")
+    try:
+        engine = RemoteVllm(process, config_of(LORA, "bf16", "cuda"))
+        assert sync(trainer, engine)[0] == "apart"
+        for step in range(2):
+            engine.sleep(level)
+            learn(trainer, 1, first=50 + step)
+            engine.wake(["weights"])
+            assert sync(trainer, engine)[0] == {1: "adapters", 2: "apart"}[level]
+            assert gap(trainer, engine) < 0.15
+            assert gap(trainer, engine) < gap(trainer, engine, adapters=False) / 2
+            engine.wake(["kv_cache"])
+            answer(engine, make_prompts())
+    finally:
+        process.close()

@@ -1,0 +1,348 @@
+"""The vLLM rollout engine against Hugging Face's forward pass. What all rollout engines promise is tested in
+`test_contract_rollout.py`, with the same vLLM process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, needs_vllm, shared_folder
+
+from backends.protocol import Rank, WeightSpec
+from backends.vllm_rollout.engine import VllmRolloutEngine
+from backends.vllm_rollout.read_back import checksum_of
+from backends.vllm_rollout.worker import Piece
+from backends.weights.checksum import checksum_bytes
+from backends.weights.tensor_bytes import named_weights, tensor_bytes, wire_dtype
+from specs.errors import ModelError, SyncError
+from specs.wire.batch import Batch
+from specs.wire.role_config import Sampling
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+EXACT = 1e-4  # nats, fp32
+TINY_DIGITS = Path(__file__).parents[3] / "specs" / "builtin" / "tiny-digits"
+
+
+class Reference:
+    """The trainer's side: a Hugging Face model of the same folder, in this interpreter's own transformers."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+        self.model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+
+    def send_to(self, engine: RemoteVllm) -> None:
+        """A sync: every weight's checksum as it was sent must be the one read back."""
+        for spec in engine.weight_specs():
+            data = tensor_bytes(named_weights(self.model)[spec.name])
+            assert engine.import_weight(spec, data) == checksum_bytes(data), spec.name
+        engine.finish_import()
+
+    @torch.inference_mode()
+    def logits(self, tokens: NDArray[np.int64]) -> torch.Tensor:
+        return self.model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+
+    def logprobs(self, batch: Batch, temperature: float, top_k: int = 0) -> NDArray[np.float32]:
+        """`logprob_T` of every token but each first, after temperature and top-k."""
+        found = []
+        for tokens in batch.sequences("tokens_T"):
+            logits = self.logits(tokens)[:-1] / temperature
+            if top_k:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+            scores = logits.log_softmax(-1).gather(-1, torch.from_numpy(tokens)[1:, None])[:, 0]
+            found += [np.zeros(1, np.float32), scores.numpy()]
+        return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(shared_folder())
+
+
+@pytest.fixture
+def engine(reference: Reference) -> RemoteVllm:
+    fresh = fresh_vllm()
+    reference.send_to(fresh)
+    return fresh
+
+
+def sample(engine: RemoteVllm, **sampling: float) -> Batch:
+    parts: list[Batch] = []
+    engine.generate(make_prompts(), Sampling(seed=5, max_response_tokens=15, **sampling), parts.append)
+    return Batch.concat(parts)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_sampled_logprobs_are_hugging_faces(engine: RemoteVllm, reference: Reference, temperature: float) -> None:
+    batch = sample(engine, temperature=temperature)
+    inside = batch["loss_mask_T"] == 1
+    want_T = reference.logprobs(batch, temperature)
+    np.testing.assert_allclose(batch["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+    assert inside.sum() > 100
+    assert want_T[inside].std() > 0.3, "a distribution this flat would hide a wrong token"
+
+
+def test_logprobs_are_those_after_top_k(engine: RemoteVllm, reference: Reference) -> None:
+    batch = sample(engine, temperature=1.2, top_k=3)
+    inside = batch["loss_mask_T"] == 1
+    want_T = reference.logprobs(batch, 1.2, top_k=3)
+    np.testing.assert_allclose(batch["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+    assert np.abs(want_T - reference.logprobs(batch, 1.2))[inside].max() > 0.01, "top-k must matter here"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_score_is_hugging_faces(engine: RemoteVllm, reference: Reference, temperature: float) -> None:
+    batch = sample(engine).only(["tokens_T"])
+    np.testing.assert_allclose(engine.score(batch, temperature), reference.logprobs(batch, temperature), atol=EXACT)
+
+
+def test_a_sequence_of_full_length_can_be_scored(engine: RemoteVllm, reference: Reference) -> None:
+    longest = engine_limit()
+    tokens = np.random.default_rng(0).integers(2, 23, longest)
+    batch = Batch({"tokens_T": tokens, "length_B": np.array([longest])})
+    np.testing.assert_allclose(engine.score(batch, 1.0), reference.logprobs(batch, 1.0), atol=EXACT)
+
+
+def engine_limit() -> int:
+    return rollout_config(shared_folder(), "vllm").model.max_sequence_tokens
+
+
+def test_greedy_takes_the_likeliest_and_reports_its_plain_logprob(engine: RemoteVllm, reference: Reference) -> None:
+    prompts = make_prompts(4, 1)
+    found = answer(engine, prompts, Sampling(seed=0, greedy=True, temperature=0.5, max_response_tokens=10))
+    for index, prompt in enumerate(prompts.sequences("tokens_T")):
+        tokens, logprobs, _ = found[int(prompts["id_B"][index])]
+        sequence = np.concatenate([prompt, tokens])
+        scores = reference.logits(sequence)[len(prompt) - 1 : -1].log_softmax(-1)
+        assert tokens == scores.argmax(-1).tolist()
+        np.testing.assert_allclose(logprobs, scores.max(-1).values.numpy(), atol=EXACT)
+
+
+def test_finished_groups_leave_while_others_are_written(engine: RemoteVllm) -> None:
+    parts: list[Batch] = []
+    engine.generate(make_prompts(16, 2), Sampling(seed=1, max_response_tokens=60), parts.append)
+    assert len(parts) > 3
+    assert engine.unfinished[0] > 0
+    assert engine.unfinished[-1] == 0
+    assert engine.unfinished == sorted(engine.unfinished, reverse=True)
+
+
+def test_a_group_computes_its_prompt_once(engine: RemoteVllm, reference: Reference) -> None:
+    """A prompt of 70 tokens is two whole blocks of 32 and a rest: three of four samples find the blocks."""
+    prompt = np.random.default_rng(2).integers(2, 23, 70)
+    prompts = batch_of([prompt] * 4, np.arange(4), np.zeros(4, dtype=np.int64))
+    parts: list[Batch] = []
+    counters = engine.generate(prompts, Sampling(seed=1, max_response_tokens=8), parts.append)
+    assert counters["cached_prompt_tokens"] == 3 * 64
+    batch = Batch.concat(parts)
+    inside = batch["loss_mask_T"] == 1
+    np.testing.assert_allclose(batch["rollout_logprob_T"][inside], reference.logprobs(batch, 1.0)[inside], atol=EXACT)
+
+
+def test_a_failing_receiver_leaves_no_request_behind(engine: RemoteVllm) -> None:
+    prompts, sampling = make_prompts(16, 2), Sampling(seed=1, max_response_tokens=60)
+    before = answer(engine, prompts, sampling)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        engine.generate(prompts, sampling, lambda part: None, fail_at_first=True)
+    assert answer(engine, prompts, sampling) == before
+
+
+def test_what_was_built(engine: RemoteVllm, reference: Reference) -> None:
+    built = engine.built()
+    assert built.model_class == "Qwen2ForCausalLM"
+    assert built.parameters == sum(p.numel() for p in reference.model.parameters())
+    assert (built.hidden_size, built.layers, built.vocab_size) == (VLLM_SHAPE["hidden_size"], 2, 23)
+    assert (built.dtype, built.tied_embeddings, built.path) == ("fp32", False, str(shared_folder()))
+    assert built.attn_implementation == "CPU_ATTN"
+    assert built.attn_function.startswith("vllm.v1.attention")
+
+
+def test_a_swapped_weight_is_seen_by_score(engine: RemoteVllm, reference: Reference) -> None:
+    """Two halves of one fused tensor, of the same shape: each lands in its own place."""
+    batch = sample(engine).only(["tokens_T"])
+    weights = named_weights(reference.model)
+    names = [f"model.layers.0.mlp.{half}_proj.weight" for half in ("gate", "up")]
+    specs = {spec.name: spec for spec in engine.weight_specs()}
+    for spec in specs.values():
+        taken = dict(zip(names, reversed(names), strict=True)).get(spec.name, spec.name)
+        engine.import_weight(spec, tensor_bytes(weights[taken]))
+    engine.finish_import()
+    assert np.abs(engine.score(batch, 1.0) - reference.logprobs(batch, 1.0)).max() > 0.05
+    for name in names:
+        engine.import_weight(specs[name], tensor_bytes(weights[name]))
+    for spec in specs.values():
+        engine.import_weight(spec, tensor_bytes(weights[spec.name]))
+    engine.finish_import()
+    np.testing.assert_allclose(engine.score(batch, 1.0), reference.logprobs(batch, 1.0), atol=EXACT)
+
+
+def test_the_probe_runs_between_waking_weights_and_cache(engine: RemoteVllm, reference: Reference) -> None:
+    """The order of a sync on shared devices: asleep, weights awake, import, score, cache awake."""
+    batch = sample(engine).only(["tokens_T"])
+    later = Reference(shared_folder(), seed=1)
+    engine.sleep(2)
+    engine.wake(["weights"])
+    with pytest.raises(SyncError, match="no complete set"):
+        engine.score(batch, 1.0)
+    later.send_to(engine)
+    np.testing.assert_allclose(engine.score(batch, 1.0), later.logprobs(batch, 1.0), atol=EXACT)
+    engine.wake(["kv_cache"])
+    batch = sample(engine)
+    inside = batch["loss_mask_T"] == 1
+    np.testing.assert_allclose(batch["rollout_logprob_T"][inside], later.logprobs(batch, 1.0)[inside], atol=EXACT)
+
+
+def test_sleep_gives_memory_back_and_cycles_stay_flat(engine: RemoteVllm) -> None:
+    """Resident memory after each of 12 cycles of sleep, wake, import and sampling: no growth after the first few."""
+    resident = []
+    for _ in range(12):
+        resident.append(engine.process.call("sleep", {"level": 2})[0]["rss_bytes"])
+        engine.wake(["weights"])
+        give_weights(engine)
+        engine.wake(["kv_cache"])
+        answer(engine, make_prompts())
+    slope = np.polyfit(np.arange(8), resident[4:], 1)[0]
+    assert slope < 2**20, [f"{value / 2**20:.1f} MiB" for value in resident]
+
+
+# ── tied embeddings, stop texts: a vLLM of their own ──────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tied") / "model"
+    shutil.copytree(TINY_DIGITS, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tied(tied_folder: Path) -> Iterator[RemoteVllm]:
+    process = VllmProcess()
+    yield RemoteVllm(process, rollout_config(tied_folder, "vllm", stop=("7",)))
+    process.close()
+
+
+def test_tied_embeddings_come_once_and_reach_the_head(tied: RemoteVllm, tied_folder: Path) -> None:
+    assert tied.built().tied_embeddings
+    names = [spec.name for spec in tied.weight_specs()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    rng = np.random.default_rng(0)
+    batch = Batch({"tokens_T": rng.integers(0, 15, 24), "length_B": np.array([12, 12])})
+    for seed in (0, 1):
+        reference = Reference(tied_folder, seed)
+        assert tied.built().parameters == sum(p.numel() for p in reference.model.parameters())
+        reference.send_to(tied)
+        np.testing.assert_allclose(tied.score(batch, 1.0), reference.logprobs(batch, 1.0), atol=EXACT)
+
+
+def test_a_stop_text_ends_an_answer(tied: RemoteVllm, tied_folder: Path) -> None:
+    Reference(tied_folder).send_to(tied)
+    prompts = batch_of([np.array([4])] * 64, np.arange(64), np.zeros(64, dtype=np.int64))
+    found = answer(tied, prompts)
+    ends = {tokens[-1] for tokens, _, finished in found.values() if finished}
+    assert len(ends) == 2, "answers end at the model's end token or at the stop text"
+    assert not any(set(tokens[:-1]) & ends for tokens, _, _ in found.values())
+
+
+def test_without_the_cure_a_tied_head_stays_stale_and_only_the_probe_sees_it(tied_folder: Path) -> None:
+    """vLLM's own packing and `reload_weights`: no error, each parameter holds the new bytes, and the answers are of the
+    old ones."""
+    process = VllmProcess()
+    try:
+        engine = RemoteVllm(process, rollout_config(tied_folder, "vllm"), engine="stale-head")
+        reference = Reference(tied_folder)
+        reference.send_to(engine)
+        table = named_weights(reference.model)["model.embed_tokens.weight"]
+        held = process.call("held", {"name": "model.embed_tokens.weight"})[0]["checksum"]
+        assert held == checksum_bytes(tensor_bytes(table))
+        rng = np.random.default_rng(0)
+        batch = Batch({"tokens_T": rng.integers(0, 15, 24), "length_B": np.array([12, 12])})
+        gap = np.abs(engine.score(batch, 1.0) - reference.logprobs(batch, 1.0)).max()
+        assert gap > 0.15, "vLLM packs a tied head again: the cure in backends/vllm_rollout/plain_worker.py may go"
+    finally:
+        process.close()
+
+
+# ── refused ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    """Before vLLM is imported, so also without it."""
+    config = rollout_config(shared_folder(), "vllm")
+    longer = config.model.model_copy(update={"max_sequence_tokens": 129})
+    with pytest.raises(ModelError, match="takes at most 128 tokens"):
+        VllmRolloutEngine.build(config.model_copy(update={"model": longer}), Rank())
+
+
+# ── reading back ──────────────────────────────────────────────────────────────────────────────────
+
+
+def pieces_of(whole: torch.Tensor, *parts: torch.Tensor) -> list[Piece]:
+    """Views of `whole` as workers would report them."""
+    return [Piece(tuple(p.shape), p.stride(), p.storage_offset(), tensor_bytes(p)) for p in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_put_together_from_shards(dtype: torch.dtype) -> None:
+    whole = torch.randn(6, 8).to(dtype)
+    spec = WeightSpec("w", wire_dtype(dtype), (6, 8), whole.nbytes)
+    want = checksum_bytes(tensor_bytes(whole))
+    for parts in (
+        (whole,),
+        (whole[:2], whole[2:]),
+        (whole[:, :3], whole[:, 3:]),
+        (whole, whole),
+        (whole[:4], whole[2:]),
+    ):
+        assert checksum_of(spec, pieces_of(whole, *parts)) == want
+    with pytest.raises(SyncError, match="weight w: vLLM copied 40 of its 48 numbers"):
+        checksum_of(spec, pieces_of(whole, whole[:5]))
+    other = pieces_of(whole, whole[2:])[0]
+    changed = other.data.copy()
+    changed[3] ^= 1
+    with pytest.raises(SyncError, match="different values"):
+        checksum_of(spec, [*pieces_of(whole, whole), replace(other, data=changed)])
+    assert checksum_of(spec, [*pieces_of(whole, whole[:2]), replace(other, data=changed)]) != want
+
+
+# ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_sleep_mode_on_a_gpu(tensor_parallel: int, reference: Reference) -> None:
+    """Level 2, weights awake, import, probe, cache awake: in the order of a sync on a shared GPU."""
+    if torch.cuda.device_count() < tensor_parallel:
+        pytest.skip(f"needs {tensor_parallel} GPUs")
+    config = rollout_config(shared_folder(), "vllm", tensor_parallel=tensor_parallel)
+    process = VllmProcess()
+    try:
+        engine = RemoteVllm(
+            process, config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+        )
+        reference.send_to(engine)
+        before = answer(engine, make_prompts())
+        engine.sleep(2)
+        engine.wake(["weights"])
+        reference.send_to(engine)
+        batch = Batch({"tokens_T": np.arange(2, 22), "length_B": np.array([20])})
+        np.testing.assert_allclose(engine.score(batch, 0.8), reference.logprobs(batch, 0.8), atol=1e-3)
+        engine.wake(["kv_cache"])
+        assert {k: v[0] for k, v in answer(engine, make_prompts()).items()} == {k: v[0] for k, v in before.items()}
+    finally:
+        process.close()

@@ -1,0 +1,113 @@
+"""A model cut across vLLM's own worker processes (`tensor_parallel`): weights and adapters reach their parts, log-probs
+are the trainer's, and the end of one worker is the end of the sampler, told as such. Two workers, one real vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rollout_helpers import make_prompts
+from test_vllm_adapters import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, sync, trainer_of
+from train_helpers import learn
+from vllm_process import RemoteVllm, VllmProcess, needs_vllm
+
+from backends.train.engine import HfTrainEngine
+from specs.errors import SamplerDied, SyncError
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def cut_config() -> RolloutConfig:
+    config = config_of(LORA)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"tensor_parallel": 2})})
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[VllmProcess]:
+    process = VllmProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def engine(process: VllmProcess) -> RemoteVllm:
+    """As just started: no model, no adapters."""
+    return RemoteVllm(process, cut_config())
+
+
+@pytest.fixture(scope="module")
+def trainer() -> HfTrainEngine:
+    return trainer_of()
+
+
+def test_parts_of_every_weight_and_adapter_arrive(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """Checksums are read back from both parts (in `sync`); scores and samples have the trainer's log-probs. The model
+    has one key-value head, which both workers hold."""
+    assert engine.built().mesh == {"tensor": 2}
+    assert engine.built().parameters == trainer.built().parameters
+    assert sync(trainer, engine)[0] == "apart"
+    assert gap(trainer, engine) < EXACT
+    for seed in range(2):
+        learn(trainer, 1, first=10 + seed)
+        assert gap(trainer, engine) > 100 * EXACT, "the step must be large enough to see"
+        assert sync(trainer, engine)[0] == "adapters"
+        assert gap(trainer, engine) < EXACT
+        parts: list[Batch] = []
+        sampling = Sampling(seed=seed, temperature=TEMPERATURE, max_response_tokens=15)
+        engine.generate(make_prompts(), sampling, parts.append)
+        samples = Batch.concat(parts)
+        inside = samples["loss_mask_T"] == 1
+        want_T = trainer.forward(samples.only(["tokens_T", "loss_mask_T"]))
+        np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
+
+
+def test_after_level_2_all_parts_come_again(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    sync(trainer, engine)
+    engine.sleep(2)
+    engine.wake(["weights"])
+    with pytest.raises(SyncError, match=f"1 weights did not arrive, first {ONE}"):
+        sync(trainer, engine, lambda weight, data: None if weight.spec.name == ONE else (weight.spec, data))
+    assert sync(trainer, engine)[0] == "apart"
+    assert gap(trainer, engine) < EXACT
+    engine.wake(["kv_cache"])
+
+
+def test_the_end_of_one_worker_is_the_samplers(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
+    """In the middle of an answer; the other worker ends too. Last in this file: nothing comes after it."""
+    sync(trainer, engine)
+    workers = _workers_of(engine.process.child.pid)
+    assert len(workers) == 2
+    sampling = Sampling(seed=1, max_response_tokens=85)
+    prompts = make_prompts(groups=16, group_size=8)
+    engine.process.begin("generate", {"sampling": sampling.model_dump(), "fail_at_first": False}, prompts.columns)
+    time.sleep(0.5)
+    os.kill(workers[1], signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(SamplerDied, match=r"vLLM's worker process \S+ ended with exit code -9"):
+        _to_the_end(engine.process)
+    assert time.monotonic() - killed < 30
+    with pytest.raises(SamplerDied):
+        engine.process.call("score", {"temperature": 1.0}, prompts.only(["tokens_T", "length_B"]).columns)
+
+
+def _to_the_end(process: VllmProcess) -> None:
+    while "part" in process.answer()[0]:
+        pass
+
+
+def _workers_of(process: int) -> list[int]:
+    """Processes of vLLM's workers that `process` started, by rank."""
+    found = []
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, listed.read_text().split()):
+            name = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"Worker_TP" in name:
+                found.append((name, child))
+    return [child for _, child in sorted(found)]

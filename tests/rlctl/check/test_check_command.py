@@ -1,0 +1,143 @@
+"""What `check-config` finds and says, as JSON and for the person."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.check.check_command import check
+from rlctl.check.findings import examine
+from rlctl.presets import presets
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "spec.toml"
+    file.write_text(presets()["quickstart"].read_text())
+    return file
+
+
+def as_json(spec: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict[str, object]]:
+    code = check(spec, overrides, as_json=True)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_json_of_a_good_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(spec, capsys, "actor.attn_implementation=eager", "rollout.processes=2", "actor.dtype=bf16")
+    assert (code, found["ok"], found["problems"]) == (0, True, [])
+    roles: dict[str, dict[str, object]] = found["roles"]  # type: ignore[assignment]
+    assert sorted(roles) == ["actor", "data", "reward", "rollout"]
+    assert roles["actor"]["attn_implementation"] == "eager"
+    assert (roles["actor"]["attn_asked"], roles["actor"]["attn_why"]) == ("eager", "as asked")
+    assert (roles["rollout"]["attn_implementation"], roles["rollout"]["attn_asked"]) == ("sdpa", "auto")
+    assert roles["rollout"]["attn_function"] == "backends.packed.packed_attention.sdpa_by_layout"
+    assert roles["reward"]["attn_implementation"] is None
+    assert (roles["rollout"]["processes"], roles["rollout"]["dtype"]) == (2, "bf16")
+    assert str(roles["actor"]["model"]).endswith("tiny-digits")
+    batch: dict[str, int] = found["batch"]  # type: ignore[assignment]
+    assert batch["samples_per_step"] == batch["prompts_per_step"] * batch["group_size"] == 1024
+    assert batch["samples_per_mini_batch"] * batch["mini_batches_per_step"] == 1024
+
+
+def test_a_reference_appears_with_kl(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = as_json(spec, capsys, "algorithm.kl_coef=0.1")
+    assert found["roles"]["ref"]["engine"] == "ddp"  # type: ignore[index]
+
+
+def test_json_of_a_broken_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(spec, capsys, "actor.gpus=1")
+    assert (code, found["ok"], found["roles"], found["placement"], found["batch"]) == (2, False, {}, {}, {})
+    assert found["problems"] == [
+        {"key": "actor.gpus", "value": "1", "message": "unknown key", "hint": "did you mean `actor.devices`?"}
+    ]
+
+
+def test_problems_with_files_leave_the_tables_readable(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = as_json(spec, capsys, "data.train=none.jsonl")
+    assert code == 2
+    assert [problem["key"] for problem in found["problems"]] == ["data.train"]  # type: ignore[attr-defined]
+    assert found["roles"]
+    assert found["batch"]
+
+
+def test_the_person_sees_roles_arithmetic_and_ok(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, (), as_json=False) == 0
+    out, err = capsys.readouterr()
+    assert "64 prompts × 16 completions = 1024 samples" in out
+    assert "rollout  torch" in out
+    assert f"ok: {spec}" in out
+    assert "ahead" not in out
+    assert err == ""
+    assert check(spec, ("rollout.max_staleness=2",), as_json=False) == 0
+    assert "ahead  the samples of the next 2 steps are drawn while the actor learns" in capsys.readouterr().out
+
+
+def test_the_person_sees_problems_on_stderr(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, ("actor.micro_batch_tokens=3",), as_json=False) == 2
+    out, err = capsys.readouterr()
+    assert "ok" not in out
+    assert err.startswith("error: actor.micro_batch_tokens = 3: less than the longest sequence")
+    assert "\n\nhint: use at least 14\n" in err
+    assert f"1 problem in {spec}" in err
+
+
+def test_warnings_do_not_refuse(spec: Path) -> None:
+    (spec.parent / "runs" / "quickstart").mkdir(parents=True)
+    (spec.parent / "runs" / "quickstart" / "x").touch()
+    found = examine(spec, ("rollout.top_k=5", "algorithm.mini_batches_per_step=1"))
+    assert found.ok
+    assert {warning.key for warning in found.warnings} == {
+        "rollout.top_k",
+        "algorithm.clip_low",
+        "algorithm.clip_high",
+        "run.name",
+    }
+
+
+def test_markup_in_values_is_shown_as_it_is(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, ("run.name=[bold]x[/bold]",), as_json=False) == 2
+    assert "[bold]x[/bold]" in capsys.readouterr().err
+
+
+# ── engines that cut the model ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero", "zero3"])
+@pytest.mark.parametrize("wider", [(), ("actor.processes=2", "actor.launcher=torchrun")])
+def test_another_engine_is_one_change(
+    spec: Path, capsys: pytest.CaptureFixture[str], kind: str, wider: tuple[str, ...]
+) -> None:
+    code, found = as_json(spec, capsys, f"actor.engine.kind={kind}", *wider)
+    assert (code, found["problems"], found["warnings"]) == (0, [], [])
+    ranks = 2 if wider else 1
+    placement: dict[str, object] = found["placement"]["actor"]  # type: ignore[index]
+    assert (placement["replicate"], placement["shard"], len(placement["ranks"])) == (1, ranks, ranks)  # type: ignore[arg-type]
+
+
+def test_who_sits_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("actor.engine.kind=fsdp2", "actor.processes=16", "actor.engine.shard=8", "actor.engine.replicate=2")
+    assert check(spec, mesh, as_json=False) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "actor replicate 2 × shard 8 0 0–7 0 CPU" in lines
+    assert "1 8–15 0 CPU" in lines
+
+
+def test_many_groups_are_cut_short(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("actor.engine.kind=fsdp2", "actor.processes=256", "actor.engine.replicate=64")
+    assert check(spec, mesh, as_json=False) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "… 57 more" in lines
+    assert "63 252–255 0 CPU" in lines
+    assert len(lines) < 30
+    _, found = as_json(spec, capsys, *mesh)
+    assert found["placement"]["actor"]["ranks"][255] == {  # type: ignore[index]
+        "rank": 255, "node": 0, "local_rank": 255, "device": None, "replica": 63, "shard": 3
+    }  # fmt: skip
+
+
+def test_a_mesh_that_does_not_fit_is_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(spec, ("actor.engine.kind=fsdp2", "actor.engine.shard=3", "actor.processes=4"), as_json=False) == 2
+    assert "actor.engine.shard = 3: shard × replicate = 3 × 1 = 3, but actor has 4" in capsys.readouterr().err

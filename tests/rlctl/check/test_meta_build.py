@@ -1,0 +1,214 @@
+"""`check-config --probe`: what roles would build, asked in their own interpreters by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import REPO, preset
+from sabotage import SUPPORT
+from safetensors.numpy import save_file
+
+import rlctl.check.check_command
+from rlctl.cli import main
+from rlctl.models.model_tensors import tensors_of_config
+
+pytestmark = pytest.mark.slow
+
+TINY = REPO / "specs" / "builtin" / "tiny-digits"
+VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", REPO / ".venv-vllm" / "bin" / "python"))
+needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm")
+# Qwen2.5-0.5B
+HALF_A_BILLION = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "intermediate_size": 4864,
+    "tie_word_embeddings": True, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "eos_token_id": 1, "hidden_act": "silu",
+}  # fmt: skip
+Found = tuple[int, dict[str, Any], str]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def probe(capsys: pytest.CaptureFixture[str], spec: Path, *sets: str, level: str = "--probe") -> Found:
+    """Exit code, JSON and standard error."""
+    options = [part for key in sets for part in ("--set", key)]
+    capsys.readouterr()
+    code = main(["check-config", str(spec), "--json", *level.split(), *options])
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
+
+
+def listing(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def half_a_billion(folder: Path) -> Path:
+    """A model folder of that shape, without weights and with a small tokenizer."""
+    shutil.copytree(TINY, folder)
+    (folder / "config.json").write_text(json.dumps(HALF_A_BILLION))
+    return folder
+
+
+def test_a_model_of_half_a_billion_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = preset("quickstart", tmp_path)
+    model = half_a_billion(tmp_path / "model")
+    before, used = listing(tmp_path), resource.getrusage(resource.RUSAGE_CHILDREN)
+    cut = ("actor.engine.kind=fsdp2", "actor.processes=16", "actor.engine.replicate=2", "actor.dtype=bf16")
+    code, found, _ = probe(capsys, spec, f"model.path={model}", "algorithm.kl_coef=0.1", *cut, "ref.engine.kind=zero3")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (code, found["problems"], found["probe"]) == (0, [], "meta")
+    roles = found["roles"]
+    assert roles["reward"]["tokenizer_tokens"] == 15
+    for role, learns in (("actor", 494_032_768), ("ref", 0), ("rollout", 0)):
+        got = roles[role]
+        assert got["got"]["path"] == got["model"] == str(model)
+        assert (got["model_class"], got["parameters"], got["trainable_parameters"]) == (
+            "Qwen2ForCausalLM",
+            494_032_768,
+            learns,
+        )
+        assert (got["hidden_size"], got["layers"], got["vocab_size"], got["tied_embeddings"]) == (896, 24, 151936, True)
+        assert got["attn_implementation"] == got["asked"]["attn_implementation"] == "sdpa"
+        assert got["attn_function"] == "backends.packed.packed_attention.sdpa_by_layout"
+    assert roles["actor"]["got"]["mesh"] == roles["actor"]["asked"]["mesh"] == {"replicate": 2, "shard": 8}
+    assert [roles[role]["dtype"] for role in ("actor", "rollout", "ref")] == ["bf16", "bf16", "fp32"]
+    assert roles["ref"]["not_seen"] == ["mesh"], "DeepSpeed cuts only when all ranks are there"
+    assert listing(tmp_path) == before, "nothing is written"
+    seconds = sum(getattr(after, name) - getattr(used, name) for name in ("ru_utime", "ru_stime"))
+    assert seconds < 15, f"{seconds:.1f} CPU seconds"
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_what_differs_is_red_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An interpreter in which transformers reads another config: seen in that role, and in no other."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import sabotage\nsabotage.SABOTAGES['layers']().__enter__()\n")
+    spec = preset("quickstart", tmp_path)
+    code, found, _ = probe(capsys, spec, f"actor.env.PYTHONPATH={site}{os.pathsep}{SUPPORT}")
+    assert code == 2
+    assert found["ok"] is False
+    said = {problem["key"]: [] for problem in found["problems"]}
+    for problem in found["problems"]:
+        said[problem["key"]].append(problem["message"])
+        assert problem["hint"]
+    assert list(said) == ["actor"]
+    assert "layers: expected 2, built 3" in said["actor"]
+    assert any(message.startswith("parameters: expected 299904, built ") for message in said["actor"])
+    assert found["roles"]["actor"]["asked"]["layers"] == 2
+    assert found["roles"]["actor"]["layers"] == 3
+    assert found["roles"]["rollout"]["layers"] == 2
+
+
+def test_a_model_that_is_not_here_is_not_downloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = preset("quickstart", tmp_path)
+    code, found, _ = probe(capsys, spec, "model.path=nobody/never-heard-of-it")
+    assert code == 2
+    assert {problem["key"] for problem in found["problems"]} == {"actor", "rollout", "data", "reward"}
+    assert all("needs the model's config.json" in problem["message"] for problem in found["problems"])
+    assert all("hf download nobody/never-heard-of-it" in problem["hint"] for problem in found["problems"])
+
+
+def test_what_is_wrong_already_is_not_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, _ = probe(capsys, preset("quickstart", tmp_path), "actor.micro_batch_tokens=3")
+    assert (code, found["probe"]) == (2, None)
+    assert [problem["key"] for problem in found["problems"]] == ["actor.micro_batch_tokens"]
+
+
+@needs_vllm
+@pytest.mark.usefixtures("warm_children")
+def test_vllm_in_its_own_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vllm = ("rollout.engine.kind=vllm", f"rollout.python={VLLM_PYTHON}")
+    code, found, _ = probe(capsys, preset("quickstart", tmp_path), *vllm)
+    assert (code, found["problems"]) == (0, [])
+    rollout = found["roles"]["rollout"]
+    assert (rollout["model_class"], rollout["parameters"], rollout["dtype"]) == ("Qwen2ForCausalLM", 299_904, "fp32")
+    assert set(rollout["not_seen"]) == {"attn_implementation", "attn_function", "mesh"}
+    assert "attn_function" not in rollout["got"]
+
+
+# ── one trial update ────────────────────────────────────────────────────────────────────────────────
+
+
+def with_weights(folder: Path) -> Path:
+    """The tiny model with a file of weights, as adapters need it below them; all are zero."""
+    shutil.copytree(TINY, folder)
+    tensors = tensors_of_config(json.loads((folder / "config.json").read_text()))
+    assert tensors is not None
+    save_file({p.name: np.zeros(p.shape, np.float32) for p in tensors.parameters}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_one_one_update_of_each_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = with_weights(tmp_path / "model")
+    spec = preset("quickstart", tmp_path)
+    before = listing(tmp_path)
+    cut = ("actor.engine.kind=fsdp2", "actor.processes=4", "actor.launcher=torchrun", "actor.micro_batch_tokens=300")
+    lora = ("actor.lora.rank=4", 'actor.lora.targets=["q_proj", "down_proj"]', "actor.gradient_checkpointing=true")
+    own = (f"model.path={model}", "model.from_scratch=false")
+    code, found, _ = probe(capsys, spec, *cut, *lora, *own, level="--probe run")
+    assert (code, found["problems"], found["probe"]) == (0, [], "run")
+    longest = found["batch"]["max_sequence_tokens"]
+    actor, rollout = found["roles"]["actor"]["one_update"], found["roles"]["rollout"]["one_update"]
+    assert actor["tokens"] == 300 // longest * longest, "a full micro-batch of the longest sequences"
+    assert rollout["tokens"] == 4 * 6, "no answer ends early"
+    for took in (actor, rollout):
+        assert took["step_s"] > 0
+        assert 0.05 < took["before_GiB"] <= took["peak_GiB"] < 4
+    got, config = found["roles"]["actor"], json.loads((model / "config.json").read_text())
+    by_hand = 2 * 4 * (2 * config["hidden_size"] + config["hidden_size"] + config["intermediate_size"])
+    assert got["trainable_parameters"] == got["asked"]["trainable_parameters"] == by_hand
+    assert got["parameters"] == 299_904
+    assert got["not_seen"] == ["mesh"], "one process is no mesh of four"
+    assert listing(tmp_path) == before, "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("written", "level"),
+    [
+        ("SPEC", None),
+        ("SPEC --probe", "meta"),
+        ("--probe SPEC", "meta"),
+        ("--probe --json SPEC", "meta"),
+        ("SPEC --probe=meta", "meta"),
+        ("--probe meta SPEC", "meta"),
+        ("SPEC --probe=run", "run"),
+        ("SPEC --probe run", "run"),
+    ],
+)
+def test_how_the_option_is_written(monkeypatch: pytest.MonkeyPatch, written: str, level: str | None) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(rlctl.check.check_command, "check", lambda *_, **options: asked.append(options["level"]) or 0)
+    assert main(["check-config", *written.split()]) == 0
+    assert asked == [level]
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_the_person_sees_asked_and_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = preset("fake", tmp_path)
+    assert main(["check-config", "--probe", str(spec)]) == 0
+    out, _ = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "role built without memory asked got" in lines
+    assert "vocab_size 15 15" in lines
+    assert main(["check-config", str(spec), "--probe=run"]) == 0
+    out, _ = capsys.readouterr()
+    assert "one trial update of" in out
+    assert "Weights were random, none was read." in out
+
+
+def test_a_level_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", str(preset("fake", tmp_path)), "--probe=deep"]) == 2
+    assert "deep" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""Answers that could not be graded: what is said of them, and what they leave of the terms' means."""
+
+from __future__ import annotations
+
+import numpy as np
+from running import metrics, preset, warm_rlctl
+
+from rlctl.loop.reward_failure_watch import RewardFailureWatch
+from rlctl.loop.sampling import term_means
+
+
+def said_of(*steps):
+    said = []
+    watch = RewardFailureWatch(said.append)
+    for number, failures in enumerate(steps, start=1):
+        watch.see(failures, 8, number)
+    return [line.partition(":")[0] for line in said], said
+
+
+def test_the_first_and_the_first_that_loses_most_are_told():
+    steps, said = said_of({"timeouts": 0}, {"timeouts": 1, "bad_values": 1}, {"timeouts": 4}, {"timeouts": 5}, {"x": 8})
+    assert steps == ["step 2", "step 4"]
+    assert "2 of 8 completions could not be graded (1 timeouts, 1 bad values)" in said[0]
+    assert said_of({"exceptions": 8}, {"exceptions": 8}, {"timeouts": 1})[0] == ["step 1"]
+    assert said_of({}, {"crashes": 0})[0] == []
+
+
+def test_terms_are_means_over_what_was_graded():
+    columns = {"term_1_B": np.array([1.0, 0.0, 0.5]), "term_0_B": np.array([2.0, 0.0, 4.0]), "reward_B": np.ones(3)}
+    assert term_means(columns, np.array([0, 2])) == {"term_0": 3.0, "term_1": 0.75}
+    assert term_means(columns, np.array([], dtype=np.int64)) == {"term_0": 0.0, "term_1": 0.0}
+
+
+def test_a_broken_reward_is_told_in_the_run(tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "def score(prompt, completion, row):\n    return 1.0 if len(completion) > 4 else oops\n"
+    )
+    term = ("--set", 'reward.terms=[{kind="function", path="rewards.py:score"}]')
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", tmp_path / "run", *term, "--set", "run.steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = metrics(tmp_path / "run")[0]
+    assert 0 < first["reward/failed_exceptions"] < 32
+    assert f"step 1: {first['reward/failed_exceptions']} of 32 completions could not be graded" in done.stdout
+    assert (first["reward/mean"], first["reward/term_0"]) == (1.0, 1.0)
+    assert "name 'oops' is not defined" in (tmp_path / "run" / "reward_failures.jsonl").read_text()

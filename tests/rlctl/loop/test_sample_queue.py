@@ -1,0 +1,222 @@
+"""Sampling ahead of learning: the schedule by itself, and what the driver does with it. Whole runs:
+`test_train_run_ahead.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from local_group import LocalGroup
+from running import preset
+
+from rlctl.loop.clock import Clock
+from rlctl.loop.driver import Driver, UpdateWindow
+from rlctl.loop.residency import Residency
+from rlctl.loop.sample_queue import SampleQueue
+from rlctl.loop.sampling import Sampler
+from specs.errors import CheckpointError
+from specs.load.load import load_spec
+from specs.wire.messages import Verb
+
+PROMPTS, GROUP, STEPS = 8, 4, 9  # the preset `fake`: 8 prompts × 4 completions
+
+
+def row_of(draw: int) -> dict[str, object]:
+    return {"where": f"row {draw}", "prompt": str(draw), "values": {}}
+
+
+class Roles:
+    """A rollout that stamps its version on what it is sent, and a role with data and grade, behind the real wire
+    format. `log` is what happened, in order."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.log: list[tuple[str, int]] = []
+        self.rollout = LocalGroup("rollout", [{Verb.GENERATE: self.generate}])
+        self.reward = LocalGroup("reward", [{Verb.SCORE: self.score}])
+        self.data = LocalGroup("data", [{Verb.PROMPTS: self.prompts}])
+
+    def prompts(self, call, emit):
+        first, count, size = (call.body[key] for key in ("position", "count", "group_size"))
+        draw_B = np.repeat(np.arange(first, first + count), size)
+        ids_B = draw_B * size + np.tile(np.arange(size), count)
+        columns = {"tokens_T": ids_B, "length_B": np.ones_like(ids_B), "group_B": draw_B, "id_B": ids_B}
+        rows = {str(draw): row_of(draw) for draw in range(first, first + count)}
+        return {"position": first + count, "rows": rows}, {
+            **columns,
+            "prefix_B": draw_B,
+            "position_B": np.zeros_like(ids_B),
+            "rollout_B": ids_B,
+            "row_B": draw_B,
+        }
+
+    def generate(self, call, emit):
+        ids_B = call.tensors["id_B"]
+        self.log.append(("sample", int(ids_B[0]) // (PROMPTS * GROUP) + 1))
+        half = len(ids_B) // 2
+        for part in (slice(half, None), slice(0, half)):
+            given = {name: column[part] for name, column in call.tensors.items()}
+            more = {"loss_mask_T": np.ones(half, np.int8), "rollout_logprob_T": np.zeros(half, np.float32)}
+            emit({}, {**given, **more, "finished_B": np.ones(half, np.int8), "version_B": np.full(half, self.version)})
+        return {}, {}
+
+    def score(self, call, emit):
+        ids_B = call.tensors["id_B"]
+        assert call.body["rows"] == {str(row): row_of(row) for row in call.tensors["row_B"]}, "its rows, and no others"
+        scores = {"reward_B": ids_B.astype(np.float32), "scored_B": np.ones(len(ids_B), np.uint8)}
+        return {"failures": {}, "samples": [{"id": int(ids_B[0])}]}, scores
+
+
+def queue_of(folder: Path, most: int, steps: int = STEPS) -> tuple[SampleQueue, Roles]:
+    spec = load_spec(preset("fake", folder), [f"rollout.max_staleness={most}", f"run.steps={steps}"])
+    roles = Roles()
+    return SampleQueue(spec, Sampler(spec, roles.data, roles.rollout, roles.reward, Clock(), lambda step: None)), roles
+
+
+def go(queue: SampleQueue, roles: Roles, first: int, last: int) -> list[list[int]]:
+    """Steps `first` to `last` as the driver makes them. Returns the versions and ids of each step's samples."""
+    seen = []
+    for step in range(first, last + 1):
+        drawn = queue.take(step)
+        assert (drawn.scored.reward_B == drawn.batch["id_B"]).all(), "scores stay with their samples"
+        roles.log.append(("train", step))
+        seen.append([*np.unique(drawn.batch["version_B"]).tolist(), *drawn.batch["id_B"].tolist()])
+        if queue.needs_weights(step):
+            roles.version = step
+            roles.log.append(("sync", step))
+        queue.trained()
+    return seen
+
+
+def planned_version(number: int, most: int) -> int:
+    """In words: batch 1 is drawn with the first weights; then batches go out n at a time, when one is left."""
+    version, sent = 0, 1 + most
+    while sent < number:
+        version, sent = (sent - 1, sent + most) if most else (sent, sent + 1)
+    return version
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 20])
+def test_versions_follow_from_the_step_alone(tmp_path: Path, most: int) -> None:
+    queue, roles = queue_of(tmp_path, most)
+    seen = go(queue, roles, 1, STEPS)
+    assert [versions for versions, *_ in seen] == [planned_version(number, most) for number in range(1, STEPS + 1)]
+    assert all(0 <= number - 1 - versions <= most for number, (versions, *_) in enumerate(seen, start=1))
+    ids = [sample for _, *batch in seen for sample in batch]
+    assert ids == list(range(STEPS * PROMPTS * GROUP)), "every prompt once, in order"
+    assert queue.cursor == STEPS * PROMPTS
+
+
+def test_order_of_work() -> None:
+    assert [planned_version(number, 2) for number in range(1, 8)] == [0, 0, 0, 2, 2, 4, 4]
+
+
+def test_two_ahead_keeps_this_order(tmp_path: Path) -> None:
+    queue, roles = queue_of(tmp_path, 2, steps=6)
+    go(queue, roles, 1, 6)
+    assert [f"{what} {number}" for what, number in roles.log] == [
+        *("sample 1", "sample 2", "sample 3", "train 1", "train 2", "sync 2"),
+        *("sample 4", "sample 5", "train 3", "train 4", "sync 4"),
+        *("sample 6", "train 5", "train 6", "sync 6"),  # nothing to draw after step 5: its weights stay at home
+    ]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_checkpoint_keeps_the_line(tmp_path: Path, most: int, stop: int) -> None:
+    queue, roles = queue_of(tmp_path, most)
+    whole = go(queue, roles, 1, STEPS)
+    queue, roles = queue_of(tmp_path, most)
+    go(queue, roles, 1, stop)
+    state = json.loads(json.dumps(queue.save(tmp_path)))
+    assert state["position"] == stop * PROMPTS
+    queue, roles = queue_of(tmp_path, most)
+    assert not queue.restore(tmp_path, state)
+    roles.version = stop  # a resume syncs first
+    assert go(queue, roles, stop + 1, STEPS) == whole[stop:]
+
+
+def test_too_old_for_a_resume_is_dropped_and_drawn_again(tmp_path: Path) -> None:
+    queue, roles = queue_of(tmp_path, 3)
+    go(queue, roles, 1, 4)  # 5, 6 and 7 were drawn with version 3: 1, 2 and 3 steps old
+    state = queue.save(tmp_path)
+    assert [entry["step"] for entry in state["ahead"]] == [5, 6, 7]
+    for most, kept in ((0, 0), (1, 1), (2, 2)):
+        shorter, roles = queue_of(tmp_path, most)
+        dropped = shorter.restore(tmp_path, state)
+        assert dropped == dict.fromkeys(range(5 + kept, 8), PROMPTS * GROUP)
+        roles.version = 4
+        seen = go(shorter, roles, 5, STEPS)
+        assert all(0 <= number - 1 - versions <= most for number, (versions, *_) in enumerate(seen, start=5))
+        ids = [sample for _, *batch in seen for sample in batch]
+        assert ids == list(range(4 * PROMPTS * GROUP, STEPS * PROMPTS * GROUP)), "no prompt is lost or comes twice"
+
+
+def test_a_group_with_an_old_sample_goes_as_a_whole(tmp_path: Path) -> None:
+    queue, _ = queue_of(tmp_path, 1)
+    drawn = queue.take(1)
+    version_B = drawn.batch.columns["version_B"] = drawn.batch["version_B"].copy()
+    version_B[:] = 5
+    version_B[GROUP + 1] = 3  # one answer of the second prompt
+    assert len(drawn.fresh(6, 2).batch) == len(version_B)  # in step 6 it is 5 - 3 = 2 steps old
+    queue.line[0].step = 6
+    fresh = queue.take(6)
+    assert fresh.batch["group_B"].tolist() == [group for group in range(PROMPTS) if group != 1 for _ in range(GROUP)]
+    assert (fresh.scored.reward_B == fresh.batch["id_B"]).all()
+    told = queue.take_metrics(fresh.batch, 6, (0.0, 0.0))
+    assert [told[f"rollout/{name}"] for name in ("staleness_mean", "staleness_max", "dropped_stale")] == [0, 0, GROUP]
+
+
+def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
+    """In a step after which none were due, too."""
+    spec = load_spec(preset("fake", tmp_path), ["rollout.max_staleness=2", "eval.every=3", "eval.prompts=8"])
+    roles, sent = Roles(), [2]
+
+    def sync(step: int) -> None:
+        roles.log.append(("sync", step))
+        sent.append(step)
+
+    steady = SimpleNamespace(
+        holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None, restore=None
+    )
+    groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
+    progress = SimpleNamespace(phase=lambda phase, doing: None)
+    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), progress)
+    driver.evaluate(3)
+    driver.evaluate(3)
+    assert [what for what, _ in roles.log] == ["sync", "sample", "sample"]
+    assert roles.log[0] == ("sync", 3)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_only_samples_drawn_ahead_are_compared_with_their_sampler(tmp_path: Path, most: int) -> None:
+    """The anchor of the loss says so."""
+    one = ("algorithm.mini_batches_per_step=1", f"rollout.max_staleness={most}")
+    spec, roles, sent = load_spec(preset("fake", tmp_path), [*one]), Roles(), []
+
+    def update(call, emit):
+        sent.append(call.body["loss"]["anchor"] == "sampler")
+        return {"sums": {"tokens": 1.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}}, {}
+
+    stepped = {"grad_norm": 1.0, "lr": 0.1, "skipped": False, "peak_GiB": 0.0}
+    actor = LocalGroup("actor", [{Verb.UPDATE: update, Verb.STEP: lambda call, emit: (stepped, {})}])
+    groups = {"actor": actor, "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
+    budget = SimpleNamespace(broken_by=lambda gap: False)
+    steady = SimpleNamespace(restore=None)
+    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, budget, UpdateWindow(), None)
+    batch = driver.queue.take(1).batch
+    driver.update(batch.with_columns(advantage_T=np.zeros(batch.num_tokens, np.float32)), 1)
+    assert sent == [bool(most)]
+
+
+def test_a_file_of_the_line_that_is_broken_is_named(tmp_path: Path) -> None:
+    queue, roles = queue_of(tmp_path, 1)
+    go(queue, roles, 1, 2)
+    state = queue.save(tmp_path)
+    path = tmp_path / "ahead_000003.safetensors"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match="ahead_000003"):
+        queue.restore(tmp_path, state)

@@ -1,0 +1,212 @@
+"""Weight sync between real engines through the real handlers: right, and fatal when anything is off."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from syncing import ENGINES, Sabotage, build, do_not_copy, swap, sync_of
+
+from rlctl.loop.sync import WeightSync
+from rlctl.loop.weight_transport import Transport
+from specs.errors import SyncError
+from specs.wire.messages import Kind, Message, Verb
+
+
+@pytest.fixture(params=ENGINES)
+def built(request):
+    actor, rollouts, groups, vocab = build(request.param, replicas=2)
+    yield actor, rollouts, groups, vocab
+    for group in groups:
+        group.call(Verb.CLOSE)
+
+
+def test_sync_verifies_and_reuses_its_segments(built):
+    actor, _, groups, vocab = built
+    sync = sync_of(groups, vocab)
+    first = sync.run()
+    ring = actor.exporter.writer.segment
+    second = sync.run()
+    assert first.nbytes == second.nbytes == sum(spec.nbytes for spec in actor.engine.weight_specs("fp32"))
+    assert first.probe_gap < 1e-4
+    metrics = first.metrics()
+    assert metrics["sync/verified"] is True
+    assert 0 < metrics["sync/checksum_s"] < 2 * first.seconds  # of two ends, each of which takes at most as long
+    assert metrics["sync/probe_s"] > 0
+    assert actor.exporter.writer.segment is ring
+    # unlinked as soon as everybody has them: a crash leaves nothing behind
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rlctl-{os.getpid()}-")]
+
+
+def test_weights_are_announced_when_somebody_does_not_know_them(built):
+    """Not at every sync: hundreds of names and shapes would be written, read and compared five times each."""
+    actor, _, groups, vocab = built
+    announced = []
+    Sabotage(groups[0], Verb.EXPORT_BEGIN, lambda body: announced.append(body["specs"]) or body)
+    sync = sync_of(groups, vocab)
+    first, second = sync.run(), sync.run()
+    assert (first.weights, first.nbytes) == (second.weights, second.nbytes)
+    sync.forget_readers()
+    sync.run()
+    told = [[spec["name"] for spec in specs or ()] for specs in announced]
+    names = [spec.name for spec in actor.engine.weight_specs("fp32")]
+    assert told == [names, [], names]
+
+    specs = actor.engine.weight_specs
+    actor.engine.weight_specs = lambda dtype, form: [replace(specs(dtype)[0], name="other"), *specs(dtype)[1:]]
+    with pytest.raises(SyncError, match=f"weight {names[0]} is held by the rollout but not sent by the actor"):
+        sync.run()
+    assert announced[-1][0]["name"] == "other"
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])
+def test_any_bucket_size(built, bucket_bytes, tmp_path):
+    actor, _, groups, vocab = built
+    assert (
+        sync_of(groups, vocab, bucket_bytes, transport=Transport("folder", "", {"folder": str(tmp_path)})).run().weights
+        > 0
+    )
+    assert (len(actor.exporter.buckets) == 1) == (bucket_bytes > 1)
+
+
+def test_dropped_tensor(built):
+    actor, _, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[-1].name
+
+    def drop(body):
+        return {**body, "entries": [entry for entry in body["entries"] if entry["name"] != name]}
+
+    Sabotage(groups[0], Verb.EXPORT_BUCKET, drop)
+    with pytest.raises(SyncError, match=f"weight {name} "):
+        sync_of(groups, vocab).run()
+
+
+def test_swapped_tensors():
+    actor, _, groups, vocab = build("torch")
+    specs = actor.engine.weight_specs("fp32")
+    first, second = next(
+        (a.name, b.name) for a in specs for b in specs if a.name < b.name and a.shape == b.shape and len(a.shape) == 2
+    )
+
+    swap(actor.engine, first, second)
+    with pytest.raises(SyncError, match=f"weight ({first}|{second}) differs"):
+        sync_of(groups, vocab).run()
+    for group in groups:
+        group.call(Verb.CLOSE)
+
+
+def test_stale_on_the_transport(built):
+    """The bytes on the transport are the last step's: the copy was skipped."""
+    actor, _, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[0].name
+    export = actor.engine.export_weights
+
+    def stale(dtype, form):
+        for weight in export(dtype):
+            if weight.spec.name == name:
+                do_not_copy(weight)
+            yield weight
+
+    actor.engine.export_weights = stale
+    with pytest.raises(SyncError, match=f"weight {name} differs"):
+        sync_of(groups, vocab).run()
+
+
+def test_stale_in_the_rollout(built):
+    """The second replica reports a weight as loaded but keeps its own."""
+    actor, rollouts, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[0].name
+    engine = rollouts[1].engine
+    load = engine.import_in_blocks
+
+    def keep_own(spec, blocks):
+        digest = load(spec, blocks)
+        return "0" * 16 if spec.name == name else digest
+
+    engine.import_in_blocks = keep_own
+    with pytest.raises(SyncError, match=f"weight {name} differs after the sync: .* rollout 1"):
+        sync_of(groups, vocab).run()
+
+
+def test_truncated_tensor(built):
+    actor, _, groups, vocab = built
+    name = actor.engine.weight_specs("fp32")[0].name
+
+    def cut(body):
+        for entry in body["entries"]:
+            if entry["name"] == name:
+                entry["nbytes"] -= 4
+        return body
+
+    Sabotage(groups[0], Verb.EXPORT_BUCKET, cut)
+    with pytest.raises(SyncError, match=f"weight {name} comes as"):
+        sync_of(groups, vocab).run()
+
+
+def test_wrong_dtype(built):
+    actor, _, groups, vocab = built
+    specs, export = actor.engine.weight_specs, actor.engine.export_weights
+    first = specs("fp32")[0]
+
+    def half(dtype, form):
+        return [
+            replace(spec, dtype="bf16", nbytes=spec.nbytes // 2) if spec == first else spec for spec in specs(dtype)
+        ]
+
+    actor.engine.weight_specs = half
+    actor.engine.export_weights = export
+    with pytest.raises(SyncError, match=f"weight {first.name} comes as bf16"):
+        sync_of(groups, vocab).run()
+
+
+def test_right_bytes_wrong_behaviour(built):
+    """Every checksum agrees, but the sampler computes with something else: only the probe can see that."""
+    _, rollouts, groups, vocab = built
+    engine = rollouts[0].engine
+    score = engine.score
+    engine.score = lambda batch, temperature: (score(batch, temperature) - 0.01).astype(np.float32)
+    with pytest.raises(SyncError, match="right bytes, but rollout 0 does not behave"):
+        sync_of(groups, vocab).run()
+
+
+def test_nan_in_the_probe_is_caught(built):
+    _, rollouts, groups, vocab = built
+    engine = rollouts[0].engine
+    score = engine.score
+    engine.score = lambda batch, temperature: score(batch, temperature) * np.float32("nan")
+    with pytest.raises(SyncError, match="does not behave"):
+        sync_of(groups, vocab).run()
+
+
+def test_probe_handler_gives_every_token_but_the_first_a_logprob(built):
+    actor, _, groups, vocab = built
+    sync = sync_of(groups, vocab)
+    body, tensors = actor.probe(Message(None, {}, Verb.PROBE, 1, sync.probe_batch.columns), None)
+    starts = sync.probe_batch.offsets[:-1]
+    assert body == {}
+    assert (tensors["logprob_T"][starts] == 0).all()
+    assert (np.delete(tensors["logprob_T"], starts) < 0).all()
+
+
+class Saying:
+    """A rollout group whose replicas want these forms of weights."""
+
+    def __init__(self, *forms):
+        self.forms = forms
+
+    def call(self, verb, *, step=None):
+        assert verb == Verb.IMPORT_FORM
+        return [Message(Kind.ANSWER, {"form": form}) for form in self.forms]
+
+
+@pytest.mark.parametrize(
+    ("forms", "sent"),
+    [
+        (("merged", "merged"), "merged"),
+        (("adapters", "adapters"), "adapters"),
+        (("adapters", "apart"), "apart"),  # one was started anew
+    ],
+)
+def test_what_one_replica_lacks_goes_to_all(forms, sent):
+    sync = WeightSync(None, Saying(*forms), None, dtype="fp32", bucket_bytes=1, temperature=1.0, max_gap=1.0, vocab=4)
+    assert sync._wanted(None) == sent

@@ -1,0 +1,178 @@
+"""Syncs on shared devices, each after a sleep of level 2: in which order roles move, and that every fault is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from syncing import ENGINES, Sabotage, build, do_not_copy, swap, sync_of
+
+from specs.errors import SyncError
+from specs.wire.messages import Verb
+
+
+class Turns:
+    """An actor and two rollouts that share devices, in the middle of a run: one whole cycle is behind them."""
+
+    def __init__(self, kind):
+        actor, rollouts, groups, vocab = build(kind, replicas=2)
+        self.actor, self.engines, self.groups = actor.engine, [rollout.engine for rollout in rollouts], groups
+        self.log = []
+        for group in groups:
+            group.post = self._logged(group, group.post)
+        groups[1].call(Verb.SLEEP, {"level": 2})
+        self.sync = sync_of(groups, vocab, shared=True)
+        self.cycle()
+        self.learn()
+
+    def _logged(self, group, post):
+        def logged(verb, body=None, tensors=None, **how):
+            self.log.append((group.role, verb, *getattr(body, "tags", ())))
+            return post(verb, body, tensors, **how)
+
+        return logged
+
+    def learn(self):
+        """The rollouts sleep, level 2; the actor changes every weight."""
+        self.sync.residency.enter("train")
+        for weight in self.actor_weights():
+            weight *= 1.25
+
+    def actor_weights(self):
+        if hasattr(self.actor, "flat"):
+            return [self.actor.flat.master_P.numpy()]
+        return list(self.actor.parameters.values())
+
+    def cycle(self):
+        self.sync.residency.enter("sync")
+        return self.sync.run()
+
+    def name(self, dims=1):
+        """Of a weight."""
+        return next(spec.name for spec in self.actor.weight_specs("fp32") if len(spec.shape) >= dims)
+
+
+def held(engine):
+    """What a rollout computes with, as arrays that share its memory."""
+    return {name: np.asarray(weight) for name, weight in engine._weights.items()}
+
+
+@pytest.fixture(params=ENGINES)
+def turns(request):
+    made = Turns(request.param)
+    yield made
+    for group in made.groups:
+        group.call(Verb.CLOSE)
+
+
+def test_the_order_of_a_sync(turns):
+    """As docs/weight-sync.md draws it: each side probes while it has the device."""
+    turns.log.clear()
+    turns.cycle()
+    assert turns.log == [
+        ("rollout", Verb.WAKE, "weights"),
+        ("rollout", Verb.IMPORT_FORM),
+        ("actor", Verb.EXPORT_BEGIN),
+        ("rollout", Verb.IMPORT_BEGIN),
+        ("actor", Verb.EXPORT_BUCKET),
+        ("rollout", Verb.IMPORT_BUCKET),
+        ("rollout", Verb.IMPORT_END),
+        ("actor", Verb.EXPORT_END),
+        ("actor", Verb.PROBE),
+        ("actor", Verb.OFFLOAD),
+        ("rollout", Verb.WAKE, "kv_cache"),
+        ("rollout", Verb.PROBE),
+    ]
+    assert turns.sync.residency.phase == "rollout"
+    for engine in turns.engines:
+        assert engine._awake == {"weights", "kv_cache"}
+    turns.log.clear()
+    turns.sync.residency.enter("rollout")
+    assert turns.log == [], "a sync ends where sampling begins"
+
+
+def test_dropped_after_sleep_and_wake(turns):
+    name = turns.name()
+    Sabotage(
+        turns.groups[0],
+        Verb.EXPORT_BUCKET,
+        lambda body: {**body, "entries": [entry for entry in body["entries"] if entry["name"] != name]},
+    )
+    with pytest.raises(SyncError, match=f"weight {name} was announced but never sent"):
+        turns.cycle()
+
+
+def test_swapped_after_sleep_and_wake():
+    turns = Turns("torch")
+    specs = turns.actor.weight_specs("fp32")
+    first, second = next(
+        (a.name, b.name) for a in specs for b in specs if a.name < b.name and a.shape == b.shape and len(a.shape) == 2
+    )
+
+    swap(turns.actor, first, second)
+    with pytest.raises(SyncError, match=f"weight ({first}|{second}) differs"):
+        turns.cycle()
+    for group in turns.groups:
+        group.call(Verb.CLOSE)
+
+
+def test_stale_after_sleep_and_wake(turns):
+    """The ring still holds other bytes where one weight should be: its copy was skipped."""
+    name, export = turns.name(dims=2), turns.actor.export_weights
+
+    def stale(*asked):
+        for weight in export(*asked):
+            if weight.spec.name == name:
+                do_not_copy(weight)
+            yield weight
+
+    turns.actor.export_weights = stale
+    with pytest.raises(SyncError, match=f"weight {name} differs after the sync"):
+        turns.cycle()
+
+
+def test_truncated_after_sleep_and_wake(turns):
+    name = turns.name()
+
+    def cut(body):
+        for entry in body["entries"]:
+            entry["nbytes"] -= 4 * (entry["name"] == name)
+        return body
+
+    Sabotage(turns.groups[0], Verb.EXPORT_BUCKET, cut)
+    with pytest.raises(SyncError, match=f"weight {name} comes as"):
+        turns.cycle()
+
+
+def test_wrong_dtype_after_sleep_and_wake(turns):
+    specs, name = turns.actor.weight_specs, turns.name()
+
+    def half(*asked):
+        return [
+            replace(spec, dtype="bf16", nbytes=spec.nbytes // 2) if spec.name == name else spec
+            for spec in specs(*asked)
+        ]
+
+    turns.actor.weight_specs = half
+    with pytest.raises(SyncError, match=f"weight {name} comes as bf16"):
+        turns.cycle()
+
+
+def test_wakes_with_old_weights_though_the_bytes_arrived(turns):
+    """Every checksum agreed; with its KV cache the second replica gets back what it had before it slept. A probe that
+    asked it before, beside the trainers, would have seen nothing."""
+    turns.cycle()
+    engine = turns.engines[1]
+    old, wake = {name: weight.copy() for name, weight in held(engine).items()}, engine.wake
+
+    def wake_with_old(tags):
+        wake(tags)
+        if "kv_cache" in tags:
+            for name, weight in held(engine).items():
+                weight[...] = old[name]
+
+    engine.wake = wake_with_old
+    turns.learn()
+    with pytest.raises(SyncError, match="right bytes, but rollout 1 does not behave"):
+        turns.cycle()

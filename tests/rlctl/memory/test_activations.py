@@ -1,0 +1,86 @@
+"""What `rlctl plan` estimates of activations and logits, against measured peaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.memory.activations import Pass, learning_parts
+from specs.model_facts import model_facts
+
+WITHIN = 0.2
+LONGEST = 128
+
+
+def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[str, Any]:
+    model = {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+    rest = {"tokens": 1024, "longest": LONGEST, "logits_chunk": 256, "recompute": False, "entropy": False}
+    return {"model": model, **rest, **more}
+
+
+# Where activations dominate, where logits do, and where a recomputed layer does.
+CASES = {
+    "activations": case(256, 704, 4, 2000),
+    "logits": case(128, 352, 1, 16000, entropy=True),
+    "recomputed, twice as wide": case(512, 1408, 4, 2000, recompute=True),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Case → bytes. In a process of its own, where memory goes back as soon as it is free."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("peaks are read from /proc")
+    root = tmp_path_factory.mktemp("peaks")
+    worker = [
+        sys.executable,
+        str(Path(__file__).parents[2] / "support" / "memory_peaks.py"),
+        str(root),
+        json.dumps(CASES),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    ended = subprocess.run(worker, capture_output=True, text=True, env=env)
+    if "clear_refs" in ended.stderr:
+        pytest.skip("this kernel does not let a process reset its peak")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_estimates_are_near_the_peaks(measured: dict[str, int], name: str) -> None:
+    chosen = CASES[name]
+    facts = model_facts(chosen["model"])
+    assert facts is not None
+    work = Pass(
+        facts=facts,
+        config=chosen["model"],
+        dtype="fp32",
+        device="cpu",
+        tokens=chosen["tokens"],
+        longest=LONGEST,
+        logits_chunk=chosen["logits_chunk"],
+        attention="sdpa",
+        recompute=chosen["recompute"],
+        entropy=chosen["entropy"],
+    )
+    estimated = sum(part.nbytes for part in learning_parts(work))
+    print(f"{name}: estimated {estimated / 2**20:.0f} MiB, measured {measured[name] / 2**20:.0f}")
+    assert estimated == pytest.approx(measured[name], rel=WITHIN)

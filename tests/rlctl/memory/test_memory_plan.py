@@ -1,0 +1,260 @@
+"""`rlctl plan`: what each role takes in each phase, on which device, and what fits. No torch, no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.cli import main
+from rlctl.memory import compare
+from rlctl.memory.memory_plan import plan_memory
+from rlctl.memory.suggest import largest
+from rlctl.presets import presets
+from rlctl.show.report import render
+from specs.errors import SpecError
+from specs.load.load import load_spec
+from specs.memory_parts import GIB
+
+QWEN_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+LLAMA_70B: dict[str, Any] = {
+    **QWEN_7B,
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+PARAMETERS_7B, PARAMETERS_70B = 7_615_616_512, 70_553_706_496  # as published
+GPUS = tuple(f"node 0 GPU {number}" for number in range(8))
+
+
+def spec_of(folder: Path, preset: str, config: dict[str, Any]) -> Path:
+    """The preset beside a model folder that has nothing but a config."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    spec = folder / f"{preset}.toml"
+    spec.write_text(presets()[preset].read_text())
+    return spec
+
+
+@pytest.fixture
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def plan(preset: str, *changes: str, config: dict[str, Any] = QWEN_7B, gpu: float = 80) -> dict[str, Any]:
+        spec = spec_of(tmp_path, preset, config)
+        sets = [word for change in (f"model.path={tmp_path / 'model'}", *changes) for word in ("--set", change)]
+        assert main(["plan", str(spec), "--json", "--gpu-GiB", str(gpu), "--host-GiB", "1000", *sets]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return plan
+
+
+def part(plan: dict[str, Any], role: str, name: str) -> int:
+    return next(p["bytes"] for p in plan["roles"][role]["parts"] if p["name"] == name)
+
+
+def suggested(plan: dict[str, Any], key: str) -> dict[str, Any]:
+    return next(s for s in plan["suggestions"] if s["key"] == key)
+
+
+def test_a_7b_cut_over_8_gpus_by_hand(planned: Any) -> None:
+    plan = planned("grpo-8gpu-colocated")
+    assert part(plan, "actor", "master weights") == pytest.approx(PARAMETERS_7B * 4 / 8, rel=1e-3)
+    assert part(plan, "actor", "gradients") == pytest.approx(PARAMETERS_7B * 4 / 8, rel=1e-3)
+    assert part(plan, "actor", "Adam moments") == pytest.approx(PARAMETERS_7B * 8 / 8, rel=1e-3)
+    assert part(plan, "rollout", "weights") == PARAMETERS_7B * 2
+    rollout = plan["roles"]["rollout"]["phases"]
+    assert rollout["rollout"] == pytest.approx(0.6 * 80 * GIB + 0.7 * GIB, rel=1e-3)
+    [gpus, host] = plan["places"]
+    assert tuple(gpus["names"]) == GPUS
+    assert gpus["fits"]
+    # While others sample, the weights and moments of all eight ranks wait in the memory of one host.
+    assert host["phases"]["rollout"] == pytest.approx(PARAMETERS_7B * 12, rel=1e-3)
+
+
+def test_roles_that_take_turns_never_add_up_while_separate_ones_stay(planned: Any) -> None:
+    gpus = planned("grpo-8gpu-colocated")["places"][0]
+    assert gpus["phases"]["rollout"] < gpus["phases"]["sync"] + 80 * GIB * 0.6
+    separate = planned("grpo-8gpu-separate")
+    trainers, samplers, _ = separate["places"]
+    assert (len(trainers["names"]), len(samplers["names"])) == (4, 4)
+    assert set(samplers["phases"].values()) == {samplers["phases"]["rollout"]}, "nobody sleeps on a GPU of its own"
+    assert trainers["phases"]["rollout"] > PARAMETERS_7B * 12 / 4
+
+
+def test_a_70b_on_64_gpus_from_a_laptop(planned: Any) -> None:
+    many = ("actor.processes=64", "actor.nodes=8", "actor.launcher=srun", "actor.engine.shard=64")
+    config = ("rollout.processes=2", "rollout.engine.tensor_parallel=4", "data.prompts_per_step=512")
+    started = time.perf_counter()
+    plan = planned("grpo-8gpu-colocated", *many, *config, config=LLAMA_70B)
+    assert time.perf_counter() - started < 10
+    assert part(plan, "actor", "Adam moments") == pytest.approx(PARAMETERS_70B * 8 / 64, rel=1e-3)
+    assert part(plan, "rollout", "weights") == pytest.approx(PARAMETERS_70B * 2 / 4, rel=1e-6)
+    assert sum(len(place["names"]) for place in plan["places"] if place["kind"] == "GPU") == 64
+    whole = planned(
+        "grpo-8gpu-colocated", *many, *config, "actor.engine.sync_every_micro_batch=false", config=LLAMA_70B
+    )
+    assert part(whole, "actor", "gradients, whole, until the last micro-batch") == PARAMETERS_70B * 4
+    assert not whole["fits"], "282 GB of whole gradients"
+
+
+def test_a_small_gpu_does_not_fit_and_the_suggestion_does(planned: Any) -> None:
+    plan = planned("grpo-8gpu-colocated", gpu=40)
+    assert not plan["fits"] or suggested(plan, "actor.micro_batch_tokens")["value"] < 49152
+    tokens = suggested(plan, "actor.micro_batch_tokens")["value"]
+    share = suggested(plan, "rollout.engine.gpu_memory_utilization")["value"]
+    changes = (f"actor.micro_batch_tokens={tokens}", f"rollout.engine.gpu_memory_utilization={share}")
+    assert planned("grpo-8gpu-colocated", *changes, gpu=40)["fits"]
+    larger = planned("grpo-8gpu-colocated", f"actor.micro_batch_tokens={2 * tokens}", gpu=40)
+    assert larger["roles"]["actor"]["phases"]["train"] > 0.95 * 40 * GIB
+    hopeless = suggested(planned("grpo-8gpu-colocated", gpu=16), "actor.micro_batch_tokens")
+    assert hopeless["value"] is None
+    assert "not even one sequence" in hopeless["why"]
+
+
+def test_recomputing_saves_activations(planned: Any) -> None:
+    kept = planned("grpo-8gpu-colocated", "actor.gradient_checkpointing=false")
+    recomputed = planned("grpo-8gpu-colocated")
+    assert part(kept, "actor", "activations") > 8 * part(recomputed, "actor", "activations")
+
+
+def test_a_frozen_reference_has_weights_alone(planned: Any) -> None:
+    plan = planned("grpo-8gpu-colocated", "algorithm.kl_coef=0.1")
+    names = {p["name"] for p in plan["roles"]["ref"]["parts"]}
+    assert "weights" in names
+    assert not names & {"gradients", "Adam moments", "master weights"}
+    assert part(plan, "ref", "weights") == pytest.approx(PARAMETERS_7B * 2 / 8, rel=1e-3)
+
+
+def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
+    sets = ["--set", f"model.path={tmp_path / 'model'}", "--set", "run.colocate=never"]
+    assert main(["plan", str(spec), "--gpu-GiB", "40", *sets]) == 0
+    shown = capsys.readouterr().out
+    for word in ("optimizer", "Adam moments", "does not fit", "actor.micro_batch_tokens", "CUDA context"):
+        assert word in shown
+    assert main(["plan", str(spec), "--gpu-GiB", "0", *sets]) == 2
+
+
+def test_a_model_that_is_not_here_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
+    assert main(["plan", str(spec)]) == 2
+    said = capsys.readouterr().err
+    assert "config.json is not on this machine: http://127.0.0.1:9 could not be reached" in said
+    assert "hint: hf download Qwen/Qwen2.5-7B-Instruct config.json" in said
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**QWEN_7B, "model_type": "mamba9"}))
+    assert main(["plan", str(spec), "--set", f"model.path={tmp_path / 'model'}"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be built without memory" in said
+    assert "mamba9" in said
+    with pytest.raises(SpecError, match="the family mamba9"):  # a run that starts builds nothing to plan with
+        plan_memory(load_spec(spec, [f"model.path={tmp_path / 'model'}"]), tmp_path, gpu_GiB=80, host_GiB=0)
+    assert main(["plan", str(spec), "--set", "run.stepz=3"]) == 2
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_a_family_that_is_not_known_is_built_without_memory(tmp_path: Path, planned: Any) -> None:
+    """GPT-NeoX: names and layers unlike Llama's, and no weight files. 12 E² + 13 E a layer, by hand."""
+    width, layers, vocabulary = 2560, 32, 50432
+    config = {
+        "model_type": "gpt_neox",
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+    elements = layers * (12 * width**2 + 13 * width) + 2 * vocabulary * width + 2 * width
+    plan = planned("grpo-8gpu-colocated", "data.max_prompt_tokens=512", "data.max_response_tokens=512", config=config)
+    assert part(plan, "actor", "master weights") == pytest.approx(elements * 4 / 8, rel=1e-3)
+    assert "a build of the model without memory" in plan["assumptions"][0] + plan["assumptions"][1]
+    assert suggested(plan, "actor.micro_batch_tokens")["value"] is not None
+
+
+def test_adapters_that_the_sampler_applies(planned: Any) -> None:
+    """Their room is vLLM's: two matrices beside each of 7 linear layers, of the next rank that vLLM has. Asleep the
+    model waits in host memory, for only adapters come with a sync."""
+    lora = ("actor.lora.rank=10", "rollout.engine.lora=adapters", "rollout.engine.tensor_parallel=1")
+    plan, merged = planned("grpo-8gpu-colocated", *lora), planned("grpo-8gpu-colocated", *lora[:1], lora[2])
+    query, key, width, inner = 3584, 512, QWEN_7B["hidden_size"], QWEN_7B["intermediate_size"]
+    outs_and_ins = (2 * (width + query)) + 2 * (width + key) + 3 * (width + inner)
+    assert part(plan, "rollout", "adapters") == 28 * 16 * outs_and_ins * 2
+    assert part(plan, "rollout", "weights, asleep") == part(plan, "rollout", "weights")
+    rollout = plan["roles"]["rollout"]
+    assert rollout["host_phases"]["train"] == part(plan, "rollout", "weights")
+    assert rollout["host_phases"]["rollout"] == rollout["host_phases"]["sync"] == 0
+    assert rollout["phases"]["rollout"] == merged["roles"]["rollout"]["phases"]["rollout"], "one share, cut otherwise"
+    assert merged["roles"]["rollout"]["host_phases"]["train"] == 0
+    apart = planned("grpo-8gpu-separate", "actor.lora.rank=10", "rollout.engine.lora=adapters")
+    assert apart["roles"]["rollout"]["host_phases"]["train"] == 0, "it never sleeps"
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "quickstart", QWEN_7B)
+    code = (
+        "import sys; from rlctl.cli import main; "
+        f"assert main(['plan', {str(spec)!r}]) == 0; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[3])
+
+
+@pytest.mark.parametrize("limit", [99, 100, 355, 356, 1000, 1100])
+def test_the_largest_that_fits_is_found(limit: int) -> None:
+    candidates = [*range(100, 1000, 256), 1000]
+    fitting = [value for value in candidates if value <= limit]
+    assert largest(lambda value: value <= limit, 100, 1000, 256) == (max(fitting) if fitting else None)
+
+
+# ── against what a run held ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Ranks:
+    """What a group's ranks said at most."""
+
+    used_GiB: float
+
+
+def test_a_run_compares_the_plan_with_what_was_held(tmp_path: Path) -> None:
+    spec = load_spec(spec_of(tmp_path, "quickstart", QWEN_7B), [f'model.path="{tmp_path / "model"}"'])
+    planned = compare.planned_bytes(spec, tmp_path)
+    assert planned["actor"] > 16 * PARAMETERS_7B
+    groups: Any = {"actor": Ranks(120.0), "rollout": Ranks(0.0)}
+    compared = compare.compare(planned, groups)
+    assert set(compared) == {"actor"}, "a role whose ranks said nothing has nothing to compare"
+    assert compared["actor"]["used_GiB"] == 120.0
+    compare.write(compared, tmp_path)
+    assert "actor 120.00 GiB (planned " in compare.line(compared)
+    page = render(tmp_path)
+    assert "Memory of a rank" in page
+    assert f"{compared['actor']['planned_GiB'] / 120 - 1:+.0%}" in page
+
+
+def test_a_model_whose_shape_is_not_known_here_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    spec = load_spec(spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B), [])
+    assert compare.planned_bytes(spec, tmp_path) == {}

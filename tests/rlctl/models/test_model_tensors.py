@@ -1,0 +1,111 @@
+"""Parameters known from `config.json` alone, against models that transformers builds on the meta device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
+
+
+def shape(
+    model_type: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+TIED = {"tie_word_embeddings": True}
+SMALL = (64, 96, 3, 4, 2, 128)  # hidden, inner, layers, heads, KV heads, vocabulary
+# Published sizes are named; the others are small ones of their family, with the keys that change shapes.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": shape("qwen2", 896, 4864, 24, 14, 2, 151936, **TIED),
+    "Qwen2.5-7B": shape("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "Qwen2.5-72B": shape("qwen2", 8192, 29568, 80, 64, 8, 152064),
+    "Llama-3.2-1B": shape("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, **TIED),
+    "Llama-3.1-70B": shape("llama", 8192, 28672, 80, 64, 8, 128256),
+    "Qwen3-8B": shape("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
+    "Mistral-7B": shape("mistral", 4096, 14336, 32, 32, 8, 32768),
+    "Mixtral-8x7B": shape("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8),
+    "Qwen3-30B-A3B": shape(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128, moe_intermediate_size=768
+    ),
+    "gemma-2-2b": shape("gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256),
+    "gpt2": {
+        **{"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
+        **{"vocab_size": 50257},
+    },
+    "gpt2 untied, inner width": {
+        **{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 99},
+        **{"n_inner": 100, "tie_word_embeddings": False},
+    },
+    "llama with biases": shape("llama", *SMALL, attention_bias=True, mlp_bias=True),
+    "granite": shape("granite", *SMALL, attention_bias=True),
+    "smollm3": shape("smollm3", *SMALL, pad_token_id=0),
+    "gemma": shape("gemma", *SMALL),
+    "gemma3_text": shape("gemma3_text", *SMALL, head_dim=32),
+    "qwen3 with its own head size": shape("qwen3", *SMALL, attention_bias=True),
+    "qwen2_moe, some layers dense": shape(
+        "qwen2_moe", 64, 96, 5, 4, 2, 128, num_experts=4, moe_intermediate_size=48, shared_expert_intermediate_size=80,
+        decoder_sparse_step=2, mlp_only_layers=[1],
+    ),
+    "olmo2": shape("olmo2", *SMALL, pad_token_id=0),
+    "phi3": shape("phi3", *SMALL, pad_token_id=0),
+}  # fmt: skip
+
+
+def build(config: dict[str, Any]) -> nn.Module:
+    values = dict(config)
+    hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(hf_config)
+    model.tie_weights()
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_name_and_shape_is_that_of_the_built_model(name: str) -> None:
+    model, known = build(CONFIGS[name]), tensors_of_config(CONFIGS[name])
+    assert known is not None
+    assert {p.name: p.shape for p in known.parameters} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert known.elements == sum(p.numel() for p in model.parameters())
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and "lm_head" not in n}
+    assert {p.name.removesuffix(".weight") for p in known.parameters if p.linear} == linear
+
+
+def test_each_known_family_is_compared() -> None:
+    assert {config["model_type"] for config in CONFIGS.values()} == set(KNOWN_FAMILIES)
+
+
+def test_a_family_that_is_not_known_is_read_from_its_files(tmp_path: Path) -> None:
+    config = shape("stablelm", *SMALL, tie_word_embeddings=True)
+    assert tensors_of_config(config) is None
+    assert tensors_on_disk(tmp_path, tied=True) is None
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **values))
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    known = tensors_on_disk(tmp_path, tied=True)
+    assert known is not None
+    assert known.elements == sum(p.numel() for p in model.parameters())
+    assert {p.layer for p in known.parameters} == {None, 0, 1, 2}
+
+
+def test_a_broken_header_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
+    assert tensors_on_disk(tmp_path, tied=False) is None

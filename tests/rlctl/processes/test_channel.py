@@ -1,0 +1,189 @@
+"""The driver's door: who is let in, who is not, and that strangers cannot harm a run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+from probe_groups import wait_until
+
+from rlctl.processes.channel import Event, Hub, Joined, Received, Silent
+from rlctl.processes.handshake import Handshake
+from specs.errors import ChannelError
+from specs.wire.messages import Kind, Message, Verb, parse
+from workers.connection import Dial, Link
+from workers.proof import make_proof
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub(heartbeat_timeout_s=20)
+    hub.expect("actor", 2)
+    yield hub
+    hub.close()
+
+
+def test_both_sides_prove_and_then_talk(hub: Hub) -> None:
+    link = _join(hub, rank=1)
+    hub.send("actor", 1, Message(Kind.CALL, {"n": 1}, Verb.PING, 5).frames())
+    call = link.receive()
+    assert (call.verb, call.call, call.body["n"]) == (Verb.PING, 5, 1)
+    link.send(Message(Kind.ANSWER, {"n": 2}, Verb.PING, 5))
+    event = _next(hub, Received)
+    assert isinstance(event, Received)
+    assert (event.role, event.rank, parse(event.frames).body["n"]) == ("actor", 1, 2)
+    link.close()
+
+
+def test_a_wrong_secret_is_refused_on_both_sides(hub: Hub) -> None:
+    link = Link(Dial(hub.address, "not the secret", "actor", 0))
+    with pytest.raises(ChannelError, match="does not have this run's secret"):
+        _while_pumping(hub, lambda: link.connect(10))
+    link.close()
+    _join(hub).close()  # the place is still free
+
+
+def test_a_rank_cannot_skip_or_forge_its_proof(hub: Hub) -> None:
+    with _stranger(hub) as ask:
+        assert ask(Message(Kind.ANSWER, {}, Verb.PING, 1)).kind is Kind.ERROR
+        assert ask(Message(Kind.PROOF, {"proof": "00"})).kind is Kind.ERROR
+        hello = {"role": "actor", "rank": 0, "pid": 1, "host": "h", "nonce": "n"}
+        challenge = ask(Message(Kind.HELLO, hello))
+        assert challenge.kind is Kind.CHALLENGE
+        forged = make_proof("guess", "rank", role="actor", rank=0, rank_nonce="n", driver_nonce=challenge.body["nonce"])
+        assert ask(Message(Kind.PROOF, {"proof": forged})).kind is Kind.ERROR
+        challenge = ask(Message(Kind.HELLO, hello))
+        echoed = ask(Message(Kind.PROOF, {"proof": challenge.body["proof"]}))  # the driver's own proof sent back
+        assert echoed.kind is Kind.ERROR
+        assert ask(Message(Kind.HELLO, {**hello, "rank": 2})).kind is Kind.ERROR
+        assert ask(Message(Kind.HELLO, {**hello, "role": "critic"})).kind is Kind.ERROR
+        assert ask(Message(Kind.HELLO, {**hello, "rank": 1e999})).kind is Kind.ERROR
+    assert hub.next(0.2) is None
+    assert hub.refused == 7
+
+
+def test_a_second_rank_of_the_same_place_is_refused(hub: Hub) -> None:
+    first = _join(hub)
+    second = Link(Dial(hub.address, hub.secret, "actor", 0))
+    with pytest.raises(ChannelError, match="already here"):
+        _while_pumping(hub, lambda: second.connect(10))
+    second.close()
+    first.close()
+
+
+def test_garbage_does_not_harm(hub: Hub) -> None:
+    host, port = hub.address.removeprefix("tcp://").split(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(os.urandom(2000))
+    with _stranger(hub) as ask:
+        for junk in (b"", b"{}", b"[" * 4000, b'{"v":1}', b"\xff" * 10, b"x" * 2**20):
+            assert ask([junk]).kind is Kind.ERROR
+        assert ask([b"a", b"b", b"c"]).kind is Kind.ERROR
+    _join(hub).close()
+
+
+def test_a_flood_of_greetings_is_forgotten() -> None:
+    handshake = Handshake("secret", {"actor": 1}, {})
+    hello = Message(Kind.HELLO, {"role": "actor", "rank": 0, "pid": 1, "host": "h", "nonce": "n"}).frames()
+    for number in range(5000):
+        handshake.hear(str(number).encode(), hello)
+    assert len(handshake._pending) <= 256
+
+
+def test_curve_encrypts_and_refuses_plain_connections() -> None:
+    hub = Hub(heartbeat_timeout_s=20, curve=True)
+    try:
+        hub.expect("actor", 1)
+        key = hub.environment()["RLCTL_CURVE_KEY"]
+        plain = Link(Dial(hub.address, hub.secret, "actor", 0))
+        with pytest.raises(ChannelError, match="did not send challenge"):
+            plain.connect(1)
+        plain.close(linger_s=0)
+        _join(hub, key=key).close()
+    finally:
+        hub.close()
+
+
+def test_silence_is_reported_once_and_beats_prevent_it() -> None:
+    hub = Hub(heartbeat_timeout_s=1.0)
+    try:
+        hub.expect("actor", 1)
+        link = _join(hub)
+        assert hub.next(2.5) is None  # the rank's second thread beats
+        link._closing.set()  # and now no more
+        event = _next(hub, Silent)
+        assert isinstance(event, Silent)
+        assert event.seconds >= 1.0
+        assert hub.next(1.5) is None
+        link.close()
+    finally:
+        hub.close()
+
+
+def test_sending_to_nobody_is_not_an_error(hub: Hub) -> None:
+    hub.send("actor", 0, Message(Kind.BEAT).frames())
+    link = _join(hub)
+    link.close()
+    for _ in range(20):
+        hub.send("actor", 0, Message(Kind.CALL, {}, Verb.PING, 1).frames())
+        time.sleep(0.01)
+
+
+# ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _join(hub: Hub, rank: int = 0, key: str = "") -> Link:
+    link = Link(Dial(hub.address, hub.secret, "actor", rank, key))
+    _while_pumping(hub, lambda: link.connect(20))
+    event = _next(hub, Joined)
+    assert isinstance(event, Joined)
+    assert (event.member.role, event.member.rank, event.member.pid) == ("actor", rank, os.getpid())
+    return link
+
+
+def _while_pumping(hub: Hub, work: object) -> None:
+    """The hub's second thread answers handshakes while the first does something else."""
+    assert callable(work)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result(timeout=30)
+
+
+def _next(hub: Hub, kind: type[Event]) -> Event:
+    seen: list[Event] = []
+
+    def found() -> bool:
+        event = hub.next(0.1)
+        if event is not None:
+            seen.append(event)
+        return isinstance(event, kind)
+
+    assert wait_until(found), seen
+    return seen[-1]
+
+
+class _stranger:
+    """A raw connection that has proven nothing: `ask` sends anything and returns the driver's reply."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.connect(hub.address)
+
+    def __enter__(self) -> _stranger:
+        return self
+
+    def __call__(self, what: Message | list[bytes]) -> Message:
+        self._dealer.send_multipart(what.frames() if isinstance(what, Message) else what)
+        assert wait_until(lambda: self._hub.next(0) is None and self._dealer.poll(10))
+        return parse(self._dealer.recv_multipart())
+
+    def __exit__(self, *_: object) -> None:
+        self._dealer.close(linger=0)
+        self._context.term()

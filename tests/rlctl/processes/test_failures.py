@@ -1,0 +1,99 @@
+"""Which rank is blamed, by types alone: whatever the messages say, and among real ranks that lose a peer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from probe_groups import probe_groups, role_plan
+
+from rlctl.processes import failures
+from rlctl.processes.failures import Blame, Evidence, Weight, from_error
+from specs.errors import Cause, PeerGone, RoleFailure, SamplerDied
+from specs.wire.error_body import ErrorBody
+from specs.wire.messages import Verb
+from workers.serve import error_message
+
+MESSAGES = ("Connection closed by peer", "timed out", "SamplerDied", "its process was ended by SIGKILL", "ok", "")
+ENDED = Evidence("actor", 1, Cause.ENDED, "SIGKILL")
+EXITED = Evidence("actor", 1, Cause.ENDED, "exit code 1", Weight.EXIT)
+
+
+def error_of(rank: int, cause: Cause, message: str, *, alone: bool = False, known: bool = False) -> Evidence:
+    return from_error("actor", rank, ErrorBody(cause, "SomeError", message, message, known), alone=alone)
+
+
+def blamed(*evidence: Evidence) -> Evidence | None:
+    blame = Blame()
+    for one in evidence:
+        blame.add(one, grace_s=60)
+    return blame.root_cause()
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("cause", Cause)
+def test_no_wording_changes_who_is_blamed(message: str, known: bool, cause: Cause) -> None:
+    from_peer = cause in (Cause.PEER_GONE, Cause.PEER_LATE)
+    error = error_of(0, cause, message, known=known)
+    assert error.is_secondary == from_peer
+    assert blamed(error) is (None if from_peer else error)  # it waits for its root cause
+    assert blamed(error, ENDED) is (ENDED if from_peer else error)
+    assert blamed(error, EXITED) is (None if from_peer else error)
+    assert not error_of(0, cause, message, known=known, alone=True).is_secondary  # without peers it is the cause
+
+
+def test_a_secondary_failure_without_a_root_cause_is_blamed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    blame, error = Blame(), error_of(0, Cause.PEER_LATE, "waited")
+    blame.add(error, grace_s=60)
+    assert blame.root_cause() is None
+    now = time.monotonic()
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now + 61)
+    assert blame.root_cause() is error
+    assert not blame.pending, "it concerned one verb"
+    blame.add(ENDED)
+    assert (blame.root_cause(), blame.root_cause()) == (ENDED, ENDED), "a rank that ended stays so"
+
+
+def test_the_cause_goes_over_the_wire_as_a_type() -> None:
+    for error, cause in ((PeerGone("rollout 1", "left"), Cause.PEER_GONE), (SamplerDied("x"), Cause.ENGINE_DIED)):
+        assert ErrorBody.from_json(error_message(error).body).cause is cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_gloo_the_killed_rank_is_blamed_and_not_the_one_that_lost_it(tmp_path: Path, victim: int) -> None:
+    plan = role_plan("actor", 2, group=True)
+    with probe_groups(tmp_path, plan, module="peer_role", factory="gloo") as groups:
+        assert [answer.body["total"] for answer in groups["actor"].call(Verb.PING)] == [4.0, 4.0]
+        with pytest.raises(RoleFailure, match="SIGKILL") as caught:
+            groups["actor"].call(Verb.PING, {"victim": victim})
+        assert caught.value.rank == victim
+    survivor = (tmp_path / "actor" / f"rank{1 - victim}.log").read_text()
+    assert "gloo/transport" in survivor, "the other one did lose it in the middle of a collective"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["actor", "rollout"])
+def test_shared_memory_the_killed_end_is_blamed_and_not_the_other(tmp_path: Path, victim: str) -> None:
+    plans = role_plan("actor", 1), role_plan("rollout", 1)
+    with probe_groups(tmp_path, *plans, module="peer_role", factory="shm") as groups:
+        actor, rollout = groups["actor"], groups["rollout"]
+
+        def send(victim: str) -> None:
+            offer = actor.call(Verb.EXPORT_BEGIN)[0].body
+            rollout.call(Verb.IMPORT_BEGIN, {"offer": offer})
+            calls = [
+                actor.post(Verb.EXPORT_BUCKET, {"victim": victim == "actor"}),
+                rollout.post(Verb.IMPORT_BUCKET, {"victim": victim == "rollout"}),
+            ]
+            for call in calls:
+                call.result()
+
+        send("nobody")
+        with pytest.raises(RoleFailure, match="SIGKILL") as caught:
+            send(victim)
+        assert caught.value.role == victim
+    other = {"actor": "rollout", "rollout": "actor"}[victim]
+    assert "PeerGone" in (tmp_path / other / "rank0.log").read_text()

@@ -1,0 +1,232 @@
+"""Groups of real processes: what they answer, and what the person is told when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from probe_groups import SUPPORT, probe_groups, role_plan, wait_until
+
+from rlctl.processes.groups import Groups
+from specs.errors import BatchError, Interrupted, RoleFailure, SpecError
+from specs.wire.messages import Message, Verb
+
+BOUND_S = 20.0  # generous: the machine may be busy
+
+
+def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 2, group=True), role_plan("rollout", 2)) as groups:
+        actor, rollout = groups["actor"], groups["rollout"]
+        tensors: list[dict[str, np.ndarray]] = [{"x_T": np.arange(3)}, {"x_T": np.ones((2, 2), dtype=np.float32)}]
+        names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "RLCTL_SECRET", "RLCTL_RUN_ID"]
+        answers = actor.call(Verb.PING, [{"env": names}, {"env": []}], tensors)
+        assert [answer.body["rank"] for answer in answers] == [0, 1]
+        assert [answer.body["world_size"] for answer in answers] == [2, 2]
+        for answer, sent in zip(answers, tensors, strict=True):
+            np.testing.assert_array_equal(answer.tensors["x_T"], sent["x_T"])
+            assert answer.tensors["x_T"].dtype == sent["x_T"].dtype
+        env = answers[0].body["env"]
+        assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("0", "2", "127.0.0.1")
+        assert env["RLCTL_RUN_ID"] == groups.launcher.run_id
+        assert env["RLCTL_SECRET"] is None  # whatever a rank starts (user code in a grader) must not inherit it
+        replicas = rollout.call(Verb.PING, {"env": names})
+        assert [(answer.body["rank"], answer.body["world_size"]) for answer in replicas] == [(0, 1), (1, 1)]
+        assert replicas[1].body["env"]["RANK"] is None
+
+
+def test_large_tensors_and_parts_arrive_whole(tmp_path: Path) -> None:
+    big = np.arange(84 * 2**20 // 4, dtype=np.int32)
+    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
+        parts: list[Message] = []
+        answers = groups["actor"].post(Verb.PING, {"parts": 1}, {"x": big}, on_part=parts.append).result()
+        assert [part.body["part"] for part in parts] == [0]
+        for message in (*parts, *answers):
+            assert np.array_equal(message.tensors["x"], big)
+
+
+def test_a_second_verb_waits_in_line(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
+        slow = groups["actor"].post(Verb.PING, {"sleep_s": 0.2, "name": "slow"})
+        fast = groups["actor"].post(Verb.PING, {"name": "fast"})
+        assert not fast.sent
+        assert fast.result()[0].body["echo"]["name"] == "fast"
+        assert slow.done
+
+
+def test_an_error_names_everything_and_the_rank_serves_on(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
+        with pytest.raises(RoleFailure) as caught:
+            groups["actor"].call(Verb.PING, {"do": "raise", "rank": 1}, step=7)
+        failure = caught.value
+        assert (failure.role, failure.rank, failure.verb, failure.step) == ("actor", 1, "ping", 7)
+        assert failure.cause == "ValueError: seven is not a number"
+        assert "Traceback" in failure.log_tail
+        assert failure.log_path == str(tmp_path / "actor" / "rank1.log")
+        assert failure.exit_code == 1
+        assert len(groups["actor"].call(Verb.PING)) == 2
+
+
+def test_an_error_of_ours_is_told_without_a_traceback(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("reward", 1)) as groups:
+        with pytest.raises(RoleFailure) as caught:
+            groups["reward"].call(Verb.PING, {"do": "raise known"})
+        failure = caught.value
+        assert failure.cause == "row 3 has no prompt"
+        assert (failure.remote_kind, failure.hint, failure.log_tail) == ("DataError", "drop it", "")
+        assert failure.exit_code == 2
+        assert "Traceback" in Path(failure.log_path).read_text()
+        with pytest.raises(RoleFailure, match="not JSON serializable"):
+            groups["reward"].call(Verb.PING, {"unsendable": True})
+
+
+def test_a_secondary_failure_is_not_taken_for_the_root_cause(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
+        bodies = [{"do": "lose a peer"}, {"do": "raise"}]
+        with pytest.raises(RoleFailure) as caught:
+            groups["actor"].call(Verb.PING, bodies)
+        assert (caught.value.rank, caught.value.remote_kind) == (1, "ValueError")
+        with pytest.raises(RoleFailure) as caught:
+            groups["actor"].call(Verb.PING, [{"do": "lose a peer"}, {"do": "kill"}])
+        assert caught.value.rank == 1
+        assert "SIGKILL" in caught.value.cause
+
+
+@pytest.mark.parametrize(("do", "word"), [("kill", "SIGKILL"), ("exit", "exit code 3")])
+def test_a_dead_rank_is_noticed_while_waiting_for_another_role(tmp_path: Path, do: str, word: str) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
+        groups["rollout"].post(Verb.PING, {"do": do, "rank": 1}, step=3)
+        started = time.monotonic()
+        with pytest.raises(RoleFailure, match=word) as caught:
+            groups["actor"].call(Verb.PING, {"do": "hang"})
+        assert (caught.value.role, caught.value.rank, caught.value.step) == ("rollout", 1, 3)
+        assert time.monotonic() - started < BOUND_S
+
+
+def test_a_stopped_rank_is_noticed_and_ended(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 2), heartbeat_timeout_s=2.0) as groups:
+        with pytest.raises(RoleFailure, match="no sign of life") as caught:
+            groups["actor"].call(Verb.PING, {"do": "stop", "rank": 1})
+        assert caught.value.rank == 1
+
+
+def test_a_computing_rank_is_not_taken_for_a_stopped_one(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1), heartbeat_timeout_s=1.0) as groups:
+        groups["actor"].call(Verb.PING, {"sleep_s": 2})
+        time.sleep(1.5)  # nor does a busy driver take its ranks for dead
+        groups["actor"].call(Verb.PING)
+
+
+def test_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
+        with pytest.raises(RoleFailure, match=r"no answer within 0\.5 s") as caught:
+            groups["actor"].call(Verb.PING, {"do": "hang"}, timeout_s=0.5)
+        assert "_misbehave" in caught.value.log_tail
+
+
+def test_a_role_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1), factory="broken") as groups:
+        with pytest.raises(RoleFailure, match="no engine for rank 0") as caught:
+            groups["actor"].call(Verb.BUILD)
+        assert caught.value.remote_kind == "ImportError"
+
+
+def test_an_interpreter_that_fails_to_start(tmp_path: Path) -> None:
+    plan = role_plan("actor", 1)
+    crash = plan.__class__(**{**vars(plan), "command": (sys.executable, "-c", "raise SystemExit('no luck')")})
+    with pytest.raises(RoleFailure, match="exit code 1") as caught, probe_groups(tmp_path, crash):
+        pass
+    assert caught.value.verb == "start"
+    assert "no luck" in caught.value.log_tail
+    absent = plan.__class__(**{**vars(plan), "command": (str(tmp_path / "python"),)})
+    with pytest.raises(SpecError, match=r"actor\.python"), probe_groups(tmp_path, absent):
+        pass
+
+
+def test_a_missing_column_is_an_error_before_anything_is_sent(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
+        with pytest.raises(BatchError, match="loss_mask_T"):
+            groups["actor"].call(Verb.LOGPROBS, tensors={"tokens_T": np.zeros(1, dtype=np.int64)})
+        groups["actor"].call(Verb.PING)
+
+
+def test_a_tick_that_raises_ends_the_wait_but_not_the_group(tmp_path: Path) -> None:
+    pressed: list[bool] = []
+
+    def on_tick() -> None:
+        if pressed.pop() if pressed else False:
+            raise Interrupted("interrupted")
+
+    with probe_groups(tmp_path, role_plan("actor", 1), on_tick=on_tick) as groups:
+        pressed.append(True)
+        with pytest.raises(Interrupted):
+            groups["actor"].call(Verb.PING, {"sleep_s": 1, "name": "long"})
+        assert groups["actor"].call(Verb.PING, {"name": "save"})[0].body["echo"]["name"] == "save"
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from probe_groups import probe_groups, role_plan
+from specs.wire.messages import Message, Verb
+with probe_groups(Path(sys.argv[1]), role_plan("rollout", 1), role_plan("actor", 2, "torchrun")) as groups:
+    answers = [*groups["rollout"].call(Verb.PING), *groups["actor"].call(Verb.PING)]
+    print(groups.launcher.run_id, *[answer.body["pid"] for answer in answers], flush=True)
+    groups["rollout"].call(Verb.PING, {"do": "hang"})
+"""
+
+
+def test_nothing_outlives_a_killed_driver(tmp_path: Path, repo_root: Path) -> None:
+    env = os.environ | {"PYTHONPATH": f"{repo_root}{os.pathsep}{SUPPORT}"}
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        run_id, *pids = driver.stdout.readline().split()
+        assert len(pids) == 3
+        driver.send_signal(signal.SIGKILL)
+    mark = {"RLCTL_RUN_ID": run_id}
+    assert wait_until(lambda: not _processes_with(mark), BOUND_S), [p.cmdline() for p in _processes_with(mark)]
+
+
+def test_torchrun_group_blames_the_rank_that_was_killed(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 2, "torchrun")) as groups:
+        answers = groups["actor"].call(Verb.PING)
+        assert [(answer.body["rank"], answer.body["world_size"]) for answer in answers] == [(0, 2), (1, 2)]
+        started = time.monotonic()
+        with pytest.raises(RoleFailure, match="SIGKILL") as caught:
+            groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
+        assert caught.value.rank == 1
+        assert time.monotonic() - started < BOUND_S
+    assert (tmp_path / "actor" / "rank1.log").exists()
+
+
+def test_closing_is_polite_and_twice_is_fine(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 2)) as groups:
+        groups["actor"].call(Verb.PING)
+        groups.close()
+        assert [started.process.returncode for started in groups.launcher.started] == [0, 0]
+
+
+def _processes_with(mark: dict[str, str]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if mark.items() <= process.environ().items():
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def test_groups_know_their_roles(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
+        assert isinstance(groups, Groups)
+        assert "actor" in groups
+        assert "ref" not in groups
+        assert groups.members["actor", 0].pid == groups.launcher.started[0].process.pid

@@ -1,0 +1,152 @@
+"""Replicas that are lost and started again: what the calls of their group see, and when it ends the run after all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from probe_groups import probe_groups, role_plan, wait_until
+
+from rlctl.loop.recovery import SteadySync
+from rlctl.loop.residency import Residency
+from rlctl.processes.calls import RanksLost
+from rlctl.processes.failures import Evidence
+from rlctl.processes.groups import Groups
+from rlctl.processes.rank_states import RankState, RestartPolicy
+from specs.errors import Interrupted, RoleFailure
+from specs.wire.messages import Verb
+
+
+def restart(groups: Groups) -> list[int]:
+    """Start what is lost again; the ranks."""
+    with groups.restart("rollout") as ranks:
+        assert {groups.ranks["rollout", rank] for rank in ranks} == {RankState.RESTARTING}
+    assert {groups.ranks["rollout", rank] for rank in ranks} == {RankState.RUNNING}
+    return ranks
+
+
+def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None:
+    said: list[Evidence] = []
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
+        rollout, parts = groups["rollout"], []
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 2, said.append))
+        first = [answer.body["pid"] for answer in rollout.call(Verb.PING)]
+
+        call = rollout.post(Verb.PING, [{"parts": 1}, {"do": "kill"}], step=3, on_part=parts.append)
+        assert groups["actor"].call(Verb.PING, {"sleep_s": 1.5})[0].body["rank"] == 0, "goes on undisturbed"
+        with pytest.raises(RanksLost) as caught:
+            call.result()
+        assert (caught.value.call, sorted(call.answers), call.lost) == (call, [0], {1})
+        assert [part.body["rank"] for part in parts] == [0]
+        assert [(one.rank, "SIGKILL" in one.message) for one in said] == [(1, True)]
+        with pytest.raises(RanksLost):  # until it is back, nothing is sent to it, and nothing waits for it
+            rollout.call(Verb.PING)
+
+        assert restart(groups) == [1]
+        assert rollout.call(Verb.PING, ranks=[1])[0].body["rank"] == 1
+        again = [answer.body["pid"] for answer in rollout.call(Verb.PING)]
+        assert again[0] == first[0]
+        assert again[1] != first[1]
+        assert groups.ranks.restarts == 1
+        assert "rollout rank 1 is started again" in (tmp_path / "rollout" / "rank1.log").read_text()
+
+        os.kill(again[0], signal.SIGKILL)  # idle
+        assert wait_until(lambda: (groups.tick(), groups.ranks.lost("rollout"))[1])
+        assert restart(groups) == [0]
+        with pytest.raises(RoleFailure, match=r"SIGKILL.*rollout ranks were started again 2 times before") as failure:
+            rollout.call(Verb.PING, {"do": "kill", "rank": 1})
+        assert failure.value.rank == 1
+
+
+def test_verbs_in_line_are_for_the_other_replicas_not_for_the_new_process(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("rollout", 2), verb_timeout_s=10.0) as groups:
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
+        rollout = groups["rollout"]
+        lost = rollout.post(Verb.PING, [{}, {"do": "kill"}])
+        in_flight, in_line = rollout.post(Verb.PING, {"sleep_s": 0.3}), rollout.post(Verb.PING)
+        with pytest.raises(RanksLost):
+            lost.result()
+        assert restart(groups) == [1]
+        for call in (in_flight, in_line):
+            with pytest.raises(RanksLost):
+                call.result()
+            assert (sorted(call.answers), call.lost) == ([0], {1})
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+
+
+def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_path: Path) -> None:
+    """As when a person interrupts: what is saved then may still ask the other replicas."""
+    interrupts: list[Interrupted] = []
+
+    def on_tick() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    limits = {"verb_timeout_s": 10.0, "on_tick": on_tick}
+    with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
+        rollout, weights = groups["rollout"], None  # which it does not come to
+        sync = SteadySync(
+            groups, Residency(False, [rollout]), weights, body={}, built=[], limit=1, start_timeout_s=10, warn=str
+        )
+        with pytest.raises(RanksLost):
+            rollout.call(Verb.PING, {"do": "kill", "rank": 1})
+        interrupts.append(Interrupted("now"))
+        with pytest.raises(Interrupted):
+            sync.run()
+        with pytest.raises(RanksLost) as caught:
+            rollout.call(Verb.PING)
+        assert (caught.value.call.lost, groups.ranks.restarts) == ({1}, 0)
+        assert restart(groups) == [1]
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+        assert len(groups.launcher.started) == 2, "what had begun to start is gone"
+
+
+def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("rollout", 1), heartbeat_timeout_s=1.0) as groups:
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
+        hung = groups.members["rollout", 0].pid
+        with pytest.raises(RanksLost):
+            groups["rollout"].call(Verb.PING, {"do": "stop"})
+        assert not Path(f"/proc/{hung}").exists()
+        restart(groups)
+        assert groups["rollout"].call(Verb.PING)[0].body["pid"] != hung
+
+
+@pytest.mark.parametrize(
+    ("role", "body", "words"),
+    [
+        ("rollout", {"do": "raise", "rank": 0}, "seven is not a number"),
+        ("rollout", {"do": "raise known", "rank": 1}, "row 3 has no prompt"),
+        ("actor", {"do": "kill"}, "SIGKILL"),
+    ],
+)
+def test_what_would_repeat_and_other_roles_end_the_run(tmp_path: Path, role: str, body: dict, words: str) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 3))
+        with pytest.raises(RoleFailure, match=words):
+            groups[role].call(Verb.PING, body)
+
+
+def test_an_engine_that_says_that_it_died_is_a_loss(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
+        with pytest.raises(RanksLost):
+            groups["rollout"].call(Verb.PING, {"do": "raise died"})
+        assert groups.launcher.started == []  # what was left of it is gone
+        restart(groups)
+        assert groups["rollout"].call(Verb.PING)[0].body["rank"] == 0
+
+
+def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 1), factory="sync_handlers") as groups:
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
+        export = groups["actor"].post(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
+        groups["rollout"].post(Verb.IMPORT_BUCKET, {"sleep_s": 0.5, "then": "kill"})
+        with pytest.raises(RanksLost):
+            export.result()
+        groups["actor"].settle()
+        restart(groups)
+        with pytest.raises(RoleFailure, match="the other rank left"):  # nobody was lost: it is a failure
+            groups["actor"].call(Verb.EXPORT_BUCKET, {"do": "lose a peer"})

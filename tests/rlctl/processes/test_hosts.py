@@ -1,0 +1,168 @@
+"""Roles on several hosts, for real: two network namespaces joined by a cable, and what goes wrong there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from running import REPO, environment, metrics, preset, rlctl, steps_done, wait_for, workers_of
+from two_hosts import REMOTE_SHELL, TwoHosts, two_hosts
+
+from rlctl.processes.channel import Hub
+from specs.errors import ChannelError
+from workers.connection import Dial, Link
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("--set", "run.steps=2", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
+    *("--set", "algorithm.mini_batches_per_step=1", "--set", "actor.optimizer.warmup_steps=0"),
+    *("--set", "eval.every=1000000", "--set", "eval.prompts=2", "--set", "actor.micro_batch_tokens=256"),
+)
+FAR = ("--set", "actor.processes=2", "--set", "actor.nodes=2", "--set", "actor.launcher=torchrun")
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with two_hosts() as made:
+        if made is None:
+            pytest.skip("this process may not make network namespaces")
+        yield made
+
+
+@pytest.fixture
+def spec(hosts: TwoHosts, tmp_path: Path) -> Path:
+    path = preset("quickstart", tmp_path)
+    (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{hosts.there} slots=2\n")
+    with path.open("a") as file:
+        file.write(f'\n[cluster]\nhostfile = "hosts"\naddress = "{hosts.address}"\nremote_shell = {REMOTE_SHELL}\n')
+    return path
+
+
+def train(hosts: TwoHosts, spec: Path, run: Path, *options: str) -> subprocess.Popen[str]:
+    """`rlctl train` on the first host."""
+    command = hosts.command(sys.executable, "-m", "rlctl", "train", str(spec), "--run-dir", str(run), *options)
+    env = environment(PYTHONPATH=str(REPO), OMP_NUM_THREADS="1")
+    return subprocess.Popen(
+        command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def left_in(host: str) -> list[str]:
+    """Processes in a namespace."""
+    done = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_an_actor_on_two_hosts_trains_as_one_on_one(hosts: TwoHosts, spec: Path, tmp_path: Path) -> None:
+    far = train(hosts, spec, tmp_path / "far", *SMALL, *FAR)
+    output = far.communicate(timeout=170)[0]
+    assert far.returncode == 0, output
+    assert left_in(hosts.here) == left_in(hosts.there) == []
+    alone = preset("quickstart", tmp_path)
+    near = rlctl("train", alone, "--run-dir", tmp_path / "near", *SMALL)
+    assert near.returncode == 0, near.stdout + near.stderr
+    for one, two in zip(metrics(tmp_path / "near"), metrics(tmp_path / "far"), strict=True):
+        if one["step"] > 0:
+            assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-6)
+            assert two["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-5)
+            assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
+    built = json.loads((tmp_path / "far" / "as_built.json").read_text())
+    assert [rank["rank"] for rank in built["actor"]] == [0, 1]
+
+
+@pytest.mark.parametrize("victim", ["remote rank", "driver"])
+def test_a_death_ends_the_run_on_both_hosts(hosts: TwoHosts, spec: Path, tmp_path: Path, victim: str) -> None:
+    run = tmp_path / "run"
+    process = train(hosts, spec, run, *SMALL, *FAR, "--set", "run.steps=100000")
+    try:
+        wait_for(lambda: steps_done(run) > 0 or process.poll() is not None, 150, "the first step")
+        assert process.poll() is None, process.communicate()[0]
+        ranks = {rank.name(): rank for rank in workers_of(run)["actor"]}
+        assert str(ranks["rlctl-actor1"].pid) in left_in(hosts.there)
+        secret = psutil.Process(ranks["rlctl-actor1"].pid).environ()["RLCTL_CURVE_KEY"]
+        lines = [" ".join(other.cmdline()) for other in map(psutil.Process, map(int, left_in(hosts.there)))]
+        assert not any(secret in line for line in lines)  # keys travel through pipes only
+        started = time.monotonic()
+        target = ranks["rlctl-actor1"].pid if victim == "remote rank" else process.pid
+        os.kill(target, signal.SIGKILL)
+        output = process.communicate(timeout=60)[0]
+        wait_for(lambda: left_in(hosts.here) == left_in(hosts.there) == [], 60, "the end of both hosts' processes")
+        assert time.monotonic() - started < 60
+    finally:
+        process.kill()
+    if victim == "remote rank":
+        assert process.returncode == 1
+        assert f"actor rank 1 on {hosts.there}" in output
+        assert "SIGKILL" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("nowhere slots=2", "host nowhere cannot be used"),
+        ("link", "cannot reach it"),
+        ("address", "is not an address of this host"),
+        ("slots", "2 of them go to each node"),
+    ],
+)
+def test_a_host_that_cannot_take_part_is_found_before_the_start(
+    hosts: TwoHosts, spec: Path, tmp_path: Path, change: str, words: str
+) -> None:
+    options: tuple[str, ...] = ()
+    if "slots=2" in change:
+        (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{change}\n")
+    elif change == "slots":
+        options = ("--set", "actor.processes=4")
+        (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{hosts.there} slots=1\n")
+    elif change == "address":
+        options = ("--set", "cluster.address=10.77.0.9")
+    else:
+        subprocess.run(["ip", "-n", hosts.there, "link", "set", "cable", "down"], check=True)
+    try:
+        process = train(hosts, spec, tmp_path / "run", *SMALL, *FAR, *options)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        subprocess.run(["ip", "-n", hosts.there, "link", "set", "cable", "up"], check=True)
+    assert process.returncode == 2, output
+    assert words in output
+    assert "hint:" in output
+    assert not (tmp_path / "run").exists()
+    assert left_in(hosts.here) == left_in(hosts.there) == []
+
+
+def test_a_wrong_key_cannot_connect() -> None:
+    import zmq
+
+    hub = Hub(curve=True)
+    try:
+        hub.expect("actor", 1)
+        env = hub.environment()
+        public, _ = zmq.curve_keypair()
+        for key in (public.decode(), ""):
+            link = Link(Dial(env["RLCTL_ADDRESS"], env["RLCTL_SECRET"], "actor", 0, key))
+            with pytest.raises(ChannelError, match="did not send"):
+                link.connect(timeout_s=1)
+            link.close(linger_s=0)
+        assert hub.next(0.1) is None
+    finally:
+        hub.close()
+
+
+def test_the_channel_listens_on_the_address_it_is_given_and_no_other() -> None:
+    hub = Hub(host="127.0.0.2", curve=True)
+    try:
+        port = int(hub.address.rpartition(":")[2])
+        socket.create_connection(("127.0.0.2", port), timeout=2).close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), timeout=2)
+    finally:
+        hub.close()

@@ -1,0 +1,119 @@
+"""Starting and ending processes: logs, environments, and that nothing survives `stop`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from probe_groups import role_plan, wait_until
+
+from rlctl.processes import launch
+from rlctl.processes.launch import Launcher, describe_exit, tail
+from rlctl.processes.placement import RolePlan
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("ready", child.pid, flush=True)
+time.sleep(600)
+"""
+SPEAKS = "import os, sys; print(os.environ[sys.argv[1]], flush=True)"
+
+
+def _plan(code: str, *args: str, processes: int = 1, **changes: object) -> RolePlan:
+    plan = role_plan("actor", processes)
+    return replace(plan, command=(sys.executable, "-c", code, *args), **changes)  # type: ignore[arg-type]
+
+
+def test_stop_ends_what_ignores_sigterm_and_its_runaway_child(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {})
+    launcher.start(_plan(STUBBORN))
+    assert wait_until(lambda: "ready" in tail(launcher.log_path("actor", 0)))
+    assert len(launcher.leftover()) == 2  # the child left the process group
+    launcher.stop(grace_s=0.2)
+    assert launcher.leftover() == []
+    assert launcher.started[0].process.returncode == -signal.SIGKILL
+
+
+def test_one_replica_is_killed_with_its_runaway_child_and_started_again(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {})
+    plan = _plan(STUBBORN, processes=2)
+    launcher.start(plan)
+    try:
+        logs = [launcher.log_path("actor", rank) for rank in (0, 1)]
+        assert wait_until(lambda: all("ready" in tail(path) for path in logs))
+        assert len(launcher.leftover()) == 4
+        neighbour = launcher.started[0].process
+        launcher.kill("actor", 1)
+        assert [started.ranks for started in launcher.started] == [(0,)]
+        assert len(launcher.leftover()) == 2
+        assert neighbour.poll() is None
+        launcher.start_again(plan, 1, remark="once more")
+        assert wait_until(lambda: tail(logs[1]).count("ready") == 2)
+        assert "── once more ──" in tail(logs[1])
+        assert launcher.started[1].ranks == (1,)
+    finally:
+        launcher.stop(grace_s=0.2)
+    assert launcher.leftover() == []
+
+
+def test_stop_ends_a_stopped_process_without_force(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {})
+    launcher.start(_plan("print('ready', flush=True); import time; time.sleep(600)"))
+    assert wait_until(lambda: "ready" in tail(launcher.log_path("actor", 0)))
+    launcher.started[0].process.send_signal(signal.SIGSTOP)
+    pid = launcher.started[0].process.pid
+    assert wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)  # not merely about to stop
+    launcher.stop(grace_s=20)
+    assert launcher.started[0].process.returncode == -signal.SIGTERM
+
+
+def test_each_process_has_its_place_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("WORLD_SIZE", "10")
+    group = _plan("import os; print(*(os.environ.get(n) for n in ('RANK', 'WORLD_SIZE', 'RLCTL_RANK', 'HOME_')))")
+    launcher = Launcher(tmp_path, {"HOME_": "here"})
+    launcher.start(replace(group, processes=2, world_size_of_group=2))
+    assert launcher.wait(30)
+    assert [tail(launcher.log_path("actor", rank)) for rank in (0, 1)] == ["0 2 0 here", "1 2 1 here"]
+    alone = Launcher(tmp_path / "alone", {})
+    alone.start(group)  # a launcher's variables in the driver's own environment do not leak
+    assert alone.wait(30)
+    assert tail(alone.log_path("actor", 0)) == "None None 0 None"
+
+
+def test_another_interpreter_does_not_see_this_ones_site_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "lib" / "site-packages"
+    for name in ("rlctl", "specs", "workers", "backends", "torch"):
+        (root / name).mkdir(parents=True)
+    monkeypatch.setattr(launch, "package_root", lambda: root)
+    launcher = Launcher(tmp_path / "logs", {})
+    env = {"PYTHONPATH": f"{root}{os.pathsep}/users/own"}
+    launcher.start(_plan(SPEAKS, "PYTHONPATH", env=env, python="/another/python"))
+    launcher.start(_plan(SPEAKS, "PYTHONPATH", env=env))
+    assert launcher.wait(30)
+    links = tmp_path / "logs" / "packages"
+    first, second = tail(launcher.log_path("actor", 0)).splitlines()
+    assert {first, second} == {f"{links}{os.pathsep}/users/own", f"{root}{os.pathsep}/users/own"}
+    assert sorted(path.name for path in links.iterdir()) == ["backends", "rlctl", "specs", "workers"]
+
+
+def test_exits_in_words() -> None:
+    assert describe_exit(3) == "its process ended with exit code 3"
+    assert describe_exit(-9) == "its process was ended by SIGKILL"
+    assert describe_exit(-63) == "its process was ended by signal 63"
+
+
+def test_tail_of_a_long_and_of_a_missing_log(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    log.write_text("\n".join(f"line {number}" for number in range(100_000)))
+    assert tail(log).splitlines() == [f"line {number}" for number in range(99_980, 100_000)]
+    assert tail(tmp_path / "none") == ""

@@ -1,0 +1,203 @@
+"""Launchers other than torchrun, with real processes: DeepSpeed's, SLURM's srun (a stand-in), and a second node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from probe_groups import SUPPORT, probe_groups
+from running import preset, rlctl
+from test_placement import plan as make
+
+from rlctl.processes.launch import remote_script
+from rlctl.processes.placement import RolePlan, package_root
+from specs.errors import RoleFailure
+from specs.wire.messages import Verb
+from workers.watchdog import kill_marked, pids_marked
+
+BOUND_S = 40.0
+WANTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+# What srun does that matters here: a process per task, told its place in SLURM's words; all end when one fails.
+SRUN = """#!{python}
+import os, subprocess, sys, time
+words = sys.argv[1:]
+tasks, each = (int(words[words.index(name) + 1]) for name in ("--ntasks", "--ntasks-per-node"))
+command = words[words.index("--kill-on-bad-exit=1") + 1:]
+def task(n):
+    place = {{"SLURM_PROCID": str(n), "SLURM_NTASKS": str(tasks), "SLURM_LOCALID": str(n % each)}}
+    return subprocess.Popen(command, env={{**os.environ, **place, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}})
+running = [task(n) for n in range(tasks)]
+while codes := [p.poll() for p in running]:
+    if any(codes):
+        [p.kill() for p in running]
+        sys.exit(137)
+    if None not in codes:
+        sys.exit(0)
+    time.sleep(0.05)
+"""
+
+
+def probe_plan(launcher: str, **section: Any) -> RolePlan:
+    """The actor's plan as rlctl makes it, with the probe role's folder on its path."""
+    role = make(actor={"processes": 2, "launcher": launcher, **section}).role("actor")
+    return replace(role, env={**role.env, "PYTHONPATH": f"{package_root()}{os.pathsep}{SUPPORT}"})
+
+
+def on_two_nodes(launcher: str) -> RolePlan:
+    """Both nodes are this machine; the second one's remote shell is a plain `sh`."""
+    port = 29000 + os.getpid() % 900
+    made = make(
+        actor={"processes": 2, "launcher": launcher, "nodes": 2},
+        cluster={"hostfile": str(Path(__file__).parent / "two.hosts"), "address": "127.0.0.1", "port": port},
+    ).role("actor")
+    (there,) = made.remote
+    env = {**made.env, "PYTHONPATH": probe_plan(launcher).env["PYTHONPATH"]}
+    return replace(made, env=env, remote=(replace(there, shell=("sh",), env=env),))
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for srun on the PATH."""
+    script = tmp_path / "bin" / "srun"
+    script.parent.mkdir()
+    script.write_text(SRUN.format(python=sys.executable))
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def places(groups: Any) -> list[dict[str, str]]:
+    return [answer.body["env"] for answer in groups["actor"].call(Verb.PING, {"env": WANTED})]
+
+
+def check_places(found: list[dict[str, str]], local: list[str], local_size: str) -> None:
+    assert [place["RANK"] for place in found] == ["0", "1"]
+    assert [place["WORLD_SIZE"] for place in found] == ["2", "2"]
+    assert [place["LOCAL_RANK"] for place in found] == local
+    assert [place["LOCAL_WORLD_SIZE"] for place in found] == [local_size] * 2
+    assert {place["MASTER_ADDR"] for place in found} == {"127.0.0.1"}
+    assert len({place["MASTER_PORT"] for place in found}) == 1
+    assert found[0]["MASTER_PORT"].isdecimal()
+
+
+def test_deepspeed_starts_ranks_and_a_death_ends_them_all(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    with probe_groups(tmp_path, probe_plan("deepspeed"), start_timeout_s=120) as groups:
+        check_places(places(groups), ["0", "1"], "2")
+        started = time.monotonic()
+        with pytest.raises(RoleFailure, match="deepspeed: its process ended") as caught:
+            groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
+        assert time.monotonic() - started < BOUND_S
+        assert "return code = -9" in str(caught.value)
+    assert (tmp_path / "actor" / "rank1.log").exists()
+
+
+def test_deepspeed_on_two_nodes(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    with probe_groups(tmp_path, on_two_nodes("deepspeed"), start_timeout_s=120) as groups:
+        check_places(places(groups), ["0", "0"], "1")
+
+
+@pytest.mark.usefixtures("srun")
+def test_srun_gives_ranks_their_places_and_devices(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, probe_plan("srun", devices=[2, 3])) as groups:
+        check_places(places(groups), ["0", "1"], "2")
+        seen = groups["actor"].call(Verb.PING, {"env": ["CUDA_VISIBLE_DEVICES"]})
+        assert [answer.body["env"]["CUDA_VISIBLE_DEVICES"] for answer in seen] == ["2", "3"]
+
+
+@pytest.mark.usefixtures("srun")
+def test_a_death_under_srun_ends_the_run(tmp_path: Path) -> None:
+    ended = pytest.raises(RoleFailure, match="srun: its process ended with exit code 137")
+    with probe_groups(tmp_path, probe_plan("srun")) as groups, ended:
+        groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
+
+
+def test_a_second_node_and_the_death_of_its_rank(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, on_two_nodes("torchrun")) as groups:
+        check_places(places(groups), ["0", "0"], "1")
+        with pytest.raises(RoleFailure, match="SIGKILL") as caught:
+            groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
+        assert (caught.value.rank, caught.value.host) == (1, "second")
+
+
+def test_a_node_ends_with_its_line_to_the_driver(tmp_path: Path) -> None:
+    """Whatever its command has started, and however deaf it is."""
+    stubborn = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    stubborn += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    stubborn += "print('ready', flush=True); time.sleep(600)"
+    secret = f"a secret's 'quotes' {os.getpid()}"
+    env = {"PYTHONPATH": str(package_root()), "SECRET": secret}
+    script = remote_script(env, (sys.executable, "-m", "workers.node", sys.executable, "-c", stubborn))
+    with subprocess.Popen(["sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdin is not None
+        assert node.stdout is not None
+        node.stdin.write(script)
+        node.stdin.flush()
+        assert node.stdout.readline() == "ready\n"
+        assert len(pids_marked(f"SECRET={secret}")) == 3
+        node.stdin.close()
+        try:
+            assert node.wait(20) == 128 + signal.SIGKILL
+            assert pids_marked(f"SECRET={secret}") == []
+        finally:
+            kill_marked(f"SECRET={secret}", 10)
+
+
+def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path) -> None:
+    made = rlctl("init", "my run.toml", "--launcher", "slurm", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    stand_in = tmp_path / "rlctl"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "3"}
+    command = ["bash", str(tmp_path / "my run.sbatch"), "--resume"]
+    env["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told[:2] == ["train", "my run.toml"]
+    assert {"actor.launcher=srun", "actor.nodes=3", "actor.processes=3", "--resume"} <= set(told)
+    again = rlctl("init", "my run.toml", "--force", "--launcher", "mpi", cwd=tmp_path)
+    assert again.returncode == 2
+    assert '--launcher "mpi"' in again.stderr
+
+
+def test_a_batch_script_in_the_way_leaves_no_spec_either(tmp_path: Path) -> None:
+    (tmp_path / "my.sbatch").write_text("mine")
+    made = rlctl("init", "my.toml", "--launcher", "slurm", cwd=tmp_path)
+    assert made.returncode == 2
+    assert "my.sbatch: exists already" in made.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["my.sbatch"]
+    assert (tmp_path / "my.sbatch").read_text() == "mine"
+
+
+def test_srun_outside_a_job_is_refused(tmp_path: Path) -> None:
+    spec = preset("quickstart", tmp_path)
+    options = ("--run-dir", tmp_path / "run", "--set", "actor.launcher=srun", "--set", "actor.processes=2")
+    done = rlctl("train", spec, *options, SLURM_JOB_ID="")
+    assert done.returncode == 2
+    assert "this is not a SLURM job" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_dry_run_names_every_host(tmp_path: Path) -> None:
+    spec = preset("quickstart", tmp_path)
+    (tmp_path / "hosts").write_text("one slots=2\ntwo slots=2\n")
+    with spec.open("a") as file:
+        file.write('\n[cluster]\nhostfile = "hosts"\n')
+    far = ("--set", "actor.nodes=2", "--set", "actor.processes=4", "--set", "actor.launcher=torchrun")
+    done = rlctl("train", spec, *far, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "node 0   this host, ranks 0 to 1" in done.stdout
+    assert "node 1   two, ranks 2 to 3, through: ssh -o BatchMode=yes two" in done.stdout
+    assert "--node-rank 1 --master-addr '{address}' --master-port 29400" in done.stdout
+    checked = rlctl("check-config", spec, *far, "--json")
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(checked.stdout)["roles"]["actor"]["nodes"] == 2

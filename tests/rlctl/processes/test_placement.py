@@ -1,0 +1,174 @@
+"""The plan: commands, threads, devices, environments. Nothing is started."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_spec import raw_spec
+
+from rlctl.processes.placement import Plan, make_plan, package_root, usable_cores
+from specs.errors import SpecError
+from specs.schema.spec import Spec
+
+
+def plan(cores: int = 8, **sections: Any) -> Plan:
+    return make_plan(Spec.model_validate(raw_spec(**sections)), Path("/specs"), cores=cores)
+
+
+@pytest.fixture(autouse=True)
+def _no_devices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "RLCTL_CPU_CORES", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_roles_in_starting_order_and_ref_only_when_needed() -> None:
+    assert [role.role for role in plan().roles] == ["data", "reward", "rollout", "actor"]
+    with_kl = plan(algorithm={"kl_coef": 0.1}, actor={"processes": 2})
+    assert [role.role for role in with_kl.roles] == ["data", "reward", "rollout", "actor", "ref"]
+    assert with_kl.role("ref").world_size_of_group == 2
+
+
+def test_cores_are_shared_out_by_process() -> None:
+    made = plan(8, actor={"processes": 2}, rollout={"processes": 16}, reward={"processes": 1})
+    assert [(role.role, role.threads) for role in made.roles] == [
+        ("data", 1),
+        ("reward", 1),
+        ("rollout", 1),
+        ("actor", 4),
+    ]
+    assert made.role("actor").env["OMP_NUM_THREADS"] == made.role("actor").env["MKL_NUM_THREADS"] == "4"
+    assert plan(8, actor={"threads": 3}).role("actor").threads == 3
+
+
+def test_roles_that_work_at_the_same_time_share_the_cores() -> None:
+    made = plan(8, rollout={"max_staleness": 1, "processes": 2})
+    assert [(role.role, role.threads) for role in made.roles] == [
+        ("data", 1),
+        ("reward", 1),
+        ("rollout", 2),
+        ("actor", 4),
+    ]
+    assert plan(1, rollout={"max_staleness": 1}).role("actor").threads == 1
+    apart = plan(8, actor={"devices": [0]}, rollout={"max_staleness": 1})
+    assert (apart.role("actor").threads, apart.role("rollout").threads) == (8, 8), "the actor computes elsewhere"
+
+
+def test_replicas_are_worlds_of_their_own() -> None:
+    made = plan(actor={"processes": 2}, rollout={"processes": 3})
+    assert made.role("actor").world_size_of_group == 2
+    assert made.role("rollout").world_size_of_group == 1
+
+
+def test_commands() -> None:
+    made = plan(actor={"processes": 2, "launcher": "torchrun"}, rollout={"python": "../envs/v/bin/python"})
+    assert made.role("rollout").command == ("/envs/v/bin/python", "-m", "workers.main", "--role", "rollout")
+    assert made.role("actor").python == sys.executable
+    assert made.role("actor").command == (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "workers.main", "--role", "actor"),
+    )
+
+
+def test_environment_and_what_the_user_adds() -> None:
+    env = plan(rollout={"env": {"OMP_NUM_THREADS": "5", "MINE": "x", "PYTHONPATH": "/mine"}}).role("rollout").env
+    assert (env["OMP_NUM_THREADS"], env["MINE"]) == ("5", "x")
+    assert env["PYTHONPATH"] == f"{package_root()}{os.pathsep}/mine"  # ours stays: without it no rank starts
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert env["PYTHONSAFEPATH"] == "1"
+    assert "HF_HUB_OFFLINE" not in env
+
+
+def test_devices_count_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(actor={"devices": [1]}).role("actor").env["CUDA_VISIBLE_DEVICES"] == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    role = plan(actor={"devices": [1]}).role("actor")
+    assert (role.devices, role.env["CUDA_VISIBLE_DEVICES"]) == ((1,), "5")
+    assert "OMP_WAIT_POLICY" not in role.env
+    with pytest.raises(SpecError, match=r"actor\.devices = 2"):
+        plan(actor={"devices": [2]})
+
+
+def test_colocated_when_a_gpu_is_shared_or_as_asked() -> None:
+    assert not plan().colocated
+    assert plan(actor={"devices": [0, 1], "processes": 2}, rollout={"devices": [1]}).colocated
+    assert not plan(actor={"devices": [0]}, rollout={"devices": [1]}).colocated
+    assert plan(run={"colocate": "always"}).colocated
+    assert not plan(run={"colocate": "never"}, actor={"devices": [0]}, rollout={"devices": [0]}).colocated
+
+
+def test_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setenv("RLCTL_CPU_CORES", "7")
+    assert usable_cores() == 7
+    assert plan(0).role("actor").threads == 7
+    monkeypatch.setenv("RLCTL_CPU_CORES", "many")
+    with pytest.raises(SpecError, match="RLCTL_CPU_CORES = many"):
+        usable_cores()
+
+
+def test_planning_imports_nothing_heavy(repo_root: Path) -> None:
+    code = (
+        "import sys, rlctl.processes.placement, rlctl.processes.launch; "
+        "print([m for m in ('torch', 'zmq', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_nodes_of_a_torchrun_group(tmp_path: Path) -> None:
+    role = _two_nodes(tmp_path, "torchrun", devices=[0, 1]).role("actor")
+    place = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "29400")
+    worker = ("--nproc-per-node", "2", "-m", "workers.main", "--role", "actor")
+    assert role.command == (sys.executable, "-m", "torch.distributed.run", *place, *worker)
+    (there,) = role.remote
+    assert there.command == tuple("1" if word == "0" else word for word in role.command)
+    assert (there.host, there.shell) == ("b", ("ssh", "-o", "BatchMode=yes", "b"))
+    assert there.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "GLOO_SOCKET_IFNAME" not in role.env  # each host finds its own
+    assert [role.host_of(rank) for rank in range(4)] == ["", "", "b", "b"]
+    assert role.ranks_of(1) == (2, 3)
+
+
+def test_nodes_of_a_deepspeed_group_know_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    role = _two_nodes(tmp_path, "deepspeed", devices=[0, 1]).role("actor")
+    words = role.command
+    info = json.loads(base64.urlsafe_b64decode(words[words.index("--world_info") + 1]))
+    assert info == {"a": ["6", "7"], "b": ["0", "1"]}  # what a scheduler left this host says nothing of the other
+    assert words[-5:] == ("--module", "--no_local_rank", "workers.main", "--role", "actor")
+    assert role.env["LOCAL_WORLD_SIZE"] == "2"
+    alone = plan(actor={"processes": 2, "launcher": "deepspeed"}).role("actor")
+    assert alone.env["DS_ACCELERATOR"] == "cpu"
+    assert alone.command[alone.command.index("--master_port") + 1] == "{port}"
+
+
+def test_srun_starts_all_nodes_with_one_command() -> None:
+    made = plan(actor={"processes": 8, "nodes": 2, "launcher": "srun", "devices": [0, 1, 2, 3]})
+    role = made.role("actor")
+    words = " ".join(role.command)
+    assert words.startswith("srun --nodes 2 --ntasks 8 --ntasks-per-node 4 --relative 0 --distribution block")
+    assert words.endswith(f"--kill-on-bad-exit=1 {sys.executable} -m workers.main --role actor")
+    assert role.remote == ()
+    assert role.env["RLCTL_DEVICES"] == "0,1,2,3"
+    assert made.address == "{address}"
+    assert plan().address == ""
+
+
+def test_two_groups_on_two_nodes_meet_at_two_ports(tmp_path: Path) -> None:
+    made = _two_nodes(tmp_path, "torchrun", algorithm={"kl_coef": 0.1})
+    assert [made.role(name).meeting.port for name in ("actor", "ref")] == [29400, 29401]
+    assert made.hosts == ("b",)
+
+
+def _two_nodes(tmp_path: Path, launcher: str, devices: Any = (), **sections: Any) -> Plan:
+    (tmp_path / "hosts").write_text("a slots=2  # this one\n\nb slots=2\n")
+    actor = {"processes": 4, "nodes": 2, "launcher": launcher, "devices": devices}
+    return plan(actor=actor, cluster={"hostfile": str(tmp_path / "hosts"), "address": "10.0.0.1"}, **sections)

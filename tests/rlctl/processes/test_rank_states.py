@@ -1,0 +1,166 @@
+"""The table of rank states: every pair of states, what each report leads to in each, and how restarts are counted."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from rlctl.processes.failures import Evidence
+from rlctl.processes.rank_states import TRANSITIONS, Place, RankState, RankStates, RestartPolicy
+from specs.errors import Cause
+
+S = RankState
+LEGAL = {
+    (S.STARTING, S.RUNNING), (S.STARTING, S.GONE),
+    (S.RUNNING, S.LEAVING), (S.RUNNING, S.GONE),
+    (S.LEAVING, S.LOST),
+    (S.LOST, S.RESTARTING),
+    (S.RESTARTING, S.RUNNING), (S.RESTARTING, S.LEAVING), (S.RESTARTING, S.LOST), (S.RESTARTING, S.GONE),
+}  # fmt: skip
+RANK: Place = ("rollout", 1)
+ENDED = Evidence(*RANK, Cause.ENDED, "it ended")
+
+
+def start() -> RankStates:
+    ranks = RankStates()
+    ranks.started("rollout", 2)
+    return ranks
+
+
+def run() -> RankStates:
+    ranks = start()
+    for rank in range(2):
+        ranks.joined(("rollout", rank))
+    return ranks
+
+
+def leave() -> RankStates:
+    ranks = run()
+    ranks.allow_restarts(RestartPolicy("rollout", 3))
+    assert ranks.failed(ENDED)
+    return ranks
+
+
+def lose() -> RankStates:
+    ranks = leave()
+    assert ranks.newly_lost() == [ENDED]
+    return ranks
+
+
+def restart() -> RankStates:
+    ranks = lose()
+    assert ranks.begin_restart("rollout") == [1]
+    return ranks
+
+
+def go() -> RankStates:
+    ranks = run()
+    assert not ranks.failed(ENDED)
+    return ranks
+
+
+WAYS = {S.STARTING: start, S.RUNNING: run, S.LEAVING: leave, S.LOST: lose, S.RESTARTING: restart, S.GONE: go}
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(S, S)))
+def test_each_transition_is_legal_or_refused_by_name(before: RankState, after: RankState) -> None:
+    ranks = WAYS[before]()
+    assert ranks[RANK] is before
+    assert (after in TRANSITIONS[before]) == ((before, after) in LEGAL)
+    if (before, after) in LEGAL:
+        ranks._move(RANK, after)
+        assert ranks[RANK] is after
+    else:
+        with pytest.raises(AssertionError, match=f"rollout rank 1 cannot go from {before} to {after}"):
+            ranks._move(RANK, after)
+        assert ranks[RANK] is before
+
+
+REPORTS = {
+    "joined": lambda ranks: ranks.joined(RANK),
+    "ended": lambda ranks: ranks.failed(ENDED),
+    "silent": lambda ranks: ranks.failed(Evidence(*RANK, Cause.SILENT, "")),
+    "engine died": lambda ranks: ranks.failed(Evidence(*RANK, Cause.ENGINE_DIED, "")),
+    "raised": lambda ranks: ranks.failed(Evidence(*RANK, Cause.RAISED, "")),
+    "grace over": lambda ranks: ranks.newly_lost(),
+    "restart begins": lambda ranks: ranks.begin_restart("rollout"),
+    "restart finished": lambda ranks: ranks.end_restart("rollout", [1], finished=True),
+    "restart broken off": lambda ranks: ranks.end_restart("rollout", [1], finished=False),
+}
+# Where a report moves the rank, with two restarts left. Everywhere else it stays where it is.
+MOVES = {
+    (S.STARTING, "joined"): S.RUNNING,
+    (S.STARTING, "ended"): S.GONE,  # it would end at once again
+    (S.STARTING, "silent"): S.GONE,
+    (S.RUNNING, "ended"): S.LEAVING,
+    (S.RUNNING, "silent"): S.LEAVING,
+    (S.RUNNING, "engine died"): S.LEAVING,
+    (S.LEAVING, "grace over"): S.LOST,
+    (S.LOST, "restart begins"): S.RESTARTING,
+    (S.RESTARTING, "ended"): S.LEAVING,
+    (S.RESTARTING, "silent"): S.LEAVING,
+    (S.RESTARTING, "engine died"): S.LEAVING,
+    (S.RESTARTING, "restart finished"): S.RUNNING,
+    (S.RESTARTING, "restart broken off"): S.LOST,
+}
+
+
+@pytest.mark.parametrize(("state", "report"), list(itertools.product(S, REPORTS)))
+def test_what_a_report_leads_to(state: RankState, report: str) -> None:
+    ranks = WAYS[state]()
+    ranks.allow_restarts(RestartPolicy("rollout", 3))
+    REPORTS[report](ranks)
+    assert ranks[RANK] is MOVES.get((state, report), state)
+    assert ranks["rollout", 0] is (S.STARTING if state is S.STARTING else S.RUNNING), "the other one is left alone"
+
+
+def test_each_move_is_one_of_the_table() -> None:
+    assert {(state, after) for (state, _), after in MOVES.items()} <= LEGAL
+    without_restarts = {(S.RUNNING, S.GONE), (S.RESTARTING, S.GONE)}
+    assert {(state, after) for (state, _), after in MOVES.items()} | without_restarts == LEGAL
+
+
+@pytest.mark.parametrize("message", ["Connection closed by peer", "timed out", "SamplerDied", "ok", ""])
+@pytest.mark.parametrize("cause", Cause)
+def test_the_cause_decides_what_may_be_restarted_and_no_wording_does(message: str, cause: Cause) -> None:
+    ranks = run()
+    ranks.allow_restarts(RestartPolicy("rollout", 1))
+    expected = cause in (Cause.ENDED, Cause.SILENT, Cause.ENGINE_DIED)
+    assert ranks.failed(Evidence(*RANK, cause, message)) is expected
+
+
+@pytest.mark.parametrize("policy", [RestartPolicy(), RestartPolicy("actor", 3), RestartPolicy("rollout", 0)])
+def test_a_rank_that_may_not_be_restarted_is_gone(policy: RestartPolicy) -> None:
+    ranks = run()
+    ranks.allow_restarts(policy)
+    assert not ranks.failed(Evidence(*RANK, Cause.ENGINE_DIED, ""))
+    assert ranks[RANK] is S.RUNNING, "its process lives, and can be asked to leave"
+    assert not ranks.failed(ENDED)
+    assert not ranks.failed(ENDED)
+    assert (ranks[RANK], ranks.lost("rollout"), ranks.newly_lost()) == (S.GONE, [], [])
+
+
+def test_restarts_are_counted_and_run_out() -> None:
+    ranks = lose()
+    other = Evidence("rollout", 0, Cause.SILENT, "")
+    assert ranks.failed(other, grace_s=60)
+    assert (ranks.restarts_used, ranks.restarts, ranks.newly_lost()) == (2, 0, []), "in its grace it counts already"
+    assert ranks.begin_restart("rollout") == [1]
+    ranks.end_restart("rollout", [1], finished=False)
+    assert (ranks.restarts_used, ranks.restarts, ranks.remark("rollout")) == (2, 0, "")
+    ranks.begin_restart("rollout")
+    assert ranks.failed(ENDED), "lost again: the third of three"
+    ranks.end_restart("rollout", [1], finished=False)
+    assert (ranks[RANK], ranks.restarts) == (S.LEAVING, 1), "it was lost by itself, and that restart counts"
+    ranks.newly_lost()
+    ranks.begin_restart("rollout")
+    ranks.end_restart("rollout", [1], finished=True)
+    assert not ranks.failed(ENDED)
+    assert ranks.remark("rollout") == " (rollout ranks were started again 2 times before; rollout.max_restarts = 3)"
+    assert ranks.remark("actor") == ""
+
+
+def test_a_role_is_started_once() -> None:
+    with pytest.raises(AssertionError, match="rollout rank 0 was started before"):
+        run().started("rollout", 2)

@@ -1,0 +1,119 @@
+"""`rlctl export-checkpoint` around the export itself: how far it is, and what is left when it ends early."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from running import start, wait_for
+
+from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.run import checkpoints
+from rlctl.run.export import Limits, Pace, export
+from specs.errors import ExportError
+from workers.offline import export_model
+from workers.saved_files import settle
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose checkpoint is whole by its manifest, but holds no weights."""
+
+    def write_actor(folder):
+        (folder / "greedy_proof.json").write_text("{}")
+        return [settle(folder, [folder / "greedy_proof.json"])]
+
+    about = {
+        "run": "none",
+        "python": sys.executable,
+        "model_path": str(BUILTIN_FOLDER / "tiny-digits"),
+        "trust_remote_code": False,
+    }
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    checkpoints.save(
+        tmp_path / "run" / "checkpoints",
+        1,
+        about=about,
+        write_roles={"actor": write_actor},
+        write_driver=lambda folder: {"position": 0},
+        keep=1,
+    )
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ending_it_leaves_nothing(run, tmp_path, number):
+    command = start("export-checkpoint", run, tmp_path / "out")
+    try:
+        wait_for(lambda: psutil.Process(command.pid).children(), 60, "the export process")
+        (child,) = psutil.Process(command.pid).children()
+        command.send_signal(number)
+        output = command.communicate(timeout=30)[0]
+        assert command.returncode == 130, output
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    finally:
+        command.kill()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_failure_leaves_nothing_and_says_why(run, tmp_path):
+    with pytest.raises(ExportError, match=r"actor has no model-\*\.safetensors"):
+        export(run, tmp_path / "out", None, "actor", "fp32", Limits())
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_place_that_cannot_be_written_is_named(run, tmp_path):
+    with pytest.raises(ExportError, match="/proc/none/out cannot be written: No such file or directory"):
+        export(run, Path("/proc/none/out"), None, "actor", "fp32", Limits())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_is_told_and_makes_room_for_the_telling(tmp_path, monkeypatch, number):
+    def write_model(source, out, shard_bytes, progress):
+        (out / "model.safetensors").write_bytes(b"half")
+        raise OSError(number, "no")
+
+    monkeypatch.setattr("backends.export.model_export.write_model", write_model)
+    monkeypatch.setattr(export_model, "die_with_parent", lambda: None)
+    names = ("checkpoint", "out", "model_path", "proof_file", "answer", "progress")
+    request = {name: str(tmp_path / name) for name in names}
+    request |= {"dtype": "fp32", "trust_remote_code": False, "adapter_only": False, "shard_bytes": 1, "memory_bytes": 1}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    if number != errno.ENOSPC:  # the traceback is wanted
+        with pytest.raises(OSError, match="no"):
+            export_model.main(str(tmp_path / "request.json"))
+        return
+    assert export_model.main(str(tmp_path / "request.json")) == 1
+    assert json.loads((tmp_path / "answer").read_text())["error"] == "the disk is full"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_time_that_is_left():
+    """From the pace of what is being done now, not of what came before."""
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    assert pace.line("writing", 0, 4_000_000_000) == "writing 0.00 of 4.00 GB"
+    now[0] = 10.0
+    assert pace.line("writing", 1_000_000_000, 4_000_000_000) == "writing 1.00 of 4.00 GB, 30 s left"
+    now[0] = 12.0
+    pace.line("comparing", 0, 4_000_000_000)
+    now[0] = 13.0
+    assert pace.line("comparing", 2_000_000_000, 4_000_000_000) == "comparing 2.00 of 4.00 GB, 1 s left"
+    assert pace.line("loading it back", 0, 0) == "loading it back"
+
+
+def test_getting_nowhere_is_noticed():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    pace.line("writing", 1, 9)
+    now[0] = 50.0
+    pace.line("writing", 1, 9)
+    assert pace.stalled_s == 50
+    pace.line("writing", 2, 9)
+    assert pace.stalled_s == 0

@@ -1,0 +1,130 @@
+"""Which changes of a spec a resume takes, and which checkpoints it takes for its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from running import preset
+
+from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.run.resume import about_model, check_fits, differences, differing_keys
+from specs.errors import CheckpointError
+from specs.load.load import load_spec
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.engines.engine_table import TrainTable
+
+
+def test_differing_keys():
+    assert differing_keys({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "d": 3, "e": 1}) == ["a.c", "e"]
+
+
+ALLOWED = {
+    "actor.processes=4": "actor.processes: 1 → 4",
+    "actor.launcher=torchrun": 'actor.launcher: "python" → "torchrun"',
+    "actor.engine.kind=fsdp2": 'actor.engine.kind: "ddp" → "fsdp2"',
+    "actor.micro_batch_tokens=99": "actor.micro_batch_tokens: 8192 → 99",
+    "rollout.processes=2": "rollout.processes: 1 → 2",
+    "checkpoint.keep=9": "checkpoint.keep: 2 → 9",
+    'model.attn_implementation="sdpa"': 'model.attn_implementation: "auto" → "sdpa"',
+    "run.steps=7": "run.steps: 100 → 7",
+}
+REFUSED = {
+    "run.seed=1": "run.seed: 0 → 1",
+    "algorithm.group_size=8": "algorithm.group_size: 16 → 8",
+    "data.prompts_per_step=32": "data.prompts_per_step: 64 → 32",
+    "actor.optimizer.lr=1": "actor.optimizer.lr: 0.001 → 1.0",
+    'actor.dtype="bf16"': 'actor.dtype: "fp32" → "bf16"',
+    "actor.lora.rank=4": 'actor.lora: unset → {"rank": 4, "alpha": 32.0, "targets": ["all-linear"]}',
+    "rollout.temperature=0.5": "rollout.temperature: 1.0 → 0.5",
+}
+
+
+@pytest.mark.parametrize("change", [*ALLOWED, *REFUSED])
+def test_what_may_change(tmp_path, change):
+    spec = preset("quickstart", tmp_path)
+    trained = "model.from_scratch=false"  # adapters want it
+    before, after = load_spec(spec, [trained]).resolved(), load_spec(spec, [trained, change]).resolved()
+    refused, allowed = differences(before, after)
+    if change in ALLOWED:
+        assert ALLOWED[change] in allowed
+        assert refused == []
+    else:
+        assert (refused, allowed) == ([REFUSED[change]], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (["ref.processes=2"], []),
+        (['ref.model="builtin:tiny-bytes"'], ['ref.model: unset → "builtin:tiny-bytes"']),
+    ],
+)
+def test_the_reference_may_move_but_not_become_another(tmp_path, changes, refused):
+    spec = preset("quickstart", tmp_path)
+    before = load_spec(spec, ["algorithm.kl_coef=0.1"]).resolved()
+    after = load_spec(spec, ["algorithm.kl_coef=0.1", *changes]).resolved()
+    assert differences(before, after)[0] == refused
+
+
+# ── is it this model? ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A spec with a model folder of its own."""
+    shutil.copytree(BUILTIN_FOLDER / "tiny-digits", tmp_path / "model")
+    return preset("quickstart", tmp_path), ["model.path=model"]
+
+
+def test_a_checkpoint_fits_its_own_run_whatever_holds_it(here, tmp_path):
+    spec_path, overrides = here
+    manifest = {"step": 3, **about_model(load_spec(spec_path, overrides), tmp_path)}
+    for kind in ("ddp", "fsdp2", "zero", "zero3"):
+        check_fits(manifest, load_spec(spec_path, [*overrides, f"actor.engine.kind={kind}"]), tmp_path)
+    assert manifest["model_config"]["vocab_size"] == 15
+
+
+def test_another_config_is_named(here, tmp_path):
+    spec_path, overrides = here
+    spec = load_spec(spec_path, overrides)
+    manifest = {"step": 3, **about_model(spec, tmp_path)}
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "vocab_size": 32, "transformers_version": "9"}))
+    with pytest.raises(
+        CheckpointError, match=r"step 3 belongs to another model:\n  - config.json.vocab_size: 15 → 32\n"
+    ):
+        check_fits(manifest, spec, tmp_path)
+
+
+def test_adapters_are_no_whole_model(here, tmp_path):
+    spec_path, overrides = here[0], [*here[1], "model.from_scratch=false"]
+    manifest = {"step": 3, **about_model(load_spec(spec_path, [*overrides, "actor.lora.rank=4"]), tmp_path)}
+    with pytest.raises(CheckpointError, match=r"actor.lora: {.*} → unset"):
+        check_fits(manifest, load_spec(spec_path, overrides), tmp_path)
+    with pytest.raises(CheckpointError, match=r"actor.lora.rank: 4 → 8\n"):
+        check_fits(manifest, load_spec(spec_path, [*overrides, "actor.lora.rank=8"]), tmp_path)
+
+
+def test_engines_without_a_common_format(here, tmp_path):
+    spec_path, overrides = here
+    spec = load_spec(spec_path, overrides)
+    manifest = {"step": 3, **about_model(spec, tmp_path), "engine": "fake"}
+    with pytest.raises(CheckpointError, match="written by the train engine fake: ddp cannot read it"):
+        check_fits(manifest, spec, tmp_path)
+
+
+def test_an_engine_that_does_not_say_so_may_not_change_its_shape(tmp_path):
+    spec_path = preset("quickstart", tmp_path)
+
+    class Silent(TrainTable):
+        kind: str = "silent"
+
+    before = load_spec(spec_path).resolved()
+    after = load_spec(spec_path, ["actor.engine.logits_chunk_tokens=7", "run.steps=9"]).resolved()
+    assert differences(before, after, Silent())[0] == [
+        "actor.engine.logits_chunk_tokens: 4096 → 7 (not known whether the engine silent can go on so)"
+    ]
+    assert differences(before, after, DdpTable())[0] == []

@@ -1,0 +1,103 @@
+"""A run begun on one engine and number of ranks goes on with others, and back: the same steps to tolerance."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from running import metrics, preset
+from running import warm_rlctl as rlctl
+
+from rlctl.models.paths import BUILTIN_FOLDER
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("--set", "data.prompts_per_step=8", "--set", "algorithm.group_size=4"),
+    *("--set", "algorithm.mini_batches_per_step=2", "--set", "eval.every=100", "--set", "eval.prompts=8"),
+    # A large epsilon: with 1e-8 Adam takes the sign of gradients that are zero but for rounding.
+    *("--set", "actor.optimizer.eps=1e-4", "--set", 'actor.optimizer.schedule="constant"'),
+    *("--set", "checkpoint.every=3", "--set", "checkpoint.keep=9"),
+)
+TWO = ("--set", "actor.processes=2", "--set", "actor.launcher=torchrun")
+ELSEWHERE = {
+    "ddp": TWO,
+    "fsdp2": (*TWO, "--set", "actor.engine.kind=fsdp2"),
+    "zero3": (*TWO, "--set", "actor.engine.kind=zero3"),
+}
+
+
+def train(spec, run, steps, *options):
+    done = rlctl("train", spec, "--run-dir", run, *SMALL, "--set", f"run.steps={steps}", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Seven steps of one ddp rank, with checkpoints of steps 3, 6 and 7."""
+    folder = tmp_path_factory.mktemp("whole")
+    spec = preset("quickstart", folder)
+    train(spec, folder / "run", 7)
+    return spec, folder / "run"
+
+
+def first_three_steps(run, copy):
+    shutil.copytree(run, copy)
+    for step in (6, 7):
+        shutil.rmtree(copy / "checkpoints" / f"step_{step:06d}")
+
+
+@pytest.mark.timeout(600)
+def test_there_and_back(whole, tmp_path):
+    """Steps 1-3 on one ddp rank, each further one on two ranks of another engine, 7 on one ddp rank again."""
+    spec, run = whole
+    copy = tmp_path / "run"
+    first_three_steps(run, copy)
+    for step, (engine, settings) in enumerate(ELSEWHERE.items(), start=4):
+        there = train(spec, copy, step, "--resume", *settings)
+        assert f"step_{step - 1:06d}" in there.stdout, engine
+        written = sorted(path.name for path in (copy / "checkpoints" / f"step_{step:06d}" / "actor").glob("model-*"))
+        assert written == ["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"], engine
+        if step == 4:
+            assert "resumed with another actor.processes: 1 → 2" in there.stdout
+    back = train(spec, copy, 7, "--resume")
+    assert "step_000006" in back.stdout
+    expected, got = ([line for line in metrics(each) if line["step"] > 0] for each in (run, copy))
+    assert [line["step"] for line in got] == list(range(1, 8))
+    for one, other in zip(expected, got, strict=True):
+        assert other["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-6)
+        assert other["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-5)
+        assert other["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
+    exported = rlctl(
+        "export-checkpoint", copy, tmp_path / "out", "--step", "6", "--dtype", "fp32", "--shard-GB", "0.001"
+    )
+    assert exported.returncode == 0, exported.stderr
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    _one_torn_rank_is_enough(spec, copy)
+
+
+def _one_torn_rank_is_enough(spec, run):
+    """Of a checkpoint that two ranks wrote: it is skipped, and the one before it is taken."""
+    shutil.rmtree(run / "checkpoints" / "step_000007")
+    torn = run / "checkpoints" / "step_000006" / "actor" / "optimizer-00001-of-00002.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-4])
+    again = train(spec, run, 6, "--resume")
+    assert "skipped step_000006" in again.stdout
+    assert "optimizer-00001-of-00002.safetensors" in again.stdout.replace("\n", "")
+    assert "step_000005" in again.stdout
+
+
+def test_another_model_is_refused_before_anything_starts(tmp_path):
+    shutil.copytree(BUILTIN_FOLDER / "tiny-digits", tmp_path / "model")
+    spec, run = preset("fake", tmp_path), tmp_path / "run"
+    here = ("--set", "model.path=model", "--set", "run.steps=2")
+    assert rlctl("train", spec, "--run-dir", run, *here).returncode == 0
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 40}))
+    refused = rlctl("train", spec, "--run-dir", run, "--set", "model.path=model", "--set", "run.steps=3", "--resume")
+    assert refused.returncode == 2, refused.stderr
+    assert "config.json.vocab_size: 15 → 40" in refused.stderr
+    assert list((run / "logs" / "attempt_2").iterdir()) == []
+    assert (run / "checkpoints" / "step_000002").is_dir()

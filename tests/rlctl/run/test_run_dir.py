@@ -1,0 +1,84 @@
+"""Run directories: one run at a time, numbered attempts, no silent change of the spec."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rlctl.run.run_dir import RunDir
+from specs.errors import RunDirError
+from specs.load.load import load_spec
+
+
+@pytest.fixture
+def spec_path(tmp_path):
+    from importlib.resources import files
+
+    path = tmp_path / "spec.toml"
+    path.write_text((files("specs") / "presets" / "fake.toml").read_text())
+    return path
+
+
+def test_attempts_are_numbered_and_nothing_is_overwritten(tmp_path, spec_path):
+    spec = load_spec(spec_path)
+    first = RunDir(tmp_path / "run")
+    first.open(spec, spec_path, resume=False)
+    assert first.attempt == 1
+    assert (first.path / "spec.toml").read_bytes() == spec_path.read_bytes()
+    first.metrics.write_text('{"step": 1}\n')
+    first.release()
+    second = RunDir(tmp_path / "run")
+    second.open(load_spec(spec_path, ["run.steps=99"]), spec_path, resume=True)
+    assert (second.attempt, second.logs.name) == (2, "attempt_2")
+    assert second.changes == ["run.steps: 6 → 99"]
+    second.release()
+
+
+def test_refusals_change_nothing(tmp_path, spec_path):
+    spec = load_spec(spec_path)
+    with pytest.raises(RunDirError, match="no run to resume"):
+        RunDir(tmp_path / "run").open(spec, spec_path, resume=True)
+    assert not (tmp_path / "run").exists()
+    run = RunDir(tmp_path / "run")
+    run.open(spec, spec_path, resume=False)
+    run.metrics.write_text('{"step": 1}\n')
+    run.release()
+    with pytest.raises(RunDirError, match="already holds a run"):
+        RunDir(tmp_path / "run").open(spec, spec_path, resume=False)
+    with pytest.raises(RunDirError, match=r"differs .*\n  - actor\.optimizer\.lr: 0\.05 → 0\.5"):
+        RunDir(tmp_path / "run").open(load_spec(spec_path, ["actor.optimizer.lr=0.5"]), spec_path, resume=True)
+    assert [p.name for p in (tmp_path / "run" / "logs").iterdir()] == ["attempt_1"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(RunDirError, match="not empty"):
+        RunDir(tmp_path / "mine").open(spec, spec_path, resume=False)
+
+
+def test_a_run_that_never_made_a_step_may_begin_again(tmp_path, spec_path):
+    """A reward that cannot be imported must not cost a new directory once it is fixed."""
+    run = RunDir(tmp_path / "run")
+    run.open(load_spec(spec_path), spec_path, resume=False)
+    run.as_built.write_text("{}")
+    run.release()
+    again = RunDir(tmp_path / "run")
+    again.open(load_spec(spec_path, ["run.seed=5"]), spec_path, resume=False)
+    assert again.attempt == 2
+    assert not again.as_built.exists()
+    assert '"seed": 5' in (again.path / "resolved.json").read_text()
+    again.release()
+
+
+def test_a_directory_in_use_is_refused(tmp_path, spec_path):
+    run = RunDir(tmp_path / "run")
+    run.open(load_spec(spec_path), spec_path, resume=False)
+    code = (
+        "import sys; from pathlib import Path; from rlctl.run.run_dir import RunDir\n"
+        "from specs.load.load import load_spec\n"
+        "from specs.errors import RunDirError\n"
+        "try: RunDir(Path(sys.argv[1])).open(load_spec(Path(sys.argv[2])), Path(sys.argv[2]), resume=True)\n"
+        "except RunDirError as error: print(error.message)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), str(spec_path)]
+    other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "in use by another rlctl (process" in other.stdout
+    run.release()

@@ -1,0 +1,254 @@
+"""The whole frame with numpy engines: real processes, real channel, real checkpoints, and everything that can die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from running import metrics, preset, rlctl, start, steps_done, trajectory, wait_for, warm_rlctl, workers_of
+
+FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=2")
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return preset("fake", tmp_path)
+
+
+def nothing_left(run_dir, timeout_s=20):
+    wait_for(lambda: not workers_of(run_dir), timeout_s, "the end of every worker")
+
+
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
+    run = tmp_path / "run"
+    evaluated = ("--set", 'eval={every=3, prompts=4, name="mine"}')
+    done = rlctl("train", spec, "--run-dir", run, "--set", "run.steps=4", "--set", "checkpoint.every=2", *evaluated)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in metrics(run) if line["step"] > 0]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval/mine/reward_mean" in line] == [3, 4]
+    wanted = """reward/mean reward/std actor/loss actor/grad_norm actor/entropy actor/kl actor/clip_fraction
+        rollout/length_mean rollout/logprob_gap time/step_s time/rollout_s time/reward_s time/update_s time/sync_s
+        perf/tokens_per_s sync/bytes sync/GB_per_s sync/verified""".split()  # noqa: SIM905
+    assert all(line[key] is not None for line in lines for key in wanted)
+    assert all(line["sync/verified"] is True and line["rollout/logprob_gap"] < 1e-4 for line in lines)
+    for name in ("spec.toml", "resolved.json", "as_built.json", "samples.jsonl", "report.html"):
+        assert (run / name).stat().st_size > 0, name
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    built = json.loads((run / "as_built.json").read_text())
+    assert built["actor"][0]["model"]["parameters"] == built["rollout"][0]["model"]["parameters"] > 0
+    assert (run / "logs" / "attempt_1" / "actor" / "rank0.log").is_file()
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
+    assert {"step", "prompt", "completion", "reward"} <= set(sample)
+    nothing_left(run)
+
+
+def test_the_fake_policy_learns(spec, tmp_path):
+    """To write a 7: within a bigram model's reach."""
+    run = tmp_path / "run"
+    task = ("--set", 'reward.terms=[{kind="regex", pattern="7"}]', "--set", "actor.optimizer.lr=0.3")
+    done = warm_rlctl("train", spec, "--run-dir", run, *task, "--set", "run.steps=25")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [line["reward/mean"] for line in metrics(run) if line["step"] > 0]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
+
+
+def test_replicas_and_shared_devices_do_not_change_the_run(spec, tmp_path):
+    common = ("--set", "run.steps=3")
+    variants = {
+        "one": (),
+        "three_replicas": ("--set", "rollout.processes=3"),
+        "taking_turns": ("--set", 'run.colocate="always"'),
+    }
+    for name, extra in variants.items():
+        done = warm_rlctl("train", spec, "--run-dir", tmp_path / name, *common, *extra)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert trajectory(tmp_path / "three_replicas") == trajectory(tmp_path / "one")
+    assert trajectory(tmp_path / "taking_turns") == trajectory(tmp_path / "one")
+    moves = [f"mem/actor_{what}_GiB" for what in ("before_offload", "offloaded", "before_onload", "onloaded")]
+    for line in metrics(tmp_path / "taking_turns")[1:]:
+        assert all(0.01 < line[key] < 4 for key in moves), line
+    assert not any(key in line for line in metrics(tmp_path / "one") for key in moves), "nothing moved"
+    assert all(0.01 < line["mem/actor_peak_GiB"] < 4 for line in metrics(tmp_path / "one")[1:])
+
+
+# ── resuming ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_six_steps_are_three_and_three(spec, tmp_path):
+    options = ("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "algorithm.mini_batches_per_step=2")
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert warm_rlctl("train", spec, "--run-dir", whole, *options).returncode == 0
+    assert warm_rlctl("train", spec, "--run-dir", halves, *options).returncode == 0
+    torn = halves / "checkpoints" / "step_000006" / "actor" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-3])
+    again = warm_rlctl("train", spec, "--run-dir", halves, *options, "--resume")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "skipped step_000006" in again.stdout
+    assert "step_000003" in again.stdout
+    assert trajectory(halves) == trajectory(whole)
+    assert len(trajectory(halves)) == 6
+    assert (halves / "logs" / "attempt_2").is_dir()
+
+
+def test_resume_refuses_another_spec(spec, tmp_path):
+    run = tmp_path / "run"
+    assert warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=1").returncode == 0
+    other = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=2", "--set", "run.seed=9", "--resume")
+    assert other.returncode == 2
+    assert "run.seed" in other.stderr
+    assert "hint:" in other.stderr
+    twice = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=1")
+    assert twice.returncode == 2
+    assert "already holds a run" in twice.stderr
+
+
+# ── what can die ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def running(spec, tmp_path):
+    """A long run in its third step or later."""
+    run = tmp_path / "run"
+    strict = ("--set", "run.heartbeat_timeout_s=3", "--set", "rollout.max_restarts=0")
+    driver = start("train", spec, "--run-dir", run, *FOREVER, *strict)
+    try:
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        assert driver.poll() is None, driver.stdout.read()
+        yield driver, run
+    finally:
+        driver.kill()
+        driver.communicate()
+        for processes in workers_of(run).values():
+            for process in processes:
+                process.kill()
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout", "reward"])
+def test_a_killed_rank_ends_the_run_and_is_named(running, role):
+    driver, run = running
+    workers_of(run)[role][0].kill()
+    output = driver.communicate(timeout=30)[0]
+    assert driver.returncode == 1, output
+    assert f"{role} rank 0" in output
+    assert "SIGKILL" in output
+    assert f"{role}/rank0.log" in output.replace("\n", "")
+    assert "Traceback" not in output
+    nothing_left(run)
+
+
+def test_a_hanging_rank_is_noticed(running):
+    driver, run = running
+    began = time.monotonic()
+    workers_of(run)["rollout"][0].send_signal(signal.SIGSTOP)
+    output = driver.communicate(timeout=40)[0]
+    assert driver.returncode == 1, output
+    assert "rollout rank 0" in output
+    assert "no sign of life" in output
+    assert time.monotonic() - began < 30
+    nothing_left(run)
+
+
+def test_a_dead_driver_leaves_nobody_behind(running):
+    driver, run = running
+    grades = psutil.Process(workers_of(run)["reward"][0].pid).children(recursive=True)
+    actor = workers_of(run)["actor"][0].pid
+    driver.kill()
+    nothing_left(run, timeout_s=30)
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in grades), 10, "grades' end")
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rlctl-{actor}-")]
+
+
+def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec):
+    driver, run = running
+    driver.send_signal(signal.SIGINT)
+    output = driver.communicate(timeout=40)[0]
+    assert driver.returncode == 130, output
+    assert "--resume" in output
+    nothing_left(run)
+    done = steps_done(run)
+    newest = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
+    assert newest == done
+    again = rlctl("train", spec, "--run-dir", run, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 2}")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [line["step"] for line in metrics(run) if line["step"] > 0] == list(range(1, done + 3))
+
+
+def test_a_run_directory_in_use_is_refused(running, spec):
+    _, run = running
+    other = rlctl("train", spec, "--run-dir", run, "--resume", *FOREVER)
+    assert other.returncode == 2
+    assert "in use by another rlctl" in other.stderr
+
+
+# ── sabotage: faults that a run must catch by itself ──────────────────────────────────────────────
+
+SABOTAGE = {
+    # a rollout that keeps its first weights, though it answers as if it had loaded the new ones
+    "stale": (
+        "rollout",
+        """
+import backends.fake.fake_rollout as m
+load, digests = m.FakeRolloutEngine.import_weight, {}
+def stale(self, spec, data):
+    if spec.name not in digests:
+        digests[spec.name] = load(self, spec, data)
+    return digests[spec.name]
+m.FakeRolloutEngine.import_weight = stale
+""",
+        "differs after the sync",
+    ),
+    "other_dtype": (
+        "actor",
+        """
+import backends.fake.fake_train as m
+built = m.FakeTrainEngine.built
+m.FakeTrainEngine.built = lambda self: built(self).model_copy(update={"dtype": "bf16"})
+""",
+        "dtype: expected fp32, built bf16",
+    ),
+    "other_model": (
+        "actor",
+        """
+import backends.fake.fake_train as m
+built = m.FakeTrainEngine.built
+m.FakeTrainEngine.built = lambda self: built(self).model_copy(update={"path": "/somewhere/else"})
+""",
+        "model path: expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SABOTAGE)
+def test_sabotage_is_caught(spec, tmp_path, fault):
+    role, code, words = SABOTAGE[fault]
+    plot = tmp_path / "plot"
+    plot.mkdir()
+    (plot / "sitecustomize.py").write_text(code)
+    run = tmp_path / "run"
+    done = rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", "--set", f'{role}.env.PYTHONPATH="{plot}"')
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert words in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    nothing_left(run)
+
+
+def test_an_engine_that_raises_is_quoted(spec, tmp_path):
+    plot = tmp_path / "plot"
+    plot.mkdir()
+    (plot / "sitecustomize.py").write_text(
+        "import backends.fake.fake_train as m\n"
+        "def boom(self, *a): raise RuntimeError('the tensor is on fire')\n"
+        "m.FakeTrainEngine.forward_backward = boom\n"
+    )
+    done = rlctl("train", spec, "--run-dir", tmp_path / "run", "--set", f'actor.env.PYTHONPATH="{plot}"')
+    assert done.returncode == 1
+    assert "actor rank 0, verb update, step 1" in done.stderr
+    assert "RuntimeError: the tensor is on fire" in done.stderr

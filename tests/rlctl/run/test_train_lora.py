@@ -1,0 +1,67 @@
+"""LoRA end to end: no reference process, merged weights in the sampler, both kinds of export, proven."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import metrics, preset, warm_python
+from running import warm_rlctl as rlctl
+
+pytestmark = pytest.mark.slow
+
+LORA = (
+    *("--set", "run.steps=3", "--set", "checkpoint.every=3", "--set", "data.prompts_per_step=8"),
+    *("--set", "algorithm.group_size=4", "--set", "algorithm.mini_batches_per_step=2"),
+    *("--set", "algorithm.kl_coef=0.01", "--set", "eval.every=3", "--set", "eval.prompts=8"),
+    *("--set", "model.from_scratch=false", "--set", "actor.lora.rank=8"),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, repo_root: Path):
+    folder = tmp_path_factory.mktemp("lora")
+    warm_python(repo_root / "scripts" / "tiny_model.py", folder / "model", "--kind", "digits", "--weights", "7")
+    spec = preset("quickstart", folder)
+    model = ("--set", f'model.path="{folder / "model"}"')
+    done = rlctl("train", spec, "--run-dir", folder / "run", *LORA, *model)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return spec, folder / "run", model
+
+
+def test_the_reference_is_the_actor_without_adapters(finished):
+    _, run, _ = finished
+    built = json.loads((run / "as_built.json").read_text())
+    assert "ref" not in built
+    assert 0 < built["actor"][0]["model"]["trainable_parameters"] < built["actor"][0]["model"]["parameters"]
+    assert built["rollout"][0]["model"]["parameters"] == built["actor"][0]["model"]["parameters"]
+    lines = [line for line in metrics(run) if line["step"] > 0]
+    assert 0 <= lines[0]["actor/kl"] < lines[-1]["actor/kl"], "the reference must stay where the actor began"
+    assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in lines), "the sampler has other weights"
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["merged", "adapter-only"])
+def test_exports_are_proven(finished, tmp_path, only):
+    _, run, _ = finished
+    done = rlctl("export-checkpoint", run, tmp_path / "out", "--dtype", "fp32", *(["--adapter-only"] if only else []))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("loads in peft" if only else "loads in transformers") in done.stdout
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file() == only
+    assert (tmp_path / "out" / "model.safetensors").is_file() != only
+    assert json.loads((tmp_path / "out" / "rlctl_export.json").read_text())["proof"]["greedy_tokens"] > 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("ref.dtype=bf16", "the reference is the actor without its adapters"),
+        ("model.from_scratch=true", "adapters need a trained model"),
+        ('actor.lora.targets=["all-linear", "q_proj"]', "already means every layer"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(finished, change, message):
+    spec, _, model = finished
+    done = rlctl("check-config", spec, *LORA, *model, "--set", change)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,134 @@
+"""Runs that sample ahead of learning: stopped, resumed, shortened, and with a process lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from running import metrics, preset, start, steps_done, trajectory, wait_for, workers_of
+from running import warm_rlctl as rlctl
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = 8 * 4  # of a step: the preset `fake` has 8 prompts × 4 completions
+SIX = (
+    *("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "algorithm.mini_batches_per_step=2"),
+    *("--set", "eval.every=2", "--set", "eval.prompts=8"),
+)
+
+
+def train(spec: Path, run: Path, *options: str) -> str:
+    done = rlctl("train", spec, "--run-dir", run, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def drop_last_checkpoint(run: Path, copy: Path) -> Path:
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_000006")
+    return copy
+
+
+def own_prompts(run: Path) -> bool:
+    """Whether the shown samples of each step are of that step's own prompts: none was lost, none came twice."""
+    shown = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return all(sample["id"] // SAMPLES + 1 == sample["step"] for sample in shown)
+
+
+def evals(run: Path) -> list[float]:
+    return [line["eval/heldout/reward_mean"] for line in metrics(run) if "eval/heldout/reward_mean" in line]
+
+
+def test_six_steps_are_three_and_three_and_too_old_is_dropped(tmp_path: Path) -> None:
+    """Two steps ahead; one step ahead is tried with the real engines below."""
+    spec = preset("fake", tmp_path)
+    options = (*SIX, "--set", "rollout.max_staleness=2")
+    assert "are dropped" not in train(spec, tmp_path / "whole", *options)
+    lines = [line for line in metrics(tmp_path / "whole") if line["step"] > 0]
+    assert [line["rollout/staleness_max"] for line in lines] == [0, 1, 2, 1, 2, 1]
+    assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 2, 1, 2, 1]
+    assert all(line["rollout/dropped_stale"] == 0 for line in lines)
+    kept = sorted(path.name for path in (tmp_path / "whole" / "checkpoints" / "step_000003" / "driver").iterdir())
+    assert kept == ["ahead_000004.safetensors", "ahead_000005.safetensors", "state.json"]
+    halves = drop_last_checkpoint(tmp_path / "whole", tmp_path / "halves")
+    train(spec, halves, *options, "--resume")
+    assert trajectory(halves) == trajectory(tmp_path / "whole")
+    assert evals(halves) == evals(tmp_path / "whole")
+    shorter = drop_last_checkpoint(tmp_path / "whole", tmp_path / "shorter")
+    out = train(spec, shorter, *SIX, "--set", "rollout.max_staleness=1", "--resume")
+    assert "rollout.max_staleness: 2 → 1" in out
+    assert "32 samples drawn ahead for step 5 are dropped" in out
+    after = metrics(shorter)[4:]
+    assert [line["rollout/dropped_stale"] for line in after] == [32, 0, 0]
+    assert [line["rollout/staleness_max"] for line in after] == [1, 1, 1]
+    assert own_prompts(shorter)
+
+
+def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
+    spec, run = preset("fake", tmp_path), tmp_path / "run"
+    one = ("--set", "rollout.max_staleness=1")
+    driver = start("train", spec, "--run-dir", run, *one, "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
+    try:
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        driver.send_signal(signal.SIGINT)
+        output = driver.communicate(timeout=40)[0]
+    finally:
+        driver.kill()
+        driver.communicate()
+    assert driver.returncode == 130, output
+    wait_for(lambda: not workers_of(run), 20, "the end of every worker")
+    done = steps_done(run)
+    (saved,) = (run / "checkpoints").glob("step_*")
+    assert (saved / "driver" / f"ahead_{done + 1:06d}.safetensors").is_file()
+    train(spec, run, *one, "--resume", "--set", f"run.steps={done + 3}")
+    train(spec, tmp_path / "whole", *one, "--set", f"run.steps={done + 3}")
+    assert trajectory(run) == trajectory(tmp_path / "whole")
+
+
+def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
+    """A sampler comes back and the run goes on; the actor's end is the run's, and it is named."""
+    spec, run = preset("fake", tmp_path), tmp_path / "run"
+    one = ("--set", "rollout.max_staleness=1", "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
+    driver = start("train", spec, "--run-dir", run, *one)
+    try:
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        workers_of(run)["rollout"][0].kill()
+        killed_in = steps_done(run)
+        wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 60, "steps after the restart")
+        assert driver.poll() is None, driver.stdout.read()
+        workers_of(run)["actor"][0].kill()
+        output = driver.communicate(timeout=40)[0]
+    finally:
+        driver.kill()
+        driver.communicate()
+    assert driver.returncode == 1, output
+    assert "rollout rank 0 was lost" in output
+    assert "actor rank 0" in output
+    assert "SIGKILL" in output
+    lines = [line for line in metrics(run) if line["step"] > 1]
+    assert lines[-1]["rollout/restarts"] == 1
+    assert {line["rollout/staleness_max"] for line in lines} <= {0, 1}
+    assert own_prompts(run)
+
+
+def test_the_real_engines_overlap_and_resume_to_the_bit(tmp_path: Path) -> None:
+    spec, run = preset("quickstart", tmp_path), tmp_path / "run"
+    small = ("--set", "data.prompts_per_step=8", "--set", "algorithm.group_size=4")
+    options = (*SIX, *small, "--set", "rollout.max_staleness=1")
+    train(spec, run, *options)
+    lines = [line for line in metrics(run) if line["step"] > 0]
+    assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 1, 1, 1, 1]
+    assert all(line["sync/verified"] is True for line in lines if "sync/verified" in line)
+    assert [line["step"] for line in lines if "sync/verified" in line] == [1, 2, 3, 4, 6]
+    assert all(0 < line["rollout/overlap_s"] <= line["time/update_s"] for line in lines[:5])
+    assert lines[0]["rollout/logprob_gap"] < 1e-5, "drawn with the weights of now"
+    assert all(line["rollout/logprob_gap"] > 1e-4 for line in lines[1:]), "one step of learning lies between"
+    assert lines[0]["actor/ratio"] != 1.0
+    assert all(line["actor/approx_kl"] > 0 for line in lines)
+    halves = drop_last_checkpoint(run, tmp_path / "halves")
+    train(spec, halves, *options, "--resume")
+    assert trajectory(halves) == trajectory(run)
+    assert evals(halves) == evals(run)

@@ -1,0 +1,68 @@
+"""Whole runs on shared devices: saving, evaluating and sampling in turn, and a sampler that wakes up as another."""
+
+from __future__ import annotations
+
+from running import metrics, preset, rlctl, trajectory, warm_rlctl
+
+SHARED = ("--set", 'run.colocate="always"')
+
+WAKES_AS_ANOTHER = """
+import backends.fake.fake_rollout as m
+wake = m.FakeRolloutEngine.wake
+def other(self, tags):
+    wake(self, tags)
+    if "kv_cache" in tags and self._weights:
+        self._weights["bigram.weight"] *= 1.5
+m.FakeRolloutEngine.wake = other
+"""
+
+SAYS_HOW_DEEP = """
+import backends.fake.fake_rollout as m
+sleep = m.FakeRolloutEngine.sleep
+def said(self, level):
+    print("asleep at level", level, flush=True)
+    sleep(self, level)
+m.FakeRolloutEngine.sleep = said
+"""
+
+
+def test_weights_that_a_sync_will_bring_are_dropped(tmp_path):
+    """Level 2, from the first sleep after the build on: level 1 would keep a copy in host memory for nothing."""
+    spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
+    plot.mkdir()
+    (plot / "sitecustomize.py").write_text(SAYS_HOW_DEEP)
+    options = ("--set", f'rollout.env.PYTHONPATH="{plot}"', "--set", "run.steps=2", "--set", "checkpoint.every=1")
+    done = rlctl("train", spec, "--run-dir", run, *SHARED, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (run / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text().splitlines()
+    said = [line for line in log if line.startswith("asleep")]
+    assert len(said) >= 3, "after the build, and before each of two updates"
+    assert set(said) == {"asleep at level 2"}
+
+
+def test_a_checkpoint_and_an_evaluation_change_nothing(tmp_path):
+    """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples."""
+    spec = preset("fake", tmp_path)
+    common = ("--set", "run.steps=4", "--set", "checkpoint.every=1")
+    evaluated = ("--set", "eval={every=2, prompts=8}")
+    for name, extra in {"apart": (), "turns": SHARED}.items():
+        done = warm_rlctl("train", spec, "--run-dir", tmp_path / name, *common, *evaluated, *extra)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert trajectory(tmp_path / "turns") == trajectory(tmp_path / "apart")
+    for turns, apart in zip(metrics(tmp_path / "turns"), metrics(tmp_path / "apart"), strict=True):
+        assert {key: value for key, value in turns.items() if key.startswith("eval/")} == {
+            key: value for key, value in apart.items() if key.startswith("eval/")
+        }
+        if turns["step"]:
+            assert turns["sync/verified"] is True
+            assert turns["rollout/logprob_gap"] < 1e-4
+
+
+def test_a_sampler_that_wakes_as_another_stops_the_run_before_it_samples(tmp_path):
+    spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
+    plot.mkdir()
+    (plot / "sitecustomize.py").write_text(WAKES_AS_ANOTHER)
+    done = rlctl("train", spec, "--run-dir", run, *SHARED, "--set", f'rollout.env.PYTHONPATH="{plot}"')
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "every weight arrived with the right bytes, but rollout 0 does not behave" in " ".join(done.stderr.split())
+    assert not (run / "samples.jsonl").exists() or not (run / "samples.jsonl").read_text(), "nothing was sampled"

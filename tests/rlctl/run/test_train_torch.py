@@ -1,0 +1,166 @@
+"""The quickstart's own engines end to end: torch trainer, torch sampler, resume to the bit, a proven export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import running
+from running import metrics, preset, trajectory, warm_python
+from running import warm_rlctl as rlctl
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "data.prompts_per_step=8"),
+    *(
+        "--set",
+        "algorithm.group_size=4",
+        "--set",
+        "algorithm.mini_batches_per_step=2",
+        "--set",
+        "algorithm.kl_coef=0.01",
+    ),
+    *("--set", "eval.every=3", "--set", "eval.prompts=8"),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Six steps of the quickstart, small, with a reference and two mini-batches."""
+    folder = tmp_path_factory.mktemp("torch")
+    spec = preset("quickstart", folder)
+    done = running.rlctl("train", spec, "--run-dir", folder / "run", *SMALL)  # each role a process of its own making
+    assert done.returncode == 0, done.stdout + done.stderr
+    return spec, folder / "run", done.stdout
+
+
+def test_metrics(finished):
+    _, run, _ = finished
+    lines = [line for line in metrics(run) if line["step"] > 0]
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in lines), "sampler and trainer disagree"
+    assert all(line["sync/verified"] is True and line["sync/probe_gap"] < 1e-4 for line in lines)
+    assert lines[0]["actor/kl"] < lines[-1]["actor/kl"], "the reference must stay where the actor began"
+    assert lines[0]["actor/grad_norm"] > 0
+    assert "eval/heldout/reward_mean" in lines[2]
+
+
+def test_as_built(finished):
+    _, run, output = finished
+    built = json.loads((run / "as_built.json").read_text())
+    assert built.pop("sync")["transport"] == "shm"
+    assert {role: ranks[0]["model"] and ranks[0]["model"]["attn_implementation"] for role, ranks in built.items()} == {
+        "actor": "sdpa", "ref": "sdpa", "rollout": "sdpa", "reward": None, "data": None
+    }  # fmt: skip
+    assert built["ref"][0]["model"]["weights_checksum"] == built["actor"][0]["model"]["weights_checksum"] != ""
+    assert "Qwen2 tiny-digits" in output
+
+
+def test_resume_is_exact(finished, tmp_path):
+    spec, run, _ = finished
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_000006")
+    again = rlctl("train", spec, "--run-dir", copy, *SMALL, "--resume")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "step_000003" in again.stdout
+    assert trajectory(copy) == trajectory(run)
+
+
+def test_two_ranks_and_two_replicas_train_the_same(finished, tmp_path):
+    spec, run, _ = finished
+    wider = ("--set", "actor.processes=2", "--set", "actor.launcher=torchrun", "--set", "rollout.processes=2")
+    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *wider, "--set", "run.steps=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = [line for line in metrics(run) if 0 < line["step"] <= 3]
+    two = [line for line in metrics(tmp_path / "run") if line["step"] > 0]
+    for a, b in zip(one, two, strict=True):
+        assert b["reward/mean"] == pytest.approx(a["reward/mean"], abs=1e-6)
+        assert b["actor/loss"] == pytest.approx(a["actor/loss"], abs=1e-5)
+        assert b["actor/grad_norm"] == pytest.approx(a["actor/grad_norm"], rel=1e-3)
+
+
+def test_taking_turns_on_one_device_changes_nothing(finished, tmp_path):
+    spec, run, _ = finished
+    turns = ("--set", "run.colocate=always", "--set", "run.steps=3")
+    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *turns)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert trajectory(tmp_path / "run") == trajectory(run)[:3]
+    for line in metrics(tmp_path / "run")[1:]:
+        for role in ("actor", "ref"):
+            held = [line[f"mem/{role}_{what}_GiB"] for what in ("before_offload", "offloaded", "onloaded")]
+            assert all(0.05 < GiB < 8 for GiB in held), held
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_export_loads_and_generates(finished, tmp_path, dtype):
+    _, run, _ = finished
+    out = tmp_path / "exported"
+    done = rlctl("export-checkpoint", run, out, "--dtype", dtype)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "greedy tokens the same" in done.stdout
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # as a user would
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    rows = tokenizer("3142>", return_tensors="pt", add_special_tokens=False)
+    answer = model.generate(**rows, max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] > rows["input_ids"].shape[1]
+    assert json.loads((out / "rlctl_export.json").read_text())["step"] == 6
+
+
+def test_export_of_an_older_step(finished, tmp_path):
+    _, run, _ = finished
+    done = running.rlctl("export-checkpoint", run, tmp_path / "out", "--step", "3")
+    assert done.returncode == 0, done.stderr
+    missing = rlctl("export-checkpoint", run, tmp_path / "other", "--step", "4")
+    assert missing.returncode == 2
+    assert "no checkpoint of step 4" in missing.stderr
+
+
+def test_a_failing_proof_leaves_nothing_behind(finished, tmp_path):
+    _, run, _ = finished
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    from workers.saved_files import mark
+
+    path = copy / "checkpoints" / "step_000006"
+    proof = json.loads((path / "actor" / "greedy_proof.json").read_text())
+    for answer in proof["answers"]:
+        answer["tokens"] = [(token + 1) % 16 for token in answer["tokens"]]
+        answer["margins"] = [9.0] * len(answer["margins"])
+    (path / "actor" / "greedy_proof.json").write_text(json.dumps(proof))
+    manifest = json.loads((path / "manifest.json").read_text())
+    file = path / "actor" / "greedy_proof.json"
+    manifest["files"]["actor/greedy_proof.json"] = mark(file)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    done = rlctl("export-checkpoint", copy, tmp_path / "out")
+    assert done.returncode == 1
+    assert "greedy token 0 differs" in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_export_never_overwrites(finished, tmp_path):
+    _, run, _ = finished
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("precious")
+    done = rlctl("export-checkpoint", run, tmp_path / "mine")
+    assert done.returncode == 2
+    assert "already exists" in done.stderr
+
+
+def test_another_larger_reference(finished, tmp_path, repo_root):
+    """`[ref].model` is really loaded: as_built.json shows its size, and the KL is not zero from the first step on."""
+    spec, run, _ = finished
+    larger = ("--kind", "digits", "--hidden", "192", "--layers", "3", "--intermediate", "384", "--weights", "7")
+    warm_python(repo_root / "scripts" / "tiny_model.py", tmp_path / "larger", *larger)
+    reference = ("--set", f'ref.model="{tmp_path / "larger"}"', "--set", "run.steps=3")
+    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *reference)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = json.loads((tmp_path / "run" / "as_built.json").read_text())
+    assert built["ref"][0]["model"]["hidden_size"] == 192
+    assert built["ref"][0]["model"]["path"] == str(tmp_path / "larger")
+    assert built["actor"][0]["model"]["hidden_size"] == 128
+    assert metrics(tmp_path / "run")[1]["actor/kl"] > 1e-3
+    assert metrics(run)[1]["actor/kl"] < metrics(tmp_path / "run")[1]["actor/kl"]

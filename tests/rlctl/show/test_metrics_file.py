@@ -1,0 +1,116 @@
+"""`metrics.jsonl`: what is written comes back, and a resume cuts off the later steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlctl.show.metrics_file import MetricsWriter, read_metrics, truncate_after
+from specs.errors import RunDirError
+
+
+def write_steps(path: Path, steps: range, **options: int) -> None:
+    with MetricsWriter(path, **options) as writer:
+        for step in steps:
+            writer.write({"step": step, "reward/mean": step / 10})
+
+
+def test_lines_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    record = {"step": 1, "reward/mean": 0.1 + 0.2, "sync/verified": True, "actor/lr": 1e-300}
+    with MetricsWriter(path) as writer:
+        writer.write(record)
+    assert read_metrics(path) == [record]
+    assert path.read_text().endswith("\n")
+
+
+def test_a_reader_sees_each_step_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in (1, 2, 3):
+            writer.write({"step": step})
+            assert [record["step"] for record in read_metrics(path)] == list(range(1, step + 1))
+
+
+def test_non_finite_numbers_are_null_and_warned_about_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    warnings: list[str] = []
+    with MetricsWriter(path, warn=warnings.append) as writer:
+        for step in (1, 2):
+            writer.write({"step": step, "actor/grad_norm": math.inf, "actor/loss": np.float32("nan"), "x": np.int64(3)})
+    assert read_metrics(path)[1] == {"step": 2, "actor/grad_norm": None, "actor/loss": None, "x": 3}
+    assert len(warnings) == 2
+    assert "actor/grad_norm" in warnings[0]
+
+
+def test_resume_drops_later_steps_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 7))
+    first_three = path.read_text().splitlines()[:3]
+    write_steps(path, range(4, 7), resume_step=3)
+    assert path.read_text().splitlines()[:3] == first_three
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_runs_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 3))
+    with pytest.raises(RunDirError, match="already holds metrics"):
+        MetricsWriter(path)
+
+
+def test_a_torn_last_line_is_left_out_and_a_bad_middle_one_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+    assert truncate_after(path, 1) == 1
+    assert path.read_text() == '{"step": 1}\n'
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(RunDirError, match=r"metrics.jsonl:2"):
+        read_metrics(path)
+
+
+def test_a_missing_file_is_an_empty_run(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none.jsonl") == []
+    assert truncate_after(tmp_path / "none.jsonl", 3) == 0
+
+
+FULL_DISK = """
+import json, resource, signal, sys
+from pathlib import Path
+from rlctl.show.metrics_file import MetricsWriter, read_metrics
+from specs.errors import RlctlError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+path = Path(sys.argv[1])
+with MetricsWriter(path) as writer:
+    for step in range(1, 1000):
+        try:
+            writer.write({"step": step, "text": "x" * 30})
+        except RlctlError as error:
+            print(json.dumps([step, error.message, error.hint, len(read_metrics(path))]))
+            break
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path, repo_root: Path) -> None:
+    """The file size limit makes the kernel refuse a write in the middle of a line, as a full disk does."""
+    path = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "-c", FULL_DISK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repo_root, timeout=60)
+    step, message, hint, kept = json.loads(done.stdout)
+    assert str(path) in message
+    assert "--resume" in hint
+    assert kept == step - 1
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_writing_without_a_step_is_a_programmers_error(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as writer, pytest.raises(AssertionError):
+        writer.write({"reward/mean": 1.0})

@@ -1,0 +1,151 @@
+"""The lines and the panel by which a person follows a run."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlctl.show import progress as module
+from rlctl.show.progress import Progress
+
+
+class Clock:
+    """Stands in for `time.monotonic`, so that tests wait for nothing."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def console(width: int = 80, *, terminal: bool) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+
+
+def text_of(target: Console) -> str:
+    assert isinstance(target.file, io.StringIO)
+    return target.file.getvalue()
+
+
+def metrics(step: int, **more: Any) -> dict[str, Any]:
+    times = {
+        "time/step_s": 1.0,
+        "time/rollout_s": 0.5,
+        "time/reward_s": 0.05,
+        "time/update_s": 0.3,
+        "time/sync_s": 0.05,
+    }
+    return {"step": step, "reward/mean": step / 100, "perf/tokens_per_s": 12_400.0, **times, **more}
+
+
+def run(bar: Progress, clock: Clock, steps: range, seconds: float) -> None:
+    for step in steps:
+        clock.now += seconds
+        bar.step(metrics(step, **{"time/wall_s": seconds}))
+
+
+def test_plain_lines_name_what_matters(clock: Clock) -> None:
+    target = console(terminal=False)
+    with Progress(120, 0, "quickstart", target) as bar:
+        run(bar, clock, range(1, 4), 2.0)
+        clock.now += 2.0
+        ahead = {"rollout/staleness_mean": 1.5}
+        bar.step(metrics(4, **{"actor/loss": -0.0012, "eval/heldout/reward_mean": 0.71, **ahead}))
+    lines = text_of(target).splitlines()
+    assert len(lines) == 4
+    for part in ("step 4/120", "reward 0.0400", "loss -0.0012", "eval heldout 0.710", "12.4k tokens/s", "rollout 50%",
+                 "stale 1.50", "other 10%", "ETA 3:13"):  # fmt: skip
+        assert part in lines[-1]
+
+
+def test_fast_steps_give_at_most_a_line_a_second_and_always_the_last(clock: Clock) -> None:
+    target = console(terminal=False)
+    with Progress(1000, 0, "fast", target) as bar:
+        run(bar, clock, range(1, 1001), 0.01)
+    lines = text_of(target).splitlines()
+    assert len(lines) <= 12
+    assert lines[-1].startswith("step 1000/1000")
+
+
+def test_a_long_wait_is_told_in_plain_lines(clock: Clock) -> None:
+    target = console(terminal=False)
+    with Progress(10, 0, "x", target) as bar:
+        bar.phase("build", "roles")
+        for _ in range(100):
+            clock.now += 0.7
+            bar.tick()
+    assert [line.split(" for")[0] for line in text_of(target).splitlines()] == ["… build (roles)"] * 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_fits_its_width_and_shows_everything(clock: Clock, width: int) -> None:
+    target = console(width, terminal=True)
+    bar = Progress(120, 0, "quickstart", target)
+    bar.evaluation("heldout", 0, 0.12)
+    run(bar, clock, range(1, 61), 1.0)
+    bar.checkpoint(50)
+    bar.warning("odd [numbers]")
+    bar.phase("rollout")
+    panel = io.StringIO()
+    Console(file=panel, width=width, color_system=None).print(bar.render())
+    lines = panel.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= width
+    for part in ("step 60/120", "ETA 1:00", "0.600", "█", "heldout 0.120 at step 0", "12.4k tokens/s", "1 s/step",
+                 "rollout 50%", "rollout for 0:00", "checkpoint at step 50", "1 warning"):  # fmt: skip
+        assert part in panel.getvalue()
+    assert "warning: odd [numbers]" in text_of(target)
+
+
+def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(clock: Clock) -> None:
+    bar = Progress(100, 0, "resumed", console(terminal=False))
+    bar.start_at(90)
+    assert bar.eta_s is None
+    run(bar, clock, range(91, 92), 60.0)
+    run(bar, clock, range(92, 96), 2.0)
+    assert bar.eta_s == pytest.approx(5 * 2.0)
+
+
+def test_the_panel_is_not_redrawn_more_often_than_it_can_be_seen(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = 0
+    render = Progress.render
+
+    def counting(self: Progress) -> Any:
+        nonlocal drawn
+        drawn += 1
+        return render(self)
+
+    monkeypatch.setattr(Progress, "render", counting)
+    with Progress(10, 0, "x", console(terminal=True)) as bar:
+        drawn = 0
+        for _ in range(1000):
+            clock.now += 0.01
+            bar.tick()
+    assert 10 <= drawn <= 10 / module.REDRAW_S + 2
+
+
+def test_missing_and_broken_numbers_are_dashes(clock: Clock) -> None:
+    target = console(terminal=False)
+    with Progress(1, 0, "x", target) as bar:
+        bar.step({"step": 1, "reward/mean": None})
+    assert "reward –" in text_of(target)
+    bar.render()
+
+
+def test_a_console_without_unicode_does_not_end_the_run() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    with Progress(10, 0, "x", Console(file=file, width=80, force_terminal=True, color_system=None)) as bar:
+        for step in range(1, 5):
+            bar.step(metrics(step))
+    assert b"step 4/10" in raw.getvalue()

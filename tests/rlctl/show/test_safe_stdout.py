@@ -1,0 +1,84 @@
+"""A run outlives whoever watched it: pipes that close, terminals that hang up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import redirect_stderr
+
+import pytest
+from running import preset, start, steps_done, wait_for, workers_of
+
+from rlctl.cli import show_error
+from rlctl.run.interrupt import Interrupt
+from rlctl.show.safe_stdout import SafeStdout
+from specs.errors import Interrupted, RlctlError
+
+FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=100000")
+
+
+def closed_pipe():
+    """The writing end of a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w", buffering=1)
+
+
+@pytest.mark.parametrize("where", ["pipe", "disk"])
+def test_what_nobody_takes_goes_nowhere(where):
+    with closed_pipe() if where == "pipe" else open("/dev/full", "w", buffering=1) as file:
+        outlet = SafeStdout(file)
+        for _ in range(3):
+            assert outlet.write("line\n") == 5
+            outlet.flush()
+    # the end of the block flushes what was left: that raised nothing either
+
+
+def test_what_is_taken_arrives(tmp_path):
+    with open(tmp_path / "out", "w", encoding="utf-8") as file:
+        outlet = SafeStdout(file)
+        outlet.write("ein\n")
+        outlet.flush()
+        assert (outlet.isatty(), outlet.encoding) == (False, "utf-8")
+        assert (tmp_path / "out").read_text() == "ein\n"
+
+
+def test_an_error_that_nobody_hears_is_no_second_error():
+    with closed_pipe() as file, redirect_stderr(file):
+        show_error(RlctlError("one", hint="two"))
+        assert sys.stderr is file
+
+
+@pytest.mark.parametrize("end", ["tee was interrupted too", "the terminal hung up"])
+def test_what_was_reached_is_saved_though_nobody_listens(tmp_path, end):
+    """`rlctl train … 2>&1 | tee log`: Ctrl-C ends both. Closing an ssh session: SIGHUP, and no terminal any more."""
+    run = tmp_path / "run"
+    driver = start("train", preset("fake", tmp_path), "--run-dir", run, *FOREVER)
+    try:
+        wait_for(lambda: steps_done(run) >= 2 or driver.poll() is not None, 60, "the second step")
+        driver.stdout.close()
+        driver.send_signal(signal.SIGINT if end.startswith("tee") else signal.SIGHUP)
+        assert driver.wait(timeout=40) == 130
+    finally:
+        driver.kill()
+        driver.wait()
+    newest = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
+    assert newest == steps_done(run) >= 2
+    wait_for(lambda: not workers_of(run), 20, "the end of every worker")
+
+
+def test_nohup_is_heeded():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            interrupt.check()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(Interrupted, match=r"interrupted \(SIGHUP\)"):
+                interrupt.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)

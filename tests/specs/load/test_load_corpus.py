@@ -1,0 +1,70 @@
+"""The corpus of broken specs says what `check-config` says: which key, which words, always a way out, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from corpus import Case, base, cases, edited, write_case
+
+from rlctl.check.findings import examine
+from specs.errors import Problem
+
+CASES = dict(cases())
+KEYS = {"base", "set", "remove", "text", "override", "files", "model", "errors", "also", "warnings"}
+
+
+def said_exactly(wanted: dict[str, str], found: list[Problem]) -> None:
+    """Every wanted key is found with its words and a hint, and nothing else is."""
+    listed = "\n".join(map(str, found))
+    assert sorted(wanted) == sorted(problem.key for problem in found), listed
+    for problem in found:
+        assert wanted[problem.key] in str(problem), str(problem)
+        assert problem.hint, str(problem)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_spec_gives_its_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case: Case = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    found = examine(write_case(case, tmp_path), case.get("override", []))
+    also = case.get("also", [])
+    said_exactly(case.get("errors", {}), [problem for problem in found.problems if problem.key not in also])
+    if "warnings" in case:
+        said_exactly(case["warnings"], found.warnings)
+
+
+def test_the_base_of_the_corpus_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for case in ({}, {"model": {}, "set": {"model.path": "./model", "model.from_scratch": False}}):
+        found = examine(write_case(case, tmp_path), ())
+        assert (found.problems, found.warnings) == ([], [])
+
+
+def test_the_corpus_is_large_and_says_nothing_twice() -> None:
+    assert len(CASES) >= 200
+    seen: list[Case] = []
+    for case in CASES.values():
+        assert case not in seen, case
+        assert case.keys() <= {
+            "base",
+            "set",
+            "remove",
+            "text",
+            "override",
+            "files",
+            "model",
+            "errors",
+            "also",
+            "warnings",
+        }
+        assert "errors" in case or "warnings" in case, case
+        seen.append(case)
+
+
+def test_edits_change_a_copy() -> None:
+    before = base()
+    assert edited(base(), {"run.steps": 3, "reward.terms.0.weight": 2.0})["run"]["steps"] == 3
+    assert base() == before

@@ -1,0 +1,196 @@
+"""An engine that another package brings: checked, explained, planned and trained with, as rlctl's own are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import running
+from foreign_package import install
+from running import REPO, metrics, preset
+from running import warm_rlctl as rlctl
+
+SHOUT = ("--set", "actor.engine.kind=shout")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH with the package on it."""
+    return f"{REPO}{os.pathsep}{install(tmp_path_factory.mktemp('site'))}"
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    return preset("fake", tmp_path)
+
+
+def check(site: str, spec: Path, *sets: str) -> tuple[int, dict[str, object]]:
+    options = [part for key in sets for part in ("--set", key)]
+    done = rlctl("check-config", spec, "--json", *options, PYTHONPATH=site)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_it_trains(site: str, spec: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ("--set", 'actor.engine.words=["now", "learn"]', "--set", "actor.engine.times=2")
+    steps = ("--set", "run.steps=2", "--run-dir", run)
+    done = running.rlctl("train", spec, *SHOUT, *words, *steps, PYTHONPATH=site)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in metrics(run) if line["step"] > 0] == [1, 2]
+    assert "now learn now learn\n" in (run / "logs" / "attempt_1" / "actor" / "rank0.log").read_text()
+    resolved = json.loads((run / "resolved.json").read_text())
+    assert resolved["actor"]["engine"] == {"kind": "shout", "words": ["now", "learn"], "times": 2}
+    assert json.loads((run / "as_built.json").read_text())["actor"][0]["engine"] == "shout"
+
+
+def plan(site: str, spec: Path, *options: str | Path) -> Any:
+    done = rlctl("plan", spec, "--json", "--host-GiB", "100", *options, PYTHONPATH=site)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_table_answers_for_its_engine(site: str, spec: Path, tmp_path: Path) -> None:
+    """Checked, shown, planned and trained with by what `ToyTable` says, in three files of another package: the engine,
+    its table, the entry points."""
+    toy = ("--set", "actor.engine.kind=toy")
+    _, found = check(site, spec, "actor.engine.kind=toy", "actor.processes=2", "actor.launcher=torchrun")
+    role: Any = found["roles"]
+    assert role["actor"]["not_known"] == []
+    assert role["actor"]["attn_implementation"] is None
+    mesh: Any = found["placement"]
+    assert (mesh["actor"]["replicate"], mesh["actor"]["shard"]) == (1, 2)
+
+    planned = plan(site, spec, *toy)["roles"]["actor"]
+    lean = plan(site, spec, *toy, "--set", "actor.engine.lean=true")["roles"]["actor"]
+    (whole,), (less,) = ([part["bytes"] for part in role["parts"] if part["exact"]] for role in (planned, lean))
+    assert whole > 0
+    assert less * 16 == whole * 12
+    assert planned["not_known"] == []
+
+    run = tmp_path / "toy-run"
+    done = rlctl("train", spec, *toy, "--set", "run.steps=1", "--run-dir", run, PYTHONPATH=site)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((run / "as_built.json").read_text())["actor"][0]["engine"] == "toy"
+
+
+def test_a_package_that_its_table_names_must_be_there(site: str, spec: Path) -> None:
+    """In an interpreter of the role's own, as for engines of rlctl's."""
+    _, found = check(site, spec, "actor.engine.kind=toy", f"actor.python={sys.executable}")
+    (problem,) = found["problems"]  # type: ignore[misc]
+    assert problem["key"] == "actor.python"
+    assert "toy-kernels" in problem["message"]
+
+
+def test_its_rules_are_asked(site: str, spec: Path) -> None:
+    sets = ("actor.engine.kind=toy", "algorithm.kl_coef=0.1", "ref.engine.kind=toy", "ref.engine.lean=true")
+    code, found = check(site, spec, *sets)
+    assert code == 2
+    assert [problem["key"] for problem in found["problems"]] == ["ref.engine.lean"]  # type: ignore[attr-defined, index]
+
+
+def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> None:
+    """No zeros, no claim that it fits, none about attention, mesh or packages."""
+    spec = preset("quickstart", tmp_path)
+    silent = ("--set", "actor.engine.kind=plain")
+    code, found = check(site, spec, "actor.engine.kind=plain", "actor.processes=2", "actor.launcher=torchrun")
+    assert code == 0
+    actor: Any = found["roles"]
+    open_ = ["packages it needs", "attention", "shape of the model it builds", "mesh", "memory", "checkpoint format"]
+    assert actor["actor"]["not_known"] == open_
+    assert actor["actor"]["attn_implementation"] is None
+    assert "not known" in actor["actor"]["attn_why"]
+    assert actor["rollout"]["not_known"] == []
+    mesh: Any = found["placement"]
+    assert mesh["actor"] == {"replicate": None, "shard": None, "ranks": []}
+    shown = rlctl("check-config", spec, *silent, PYTHONPATH=site).stdout
+    assert "not known of the engine plain (actor)" in shown
+
+    planned = plan(site, spec, *silent)
+    assert planned["fits"] is None
+    assert planned["suggestions"] == []
+    about = planned["roles"]["actor"]
+    assert about["not_known"] == ["weights and all that follows from them", "activations"]
+    assert (about["phases"], about["host_phases"], about["measurable_peak"]) == (None, None, None)
+    (host,) = planned["places"]
+    assert (host["not_known"], host["fits"]) == (["actor"], None)
+    said = rlctl("plan", spec, *silent, "--host-GiB", "100", PYTHONPATH=site).stdout
+    assert "not known whether it fits: at least" in said
+    assert "node 0: fits" not in said
+    too_small = rlctl("plan", spec, *silent, "--host-GiB", "0.5", PYTHONPATH=site).stdout
+    assert "does not fit" in too_small
+
+
+def test_without_a_table_it_has_no_keys(site: str, tmp_path: Path) -> None:
+    spec = preset("quickstart", tmp_path)
+    assert check(site, spec, "actor.engine.kind=plain")[0] == 0
+    code, found = check(site, spec, "actor.engine.kind=plain", "actor.engine.words=[]")
+    assert code == 2
+    assert found["problems"][0]["key"] == "actor.engine.words"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "hint"),
+    [
+        ("actor.engine.word=[]", "unknown key", "did you mean `words`?"),
+        ("actor.engine.shard=2", "unknown key", "fsdp2"),
+        ("actor.engine.times=0", "must be greater than 0", ""),
+        ('actor.engine.times="2"', "must be a whole number", "without quotes"),
+    ],
+)
+def test_its_own_model_refuses(site: str, spec: Path, key: str, message: str, hint: str) -> None:
+    code, found = check(site, spec, "actor.engine.kind=shout", key)
+    (problem,) = found["problems"]  # type: ignore[misc]
+    assert code == 2
+    assert problem["key"] == key.partition("=")[0]
+    assert message in problem["message"]
+    assert hint in problem["hint"]
+
+
+def test_an_unknown_kind_lists_it_and_the_closest(site: str, spec: Path) -> None:
+    code, found = check(site, spec, "actor.engine.kind=shouts")
+    assert code == 2
+    assert found["problems"] == [
+        {
+            "key": "actor.engine.kind",
+            "value": '"shouts"',
+            "message": "unknown kind; known: ddp, fsdp2, zero, zero3, fake, broken, plain, shout, stranger, toy",
+            "hint": 'did you mean "shout"?',
+        }
+    ]
+
+
+def test_a_rollout_engine_it_is_not(site: str, spec: Path) -> None:
+    code, found = check(site, spec, "rollout.engine.kind=shout")
+    assert code == 2
+    assert found["problems"][0]["message"] == "unknown kind; known: torch, vllm, sglang, fake"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("broken", "'shout_engine.nowhere:Table' of the package shout-engine cannot be imported"),
+     ("stranger", "'shout_engine.table:ShoutTable' of the package shout-engine has no `kind: Literal['stranger']`")],
+)  # fmt: skip
+def test_a_broken_package_is_named(site: str, spec: Path, kind: str, words: str) -> None:
+    code, found = check(site, spec, f"actor.engine.kind={kind}")
+    assert code == 2
+    assert found["problems"][0]["key"] == "actor.engine"  # type: ignore[index]
+    assert words in found["problems"][0]["message"]  # type: ignore[index]
+
+
+def test_nobody_looks_for_packages_who_needs_none(site: str, spec: Path) -> None:
+    """Reading a spec of rlctl's own engines does not import the package; its table brings no torch."""
+    code = (
+        "import sys; from pathlib import Path; from specs.load.load import load_spec; path = Path(sys.argv[1]);"
+        "load_spec(path); assert 'shout_engine' not in sys.modules;"
+        "load_spec(path, ['actor.engine.kind=shout']); assert 'shout_engine.table' in sys.modules;"
+        "assert 'shout_engine.engine' not in sys.modules and 'torch' not in sys.modules"
+    )
+    env = {**os.environ, "PYTHONPATH": site}
+    done = subprocess.run([sys.executable, "-c", code, spec], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

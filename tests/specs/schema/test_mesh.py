@@ -1,0 +1,123 @@
+"""Who sits where: ranks counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_spec import only_problem, problems_of, raw_spec
+
+from specs.errors import Problem
+from specs.load.load import spec_from
+from specs.rules.all_rules import cross_field_warnings
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.engines.fsdp2_table import Fsdp2Table
+from specs.schema.engines.vllm_table import VllmTable
+from specs.schema.engines.zero_table import ZeroTable
+from specs.schema.mesh import Mesh, RankPlacement, built_mesh, mesh_of, shard_groups, straddling
+from specs.schema.spec import ActorSection, RolloutSection, Spec
+
+
+@pytest.fixture
+def plain_spec() -> Spec:
+    return spec_from(raw_spec())
+
+
+def problems(engine: dict[str, Any], **actor_keys: Any) -> list[Problem]:
+    """What checking says of an actor with that fsdp2 table."""
+    section = {"launcher": "torchrun", "engine": {"kind": "fsdp2", **engine}, **actor_keys}
+    return problems_of(raw_spec(actor=section))
+
+
+def actor(engine: DdpTable | Fsdp2Table | ZeroTable, processes: int, nodes: int = 1) -> ActorSection:
+    per_node = processes // nodes
+    return ActorSection(engine=engine, processes=processes, nodes=nodes, devices=tuple(range(per_node)))
+
+
+def ranks(section: ActorSection) -> list[list[int]]:
+    return [[rank.rank for rank in group.ranks] for group in shard_groups(section)]
+
+
+def test_sixteen_ranks_as_one_group_or_as_two() -> None:
+    one = actor(Fsdp2Table(), 16)
+    assert ranks(one) == [list(range(16))]
+    two = actor(Fsdp2Table(shard=8, replicate=2), 16, nodes=2)
+    assert ranks(two) == [list(range(8)), list(range(8, 16))]
+    assert shard_groups(two)[1].ranks[3] == RankPlacement(rank=11, node=1, local_rank=3, device=3, replica=1, shard=3)
+    assert [group.nodes for group in shard_groups(two)] == [(0,), (1,)]
+
+
+def test_what_replicate_leaves_is_sharded() -> None:
+    section = actor(Fsdp2Table(replicate=4), 8)
+    assert mesh_of(section) == Mesh(replicate=4, shard=2)
+    assert ranks(section) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert built_mesh(section) == {"replicate": 4, "shard": 2}
+
+
+def test_zero_is_one_group_and_ddp_none() -> None:
+    assert ranks(actor(ZeroTable(kind="zero3"), 4)) == [[0, 1, 2, 3]]
+    assert built_mesh(actor(ZeroTable(stage=1), 4)) == {"shard": 4}
+    assert (mesh_of(actor(DdpTable(), 4)), built_mesh(actor(DdpTable(), 4))) == (None, {})
+
+
+@pytest.mark.parametrize(("parallel", "mesh"), [(1, {}), (4, {"tensor": 4})])
+def test_a_sampler_cut_by_vllm_says_so(parallel: int, mesh: dict[str, int]) -> None:
+    assert built_mesh(RolloutSection(engine=VllmTable(tensor_parallel=parallel))) == mesh
+
+
+@pytest.mark.parametrize(
+    ("shard", "replicate", "nodes", "crossing"),
+    [(8, 2, 2, 0), (4, 4, 2, 0), (16, 1, 2, 1), (8, 2, 4, 2), (16, 1, 1, 0)],
+)
+def test_groups_that_leave_their_node_are_counted(shard: int, replicate: int, nodes: int, crossing: int) -> None:
+    assert len(straddling(actor(Fsdp2Table(shard=shard, replicate=replicate), 16, nodes))) == crossing
+
+
+def test_a_group_of_three_on_nodes_of_four_straddles_though_it_would_fit() -> None:
+    groups = straddling(actor(Fsdp2Table(shard=3, replicate=4), 12, 3))
+    assert [(group.replica, group.nodes) for group in groups] == [(1, (0, 1)), (2, (1, 2))]
+
+
+def test_crossing_groups_are_warned_of(plain_spec: Spec) -> None:
+    section = actor(Fsdp2Table(), 16, nodes=2)
+    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": section}))
+    assert warning.key == "actor.engine.shard"
+    assert "1 of 1 groups of 16 ranks sit on more than one node (8 processes each)" in warning.message
+    assert "shard = 8 and replicate = 2" in warning.hint
+    inside = actor(Fsdp2Table(shard=8, replicate=2), 16, nodes=2)
+    assert cross_field_warnings(plain_spec.model_copy(update={"actor": inside})) == []
+
+
+# ── rules ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "message", "hint"),
+    [
+        ({"shard": 4}, "shard", "4 × 1 = 4, but actor has 8", "actor.processes = 4 would fit, or actor.engine.rep"),
+        ({"shard": 3}, "shard", "3 × 1 = 3, but actor has 8", "8 processes take shard = 1, 2, 4 or 8"),
+        ({"shard": 4, "replicate": 4}, "shard", "4 × 4 = 16", "actor.engine.replicate = 2"),
+        ({"replicate": 3}, "replicate", "cannot be shared out to 3 groups", "replicate = 1, 2, 4 or 8 would fit"),
+        ({"replicate": 16}, "replicate", "cannot be shared out to 16 groups", "1, 2, 4 or 8"),
+    ],
+)
+def test_a_mesh_that_does_not_give_the_processes(engine: dict[str, Any], key: str, message: str, hint: str) -> None:
+    (problem,) = problems(engine, processes=8)
+    assert problem.key == f"actor.engine.{key}"
+    assert message in problem.message
+    assert hint in problem.hint
+
+
+@pytest.mark.parametrize("engine", [{}, {"shard": 8}, {"replicate": 8}, {"shard": 2, "replicate": 4}])
+def test_a_mesh_that_does(engine: dict[str, Any]) -> None:
+    assert problems(engine, processes=8) == []
+
+
+def test_keys_without_effect() -> None:
+    (problem,) = problems({"offload": "cpu"})
+    assert (problem.key, problem.hint) == ("actor.engine.offload", "remove the key")
+    assert problems({"offload": "cpu"}, devices=(0,)) == []
+    ref = {"engine": {"kind": "fsdp2", "sync_every_micro_batch": True}}
+    problem = only_problem(raw_spec(ref=ref, algorithm={"kl_coef": 0.1}))
+    assert (problem.key, problem.value) == ("ref.engine.sync_every_micro_batch", "true")
+    assert problem.message.startswith("has no effect")

@@ -1,0 +1,286 @@
+"""No dead keys: every key of the schema, of every engine and every reward term, changes what the run does.
+
+Each key is changed alone, in a spec where it has a meaning (`CONTEXT`), and then something must differ: the plan with
+its commands and environments, the request that a role is built with, the driver's requests, or what the spec derives
+for the driver (`observed`). Keys that act only while a run goes on name a test that fails without them (`AT_RUN_TIME`).
+That keys which are handed on are read as well: `test_spec_keys_act.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from corpus import base, edited
+from pydantic.fields import FieldInfo
+
+from rlctl.loop.weight_transport import plan_transport
+from rlctl.processes.placement import make_plan
+from rlctl.processes.role_configs import build_bodies
+from specs.errors import SpecError
+from specs.load.keys import kind_of, tables_of, walk
+from specs.load.load import spec_from
+from specs.rules.transport_rules import choose_transport
+from specs.schema.mesh import shard_groups
+from specs.schema.spec import ActorSection, Spec
+from specs.schema.table import Table
+
+ROOT = Path(__file__).resolve().parents[3]
+DERIVED = ("roles", "samples_per_step", "optimizer_steps", "max_sequence_tokens", "logprob_gaps", "probe_gap")
+
+# Keys that are seen only while a run goes on → the test that fails without them.
+AT_RUN_TIME = {
+    "run.max_memory_growth_GiB": "tests/rlctl/loop/test_memory_watch.py::"
+    "test_a_sampler_that_leaks_is_named_then_stopped",
+    "run.start_timeout_s": "tests/rlctl/processes/test_groups.py::test_an_interpreter_that_fails_to_start",
+    "run.verb_timeout_s": "tests/rlctl/processes/test_groups.py::test_a_missed_deadline_shows_where_the_rank_is",
+    "run.heartbeat_timeout_s": "tests/rlctl/processes/test_groups.py::test_a_stopped_rank_is_noticed_and_ended",
+    "rollout.max_restarts": "tests/rlctl/loop/test_recovery.py::"
+    "test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever",
+    "rollout.top_p": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
+    "rollout.top_k": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
+    "checkpoint.every": "tests/rlctl/run/test_train_fake.py::test_six_steps_are_three_and_three",
+    "checkpoint.keep": "tests/rlctl/run/test_checkpoints.py::test_keeps_the_newest",
+    "sync.bucket_MiB": "tests/rlctl/loop/test_sync.py::test_any_bucket_size",
+    "tracking.kind": "tests/rlctl/show/test_tracking.py::test_tensorboard_files_hold_the_values",
+    "tracking.project": "tests/rlctl/show/test_tracking.py::test_wandb_is_told_the_project_and_the_values",
+}
+
+# Keys that only ever take one value: any other is refused, and the refusal says why.
+ONE_VALUE = {
+    "schema",
+    *("reward.launcher", "reward.processes", "reward.nodes", "reward.devices", "rollout.launcher", "rollout.nodes"),
+    *("ref.engine.sync_every_micro_batch", "ref.engine.offload_optimizer", "ref.engine.stage"),
+    # These repeat what processes and devices say; alone they cannot change.
+    *("actor.engine.shard", "ref.engine.shard", "rollout.engine.tensor_parallel"),
+}
+
+# Values where the next one of the type would not do.
+OTHER: dict[str, Any] = {
+    "run.name": "other",
+    "run.dir": "elsewhere",
+    "model.path": "builtin:tiny-bytes",
+    "data.train": "rows.jsonl",
+    "data.template": "{prompt}!",
+    "reward.terms": [{"kind": "exact_match", "weight": 2.0}],
+    "reward.threads": 2,
+    "reward.terms.N.path": "other.py:score",
+    "algorithm.mini_batches_per_step": 2,
+    "actor.optimizer.betas": [0.8, 0.9],
+    "algorithm.dual_clip": 3.0,
+    **dict.fromkeys(("model.attn_implementation", "actor.attn_implementation", "ref.attn_implementation"), "eager"),
+    "rollout.attn_implementation": "sdpa",
+    "rollout.dtype": "bf16",
+    "actor.lora.targets": ["q_proj"],
+    "actor.env": {"A": "b"},
+    "ref.env": {"A": "b"},
+    "rollout.env": {"A": "b"},
+    "reward.env": {"A": "b"},
+    "actor.devices": [1],
+    "ref.devices": [1],
+    "rollout.devices": [1],
+    "actor.engine.stage": 2,
+    "actor.engine.deepspeed": {"steps_per_print": 7},
+    "ref.engine.deepspeed": {"steps_per_print": 7},
+    "rollout.stop": ["1"],
+    "rollout.python": "bin/python",
+    "eval.data": "held.jsonl",
+    "cluster.hostfile": "more_hosts",
+    "cluster.remote_shell": ["rsh", "{host}"],
+}
+
+NODES = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"hostfile": "hosts"}}
+# Longest matching prefix → what the spec needs so that the key means something.
+CONTEXT: dict[str, dict[str, Any]] = {
+    "ref": {"algorithm.kl_coef": 0.1, "ref": {}},
+    "ref.nodes": {"algorithm.kl_coef": 0.1, "ref": {"processes": 2, "launcher": "srun"}},
+    "ref.engine.offload": {"ref.devices": [0]},
+    "ref.engine.offload_parameters": {"ref.devices": [0]},
+    "ref.engine.shard": {"ref.processes": 4, "ref.engine.replicate": 2},
+    "ref.engine.replicate": {"ref.processes": 2, "ref.launcher": "torchrun"},
+    "actor.nodes": {"actor": {"processes": 2, "launcher": "srun"}},
+    "actor.launcher": {"actor.processes": 2},
+    "actor.lora": {"actor.lora": {}, "model.from_scratch": False},
+    "actor.optimizer.min_lr_ratio": {"actor.optimizer.schedule": "linear"},
+    "actor.optimizer.warmup_steps": {"actor.optimizer.schedule": "linear"},
+    "actor.engine.offload": {"actor.devices": [0]},
+    "actor.engine.offload_optimizer": {"actor.devices": [0]},
+    "actor.engine.offload_parameters": {"actor.devices": [0]},
+    "actor.engine.shard": {"actor.processes": 4, "actor.engine.replicate": 2},
+    "actor.engine.replicate": {"actor.processes": 2, "actor.launcher": "torchrun"},
+    "algorithm.kl_estimator": {"algorithm.kl_coef": 0.1},
+    "data.split": {"data.train": "some/rows"},
+    "data.system": {"data.chat": "always"},
+    "eval": {"eval": {"every": 2}},
+    "eval.split": {"eval": {"every": 2, "data": "some/rows"}},
+    "cluster": NODES,
+    "tracking": {"tracking": {"kind": "wandb", "project": "a"}},
+    "sync.folder": {"sync": {"transport": "folder"}},
+    "rollout.processes": {"rollout.processes": 2},
+    "model.attn_implementation": {"rollout.attn_implementation": "sdpa"},
+    "rollout.warn_logprob_gap": {"rollout.max_logprob_gap": 1.0},
+    "rollout.engine.lora": {"actor.lora": {}, "model.from_scratch": False},
+    "rollout.engine.gpu_memory_utilization": {"rollout.devices": [0]},
+}
+
+
+def changed(key: str, table: type[Table], before: Any) -> Any:
+    """Another value for the key than `before`: from OTHER, else the next one of its type."""
+    if key in OTHER:
+        return OTHER[key]
+    types = _types(_field(key, table).annotation)
+    choices = [value for one in types if get_origin(one) is Literal for value in get_args(one)]
+    if choices and before in (*choices, None):
+        return next((value for value in choices if value != before), f"not {before}")
+    if bool in types:
+        return not before
+    if int in types:
+        return before * 2 if before else 1
+    if float in types:
+        return before / 2 if before else 0.25
+    assert str in types, f"say in OTHER what {key} may be instead of {before!r}"
+    return f"{before or 'other'}x"
+
+
+def _field(key: str, table: type[Table]) -> FieldInfo:
+    name = key.rpartition(".")[2]
+    return next(field for own, field in table.model_fields.items() if name in (own, field.alias))
+
+
+def _types(annotation: Any) -> tuple[Any, ...]:
+    """The types that an annotation joins, e.g. of `int | None` or `Annotated[str, ...]`."""
+    if not get_args(annotation) or get_origin(annotation) is Literal:
+        return (annotation,)
+    return tuple(part for one in get_args(annotation) for part in _types(one))
+
+
+def specs_that_differ(key: str, table: type[Table]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Raw specs that differ in `key` alone."""
+    place = key.replace(".N.", ".0.")
+    context = {**of_kind(place, table), **context_of(key)}
+    whole = {name: value for name, value in context.items() if "." not in name}
+    before = edited(edited(base(), whole), {name: value for name, value in context.items() if "." in name})
+    if key.endswith("engine.kind"):
+        other = {"actor": "ddp", "ref": "ddp", "rollout": "torch"}[key.partition(".")[0]]
+        other = other if kind_of(table) != other else {"ddp": "fsdp2", "torch": "vllm"}[other]
+        return before, edited(before, {place: other})
+    if key == "algorithm.kind":
+        return before, edited(before, {place: "rloo" if kind_of(table) != "rloo" else "gspo"})
+    if key == "reward.terms.N.kind":
+        other = "math_verify" if kind_of(table) == "exact_match" else "exact_match"
+        return before, edited(before, {"reward.terms": [{"kind": other}]})
+    return before, edited(before, {place: changed(key, table, in_effect(before, place, table))})
+
+
+def context_of(key: str) -> dict[str, Any]:
+    fitting = [prefix for prefix in CONTEXT if key == prefix or key.startswith(f"{prefix}.")]
+    return {name: value for prefix in sorted(fitting, key=len) for name, value in CONTEXT[prefix].items()}
+
+
+def of_kind(place: str, table: type[Table]) -> dict[str, Any]:
+    """What makes the table at `place` the one of its kind."""
+    kind, family = kind_of(table), place.rpartition(".")[0]
+    if family.startswith("reward.terms"):
+        required = {"pattern": "a", "buffer_tokens": 4, "path": "rewards.py:score"}
+        return {family: {"kind": kind, **{name: required[name] for name in required if name in table.model_fields}}}
+    if family == "algorithm":
+        return {"algorithm.kind": kind}
+    if not family.endswith(".engine"):
+        return {}
+    if kind == "fake":
+        roles = ("actor", "rollout", "ref") if place.startswith("ref") else ("actor", "rollout")
+        return {f"{role}.engine.kind": "fake" for role in roles}
+    return {f"{family}.kind": kind, **({"rollout.devices": [0]} if kind == "sglang" else {})}
+
+
+def in_effect(raw: dict[str, Any], place: str, table: type[Table]) -> Any:
+    """The key's value in effect: as written, else its default."""
+    node: Any = raw
+    for part in place.split("."):
+        node = (node[int(part)] if isinstance(node, list) else node.get(part)) if node is not None else None
+    if node is not None:
+        return node
+    return _field(place, table).get_default()
+
+
+def observed(spec: Spec, folder: Path) -> dict[str, Any]:
+    """Everything that a spec decides before a run starts, and what the driver derives from it."""
+    run_dir = folder / spec.run.dir / spec.run.name
+    plan = make_plan(spec, folder, cores=4)
+    return {
+        "plan": asdict(plan),
+        "build": dict(build_bodies(spec, folder, run_dir)),
+        "transport": (choose_transport(spec), plan_transport(spec, folder, run_dir, plan)),
+        "placement": [shard_groups(spec.role(role)) for role in spec.roles],
+        "update": spec.loss.model_dump(),  # travels with every request to update
+        "advantage": spec.algorithm.advantage.model_dump(),
+        "derived": [getattr(spec, name, None) for name in DERIVED],
+    }
+
+
+def is_section(key: str, table: type[Table]) -> bool:
+    """Whether the key holds a table: its own keys are its proof."""
+    return bool(tables_of(_field(key, table).annotation))
+
+
+KEYS = {(key, table.__name__): table for key, table in walk() if key == "reward.terms" or not is_section(key, table)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    (tmp_path / "more_hosts").write_text("c slots=4\nd slots=4\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("key", "owner"), KEYS, ids=[f"{key}-{owner}" for key, owner in KEYS])
+def test_every_key_changes_something(key: str, owner: str, folder: Path) -> None:
+    if key in AT_RUN_TIME:
+        assert has_test(AT_RUN_TIME[key]), f"{AT_RUN_TIME[key]}, which is to prove {key}, is not there"
+        return
+    before, after = specs_that_differ(key, KEYS[key, owner])
+    was = observed(spec_from(before), folder)
+    now = observed_or_refused(after, folder)
+    if isinstance(now, str):
+        assert key in ONE_VALUE or key.endswith(".kind"), f"say in CONTEXT what {key} needs: {now}"
+        return
+    assert was != now, (
+        f"nothing changes with {key}. If it acts only while a run goes on, name in AT_RUN_TIME the test that fails "
+        f"without it; if it needs something else in the spec, say so in CONTEXT; else it is dead: remove it"
+    )
+
+
+def observed_or_refused(raw: dict[str, Any], folder: Path) -> dict[str, Any] | str:
+    try:
+        return observed(spec_from(raw), folder)
+    except SpecError as error:
+        return str(error)
+
+
+def test_the_lists_name_keys_that_exist() -> None:
+    known = {key for key, _ in KEYS}
+    for listed in (AT_RUN_TIME, ONE_VALUE, OTHER):
+        assert set(listed) <= known, set(listed) - known
+
+
+def has_test(name: str) -> bool:
+    file, _, function = name.partition("::")
+    path = ROOT / file
+    return path.is_file() and re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE) is not None
+
+
+def test_the_check_finds_a_dead_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a dead key would look like: one that nothing but the schema knows."""
+
+    def blind(spec: Spec, folder: Path) -> Mapping[str, Any]:
+        found = observed(spec, folder)
+        found["build"]["actor"]["micro_batch_tokens"] = 0
+        return found
+
+    before, after = specs_that_differ("actor.micro_batch_tokens", ActorSection)
+    assert blind(spec_from(before), folder) == blind(spec_from(after), folder)
+    assert observed(spec_from(before), folder) != observed(spec_from(after), folder)

@@ -1,0 +1,236 @@
+"""Keys of tables that a role is handed whole act there: to travel is no proof.
+
+`test_spec_dead_keys.py` sees that every key changes the plan, a build request or what the driver derives. A table that
+travels as it is would change its request even if nobody read it. So for each of its keys either the code that gets the
+table computes something else (`ACTS`: the losses, the optimizer, the command line of a server, …), or a test is named
+that fails when the key is not read (`NAMED`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_spec_dead_keys import KEYS, ONE_VALUE, has_test, observed, specs_that_differ
+
+from rlctl.loop.advantages import advantages_of
+from rlctl.processes.role_configs import build_bodies
+from specs.errors import SpecError
+from specs.load.keys import tables_of
+from specs.load.load import spec_from
+from specs.schema.engines.deepspeed_config import deepspeed_config
+from specs.schema.spec import Spec
+from specs.schema.table import Table
+from specs.wire.batch import Batch
+from specs.wire.role_config import DataConfig, RewardConfig, RolloutConfig, TrainConfig
+from workers.grading.terms import Sample, Setting, make_term
+
+DATA = "tests/workers/data/test_data_set.py"
+REWARD = "tests/workers/roles/test_reward.py"
+POOL = "tests/workers/grading/test_pool.py"
+LORA = "tests/backends/train/test_lora.py"
+
+# Table.key → the test that fails when the role does not read it.
+NAMED = {
+    "DataSection.train": f"{DATA}::test_a_source_that_cannot_be_read",
+    "DataSection.split": f"{DATA}::test_a_split_is_picked",
+    "DataSection.prompt_column": f"{DATA}::test_columns_are_found_under_the_names_given",
+    "DataSection.answer_column": f"{DATA}::test_columns_are_found_under_the_names_given",
+    "DataSection.template": f"{DATA}::test_chat",
+    "DataSection.chat": f"{DATA}::test_chat",
+    "DataSection.system": f"{DATA}::test_chat",
+    "DataSection.overlong": f"{DATA}::test_overlong_prompts",
+    "DataSection.bad_rows": f"{DATA}::test_a_bad_row_is_named_or_dropped",
+    "DataSection.shuffle": f"{DATA}::test_columns_of_a_draw",
+    "DataSection.max_rows": f"{DATA}::test_columns_are_found_under_the_names_given",
+    "EvalSection.data": f"{DATA}::test_evaluation_data_of_its_own",
+    "EvalSection.split": f"{DATA}::test_a_split_is_picked",
+    "EvalSection.prompts": f"{DATA}::test_held_out_rows_are_never_drawn",
+    "EvalSection.every": "tests/rlctl/run/test_train_fake.py::test_a_run_leaves_a_directory_that_explains_itself",
+    "EvalSection.name": "tests/rlctl/run/test_train_fake.py::test_a_run_leaves_a_directory_that_explains_itself",
+    "RewardSection.terms": f"{REWARD}::test_from_build_to_score",
+    "RewardSection.workers": f"{REWARD}::test_workers_grade_side_by_side",
+    "RewardSection.timeout_s": f"{REWARD}::test_failures_are_counted_and_saved",
+    "RewardSection.fallback": f"{REWARD}::test_failures_are_counted_and_saved",
+    **{
+        f"{table}.weight": f"{REWARD}::test_from_build_to_score"
+        for table in ("ExactMatch", "MathVerify", "Regex", "Overlong", "Function")
+    },
+    "Function.path": f"{POOL}::test_a_reward_that_cannot_be_loaded_is_named",
+    "Lora.rank": f"{LORA}::test_as_built_counts_adapters_apart",
+    "Lora.alpha": f"{LORA}::test_merged_weights_are_the_adapted_model",
+    "Lora.targets": f"{LORA}::test_unknown_targets_are_named_with_what_there_is",
+    "Optimizer.max_grad_norm": "tests/backends/ddp/test_ddp.py::test_five_steps_equal_plain_transformers",
+    "DdpTable.logits_chunk_tokens": "tests/backends/ddp/test_ddp.py::test_chunks_of_logits_change_nothing",
+    "ZeroTable.logits_chunk_tokens": "tests/backends/zero/test_zero.py::test_the_table_decides_the_chunks_of_logits",
+    **{
+        f"Fsdp2Table.{key}": "tests/backends/fsdp2/test_fsdp2.py::test_every_key_of_its_table_acts"
+        for key in ("reshard_after_forward", "offload", "sync_every_micro_batch", "logits_chunk_tokens")
+    },
+    **{
+        f"TorchRolloutTable.{key}": "tests/backends/torch_rollout/test_torch_rollout.py::"
+        "test_the_table_decides_slots_and_prompts_at_a_time"
+        for key in ("max_sequences", "prefill_tokens")
+    },
+    "SglangTable.weights_dir": "tests/backends/sglang_rollout/test_sglang_rollout.py::"
+    "test_no_room_for_the_weights_names_the_key",
+}
+
+
+# ── what the code makes of a table ────────────────────────────────────────────────────────────────
+
+
+def algorithm(spec: Spec) -> Any:
+    """The loss and the advantages of fixed numbers: ratios on both sides of every bound, scores in two groups."""
+    import torch
+
+    from backends.packed.packing import loss_weight_T
+    from backends.protocol import LossScale
+    from backends.train.losses import TokenColumns, policy_loss
+
+    log_ratio, advantage = (grid.ravel() for grid in np.meshgrid([-2.0, -0.15, 0.0, 0.15, 2.0], [-1.0, 1.0]))
+    length_B = np.array([4, 6])
+    mask_T = np.ones(10, dtype=np.uint8)
+    batch = Batch({"tokens_T": np.arange(10, dtype=np.int32), "loss_mask_T": mask_T, "length_B": length_B})
+    loss = spec.algorithm.loss("trainer")
+    weight_T = loss_weight_T(batch, loss.loss_aggregation, LossScale(10, 2, 8))
+    ratio_N, advantage_N, zero_N = (torch.from_numpy(column) for column in (log_ratio, advantage, np.zeros(10)))
+    columns = TokenColumns(
+        weight_N=torch.from_numpy(weight_T),
+        advantage_N=advantage_N,
+        rollout_logprob_N=zero_N,
+        old_logprob_N=zero_N,
+        ref_logprob_N=zero_N + 0.3,
+        of_sequence={name: ratio_N for name in loss.sequence_columns},
+    )
+    total, *_ = policy_loss(ratio_N, zero_N + 1.0, columns, loss)
+    scores, groups = np.array([1, 0, 0, 4, 1, 1], dtype=np.float32), np.array([0, 0, 0, 1, 1, 1])
+    made = advantages_of(spec.algorithm.advantage, scores, groups, np.arange(6), np.ones(6, dtype=bool))
+    return float(total), made.tolist()
+
+
+def optimizer(spec: Spec) -> Any:
+    """Learning rates of ten steps, and weights after two of them."""
+    import torch
+
+    from backends.ddp.flat_optimizer import FlatAdamW
+    from backends.train.lr_schedule import lr_at
+
+    table = spec.actor.optimizer
+    held: Any = SimpleNamespace(master_P=torch.ones(4), grad_P=torch.tensor([1e-8, 1.0, -1e-8, 2.0]), num_decayed=2)
+    adamw = FlatAdamW(held, table)
+    rates = [lr_at(step, table, 10) for step in range(10)]
+    for rate in (0.1, 0.2):
+        adamw.step(rate)
+        held.grad_P.mul_(-0.5)
+    return rates, held.master_P.tolist()
+
+
+def of_deepspeed(spec: Spec) -> Any:
+    """What DeepSpeed is told, for each role that it holds."""
+    held = [(role, spec.role(role)) for role in ("actor", "ref") if role in spec.roles]
+    return [
+        deepspeed_config(section.engine, section.dtype, getattr(section, "optimizer", None), device="cuda")
+        for _, section in held
+        if section.engine.kind.startswith("zero")
+    ]
+
+
+def of_vllm(config: RolloutConfig) -> Any:
+    from backends.vllm_rollout.vllm_start import arguments
+
+    shape: Any = SimpleNamespace(architecture="Qwen2ForCausalLM", adapters=())
+    return arguments(config, shape, on_cpu=False)
+
+
+def of_sglang(config: RolloutConfig) -> Any:
+    from backends.sglang_rollout.server import arguments
+
+    return arguments(config, 1)
+
+
+def term(spec: Spec) -> Any:
+    """The first term's scores of some completions."""
+    scores = []
+    made = make_term(spec.reward.terms[0].model_dump(), Setting("answer", 8, "."))
+    for completion, tokens in (("ab", 2), ("AB", 5), ("ac", 7), ("x", 8), ("0.50", 3)):
+        scores.append(made(Sample("p", completion, {"answer": "ab" if tokens != 3 else "1/2"}, tokens)))
+    return scores
+
+
+def rollout(compute: Callable[[RolloutConfig], Any]) -> Callable[[Spec], Any]:
+    return lambda spec: compute(RolloutConfig.model_validate(build_bodies(spec, Path(), Path())["rollout"]))
+
+
+ACTS: Mapping[str, Callable[[Spec], Any]] = {
+    **dict.fromkeys(("Grpo", "Rloo", "Gspo"), algorithm),
+    "Optimizer": optimizer,
+    "ZeroTable": of_deepspeed,
+    "VllmTable": rollout(of_vllm),
+    "SglangTable": rollout(of_sglang),
+    **dict.fromkeys(("ExactMatch", "MathVerify", "Regex", "Overlong"), term),
+}
+
+
+# ── the keys ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def handed_whole() -> set[str]:
+    """Names of tables that travel as they are: those inside a build request, and those of the algorithms."""
+    found: set[str] = set()
+
+    def walk(table: type[Table]) -> None:
+        for field in table.model_fields.values():
+            for inner in tables_of(field.annotation):
+                if inner.__module__ != RolloutConfig.__module__:
+                    found.add(inner.__name__)
+                walk(inner)
+
+    for config in (TrainConfig, RolloutConfig, DataConfig, RewardConfig):
+        walk(config)
+    return found | {table.__name__ for table in tables_of(Spec.model_fields["algorithm"].annotation)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    (tmp_path / "more_hosts").write_text("c slots=4\nd slots=4\n")
+    return tmp_path
+
+
+def keys_that_travel() -> list[tuple[str, str]]:
+    whole = handed_whole()
+    return [
+        (key, owner) for key, owner in KEYS if owner in whole and not key.endswith(".kind") and key not in ONE_VALUE
+    ]
+
+
+def beyond_travel(spec: Spec, folder: Path) -> dict[str, Any]:
+    """What a spec decides besides the requests that carry its tables."""
+    return {name: value for name, value in observed(spec, folder).items() if name not in ("build", "update")}
+
+
+@pytest.mark.parametrize(("key", "owner"), keys_that_travel(), ids=[f"{k}-{o}" for k, o in keys_that_travel()])
+def test_a_key_that_travels_acts(key: str, owner: str, folder: Path) -> None:
+    named = NAMED.get(f"{owner}.{key.rpartition('.')[2]}")
+    if named is not None:
+        assert has_test(named), f"{named}, which is to prove {key}, is not there"
+        return
+    raw = specs_that_differ(key, KEYS[key, owner])
+    try:
+        before, after = (spec_from(one) for one in raw)
+    except SpecError as error:
+        pytest.fail(f"say in CONTEXT of test_spec_dead_keys.py what {key} needs: {error}")
+    compute = ACTS.get(owner, lambda spec: None)
+    acts = compute(before) != compute(after) or beyond_travel(before, folder) != beyond_travel(after, folder)
+    assert acts, f"{owner} is handed on whole, and nothing shows that {key} is read: compute it in ACTS, or name a test"
+
+
+def test_the_lists_name_what_there_is() -> None:
+    keys = {f"{owner}.{key.rpartition('.')[2]}" for key, owner in keys_that_travel()}
+    assert set(NAMED) <= keys, set(NAMED) - keys
+    assert set(ACTS) <= handed_whole()

@@ -1,0 +1,49 @@
+"""One rank of the test of LoRA on several ranks; started by torchrun. Trains with each engine named, in turn."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+torch.set_num_threads(1)
+
+from sharded_worker import CASES  # noqa: E402
+from train_helpers import grpo, make_batch, scale_of, train_config, weights_of  # noqa: E402
+
+from backends.hf.adapter_names import is_on_the_wire  # noqa: E402
+from backends.protocol import Rank  # noqa: E402
+from backends.registry import train_engine  # noqa: E402
+from specs.schema.spec import Lora  # noqa: E402
+from specs.wire.batch import balanced_shards  # noqa: E402
+
+
+def main(model: Path, out: Path, cases: list[str]) -> None:
+    rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    for case in cases:
+        config = train_config(model, lora=Lora(rank=4, alpha=12.0), **CASES[case])
+        engine = train_engine(config.engine.kind).build(config, rank)
+        norms = []
+        for step in range(3):
+            batch = make_batch(seed=step)
+            mine = batch.select(balanced_shards(batch["length_B"], rank.world_size)[rank.rank])
+            engine.forward_backward(mine, grpo(kl_coef=0.1), scale_of(batch))
+            norms.append(engine.optim_step().grad_norm)
+        base_T, built = engine.forward(make_batch(), adapters=False), engine.built()
+        counts = np.array([built.parameters, built.trainable_parameters])
+        weights, apart = weights_of(engine), weights_of(engine, form="apart")
+        alone = weights_of(engine, form="adapters")
+        assert alone.keys() == {name for name in apart if is_on_the_wire(name)}
+        assert all((alone[name] == apart[name]).all() for name in alone)
+        weights |= {f"apart {name}": value for name, value in apart.items()}
+        if rank.rank == 0:
+            np.savez(out / f"{case}.npz", norms=norms, base_T=base_T, counts=counts, **weights)
+    torch.distributed.destroy_process_group()  # once: the engines share it
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

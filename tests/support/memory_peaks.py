@@ -1,0 +1,64 @@
+"""A process that measures the peaks of a micro-batch's forward and backward pass (`test_memory_estimates.py`).
+
+Started with MALLOC_MMAP_THRESHOLD_ small, so that resident memory follows what torch has allocated.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent / "support")]
+torch.set_num_threads(1)
+
+from peak_memory import grown_bytes  # noqa: E402
+from train_helpers import build_engine, grpo, scale_of, train_config, write_model  # noqa: E402
+
+from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
+from specs.wire.batch import Batch  # noqa: E402
+
+
+def full_batch(tokens: int, longest: int, vocab: int) -> Batch:
+    """Sequences as long as they may be, nearly all of each an answer."""
+    count, rng = tokens // longest, np.random.default_rng(0)
+    total = count * longest
+    return Batch(
+        {
+            "length_B": np.full(count, longest, dtype=np.int64),
+            "tokens_T": rng.integers(0, vocab, total).astype(np.int32),
+            "loss_mask_T": np.tile([0] * 4 + [1] * (longest - 4), count).astype(np.int8),
+            "advantage_T": rng.normal(size=total).astype(np.float32),
+            "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+        }
+    )
+
+
+def peak_of(folder: Path, case: dict[str, Any]) -> int:
+    """Bytes that one micro-batch needs beyond what the engine holds."""
+    config = train_config(
+        write_model(folder, case["model"]),
+        engine=DdpTable(logits_chunk_tokens=case["logits_chunk"]),
+        micro_batch_tokens=case["tokens"],
+        gradient_checkpointing=case["recompute"],
+        model={"max_sequence_tokens": case["longest"]},
+    )
+    engine = build_engine(config)
+    algorithm = grpo(anchor="current", entropy_coef=0.01 if case["entropy"] else 0.0)
+    for tokens in (case["longest"], case["tokens"]):  # the first one warms up
+        batch = full_batch(tokens, case["longest"], case["model"]["vocab_size"])
+        gc.collect()
+        peak = grown_bytes(partial(engine.forward_backward, batch, algorithm, scale_of(batch)))
+    return peak
+
+
+if __name__ == "__main__":
+    root, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    print(json.dumps({name: peak_of(root / str(number), case) for number, (name, case) in enumerate(cases.items())}))

@@ -1,0 +1,177 @@
+"""One rank of the contract test of engines with several ranks; started by torchrun, or called in the test's process.
+
+It works through a list of jobs, each a case (an engine's settings) that is trained, or resumed, in a fresh engine. To
+put another engine under contract, add its line to `CASES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+torch.set_num_threads(1)
+
+from train_helpers import grpo, gspo, make_batch, scale_of, train_config, weights_of  # noqa: E402
+
+from backends.protocol import Rank, TrainEngine  # noqa: E402
+from backends.registry import train_engine  # noqa: E402
+from backends.train.offload import Offloader  # noqa: E402
+from specs.schema.algorithms.algorithm import Loss  # noqa: E402
+from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
+from specs.schema.engines.fsdp2_table import Fsdp2Table  # noqa: E402
+from specs.schema.engines.zero_table import ZeroTable  # noqa: E402
+from specs.wire.batch import Batch, balanced_shards  # noqa: E402
+
+BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
+# Changes to `train_config`, by the name of a case. One that starts with "4:" runs on four ranks, others on two.
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": DdpTable()},
+    "ddp bf16": {"engine": DdpTable(), **BF16},
+    "fsdp2": {"engine": Fsdp2Table()},
+    "fsdp2 bf16": {"engine": Fsdp2Table(), **BF16},
+    "fsdp2 replicas": {"engine": Fsdp2Table(shard=1, replicate=2)},
+    "fsdp2 offload": {"engine": Fsdp2Table(offload="cpu")},
+    "fsdp2 sync every micro-batch": {"engine": Fsdp2Table(sync_every_micro_batch=True)},
+    "fsdp2 recompute": {"engine": Fsdp2Table(reshard_after_forward=False), "gradient_checkpointing": True},
+    "4:fsdp2 2x2": {"engine": Fsdp2Table(shard=2, replicate=2)},
+    "4:fsdp2 2x2 sync every micro-batch": {
+        "engine": Fsdp2Table(shard=2, replicate=2, sync_every_micro_batch=True),
+    },
+    "4:fsdp2": {"engine": Fsdp2Table()},
+}
+if find_spec("deepspeed") is not None:
+    # By default stage 3 leaves parameters of less than 100,000 elements whole, and these models have no others.
+    CUT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    ZERO3, ON_HOST = {"stage": 3, "deepspeed": CUT_ALL}, {"offload_optimizer": True}
+    CASES |= {
+        "zero1": {"engine": ZeroTable(stage=1)},
+        "zero2": {"engine": ZeroTable(stage=2)},
+        "zero3": {"engine": ZeroTable(**ZERO3)},
+        "zero2 bf16": {"engine": ZeroTable(stage=2), **BF16},
+        "zero3 bf16": {"engine": ZeroTable(**ZERO3), **BF16},
+        "zero2 offload": {"engine": ZeroTable(stage=2, **ON_HOST)},
+        "zero3 offload": {"engine": ZeroTable(**ZERO3, **ON_HOST, offload_parameters=True)},
+        "zero3 recompute": {"engine": ZeroTable(**ZERO3), "gradient_checkpointing": True},
+        "zero3 small ones whole": {"engine": ZeroTable(stage=3)},
+    }
+STEPS = 5
+EMPTY_STEP, UNEVEN_STEP = 3, 2
+LOSS = {"kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "seq-mean-token-mean"}
+
+
+class OffloadsAll(Offloader):
+    """offloads what lies in host memory too, so that offload has something to do on a machine without a GPU."""
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+def shares(step: int, rank: Rank) -> tuple[Batch, list[int]]:
+    """The batch of a step, and which of its sequences are this rank's."""
+    batch = make_batch(1 if step == EMPTY_STEP else 12, seed=step)
+    if step == UNEVEN_STEP and rank.world_size > 1:
+        return batch, [list(range(11)), [11], [], []][rank.rank]
+    return batch, balanced_shards(batch["length_B"], rank.world_size)[rank.rank].tolist()
+
+
+def loss_of(step: int) -> Loss:
+    """Where ranks differ in work, one that makes a pass without gradients first."""
+    return gspo(**LOSS) if step in (EMPTY_STEP, UNEVEN_STEP) else grpo(**LOSS)
+
+
+def step_of(engine: TrainEngine, step: int, rank: Rank, between: Callable[[], None]) -> dict[str, Any]:
+    """An optimizer step; `between`: what happens before gradients are used."""
+    batch, mine = shares(step, rank)
+    part = batch.select(mine)
+    logprob_T = engine.forward(part)
+    sums = engine.forward_backward(part, loss_of(step), scale_of(batch))
+    between()
+    result = engine.optim_step()
+    return {
+        "loss": sums["loss"],
+        "micro_batches": sums["micro_batches"],
+        "grad_norm": result.grad_norm,
+        "skipped": result.skipped,
+        "logprobs": dict(
+            zip(batch.token_index(np.array(mine, dtype=np.int64)).tolist(), logprob_T.tolist(), strict=True)
+        ),
+    }
+
+
+def bad_step(engine: TrainEngine, rank: Rank) -> bool:
+    """One rank alone sees a number that is not finite. Whether this rank skipped the step."""
+    batch, mine = shares(0, rank)
+    if rank.rank == rank.world_size - 1:
+        batch["advantage_T"][:] = float("inf")
+    engine.forward_backward(batch.select(mine), loss_of(0), scale_of(batch))
+    return engine.optim_step().skipped
+
+
+def offload_and_back(engine: Any) -> None:
+    """Twice each way, as it must be safe; in between nothing may be left in memory."""
+    engine.offloading = OffloadsAll()
+    storages = [shard.flat.untyped_storage() for shard in (*engine._weight_shards(), *engine._moment_shards())]
+    assert sum(storage.nbytes() for storage in storages) > 0
+    engine.offload()
+    engine.offload()
+    assert sum(storage.nbytes() for storage in storages) == 0
+    engine.onload()
+    engine.onload()
+
+
+def train(engine: TrainEngine, job: dict[str, Any], rank: Rank) -> dict[str, Any]:
+    between = (lambda: offload_and_back(engine)) if job.get("offload") else (lambda: None)
+    history = [step_of(engine, step, rank, between) for step in range(STEPS)]
+    checksum = engine.built().weights_checksum
+    skipped = bad_step(engine, rank)
+    state = Path(job["out"]) / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    engine.save(state)
+    return {"history": history, "checksum": checksum, "skipped": skipped}
+
+
+def resume(engine: TrainEngine, folder: Path) -> dict[str, Any]:
+    engine.load(folder)
+    return {"history": [], "checksum": engine.built().weights_checksum}
+
+
+def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
+    """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
+    `offload`: whether to leave the device in every step. One more step follows."""
+    config = train_config(model, micro_batch_tokens=32, **CASES[job["case"]])
+    engine = train_engine(config.engine.kind).build(config, rank)
+    mesh = engine.built().mesh
+    report = resume(engine, Path(job["load"])) if "load" in job else train(engine, job, rank)
+    unchanged = engine.built().weights_checksum == report["checksum"]
+    greedy = [answer.tokens for answer in engine.greedy([[1, 2, 3], [4]], 4)]
+    report["history"].append(step_of(engine, STEPS, rank, lambda: None))
+    weights, end = weights_of(engine), engine.built().weights_checksum
+    out = Path(job["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    if rank.rank == 0:
+        np.savez(out / "weights.npz", **weights)
+    report |= {"mesh": mesh, "unchanged": unchanged, "greedy": greedy, "end": end}
+    (out / f"rank{rank.rank}.json").write_text(json.dumps(report))
+    return engine
+
+
+def main(jobs_file: Path) -> None:
+    rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    given = json.loads(jobs_file.read_text())
+    for job in given["jobs"]:
+        run(Path(given["model"]), job, rank)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

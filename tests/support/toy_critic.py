@@ -1,0 +1,67 @@
+"""A role that learns, as another package would write it: the section, the row in the table of roles and the worker.
+
+It holds a model of its own beside the actor's, with an optimizer, and saves what it has learned. Registered by
+`tests/specs/schema/test_roles_learner.py`; none of our files knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field
+
+from backends.protocol import Rank
+from specs.schema.engines.engine_registry import TrainEngineTable
+from specs.schema.engines.fake_tables import FakeTrainTable
+from specs.schema.roles import Role
+from specs.schema.spec import ModelRole, Optimizer, Spec
+from specs.wire.messages import Message, Verb
+from workers.roles.trainer import Trainer
+from workers.saved_files import settle
+from workers.serve import Emit, Handler, Reply
+
+ROW = Role(
+    "critic",
+    "learner",
+    "the critic",
+    wave=2,
+    needed_if="needs_critic",
+    checkpoint="critic",
+    worker="toy_critic:handlers",
+)
+
+
+class CriticSection(ModelRole):
+    """The model that predicts the score."""
+
+    engine: TrainEngineTable = Field(FakeTrainTable(), description="How the critic is held.")
+    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
+
+
+class SpecWithCritic(Spec):
+    critic: CriticSection | None = None
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.critic is not None
+
+
+class Critic(Trainer):
+    """A rank of the critic."""
+
+    def save(self, message: Message, emit: Emit) -> Reply:
+        folder = Path(message.body["folder"])
+        return {"files": settle(folder, [*self.engine.save(folder)])}, {}
+
+    def load(self, message: Message, emit: Emit) -> Reply:
+        self.engine.load(Path(message.body["folder"]))
+        print(f"loaded {message.body['folder']}")
+        return {}, {}
+
+    def handlers(self) -> Mapping[Verb, Handler]:
+        return {**super().handlers(), Verb.SAVE: self.save, Verb.LOAD: self.load}
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return Critic(rank).handlers()

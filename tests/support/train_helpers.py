@@ -1,0 +1,207 @@
+"""Tiny models, configs and batches for tests of the train engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.protocol import LossScale, TrainEngine
+from backends.registry import train_engine
+from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip
+from specs.schema.engines.ddp_table import DdpTable
+from specs.schema.engines.fake_tables import FakeTrainTable
+from specs.schema.engines.fsdp2_table import Fsdp2Table
+from specs.schema.spec import Optimizer, WeightForm
+from specs.wire.batch import Batch
+from specs.wire.role_config import ModelConfig, TrainConfig
+
+VOCAB = 23
+
+LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # far from uniform, so that differences show
+}
+QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": True, **LLAMA_LIKE}
+LLAMA = {"model_type": "llama", **LLAMA_LIKE}
+MISTRAL_WINDOW = {"model_type": "mistral", "sliding_window": 4, **LLAMA_LIKE}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "initializer_range": 0.2,
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    **LLAMA_LIKE,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+}
+GEMMA2 = {**GEMMA3, "model_type": "gemma2", "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}
+
+# Engines that run in the test's own process, with their default table.
+ENGINES: dict[str, Callable[[], Any]] = {"fake": FakeTrainTable, "ddp": DdpTable, "fsdp2": Fsdp2Table}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def model_config(folder: Path, **changes: Any) -> ModelConfig:
+    values: dict[str, Any] = {
+        "path": str(folder),
+        "from_scratch": True,
+        "seed": 3,
+        "dtype": "fp32",
+        "attn_implementation": "auto",
+        "trust_remote_code": False,
+        "device": "cpu",
+        "max_sequence_tokens": 64,
+    }
+    return ModelConfig(**{**values, **changes})
+
+
+def train_config(folder: Path, kind: str = "ddp", **changes: Any) -> TrainConfig:
+    model_changes = changes.pop("model", {})
+    values: dict[str, Any] = {
+        "role": "actor",
+        "model": model_config(folder, **model_changes),
+        "engine": ENGINES[kind](),
+        # A large epsilon: with 1e-8 Adam takes the sign of gradients that are zero but for rounding.
+        "optimizer": Optimizer(lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=1.0),
+        "total_optimizer_steps": 10,
+        "micro_batch_tokens": 64,
+        "gradient_checkpointing": False,
+        "temperature": 0.7,
+    }
+    return TrainConfig(**{**values, **changes})
+
+
+def build_engine(config: TrainConfig) -> TrainEngine:
+    from backends.protocol import Rank
+
+    return train_engine(config.engine.kind).build(config, Rank())
+
+
+def grpo(**changes: Any) -> PpoClip:
+    """GRPO's loss, for batches with `old_logprob_T`."""
+    return PpoClip(**{"anchor": "trainer", **changes})
+
+
+def gspo(**changes: Any) -> GspoLoss:
+    """GSPO's loss; the batches' random log-probs are far from the model's, so that bounds of the paper clip all."""
+    return GspoLoss(**{"anchor": "trainer", "clip_low": 0.4, "clip_high": 1.5, **changes})
+
+
+def make_batch(sequences: int = 12, seed: int = 0, *, off_policy: bool = True, vocab: int = VOCAB) -> Batch:
+    """Ragged sequences with a tool span that is masked out, one with no loss token, and every column."""
+    rng = np.random.default_rng(seed)
+    prompts, answers = rng.integers(1, 6, sequences), rng.integers(1, 15, sequences)
+    lengths = prompts + answers
+    masks = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        mask = np.array([0] * prompt + [1] * answer)
+        if answer > 6:
+            mask[prompt + 2 : prompt + 4] = 0
+        masks.append(mask * (i != 3))
+    total = int(lengths.sum())
+    columns = {
+        "length_B": lengths.astype(np.int64),
+        "tokens_T": rng.integers(0, vocab, total).astype(np.int32),
+        "loss_mask_T": np.concatenate(masks).astype(np.int8),
+        "advantage_T": np.repeat(rng.normal(size=sequences), lengths).astype(np.float32),
+        "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+        "ref_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+    }
+    if off_policy:
+        columns["old_logprob_T"] = rng.normal(-3, 0.3, total).astype(np.float32)
+    return Batch(columns)
+
+
+def make_grouped_batch(seed: int = 0, vocab: int = VOCAB, groups: int = 4, size: int = 4) -> Batch:
+    """Ragged answers to ragged prompts, `size` to each: with masked tool spans, an answer of one token, a sequence
+    without a loss token, and a prompt that nobody answers."""
+    rng = np.random.default_rng(seed)
+    sequences, masks = [], []
+    for group, prompt_tokens in enumerate(rng.integers(2, 9, groups)):
+        prompt = rng.integers(0, vocab, prompt_tokens)
+        for member in range(size):
+            answer = rng.integers(0, vocab, 1 if member == 1 else rng.integers(1, 13))
+            mask = np.ones(len(answer), dtype=np.int8)
+            mask[2:4] = 0  # what a tool said
+            if (group, member) == (1, 2) or group == groups - 1:
+                mask[:] = 0
+            sequences.append(np.concatenate([prompt, answer]))
+            masks.append(np.concatenate([np.zeros(prompt_tokens, dtype=np.int8), mask]))
+    lengths = np.array([len(sequence) for sequence in sequences])
+    total = int(lengths.sum())
+    return Batch(
+        {
+            "length_B": lengths,
+            "tokens_T": np.concatenate(sequences).astype(np.int32),
+            "loss_mask_T": np.concatenate(masks),
+            "advantage_T": np.repeat(rng.normal(size=len(lengths)), lengths).astype(np.float32),
+            "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+            "old_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+            "ref_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+        }
+    )
+
+
+def scale_of(batch: Batch, max_response_tokens: int = 15) -> LossScale:
+    sequences = sum(1 for mask in batch.sequences("loss_mask_T") if mask.any())
+    return LossScale(int((batch["loss_mask_T"] != 0).sum()), sequences, max_response_tokens)
+
+
+def weights_of(engine: TrainEngine, dtype: str = "fp32", form: WeightForm = "merged") -> dict[str, np.ndarray]:
+    """Exported weights, decoded from the wire (fp32), or raw bytes of another dtype."""
+    found = {}
+    for weight in engine.export_weights(dtype, form):  # type: ignore[arg-type]
+        buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+        weight.copy_to(buffer)
+        found[weight.spec.name] = buffer.view(np.float32).reshape(weight.spec.shape) if dtype == "fp32" else buffer
+    return found
+
+
+def largest_gap(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
+    assert first.keys() == second.keys()
+    return max(float(np.abs(np.asarray(first[name]) - np.asarray(second[name])).max()) for name in first)
+
+
+def assert_same_gradients(model: Any, first: Any, second: Any) -> None:
+    """Two ways to the same logits [T, V] also lead back to the same gradients of every parameter."""
+    import torch
+
+    grads = []
+    for logits in (first, second):
+        model.zero_grad()
+        logits.square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4 * float(other.abs().max()) + 1e-6, rtol=1e-3)
+
+
+def learn(engine: TrainEngine, steps: int = 3, first: int = 0) -> list[float]:
+    """Loss and gradient norm of each optimizer step."""
+    history = []
+    for step in range(first, first + steps):
+        batch = make_batch(seed=step)
+        sums = engine.forward_backward(batch, grpo(kl_coef=0.1), scale_of(batch))
+        history += [sums["loss"], engine.optim_step().grad_norm]
+    return history

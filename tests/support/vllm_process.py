@@ -1,0 +1,164 @@
+"""A vLLM rollout engine in the interpreter that has vLLM, behind the protocol of one that is here.
+
+The interpreter: RLCTL_VLLM_PYTHON, else `.venv-vllm` of the repository.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from rollout_helpers import rollout_config, write_model
+from vllm_worker import receive, send
+
+from backends.protocol import Emit, Rank, RolloutEngine, WeightSpec
+from specs import errors
+from specs.schema.spec import WeightForm
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+needs_vllm = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"no interpreter with vLLM at {PYTHON}: run scripts/setup-engine vllm"
+)
+# vLLM's attention on the CPU takes head dims from 32 on.
+VLLM_SHAPE: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+class VllmProcess:
+    """The child, and how to call it. It ends with its stdin."""
+
+    def __init__(self) -> None:
+        self.log = Path(tempfile.mkstemp(prefix="rlctl-vllm-", suffix=".log")[1])
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+        with self.log.open("wb") as log:
+            self.child = subprocess.Popen(
+                [PYTHON, Path(__file__).with_name("vllm_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                env=env,
+            )
+        atexit.register(self.close)
+
+    def call(
+        self, verb: str, body: Mapping[str, Any] | None = None, arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Raises what the engine raised, where it is one of rlctl's errors; else RuntimeError."""
+        self.begin(verb, body, arrays)
+        return self.answer()
+
+    def begin(
+        self, verb: str, body: Mapping[str, Any] | None = None, arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        assert self.child.stdin is not None
+        send(self.child.stdin, {"call": verb, **(body or {})}, arrays)
+
+    def answer(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        assert self.child.stdout is not None
+        try:
+            body, arrays = receive(self.child.stdout)
+        except EOFError:
+            raise RuntimeError(f"the vLLM process ended:\n{self.log.read_text(errors='replace')[-3000:]}") from None
+        if "error" in body:
+            raise getattr(errors, body["error"], RuntimeError)(body["message"])
+        return body, arrays
+
+    def close(self) -> None:
+        if self.child.poll() is None:
+            assert self.child.stdin is not None
+            self.child.stdin.close()
+            try:
+                self.child.wait(20)
+            except subprocess.TimeoutExpired:
+                print(f"the vLLM process {self.child.pid} does not end by itself", file=sys.stderr)
+                self.child.kill()
+                self.child.wait()
+        self.log.unlink(missing_ok=True)
+
+
+class RemoteVllm(RolloutEngine):
+    """The protocol, call by call."""
+
+    def __init__(self, process: VllmProcess, config: RolloutConfig, engine: str = "own") -> None:
+        self.process = process
+        answer, _ = process.call("build", {"config": config.model_dump(mode="json"), "engine": engine})
+        self.reported = ModelBuilt.model_validate(answer["built"])
+        self.unfinished: list[int] = []  # requests that vLLM still worked on as each part came
+
+    @classmethod
+    def build(cls, config: RolloutConfig, rank: Rank) -> RemoteVllm:
+        return cls(shared_process(), config)
+
+    def built(self) -> ModelBuilt:
+        return self.reported
+
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        specs = self.process.call("weight_specs")[0]["specs"]
+        return [WeightSpec(name, dtype, tuple(shape), nbytes) for name, dtype, shape, nbytes in specs]
+
+    def weight_form(self) -> WeightForm:
+        form: WeightForm = self.process.call("weight_form")[0]["form"]
+        return form
+
+    def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
+        body = {"spec": [spec.name, spec.dtype, list(spec.shape), spec.nbytes]}
+        checksum = self.process.call("import_weight", body, {"bytes_U": buffer})[0]["checksum"]
+        assert isinstance(checksum, str)
+        return checksum
+
+    def finish_import(self) -> None:
+        self.process.call("finish_import")
+
+    def generate(
+        self, prompts: Batch, sampling: Sampling, emit: Emit, *, fail_at_first: bool = False
+    ) -> Mapping[str, Any]:
+        body = {"sampling": sampling.model_dump(), "fail_at_first": fail_at_first}
+        self.process.begin("generate", body, prompts.columns)
+        self.unfinished = []
+        while True:
+            answer, columns = self.process.answer()
+            if "part" not in answer:
+                counters: dict[str, Any] = answer["counters"]
+                return counters
+            self.unfinished.append(answer["unfinished"])
+            emit(Batch(columns))
+
+    def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:
+        return self.process.call("score", {"temperature": temperature}, batch.columns)[1]["logprob_T"]
+
+    def sleep(self, level: int) -> None:
+        self.process.call("sleep", {"level": level})
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self.process.call("wake", {"tags": list(tags)})
+
+
+@cache
+def shared_process() -> VllmProcess:
+    """One vLLM for many tests: it takes seconds to start."""
+    return VllmProcess()
+
+
+@cache
+def shared_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="rlctl-vllm-"))
+    return write_model(folder, **VLLM_SHAPE)
+
+
+def fresh_vllm(**changes: int) -> RemoteVllm:
+    """The shared vLLM as if just built: without weights."""
+    return RemoteVllm.build(rollout_config(shared_folder(), "vllm", **changes), Rank())

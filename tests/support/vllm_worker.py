@@ -1,0 +1,161 @@
+"""Runs a vLLM rollout engine for the tests, in the interpreter that has vLLM: calls come on stdin, answers leave on
+stdout.
+
+A frame is a line of JSON, `{"nbytes": …}` in it, and that many bytes of tensors. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.hf.model_shape import model_shape
+from backends.protocol import Rank, WeightSpec
+from backends.registry import rollout_engine
+from specs.wire import wire_tensors
+from specs.wire.batch import Batch
+from specs.wire.role_config import RolloutConfig, Sampling
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def send(pipe: BinaryIO, body: dict[str, Any], arrays: Arrays | None = None) -> None:
+    blob = wire_tensors.encode(arrays or {})
+    pipe.write(json.dumps({**body, "nbytes": len(blob)}).encode() + b"\n")
+    pipe.write(blob)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Raises EOFError when the other side is gone."""
+    line = pipe.readline()
+    if not line:
+        raise EOFError
+    body = json.loads(line)
+    return body, dict(wire_tensors.decode(pipe.read(body["nbytes"])))
+
+
+class Server:
+    """One vLLM; a second `build` gives a fresh engine around it."""
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self.pipe = pipe
+        self.engine: Any = None
+
+    def build(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        config = RolloutConfig.model_validate(body["config"])
+        if self.engine is None:
+            self.engine = engine_class(body["engine"]).build(config, Rank())
+        else:
+            self.renew(config)
+        return {"built": self.engine.built().model_dump()}
+
+    def renew(self, config: RolloutConfig) -> None:
+        """A fresh engine around the vLLM that runs, whose weights are dropped."""
+        old = self.engine
+        assert config.model_copy(update={"lora": None}) == old.config.model_copy(update={"lora": None}), (
+            "another model or other settings want a process of their own"
+        )
+        old.sleep(2)
+        old.wake(["weights", "kv_cache"])
+        self.engine = type(old)(config, old.table, model_shape(config.model, config.lora), old.llm)
+
+    def weight_specs(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return {"specs": [[s.name, s.dtype, list(s.shape), s.nbytes] for s in self.engine.weight_specs()]}
+
+    def weight_form(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return {"form": self.engine.weight_form()}
+
+    def import_weight(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        name, dtype, shape, nbytes = body["spec"]
+        return {"checksum": self.engine.import_weight(WeightSpec(name, dtype, tuple(shape), nbytes), arrays["bytes_U"])}
+
+    def generate(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        def emit(part: Batch) -> None:
+            if body["fail_at_first"]:
+                raise OSError("the driver is gone")
+            unfinished = self.engine.llm.llm_engine.get_num_unfinished_requests()
+            send(self.pipe, {"part": True, "unfinished": unfinished}, part.columns)
+
+        counters = self.engine.generate(Batch(dict(arrays)), Sampling.model_validate(body["sampling"]), emit)
+        return {"counters": dict(counters)}
+
+    def score(self, body: dict[str, Any], arrays: Arrays) -> NDArray[np.float32]:
+        return self.engine.score(Batch(dict(arrays)), body["temperature"])
+
+    def held(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return {"checksum": self.engine.held(body["name"])}
+
+    def spoil_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """What a device's memory is like after a sleep that dropped it: anything."""
+
+        def spoil(worker: Any) -> None:
+            for module in worker.model_runner.lora_manager._adapter_manager.modules.values():
+                for tensor in (*module.lora_a_stacked, *module.lora_b_stacked):
+                    tensor.fill_(3.0)
+
+        self.engine.llm.collective_rpc(spoil)
+        return {}
+
+    def forget_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine.request = None
+        return {}
+
+    def clear_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine._call("rlctl_clear_adapters", self.engine.config.lora.rank, tuple(body["layers"]))
+        return {}
+
+    def finish_import(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine.finish_import()
+        return {}
+
+    def sleep(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine.sleep(body["level"])
+        return {"rss_bytes": resident_bytes()}
+
+    def wake(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        self.engine.wake(body["tags"])
+        return {"rss_bytes": resident_bytes()}
+
+    def run(self, source: BinaryIO) -> None:
+        while True:
+            try:
+                body, arrays = receive(source)
+            except EOFError:
+                return
+            try:
+                answer = getattr(self, body["call"])(body, arrays)
+            except Exception as error:  # the edge: the test must see it
+                traceback.print_exc()
+                send(self.pipe, {"error": type(error).__name__, "message": str(error)})
+                continue
+            if isinstance(answer, np.ndarray):
+                send(self.pipe, {}, {"logprob_T": answer})
+            else:
+                send(self.pipe, answer)
+
+
+def engine_class(name: str) -> Any:
+    if name == "stale-head":
+        from vllm_stale_head import StaleHeadEngine
+
+        return StaleHeadEngine
+    return rollout_engine("vllm")
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # vLLM prints
+    Server(answers).run(sys.stdin.buffer)

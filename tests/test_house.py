@@ -1,0 +1,236 @@
+"""The house keeps its shape: rooms stay small, names unique, imports without circles, tests beside what they test.
+
+Which room may import which is in `pyproject.toml` (import-linter); here is what no linter asks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WINGS = ("rlctl", "workers", "backends", "specs")
+ROOM_FILES = 20  # the most that one takes in at a glance
+SHARED_NAMES = {"__init__.py", "engine.py"}  # each engine has its folder, with its class in `engine.py`
+# Test files that are named after no module or folder beside them, and why.
+ODD_TESTS = {
+    "tests/test_house.py": "the whole source tree",
+    "tests/scripts/test_pick_torch.py": "scripts/_pick_torch.py, which is no command and so begins with an underscore",
+}
+# Imports for type checkers close circles too, but here: the rules of an engine or an algorithm stand in its table and
+# take the whole spec, which holds that table.
+TYPES_GO_ROUND = Path("specs/schema")
+# What `specs` never calls: importing `shutil` or `os` is no crime, asking the machine is.
+MACHINE_CALLS = {"shutil.which", "shutil.disk_usage", "os.system", "os.popen", "os.cpu_count", "os.fork"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+SOURCE = python_files(*WINGS)
+EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
+
+
+# ── rooms and names ───────────────────────────────────────────────────────────────────────────────
+
+
+def too_full(files: Iterable[Path]) -> dict[str, int]:
+    count = Counter(str(path.parent) for path in files if path.name != "__init__.py")
+    return {room: number for room, number in count.items() if number > ROOM_FILES}
+
+
+def twice(files: Iterable[Path]) -> list[str]:
+    count = Counter(path.name for path in files if path.name not in SHARED_NAMES)
+    return sorted(name for name, number in count.items() if number > 1)
+
+
+def test_no_room_has_more_files_than_one_takes_in() -> None:
+    assert not too_full(SOURCE), "make a room for what belongs together"
+    # `tests/support` is one shelf of helpers, each named after what it gives: nobody reads it from end to end.
+    assert not too_full(path for path in python_files("tests") if path.parent != Path("tests/support"))
+
+
+def test_a_crowded_room_is_found() -> None:
+    assert too_full(Path(f"rlctl/loop/part_{i}.py") for i in range(21)) == {"rlctl/loop": 21}
+
+
+def test_no_file_name_stands_twice() -> None:
+    assert not twice(SOURCE), "two things with one name: say what each is"
+    assert not twice([path for path in python_files("tests", "scripts") if path.name != "__init__.py"])
+
+
+def test_a_name_that_stands_twice_is_found() -> None:
+    files = [Path("rlctl/loop/losses.py"), Path("backends/train/losses.py"), Path("a/engine.py"), Path("b/engine.py")]
+    assert twice(files) == ["losses.py"]
+
+
+def test_every_folder_says_what_it_is() -> None:
+    folders = {path.parent for path in SOURCE}
+    without = [str(folder) for folder in sorted(folders) if folder / "__init__.py" not in SOURCE]
+    assert not without, "no __init__.py"
+
+
+def test_files_that_the_architecture_names_are_there() -> None:
+    """By path, or by base name where the folder is clear from what stands before it."""
+    known = {str(path) for path in EVERYTHING} | {path.name for path in EVERYTHING}
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert named, "it names no file"
+    assert not named - known
+
+
+# ── what a module says of itself ──────────────────────────────────────────────────────────────────
+
+
+def first_paragraph(path: Path) -> str:
+    return " ".join((ast.get_docstring(tree(path)) or "").split("\n\n")[0].split())
+
+
+@pytest.mark.parametrize("wing", [*WINGS, "scripts", "tests"])
+def test_every_module_begins_with_a_sentence(wing: str) -> None:
+    silent = [str(path) for path in python_files(wing) if not is_sentence(first_paragraph(path))]
+    assert not silent, "a module's docstring begins with a sentence that says what the module is"
+
+
+def is_sentence(text: str) -> bool:
+    """It ends as one, and begins with no bare word in lower case (names of programs and code may)."""
+    begins = text[:1].isupper() or text.startswith(("`", "vLLM", "pydantic"))
+    return begins and text.endswith((".", ":", "?")) and " " in text
+
+
+@pytest.mark.parametrize("text", ["", "helpers.", "Things for the loop", "what the loop needs."])
+def test_what_is_no_sentence(text: str) -> None:
+    assert not is_sentence(text)
+
+
+# ── tests stand where what they test stands ───────────────────────────────────────────────────────
+
+
+def named_after(test: Path, known: Set[Path]) -> bool:
+    """`tests/<folder>/test_<module>[_aspect].py` for `<folder>/<module>.py`; the folder's own name for a whole room."""
+    folder = test.parent.relative_to("tests")
+    name = test.stem.removeprefix("test_")
+    modules = {path.stem for path in known if path.parent == folder} | {folder.name}
+    return any(name == module or name.startswith(f"{module}_") for module in modules - {"", "__init__"})
+
+
+def test_tests_mirror_the_source_tree() -> None:
+    tests = [path for path in python_files("tests") if path.name.startswith("test_")]
+    known = {*SOURCE, *python_files("scripts")}
+    stray = {str(path) for path in tests if not named_after(path, known)}
+    assert stray == set(ODD_TESTS), "name a test after the module that it tests, in the same folder below tests/"
+
+
+def test_a_stray_test_is_found() -> None:
+    known = {Path("rlctl/loop/sync.py"), Path("rlctl/loop/__init__.py")}
+    assert named_after(Path("tests/rlctl/loop/test_sync_taking_turns.py"), known)
+    assert named_after(Path("tests/rlctl/loop/test_loop.py"), known)
+    assert not named_after(Path("tests/rlctl/loop/test_weights.py"), known)
+    assert not named_after(Path("tests/rlctl/run/test_sync.py"), known)
+
+
+# ── imports ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def imported(path: Path, *, for_types: bool = True) -> set[str]:
+    """Dotted names of everything that a file imports, anywhere in it; `for_types`: under `if TYPE_CHECKING` too."""
+    found: set[str] = set()
+    skipped = set() if for_types else {id(node) for block in type_blocks(tree(path)) for node in ast.walk(block)}
+    for node in ast.walk(tree(path)):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def type_blocks(module: ast.Module) -> Iterator[ast.If]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield node
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module → modules of ours that it imports. `from package import module` is an import of the module."""
+    modules = {dotted(path): path for path in SOURCE}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = imported(path, for_types=TYPES_GO_ROUND not in path.parents) & modules.keys()
+        # Naming a module imports its packages too, but none of them may need what lies in it.
+        graph[name] = {module for module in found if not any(other.startswith(f"{module}.") for other in found)}
+    return graph
+
+
+def circle(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Modules that import one another in a circle, the first found, or none."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(graph[module]):
+            if found := walk(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+
+
+def test_no_import_circles() -> None:
+    """Imports in functions and, outside `specs/schema`, for type checkers count: a circle means halves of one thing."""
+    assert not circle(import_graph())
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_nothing_is_pickled() -> None:
+    for path in EVERYTHING:
+        assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & imported(path), path
+
+
+# ── specs reads no machine ────────────────────────────────────────────────────────────────────────
+
+
+def calls(module: ast.Module) -> set[str]:
+    """Dotted names that a module calls or hands on, and those it imports from elsewhere under their full names."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_specs_asks_no_machine() -> None:
+    for path in python_files("specs"):
+        assert not MACHINE_CALLS & calls(tree(path)), path
+
+
+@pytest.mark.parametrize("code", ["import shutil\nshutil.which('nvidia-smi')", "from shutil import which"])
+def test_a_question_to_the_machine_is_found(code: str) -> None:
+    assert MACHINE_CALLS & calls(ast.parse(code))

@@ -1,0 +1,356 @@
+"""Data: every kind of source, bad and overlong rows, chat templates, and a cursor that a resume can trust."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specs
+from backends.hf.tokenizer import TextCodec, load_codec
+from specs.builtin_tasks import sort_digits
+from specs.errors import DataError
+from specs.schema.sections import DataSection
+from specs.templates import render_template, template_columns
+from specs.wire.role_config import DataConfig
+from workers.data.data_set import EVAL_IDS, RunData, open_data, scattered
+from workers.data.prompts import PromptTable, build_table
+from workers.data.row_source import read_rows
+
+BUILTIN = Path(specs.__file__).parent / "builtin"
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return load_codec(str(BUILTIN / "tiny-bytes"))
+
+
+@pytest.fixture(scope="module")
+def chat_codec() -> TextCodec:
+    codec = load_codec(str(BUILTIN / "tiny-bytes"))
+    codec.tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[go]{% endif %}"
+    )
+    return codec
+
+
+def section(**keys: Any) -> DataSection:
+    given = {"train": "rows.jsonl", "prompts_per_step": 2, "max_prompt_tokens": 32, "max_response_tokens": 8}
+    return DataSection.model_validate({**given, **keys})
+
+
+def write_jsonl(folder: Path, rows: list[Any]) -> None:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def table_of(folder: Path, codec: TextCodec, *, needs_answer: bool = False, **keys: Any) -> PromptTable:
+    data = section(**keys)
+    rows = read_rows(data.train, split=data.split, base=folder, max_rows=data.max_rows)
+    return build_table(data.train, rows, data, codec, needs_answer)
+
+
+def run_data(folder: Path, codec: TextCodec, *, eval_keys: dict[str, Any] | None = None, **keys: Any) -> RunData:
+    config = {
+        "model_path": codec.model_path,
+        "trust_remote_code": False,
+        "data": section(**keys).model_dump(),
+        "eval": {"every": 1, **eval_keys} if eval_keys else None,
+        "needs_answer": True,
+        "row_columns": None,
+        "seed": 7,
+        "spec_dir": str(folder),
+    }
+    return open_data(DataConfig.model_validate(config), codec)
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_jsonl_keeps_columns_and_skips_blank_lines(tmp_path: Path, codec: TextCodec) -> None:
+    text = '\ufeff{"prompt": "one", "answer": "1", "extra": [1, {"a": null}]}\n\n{"prompt": "zwei", "answer": 2}\n'
+    (tmp_path / "rows.jsonl").write_text(text, "utf-8")
+    table = table_of(tmp_path, codec)
+    assert table.rows[0]["extra"] == [1, {"a": None}]
+    assert [codec.decode([table.prompt_tokens(i).tolist()])[0] for i in range(2)] == ["one", "zwei"] == table.prompts
+    assert [where.rsplit(":", 1)[1] for where in table.wheres] == ["1", "3"]
+
+
+BAD_ROWS: list[tuple[Any, str]] = [
+    ('{"prompt": "torn', "not JSON"),
+    ("[1]", "not a JSON object but list"),
+    ({"question": "x"}, "no column 'prompt'; the row has 'question'"),
+    ({"prompt": None}, "column 'prompt' is null"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": 3}, "is int, not text"),
+    ({"prompt": [{"role": "user", "content": "x"}]}, "no chat template"),
+    ('{"prompt": "half \\ud800"}', "surrogate"),
+    ("[" * 100_000, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("bad", "words"), BAD_ROWS)
+def test_a_bad_row_is_named_or_dropped(tmp_path: Path, codec: TextCodec, bad: Any, words: str) -> None:
+    write_jsonl(tmp_path, [{"prompt": "a"}, bad, {"prompt": "b"}, bad])
+    with pytest.raises(DataError) as error:
+        table_of(tmp_path, codec)
+    assert f"{tmp_path / 'rows.jsonl'}:2: " in error.value.message
+    assert words in error.value.message
+    assert "data.bad_rows" in error.value.hint
+    table = table_of(tmp_path, codec, bad_rows="drop")
+    assert table.prompts == ["a", "b"]
+    assert table.dropped_bad == 2
+    assert "rows.jsonl:2: " in table.first_bad
+
+
+def test_bytes_that_are_no_text(tmp_path: Path, codec: TextCodec) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r":2: not UTF-8 \(byte 12\)"):
+        table_of(tmp_path, codec)
+
+
+def test_an_answer_is_needed_only_where_a_reward_compares(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"prompt": "a"}])
+    assert len(table_of(tmp_path, codec)) == 1
+    with pytest.raises(DataError, match="no column 'answer'"):
+        table_of(tmp_path, codec, needs_answer=True)
+    write_jsonl(tmp_path, [{"prompt": "a", "answer": ["x"]}])
+    with pytest.raises(DataError, match="must be text or a number, not list"):
+        table_of(tmp_path, codec, needs_answer=True)
+
+
+def test_overlong_prompts(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"prompt": "a"}, {"prompt": "b" * 33}, {"prompt": "c" * 32}, {"prompt": "d" * 40}])
+    table = table_of(tmp_path, codec)
+    assert table.prompts == ["a", "c" * 32]
+    assert (table.dropped_overlong, table.longest_prompt_tokens) == (2, 40)
+    with pytest.raises(DataError, match=r"2 prompts .*rows\.jsonl:2 has 33, the longest has 40"):
+        table_of(tmp_path, codec, overlong="refuse")
+
+
+def test_nothing_left(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [])
+    with pytest.raises(DataError, match="no prompt is left \\(the file has no rows\\)"):
+        table_of(tmp_path, codec)
+    write_jsonl(tmp_path, [{"prompt": "x" * 100}, {"other": 1}])
+    with pytest.raises(DataError, match=r"1 are longer .*; 1 are bad"):
+        table_of(tmp_path, codec, bad_rows="drop")
+
+
+def test_parquet(tmp_path: Path, codec: TextCodec) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    columns = {"prompt": [f"p{i}" for i in range(3000)], "day": [datetime.date(2026, 1, 1)] * 3000}
+    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet", row_group_size=700)
+    table = table_of(tmp_path, codec, train="rows.parquet")
+    assert table.prompts == columns["prompt"]
+    assert table.rows[2999]["day"] == datetime.date(2026, 1, 1)
+    assert len(table_of(tmp_path, codec, train="rows.parquet", max_rows=5)) == 5
+    columns["prompt"][1500] = None
+    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet row 1501: column 'prompt' is null"):
+        table_of(tmp_path, codec, train="rows.parquet")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        table_of(tmp_path, codec, train="rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("missing.jsonl", "does not exist"),
+        ("missing.parquet", "does not exist"),
+        ("data.csv", "unknown format"),
+        ("builtin:nonsense", "no built-in task 'nonsense'"),
+    ],
+)
+def test_a_source_that_cannot_be_read(tmp_path: Path, codec: TextCodec, source: str, words: str) -> None:
+    with pytest.raises(DataError, match=words) as error:
+        table_of(tmp_path, codec, train=source)
+    assert error.value.hint
+
+
+def test_a_hub_id_that_is_not_there(tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="dataset nobody/nothing-at-all cannot be loaded") as error:
+        table_of(tmp_path, codec, train="nobody/nothing-at-all")
+    assert "Hugging Face cache" in error.value.hint
+
+
+def test_columns_are_found_under_the_names_given(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"prompt": f"p{i}", "question": f"q{i}", "answer": "0", "label": str(i)} for i in range(5)])
+    table = table_of(tmp_path, codec, prompt_column="question", max_rows=3)
+    assert table.prompts == ["q0", "q1", "q2"]
+    data = run_data(tmp_path, codec, prompt_column="question", answer_column="label")
+    assert data.report("label")["rows"] == 5
+    with pytest.raises(DataError, match="no column 'gold'"):
+        run_data(tmp_path, codec, answer_column="gold")
+
+
+def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of files by split, which `datasets` takes for `owner/name` in the folder where the role runs."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "rows").mkdir(parents=True)
+    for split, prompt in (("train", "a"), ("test", "b")):
+        (tmp_path / "some" / "rows" / f"{split}.jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "1"}}\n' * 2)
+    folder = tmp_path / "of the spec"
+    assert table_of(folder, codec, train="some/rows").prompts == ["a", "a"]
+    assert table_of(folder, codec, train="some/rows", split="test").prompts == ["b", "b"]
+    data = run_data(folder, codec, train="some/rows", eval_keys={"prompts": 2, "data": "some/rows", "split": "test"})
+    assert data.prompts("eval").table.prompts == ["b", "b"]
+
+
+def test_sort_digits_is_every_number_once() -> None:
+    rows = list(sort_digits())
+    assert len({row["prompt"] for row in rows}) == 10_000
+    assert all(row["answer"] == "".join(sorted(row["prompt"][:4])) and row["prompt"][4:] == ">" for row in rows)
+    tail = [int(row["prompt"][:4]) for row in rows[-64:]]
+    assert 3000 < np.mean(tail) < 7000
+
+
+# ── prompts ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_templates() -> None:
+    template = "Q: {question}\nEnd with \\boxed{} or {{x}}. {level} {question}"
+    assert template_columns(template) == ("question", "level")
+    assert render_template(template, {"question": "{level}?", "level": 3}) == (
+        "Q: {level}?\nEnd with \\boxed{} or {x}. 3 {level}?"
+    )
+    with pytest.raises(KeyError):
+        render_template("{missing}", {})
+
+
+def test_a_template_column_that_a_row_lacks(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"question": "a", "hint": "h"}, {"question": "b"}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: no column 'hint'"):
+        table_of(tmp_path, codec, template="{question} ({hint})")
+
+
+def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    write_jsonl(
+        tmp_path, [{"prompt": "text"}, {"prompt": messages}, {"prompt": [{"role": "system", "content": "own"}]}]
+    )
+    keys = {"max_prompt_tokens": 64}
+    assert table_of(tmp_path, chat_codec, **keys).prompts[:2] == ["[user]text[go]", "[user]hi[assistant]yo[go]"]
+    with_system = table_of(tmp_path, chat_codec, system="be brief", **keys).prompts
+    assert with_system == [
+        "[system]be brief[user]text[go]",
+        "[system]be brief[user]hi[assistant]yo[go]",
+        "[system]own[go]",
+    ]
+    write_jsonl(tmp_path, [{"prompt": "text"}])
+    assert table_of(tmp_path, chat_codec, chat="never").prompts == ["text"]
+    assert table_of(tmp_path, chat_codec, template="Say {prompt}").prompts == ["[user]Say text[go]"]
+
+
+@pytest.mark.parametrize("messages", [[], [{"content": "x"}], ["x"], [{"role": "user"}]])
+def test_messages_that_are_none(tmp_path: Path, chat_codec: TextCodec, messages: list[Any]) -> None:
+    write_jsonl(tmp_path, [{"prompt": messages}])
+    with pytest.raises(DataError, match="list of messages with role and content"):
+        table_of(tmp_path, chat_codec)
+
+
+def test_chat_that_the_tokenizer_cannot_do(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"prompt": "text"}])
+    with pytest.raises(DataError, match="has no chat template"):
+        table_of(tmp_path, codec, chat="always")
+    with pytest.raises(DataError, match=r"data\.system has no effect"):
+        table_of(tmp_path, codec, system="be brief")
+
+
+# ── drawing ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def numbered(folder: Path, count: int) -> None:
+    write_jsonl(folder, [{"prompt": f"p{'x' * (i % 3)}{i}", "answer": str(i)} for i in range(count)])
+
+
+def test_scattered_is_a_permutation_that_never_changes() -> None:
+    def mix(x: int) -> int:  # splitmix64 in plain integers
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+        return x ^ x >> 31
+
+    assert mix(0) == 0xE220A8397B1DCDAF  # the published first output of seed 0
+    start = mix((7 * 0xD1342543DE82EF95 + mix(3)) % 2**64)
+    expected = sorted(range(100), key=lambda index: mix((start + index) % 2**64))
+    assert scattered(100, seed=7, epoch=3).tolist() == expected
+    for count in (1, 2, 1000):
+        assert sorted(scattered(count, 1, 2).tolist()) == list(range(count))
+    orders = {tuple(scattered(50, seed, epoch).tolist()) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+
+
+def test_columns_of_a_draw(tmp_path: Path, codec: TextCodec) -> None:
+    numbered(tmp_path, 5)
+    prompts = run_data(tmp_path, codec, shuffle=False).train
+    columns, state = prompts.draw(4, 2, 3)
+    assert state == {"position": 6, "epoch": 1}
+    assert columns["row_B"].tolist() == [4, 4, 4, 0, 0, 0]
+    assert columns["group_B"].tolist() == [4, 4, 4, 5, 5, 5]
+    assert columns["id_B"].tolist() == columns["rollout_B"].tolist() == [12, 13, 14, 15, 16, 17]
+    assert columns["length_B"].tolist() == [3, 3, 3, 2, 2, 2]
+    assert columns["prefix_B"].tolist() == [4, 4, 4, 5, 5, 5], "samples of a draw may share their prompt's computation"
+    assert columns["position_B"].tolist() == [0] * 6
+    tokens = np.split(columns["tokens_T"], np.cumsum(columns["length_B"])[:-1])
+    assert codec.decode([ids.tolist() for ids in tokens]) == ["px4"] * 3 + ["p0"] * 3
+
+
+def test_every_row_once_an_epoch_and_in_a_new_order(tmp_path: Path, codec: TextCodec) -> None:
+    numbered(tmp_path, 11)
+    prompts = run_data(tmp_path, codec).train
+    rows = prompts.draw(0, 33, 1)[0]["row_B"].reshape(3, 11)
+    assert all(sorted(epoch.tolist()) == list(range(11)) for epoch in rows)
+    assert len({tuple(epoch.tolist()) for epoch in rows}) == 3
+
+
+def test_the_cursor_resumes_exactly(tmp_path: Path, codec: TextCodec) -> None:
+    """Drawn at once, in steps, or by a new process from any position: the same prompts, ids and tokens."""
+    numbered(tmp_path, 7)
+    whole, _ = run_data(tmp_path, codec).train.draw(0, 40, 2)
+    prompts, position, pieces = run_data(tmp_path, codec).train, 0, []
+    for step in range(8):
+        if step in (3, 5):
+            prompts = run_data(tmp_path, codec).train
+        columns, state = prompts.draw(position, 5, 2)
+        position = state["position"]
+        pieces.append(columns)
+    assert position == 40
+    for name, column in whole.items():
+        np.testing.assert_array_equal(np.concatenate([piece[name] for piece in pieces]), column)
+
+
+def test_held_out_rows_are_never_drawn(tmp_path: Path, codec: TextCodec) -> None:
+    numbered(tmp_path, 20)
+    data = run_data(tmp_path, codec, eval_keys={"prompts": 6})
+    drawn = set(data.train.draw(0, 14 * 3, 1)[0]["row_B"].tolist())
+    held, state = data.prompts("eval").draw(0, 100, 1)
+    assert drawn == set(range(14))
+    assert held["row_B"].tolist() == list(range(14, 20))
+    assert state["position"] == 6
+    assert held["id_B"].min() == EVAL_IDS
+    assert data.report("answer")["eval_rows"] == 6
+    with pytest.raises(DataError, match=r"eval\.prompts = 20: rows\.jsonl has only 20 usable rows"):
+        run_data(tmp_path, codec, eval_keys={"prompts": 20})
+
+
+def test_evaluation_data_of_its_own(tmp_path: Path, codec: TextCodec) -> None:
+    numbered(tmp_path, 4)
+    (tmp_path / "held.jsonl").write_text('{"prompt": "h", "answer": "1"}\n' * 3, "utf-8")
+    data = run_data(tmp_path, codec, eval_keys={"prompts": 2, "data": "held.jsonl"})
+    assert len(data.train.indices) == 4
+    assert data.prompts("eval").draw(0, 2, 1)[0]["length_B"].tolist() == [1, 1]

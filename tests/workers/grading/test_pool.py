@@ -1,0 +1,394 @@
+"""Rewards that hang, crash, print, raise and lie: each takes only its own sample with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from specs.errors import RewardError
+from workers.grading.pool import Grade, GraderPool, Request
+from workers.grading.reward_failures import MAX_RECORDS, FailureLog
+from workers.grading.terms import Sample, Setting, make_term
+
+NAUGHTY = """
+    import ctypes, os, subprocess, sys, time
+
+    def score(prompt, completion, row):
+        do = completion
+        if do == "hang":
+            while True:
+                pass
+        if do == "sleep":
+            time.sleep(600)
+        if do == "hang-with-child":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # " + row["mark"]])
+            time.sleep(600)
+        if do == "exit":
+            os._exit(3)
+        if do == "exit-0":
+            os._exit(0)
+        if do == "sys.exit":
+            sys.exit(5)
+        if do == "segfault":
+            ctypes.string_at(0)
+        if do == "abort":
+            os.abort()
+        if do == "raise":
+            raise KeyError("no such thing")
+        if do == "recurse":
+            return score(prompt, completion, row)
+        if do == "memory":
+            raise MemoryError
+        if do == "print":
+            print('{"i": 0, "t": [99.0]}')
+            print("x" * 5_000_000)
+            sys.stderr.write("to stderr\\n")
+            os.write(1, b'{"i": 0, "t": [99.0]}\\n')
+            return 0.5
+        if do == "read":
+            return float(len(sys.stdin.read()))
+        if do == "close":
+            os.closerange(3, 64)
+            return 1.0
+        if do == "fork":
+            if os.fork() == 0:
+                return 99.0
+            return 0.25
+        if do == "nan":
+            return float("nan")
+        if do == "inf":
+            return float("inf")
+        if do == "none":
+            return None
+        if do == "text":
+            return "1.0"
+        if do == "list":
+            return [1.0]
+        if do == "huge-int":
+            return 10**400
+        if do == "true":
+            return True
+        if do == "numpy":
+            import numpy
+            return numpy.float32(0.75)
+        return float(completion) + row.get("add", 0)
+"""
+FAILING = {
+    "hang": "timeouts",
+    "sleep": "timeouts",
+    "exit": "crashes",
+    "exit-0": "crashes",
+    "segfault": "crashes",
+    "abort": "crashes",
+    "close": "crashes",
+    "sys.exit": "exceptions",
+    "raise": "exceptions",
+    "recurse": "exceptions",
+    "memory": "exceptions",
+    "nan": "bad_values",
+    "inf": "bad_values",
+    "none": "bad_values",
+    "text": "bad_values",
+    "list": "bad_values",
+    "huge-int": "bad_values",
+}
+WORKING = {"print": 0.5, "read": 0.0, "fork": 0.25, "true": 1.0, "numpy": 0.75, "3": 3.0}
+
+MakePool = Callable[..., GraderPool]
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[MakePool]:
+    pools: list[GraderPool] = []
+
+    def make(
+        code: str, *, workers: int = 2, timeout_s: float = 2.0, terms: list[dict[str, Any]] | None = None
+    ) -> GraderPool:
+        (tmp_path / "rewards.py").write_text(textwrap.dedent(code), "utf-8")
+        terms = terms or [{"kind": "function", "path": "rewards.py:score"}]
+        log = tmp_path / "output.log"
+        pool = GraderPool(
+            terms, Setting("answer", 8, str(tmp_path)), workers=workers, timeout_s=timeout_s, log_path=log
+        )
+        pools.append(pool)
+        pool.wait_ready()
+        return pool
+
+    yield make
+    for pool in pools:
+        pids = [process.process.pid for process in pool._processes]
+        pool.close()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def request(completion: str, row_key: int = 0, **row: Any) -> Request:
+    return Request(row_key, "prompt", row, completion, len(completion))
+
+
+def test_each_failure_takes_only_its_own_sample(make_pool: MakePool) -> None:
+    """All kinds of failure in one call, healthy samples between them: every healthy one keeps its own score."""
+    pool = make_pool(NAUGHTY)
+    asked: list[str] = []
+    for number, name in enumerate([*FAILING, *WORKING]):
+        asked += [str(1000 + number), name, str(2000 + number)]
+    grades = pool.grade([request(name) for name in asked])
+    assert len(grades) == len(asked)
+    for name, grade in zip(asked, grades, strict=True):
+        if name in FAILING:
+            assert grade.cause == FAILING[name], (name, grade)
+            assert grade.text
+        else:
+            expected = WORKING[name] if name in WORKING else float(name)
+            assert grade == Grade((expected,)), name
+
+
+def test_the_words_of_a_failure_name_its_cause(make_pool: MakePool) -> None:
+    pool = make_pool(NAUGHTY, workers=1, timeout_s=1.5)
+    hang, segfault, status, error, value = pool.grade(
+        [request(name) for name in ("hang", "segfault", "exit", "raise", "text")]
+    )
+    assert "1.5 s" in hang.text
+    assert "SIGSEGV" in segfault.text
+    assert "status 3" in status.text
+    assert "KeyError: 'no such thing'" in error.text
+    assert "rewards.py" in error.text
+    assert "'1.0' (str)" in value.text
+
+
+def test_a_forked_copy_does_not_speak(make_pool: MakePool) -> None:
+    pool = make_pool(NAUGHTY, workers=1)
+    grades = pool.grade([request(name) for name in ["fork", "3"] * 20])
+    assert grades == [Grade((0.25,)), Grade((3.0,))] * 20
+
+
+def test_order_and_rows_survive_many_samples(make_pool: MakePool) -> None:
+    """Equal texts, shared rows, and processes that die in the middle: scores stay with their samples."""
+    pool = make_pool(NAUGHTY, workers=3)
+    requests = [request("exit" if i % 97 == 5 else str(i), row_key=i // 7, add=i // 7) for i in range(700)]
+    for _ in range(2):
+        grades = pool.grade(requests)
+        for i, grade in enumerate(grades):
+            expected = Grade(cause="crashes", text=grade.text) if i % 97 == 5 else Grade((float(i + i // 7),))
+            assert grade == expected
+
+
+def test_a_kill_reaches_what_the_reward_started(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(NAUGHTY, workers=1)
+    mark = f"mark-of-{tmp_path.name}-{os.getpid()}"
+    (grade,) = pool.grade([request("hang-with-child", mark=mark)])
+    assert grade.cause == "timeouts"
+    deadline = time.monotonic() + 10
+    while left := [p for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_a_process_killed_between_calls_is_replaced(make_pool: MakePool) -> None:
+    pool = make_pool(NAUGHTY, workers=2)
+    for process in pool._processes:
+        process.process.kill()
+        process.process.wait(10)
+    assert pool.grade([request("1"), request("2")]) == [Grade((1.0,)), Grade((2.0,))]
+
+
+def test_slow_samples_run_side_by_side(make_pool: MakePool) -> None:
+    """Each of four sees the other three at work: no process waits while another has a queue."""
+    code = """
+        import os, time
+        def score(prompt, completion, row):
+            open(os.path.join(row["folder"], completion), "w").close()
+            until = time.monotonic() + 20
+            while len(os.listdir(row["folder"])) < 4:
+                if time.monotonic() > until:
+                    return 0.0
+                time.sleep(0.01)
+            return 1.0
+    """
+    pool = make_pool(code, workers=4, timeout_s=30)
+    folder = pool.log_path.parent / "seen"
+    folder.mkdir()
+    grades = pool.grade([request(str(i), folder=str(folder)) for i in range(4)])
+    assert grades == [Grade((1.0,))] * 4
+
+
+def test_large_rows_and_answers_pass(make_pool: MakePool) -> None:
+    pool = make_pool("def score(prompt, completion, row): return len(completion) + len(row['text'])", workers=1)
+    grades = pool.grade([request("c" * 300_000, row_key=i, text="ü\n" * 500_000) for i in range(3)])
+    assert grades == [Grade((1_300_000.0,))] * 3
+
+
+def test_rewards_do_not_see_the_secret(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCTL_SECRET", "hush")
+    pool = make_pool("import os\ndef score(p, c, row): return float('RLCTL_SECRET' in os.environ)", workers=1)
+    assert pool.grade([request("")]) == [Grade((0.0,))]
+
+
+def test_what_rewards_print_goes_to_the_log(make_pool: MakePool) -> None:
+    pool = make_pool(NAUGHTY, workers=1)
+    pool.grade([request("print")])
+    text = pool.log_path.read_text("utf-8")
+    assert "to stderr" in text
+    assert '{"i": 0, "t": [99.0]}' in text
+
+
+@pytest.mark.parametrize(
+    ("code", "path", "words"),
+    [
+        ("x = 1\ndef score(:\n", "rewards.py:score", "rewards.py:2: SyntaxError"),
+        ("x = 1\n\nimport no_such_module_anywhere\n", "rewards.py:score", "rewards.py:3: ModuleNotFoundError"),
+        ("def other(p, c, r): return 0\n", "rewards.py:score", "defines no score"),
+        ("score = 3\n", "rewards.py:score", "is int, not a function"),
+        ("x = 1\n", "missing.py:score", "does not exist"),
+        ("import sys\nsys.exit(0)\n", "rewards.py:score", "rewards.py:2: SystemExit"),
+        ("import os\nos._exit(0)\n", "rewards.py:score", "status 0"),
+        ("import ctypes\nctypes.string_at(0)\n", "rewards.py:score", "SIGSEGV"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_named(make_pool: MakePool, code: str, path: str, words: str) -> None:
+    good = {"kind": "regex", "pattern": "a", "weight": 1.0}
+    with pytest.raises(RewardError) as error:
+        make_pool(code, terms=[good, {"kind": "function", "path": path}])
+    assert words in error.value.message
+    assert error.value.hint
+
+
+def test_a_reward_that_imports_its_neighbour(make_pool: MakePool, tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("def value():\n    return 0.125\n", "utf-8")
+    pool = make_pool("import neighbour\ndef score(p, c, row): return neighbour.value()", workers=1)
+    assert pool.grade([request("")]) == [Grade((0.125,))]
+
+
+def test_processes_die_with_their_parent(tmp_path: Path) -> None:
+    """A parent that is killed leaves nothing, not even a reward in an endless loop."""
+    (tmp_path / "rewards.py").write_text("def score(p, c, r):\n    while True: pass\n", "utf-8")
+    code = f"""
+        from pathlib import Path
+        from workers.grading.pool import GraderPool, Request
+        from workers.grading.terms import Setting
+        terms = [{{"kind": "function", "path": "rewards.py:score"}}]
+        folder = Path({str(tmp_path)!r})
+        pool = GraderPool(terms, Setting("a", 8, str(folder)), workers=2, timeout_s=600, log_path=folder / "log")
+        pool.wait_ready()
+        print(*(process.process.pid for process in pool._processes), flush=True)
+        pool.grade([Request(0, "", {{}}, "", 0)] * 2)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# ── the built-in terms ────────────────────────────────────────────────────────────────────────────
+
+SETTING = Setting("answer", max_response_tokens=10, base=".")
+
+
+def value(table: dict[str, Any], completion: str, answer: Any = "", tokens: int = 1) -> float:
+    return make_term(table, SETTING)(Sample("", completion, {"answer": answer}, tokens))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "partial", "ignore_case", "expected"),
+    [
+        (" 1234\n", "1234", False, False, 1.0),
+        ("1243", "1234", False, False, 0.0),
+        ("1243", "1234", True, False, 0.5),
+        ("12", "1234", True, False, 0.5),
+        ("12345678", "1234", True, False, 0.5),
+        ("", "1234", True, False, 0.0),
+        ("", "", True, False, 0.0),
+        ("Yes", "yes", False, True, 1.0),
+        ("Yes", "yes", False, False, 0.0),
+        ("72", "so 48+24\n#### 72", False, False, 1.0),
+        ("72", 72, False, False, 1.0),
+    ],
+)
+def test_exact_match(completion: str, answer: Any, partial: bool, ignore_case: bool, expected: float) -> None:
+    table = {"kind": "exact_match", "partial": partial, "ignore_case": ignore_case}
+    assert value(table, completion, answer) == expected
+
+
+def test_regex() -> None:
+    table = {"kind": "regex", "pattern": r"^<think>.*</think>\s*\d+$"}
+    assert value(table, "<think>one\ntwo</think> 42") == 1.0
+    assert value(table, "42") == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (12, -1.0)])
+def test_overlong(tokens: int, expected: float) -> None:
+    assert value({"kind": "overlong", "buffer_tokens": 4}, "", tokens=tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("The answer is $\\boxed{72}$.", "72", 1.0),
+        ("So she sold 72 clips", "half of 48 is 24\n#### 72", 1.0),
+        ("$\\frac{144}{2}$", "72", 1.0),
+        ("72.0", "72", 1.0),
+        ("71", "72", 0.0),
+        ("", "72", 0.0),
+        ("nothing", "72", 0.0),
+        ("1080", "#### 1,080", 1.0),
+        ("$x^2 + 2x + 1$", "$(x+1)^2$", 1.0),
+    ],
+)
+def test_math_verify(completion: str, answer: str, expected: float) -> None:
+    assert value({"kind": "math_verify"}, completion, answer) == expected
+
+
+def test_math_verify_survives_a_blow_up(make_pool: MakePool) -> None:
+    """A number that sympy would compute for ever costs its own sample the time limit, and nobody else's."""
+    pool = make_pool("", workers=1, timeout_s=4, terms=[{"kind": "math_verify"}])
+    requests = [Request(0, "", {"answer": "8"}, text, 1) for text in ("8", "$9^{9^{9^{9}}}$", "$2^3$", "9")]
+    first, blow_up, *rest = pool.grade(requests)
+    assert [first, *rest] == [Grade((1.0,)), Grade((1.0,)), Grade((0.0,))]
+    assert blow_up.cause == "timeouts" or blow_up == Grade((0.0,))
+
+
+def test_an_answer_without_a_value_is_no_zero() -> None:
+    with pytest.raises(ValueError, match="no value"):
+        value({"kind": "math_verify"}, "1", "none at all")
+
+
+@pytest.mark.skipif("RLCTL_TEST_DATA" not in os.environ, reason="RLCTL_TEST_DATA does not name a folder with gsm8k")
+def test_math_verify_on_gsm8k() -> None:
+    path = Path(os.environ["RLCTL_TEST_DATA"], "gsm8k", "train.jsonl")
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[:300]]
+    term = make_term({"kind": "math_verify"}, SETTING)
+    for row in rows:
+        gold = row["answer"].rpartition("####")[2].strip()
+        assert term(Sample("", f"So the answer is \\boxed{{{gold}}}.", row, 1)) == 1.0, gold
+        assert term(Sample("", row["answer"], row, 1)) == 1.0, row["answer"]
+        assert term(Sample("", f"{gold.replace(',', '')}1", row, 1)) == 0.0, gold
+
+
+def test_the_failure_log_is_bounded(tmp_path: Path) -> None:
+    log = FailureLog(tmp_path / "failures.jsonl")
+    for start in range(0, 2 * MAX_RECORDS, 300):
+        log.append([{"id": start + i, "completion": "c" * 100_000 if start == i == 0 else "c"} for i in range(300)])
+    records = [json.loads(line) for line in log.path.read_text("utf-8").splitlines()]
+    assert [record["id"] for record in records] == list(range(MAX_RECORDS))
+    assert len(records[0]["completion"]) < 10_000
+
+
+def test_the_failure_log_survives_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FailureLog(tmp_path / "gone" / "failures.jsonl").append([{"id": 1}])
+    assert "1 records are lost" in capsys.readouterr().out

@@ -1,0 +1,294 @@
+"""The data role and the reward role through their handlers, from prompts to scores, and the error that each bad input
+gives."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specs
+from backends.hf.tokenizer import TextCodec, load_codec
+from backends.protocol import Rank
+from rlctl.processes.role_configs import build_bodies
+from specs.errors import DataError, ModelError, RewardError
+from specs.load.load import spec_from
+from specs.wire.as_built import AsBuilt
+from specs.wire.batch import Batch
+from specs.wire.messages import COLUMNS, PROMPT_COLUMNS, Kind, Message, Verb, parse
+from workers.data.prompts import PromptTable
+from workers.grading.pool import Grade
+from workers.roles.data import Data
+from workers.roles.reward import Reward, weigh
+from workers.serve import Handlers
+
+DIGITS = str(Path(specs.__file__).parent / "builtin" / "tiny-digits")
+PARTIAL = {"kind": "exact_match", "partial": True, "weight": 2.0}
+
+
+class Role:
+    """Calls handlers of both roles as the serve loop does: every answer goes over the wire's own encoding."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data, self.reward = Data(Rank()).handlers(), Reward(Rank()).handlers()
+        self.rows: dict[str, Any] = {}  # as they came with the last prompts
+
+    def call(self, verb: Verb, body: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Message:
+        handlers = self.data if verb in (Verb.OPEN_DATA, Verb.PROMPTS) else self.reward
+        answer = self._call(handlers, verb, body, tensors)
+        self.rows = answer.body["rows"] if verb is Verb.PROMPTS else self.rows
+        return answer
+
+    def _call(
+        self,
+        handlers: Handlers,
+        verb: Verb,
+        body: dict[str, Any] | None = None,
+        tensors: dict[str, Any] | None = None,
+    ) -> Message:
+        message = parse(Message(Kind.CALL, body or {}, verb, 1, tensors or {}).frames())
+        answer_body, answer_tensors = handlers[verb](message, lambda body, tensors: None)
+        return parse(Message(Kind.ANSWER, answer_body, verb, 1, answer_tensors).frames())
+
+    def build(self, terms: list[dict[str, Any]], **reward: Any) -> Message:
+        """Build both roles; the answer is the reward role's."""
+        path = reward.pop("model_path", DIGITS)
+        raw = {
+            "schema": 1,
+            "run": {"name": "graded", "steps": 1, "seed": 3},
+            "model": {"path": path},
+            "data": {
+                "train": reward.pop("train", "builtin:sort-digits"),
+                "prompts_per_step": 4,
+                "max_prompt_tokens": 8,
+                "max_response_tokens": 8,
+            },
+            "eval": {"every": 1, "prompts": 8},
+            "reward": {"terms": terms, **reward},
+            "algorithm": {"kind": "grpo", "group_size": 2},
+        }
+        bodies = build_bodies(spec_from(raw), self.folder, self.folder / "run")
+        answer = self._call(self.reward, Verb.BUILD, bodies["reward"])
+        self._call(self.data, Verb.BUILD, bodies["data"])
+        return answer
+
+    def score(self, answers: Batch, **body: Any) -> Message:
+        needed = answers.only(COLUMNS[Verb.SCORE].needs)
+        return self.call(Verb.SCORE, {"what": "train", "samples": 0, "rows": self.rows, **body}, dict(needed.columns))
+
+
+@pytest.fixture
+def role(tmp_path: Path) -> Iterator[Role]:
+    role = Role(tmp_path)
+    yield role
+    role.call(Verb.CLOSE)
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return load_codec(DIGITS)
+
+
+def answered(prompts: Batch, codec: TextCodec, answers: list[str]) -> Batch:
+    """Prompts with an answer behind each, ended by the end token."""
+    end = codec.tokenizer.eos_token_id
+    ids = [[*one, end] for one in codec.encode(answers, rendered=True)]
+    pairs = list(zip(prompts.sequences("tokens_T"), ids, strict=True))
+    return Batch(
+        {
+            "tokens_T": np.concatenate([np.array([*prompt, *answer], dtype=np.int64) for prompt, answer in pairs]),
+            "loss_mask_T": np.concatenate([np.repeat([0, 1], [len(p), len(a)]).astype(np.uint8) for p, a in pairs]),
+            "length_B": np.array([len(p) + len(a) for p, a in pairs], dtype=np.int64),
+            **{name: prompts[name] for name in ("group_B", "rollout_B", "id_B", "row_B")},
+        }
+    )
+
+
+def test_what_a_tool_said_is_not_graded(role: Role, codec: TextCodec) -> None:
+    """Two completions with a tool's reply between, and another reply after them."""
+    pattern = {"kind": "regex", "pattern": r"\A1\n23\Z"}
+    role.build([pattern, {"kind": "regex", "pattern": "9"}, {"kind": "overlong", "buffer_tokens": 4}])
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
+    end = codec.tokenizer.eos_token_id
+    one, reply, two = codec.encode(["1", "9999", "23"], rendered=True)
+    (prompt, _), tokens = prompts.sequences("tokens_T"), [*one, end, *reply, *two, end]
+    mask = np.repeat([0, 1, 0, 1, 0, 1], [len(prompt), len(one) + 1, len(reply), len(two) + 1, 2, 0])
+    nothing = np.zeros(len(prompt) + len(reply), np.uint8)
+    batch = Batch(
+        {
+            "tokens_T": np.array([*prompt, *tokens, *reply[:2], *prompt, *reply], dtype=np.int64),
+            "loss_mask_T": np.concatenate([mask, nothing]).astype(np.uint8),
+            "length_B": np.array([len(mask), len(nothing)]),
+            **{name: prompts[name] for name in ("group_B", "rollout_B", "id_B", "row_B")},
+        }
+    )
+    scored = role.score(batch, samples=2)
+    assert scored.tensors["term_0_B"].tolist() == [1, 0]
+    assert scored.tensors["term_1_B"].tolist() == [0, 0], "nines are the tool's"
+    assert scored.tensors["term_2_B"].tolist() == [0, 0], "no turn of more than 4 tokens, though there are 5 in all"
+    assert [sample["completion"] for sample in scored.body["samples"]] == ["1\n23", ""]
+
+
+def test_from_build_to_score(role: Role, codec: TextCodec) -> None:
+    report = AsBuilt.model_validate(role.build([PARTIAL, {"kind": "overlong", "buffer_tokens": 4}]).body)
+    assert (report.role, report.model) == ("reward", None)
+    opened = role.call(Verb.OPEN_DATA).body
+    assert (opened["rows"], opened["eval_rows"], opened["longest_prompt_tokens"]) == (9992, 8, 5)
+    drawn = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2})
+    assert set(drawn.tensors) == {*PROMPT_COLUMNS, "length_B"}
+    assert drawn.body["position"] == 3
+
+    prompts = drawn.batch
+    texts = codec.decode([ids.tolist() for ids in prompts.sequences("tokens_T")])
+    right = ["".join(sorted(text[:4])) for text in texts]
+    answers = [right[0], right[1][:2], "", right[3] * 2, right[4], right[5]]
+    scored = role.score(answered(prompts, codec, answers), samples=2)
+
+    # overlong: answers of 5, 3, 1, 9, 5 and 5 tokens against a slope from 4 to 8
+    np.testing.assert_allclose(scored.tensors["term_0_B"], [1, 0.5, 0, 0.5, 1, 1])
+    np.testing.assert_allclose(scored.tensors["term_1_B"], [-0.25, 0, 0, -1, -0.25, -0.25])
+    np.testing.assert_allclose(scored.tensors["reward_B"], [1.75, 1, 0, 0, 1.75, 1.75])
+    assert scored.tensors["reward_B"].dtype == np.float32
+    assert scored.tensors["scored_B"].tolist() == [1] * 6
+    assert scored.body["failures"] == {"timeouts": 0, "crashes": 0, "exceptions": 0, "bad_values": 0}
+    first, last = scored.body["samples"]
+    assert first == {
+        "id": int(prompts["id_B"][0]),
+        "prompt": texts[0],
+        "completion": right[0],
+        "answer": right[0],
+        "reward": 1.75,
+        "scored": True,
+        "terms": [1.0, -0.25],
+    }
+    assert last["completion"] == right[5]
+
+
+def test_evaluation_is_graded_against_its_own_rows(role: Role, codec: TextCodec) -> None:
+    role.build([PARTIAL])
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "eval", "position": 0, "count": 8, "group_size": 1}).batch
+    answers = ["".join(sorted(codec.decode([ids.tolist()])[0][:4])) for ids in prompts.sequences("tokens_T")]
+    scored = role.score(answered(prompts, codec, answers), what="eval")
+    assert scored.tensors["reward_B"].tolist() == [2.0] * 8
+
+
+def test_failures_are_counted_and_saved(role: Role, codec: TextCodec) -> None:
+    (role.folder / "rewards.py").write_text(
+        "import os, time\n"
+        "def score(prompt, completion, row):\n"
+        "    assert prompt == row['prompt']\n"
+        "    if completion == '1': os._exit(9)\n"
+        "    if completion == '2': time.sleep(60)\n"
+        "    if completion == '3': return None\n"
+        "    if completion == '4': raise ValueError('four')\n"
+        "    return 1\n",
+        "utf-8",
+    )
+    role.build([{"kind": "function", "path": "rewards.py:score"}], timeout_s=1.5, fallback=-7.0)
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2}).batch
+    scored = role.score(answered(prompts, codec, list("012345")))
+    assert scored.tensors["reward_B"].tolist() == [1, -7, -7, -7, -7, 1]
+    assert scored.tensors["scored_B"].tolist() == [1, 0, 0, 0, 0, 1]
+    assert scored.body["failures"] == {"timeouts": 1, "crashes": 1, "exceptions": 1, "bad_values": 1}
+    lines = (role.folder / "run" / "reward_failures.jsonl").read_text("utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["cause"] for record in records] == ["crashes", "timeouts", "bad_values", "exceptions"]
+    assert [record["completion"] for record in records] == list("1234")
+    assert [record["id"] for record in records] == prompts["id_B"][1:5].tolist()
+    assert records[0]["row"].startswith("builtin:sort-digits row ")
+    assert "ValueError: four" in records[3]["text"]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_grade_side_by_side(role: Role, codec: TextCodec, workers: int) -> None:
+    """Each sample is scored with the process that graded it, and takes long enough for all to have some."""
+    (role.folder / "rewards.py").write_text(
+        "import os, time\ndef score(prompt, completion, row):\n    time.sleep(0.5)\n    return os.getpid()\n", "utf-8"
+    )
+    role.build([{"kind": "function", "path": "rewards.py:score"}], workers=workers, timeout_s=30)
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2}).batch
+    scored = role.score(answered(prompts, codec, list("012345")))
+    assert len(set(scored.tensors["term_0_B"].tolist())) == workers
+
+
+def test_a_sample_without_an_answer_is_graded_as_empty(role: Role) -> None:
+    role.build([{"kind": "regex", "pattern": "^$"}])
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
+    scored = role.score(prompts.with_columns(loss_mask_T=np.zeros(prompts.num_tokens, dtype=np.uint8)))
+    assert scored.tensors["reward_B"].tolist() == [1.0, 1.0]
+
+
+def test_a_sum_beyond_float32_is_a_bad_value() -> None:
+    grades = [Grade((1.0, 1.0)), Grade((1e300, 0.0)), Grade((3e38, 3e38)), Grade(cause="crashes")]
+    columns, checked = weigh(grades, np.array([1.0, 1.0]), 0.5)
+    assert columns["reward_B"].tolist() == [2.0, 0.5, 0.5, 0.5]
+    assert [grade.cause for grade in checked] == ["", "bad_values", "bad_values", "crashes"]
+    assert all(np.isfinite(column).all() for column in columns.values())
+
+
+def test_an_empty_batch_is_legal(role: Role) -> None:
+    role.build([PARTIAL])
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 1}).batch.select([])
+    scored = role.score(prompts.with_columns(loss_mask_T=np.zeros(0, dtype=np.uint8)), samples=4)
+    assert scored.tensors["reward_B"].shape == (0,)
+    assert scored.body["samples"] == []
+
+
+def test_bad_input(role: Role) -> None:
+    with pytest.raises(RewardError, match=r"reward\.terms\[1\]: .*gone\.py does not exist"):
+        role.build([PARTIAL, {"kind": "function", "path": "gone.py:score"}])
+    role.call(Verb.CLOSE)
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        role.build([PARTIAL], model_path=str(role.folder))
+    role.call(Verb.CLOSE)
+    role.build([PARTIAL], train="gone.jsonl")
+    with pytest.raises(DataError, match=r"gone\.jsonl does not exist"):
+        role.call(Verb.OPEN_DATA)
+
+
+def rows_file(folder: Path, rows: list[dict[str, Any]]) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return "rows.jsonl"
+
+
+def test_of_a_row_travels_what_a_term_may_read(role: Role) -> None:
+    rows = [{"prompt": f"12{index}", "answer": "1", "notes": {"by": ["hand", None]}} for index in range(9)]
+    train = rows_file(role.folder, rows)
+    role.build([PARTIAL], train=train)
+    role.call(Verb.OPEN_DATA)
+    role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 4})
+    ((number, sent),) = role.rows.items()
+    assert sent == {
+        "where": f"{role.folder / train}:{int(number) + 1}",
+        "prompt": rows[int(number)]["prompt"],
+        "values": {"answer": "1"},
+    }
+    role.call(Verb.CLOSE)
+
+    (role.folder / "rewards.py").write_text(
+        "def score(prompt, completion, row): return row['notes'] and 1.0\n", "utf-8"
+    )
+    role.build([{"kind": "function", "path": "rewards.py:score"}], train=train)
+    role.call(Verb.OPEN_DATA)
+    role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 4})
+    assert [sent["values"] for sent in role.rows.values()] == [rows[int(number)] for number in role.rows]
+
+
+def test_values_that_json_does_not_know_travel_as_text(tmp_path: Path) -> None:
+    day = datetime.date(2026, 2, 3)
+    table = PromptTable("rows", rows=[{"day": day, "answer": 1.5}], prompts=["p"], wheres=["rows:1"])
+    assert table.rows_of(np.zeros(3, np.int64), None) == {
+        "0": {"where": "rows:1", "prompt": "p", "values": {"day": "2026-02-03", "answer": 1.5}}
+    }

@@ -1,0 +1,74 @@
+"""The ends of a sync by themselves: each refuses what is incomplete, though the driver would see it too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from syncing import build
+
+from backends.protocol import WeightSpec
+from backends.weights.checksum import checksum_bytes
+from specs.errors import SyncError
+from specs.wire.bodies import SentWeight
+from specs.wire.messages import Verb
+from workers.transports.base import BucketReader
+from workers.transports.ends import Importer, to_json
+
+
+class Window(BucketReader):
+    """Hands out the same bytes for every bucket."""
+
+    def __init__(self, bytes_U):
+        self.bytes_U, self.rested = bytes_U, False
+
+    def begin(self, offer):
+        self.offer = offer
+
+    def receive(self, bucket, entries):
+        return self.bytes_U
+
+    def rest(self):
+        self.rested = True
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def importer(tmp_path):
+    _, (rollout,), groups, _ = build("fake")
+    made = Importer(rollout.engine, 0, "folder", {"folder": str(tmp_path)})
+    made.reader = Window(np.zeros(1 << 20, dtype=np.uint8))
+    yield made
+    for group in groups:
+        group.call(Verb.CLOSE)
+
+
+def entries_of(specs):
+    return [SentWeight(**to_json(spec), checksum="", offset=0) for spec in specs]
+
+
+def test_all_that_is_held_must_be_announced(importer):
+    specs = importer.engine.weight_specs()
+    for left_out in specs:
+        with pytest.raises(SyncError, match=f"weight {left_out.name} is held by the rollout but not sent by the actor"):
+            importer.begin([spec for spec in specs if spec is not left_out], {})
+    with pytest.raises(SyncError, match="announced a weight twice"):
+        importer.begin([*specs, specs[0]], {})
+    stranger = WeightSpec("stranger", "fp32", (1,), 4)
+    with pytest.raises(SyncError, match="weight stranger is sent by the actor but unknown to the rollout"):
+        importer.begin([*specs, stranger], {})
+
+
+def test_all_that_was_announced_must_arrive(importer):
+    specs = importer.engine.weight_specs()
+    for left_out in specs:
+        importer.begin(specs, {})
+        importer.read(0, entries_of(spec for spec in specs if spec is not left_out))
+        with pytest.raises(SyncError, match=f"weight {left_out.name} did not arrive \\(1 missing\\)"):
+            importer.end()
+        assert not importer.reader.rested
+    importer.begin(specs, {})
+    checksums = importer.read(0, entries_of(specs))
+    assert checksums == {spec.name: checksum_bytes(np.zeros(spec.nbytes, dtype=np.uint8)) for spec in specs}
+    assert importer.end() == len(specs)

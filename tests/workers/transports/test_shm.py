@@ -1,0 +1,260 @@
+"""The transport over shared memory by itself: blocks of any length to several readers, the memory that a lone one
+shares, ends that go away or stand still."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from reader_process import ReaderProcess
+
+from backends.protocol import WeightMemory
+from backends.weights.checksum import checksum_bytes
+from specs.errors import PeerGone, PeerLate
+from workers.transports import sweep
+from workers.transports.shm import BLOCK_BYTES, BLOCKS, ShmReader, ShmWriter
+from workers.transports.shm_segment import _folder
+
+RING_BYTES = BLOCKS * BLOCK_BYTES
+
+
+def names_left():
+    return [name for name in os.listdir(_folder()) if name.startswith(f"rlctl-{os.getpid()}-")]
+
+
+@pytest.fixture
+def writer():
+    made = ShmWriter({})
+    yield made
+    made.close()
+    assert names_left() == []
+
+
+def write(writer, *contents):
+    """A pass of weights called 0, 1, …"""
+    for number, content_U in enumerate(contents):
+        start = 0
+        for block_U in writer.blocks(str(number), len(content_U)):
+            block_U[:] = content_U[start : start + len(block_U)]
+            start += len(block_U)
+    writer.flush()
+
+
+def read(reader, *sizes, pause_s=0.0):
+    """A pass: the bytes of each weight."""
+    contents = []
+    for nbytes in sizes:
+        pieces = []
+        for block_U in reader.blocks(nbytes):
+            time.sleep(pause_s)
+            pieces.append(block_U.copy())
+        contents.append(np.concatenate(pieces or [np.zeros(0, np.uint8)]))
+    reader.flush()
+    return contents
+
+
+def random_bytes(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def test_everything_reaches_every_reader_however_slow(writer):
+    """Weights below, at and above a block and the ring; two passes through the same ring."""
+    sizes = [1, BLOCK_BYTES, 0, BLOCK_BYTES + 1, RING_BYTES + BLOCK_BYTES, 7]
+    readers = [ShmReader({}, 0), ShmReader({}, 1)]
+    for again in (False, True):
+        offer = writer.begin(sizes, 2, 2, renew=not again)
+        for reader in readers:
+            reader.begin(offer)
+        contents = [random_bytes(size, seed=size + again) for size in sizes]
+        with ThreadPoolExecutor(2) as pool:
+            pauses = 0.0, 0.003
+            reading = [
+                pool.submit(read, reader, *sizes, pause_s=pause_s)
+                for reader, pause_s in zip(readers, pauses, strict=True)
+            ]
+            write(writer, *contents)
+            for one in reading:
+                for got_U, sent_U in zip(one.result(30), contents, strict=True):
+                    np.testing.assert_array_equal(got_U, sent_U)
+        assert names_left() == [], "both have it open"
+    for reader in readers:
+        reader.close()
+
+
+def test_no_block_is_written_again_before_every_reader_is_done(writer):
+    fast, slow = ShmReader({}, 0), ShmReader({}, 1)
+    offer = writer.begin([], 2, 2, renew=True)
+    fast.begin(offer)
+    slow.begin(offer)
+    content_U = random_bytes(RING_BYTES + BLOCK_BYTES)
+    with ThreadPoolExecutor(2) as pool:
+        blocks = slow.blocks(len(content_U))
+        writing, reading = pool.submit(write, writer, content_U), pool.submit(read, fast, len(content_U))
+        first_U = next(blocks)
+        time.sleep(0.1)
+        assert not writing.done()
+        np.testing.assert_array_equal(first_U, content_U[:BLOCK_BYTES])
+        for _ in blocks:
+            pass
+        slow.flush()
+        writing.result(30)
+        np.testing.assert_array_equal(reading.result(30)[0], content_U)
+    fast.close()
+    slow.close()
+
+
+class Memory:
+    """Weights that lie apart in memory that can be shared."""
+
+    def __init__(self, *sizes):
+        self.descriptor = os.memfd_create("test")
+        places = np.cumsum([4096, *(size + 64 for size in sizes)]).tolist()
+        os.ftruncate(self.descriptor, places[-1])
+        self.bytes_U = np.frombuffer(mmap.mmap(self.descriptor, places[-1]), dtype=np.uint8)
+        self.weights = [self.bytes_U[place : place + size] for place, size in zip(places[:-1], sizes, strict=True)]
+        self.shared = WeightMemory(self.descriptor, {str(number): place for number, place in enumerate(places[:-1])})
+
+    def between(self):
+        copy_U = self.bytes_U.copy()
+        for start, size in zip(self.shared.place.values(), map(len, self.weights), strict=True):
+            copy_U[start : start + size] = 0
+        return copy_U
+
+    def arrive(self, reader):
+        """What is there when it is said to be there."""
+        arrived = []
+        for weight_U in self.weights:
+            pieces, start = [], 0
+            for nbytes in reader.arrivals(len(weight_U)):
+                pieces.append(weight_U[start : start + nbytes].copy())
+                start += nbytes
+            arrived.append(np.concatenate(pieces))
+        reader.flush()
+        return arrived
+
+
+def test_a_lone_reader_gets_its_weights_where_it_wants_them(writer):
+    """From pass to pass: the same memory, other memory, none at all, and memory again."""
+    sizes = [3 * RING_BYTES + 5, 1, BLOCK_BYTES]
+    first, other = Memory(*sizes), Memory(*sizes)
+    reader = ShmReader({}, 0)
+    for step, memory in enumerate((first, first, other, None, first)):
+        share = (lambda: None) if memory is None else (lambda memory=memory: memory.shared)
+        reader.begin(writer.begin(sizes, 2, 1, renew=step == 0), share)
+        assert reader.in_place == (memory is not None)
+        contents = [random_bytes(size, seed=size + step) for size in sizes]
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read, reader, *sizes) if memory is None else pool.submit(memory.arrive, reader)
+            write(writer, *contents)
+            for got_U, sent_U in zip(reading.result(30), contents, strict=True):
+                np.testing.assert_array_equal(got_U, sent_U)
+        if memory is not None:
+            assert not memory.between().any()
+    for last_U, sent_U in zip(other.weights, first.weights, strict=True):
+        assert not np.array_equal(last_U, sent_U), "memory that is not shared any more is not written any more"
+    reader.close()
+
+
+def test_no_reader_of_several_is_asked_for_its_memory(writer):
+    readers = [ShmReader({}, 0), ShmReader({}, 1)]
+    offer = writer.begin([1], 2, 2, renew=True)
+    for reader in readers:
+        reader.begin(offer, lambda: pytest.fail("asked"))
+        assert not reader.in_place
+        reader.close()
+
+
+def test_lent_memory_is_not_held_by_the_writer(writer):
+    """100 MiB of the rollout's, written here: neither now nor as a peak does the actor hold it."""
+    from backends import memory
+
+    reader = ReaderProcess()
+    size = 100 * 2**20
+    offer = writer.begin([size], 2, 1, renew=True)
+    assert reader.ask({"begin": offer, "transport": "shm", "options": {}, "replica": 0, "share": size}) == "ok"
+    before, peak = memory.held_GiB("cpu") - held_by(reader), memory.peak_GiB("cpu")
+    content_U = random_bytes(size)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.ask, {"arrivals": size})
+        write(writer, content_U)
+        assert reading.result(60) == checksum_bytes(content_U)
+    own = len(content_U) / memory.GIB
+    assert memory.held_GiB("cpu") - held_by(reader) - before - own < 0.02
+    assert memory.peak_GiB("cpu") - peak - own < 0.02
+    reader.end()
+
+
+def held_by(reader):
+    import psutil
+
+    return psutil.Process(reader.process.pid).memory_info().rss / 2**30
+
+
+def test_a_killed_reader_ends_the_pass_at_once_and_another_takes_its_place(writer):
+    content_U = random_bytes(3 * RING_BYTES)
+    for _ in range(2):
+        reader = ReaderProcess()
+        try:
+            offer = writer.begin([], 2, 1, renew=True)
+            assert reader.ask({"begin": offer, "transport": "shm", "options": {}, "replica": 0}) == "ok"
+            with ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(reader.ask, {"blocks": len(content_U)})
+                write(writer, content_U)
+                assert reading.result(30) == checksum_bytes(content_U)
+        finally:
+            reader.end()
+        with pytest.raises(PeerGone, match="rollout 0 left the transport"):
+            write(writer, content_U)
+        sweep(offer["leftovers"])
+
+
+def test_a_reader_that_dies_before_it_is_met_leaves_no_name(writer):
+    reader = ReaderProcess()
+    offer = writer.begin([], 2, 1, renew=True)
+    assert reader.ask({"begin": offer, "transport": "shm", "options": {}, "replica": 0}) == "ok"
+    assert len(names_left()) == 2
+    reader.end()
+    sweep(offer["leftovers"])  # as the driver does after every sync
+    assert names_left() == []
+
+
+def test_a_reader_hears_that_the_writer_gave_up(writer):
+    reader = ShmReader({}, 0)
+    reader.begin(writer.begin([], 2, 1, renew=True))
+    next(writer.blocks("w", 1))
+    writer.close()
+    with pytest.raises(PeerGone, match="the actor left the transport"):
+        read(reader, 1)
+    reader.close()
+
+
+def test_standing_still_is_told_by_name(writer, monkeypatch):
+    monkeypatch.setattr("workers.transports.shm.PATIENCE_S", 0.1)
+    reader = ShmReader({}, 0)
+    reader.begin(writer.begin([], 2, 1, renew=True))
+    with pytest.raises(PeerLate, match=r"the actor has not touched the transport for 0\.1 s"):
+        read(reader, 1)
+    with pytest.raises(PeerLate, match="rollout 0 has not"):
+        write(writer, random_bytes(RING_BYTES + 1))
+    reader.close()
+
+
+def test_an_end_that_waits_long_sleeps(writer):
+    """A spin of microseconds, then no work: 0.3 s of waiting may not cost a core."""
+    reader = ShmReader({}, 0)
+    reader.begin(writer.begin([], 2, 1, renew=True))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, reader, 1)
+        for block_U in writer.blocks("w", 1):
+            before = time.process_time()
+            time.sleep(0.3)
+            spent_s = time.process_time() - before
+            block_U[:] = 7
+        writer.flush()
+        assert reading.result(30)[0].tolist() == [7]
+    assert spent_s < 0.1
+    reader.close()

@@ -1,0 +1,175 @@
+"""The connection of a rank to the driver.
+
+The serving thread sends and receives by itself, which saves two thread switches per message. A second thread sends
+heartbeats and receives while the first computes. One lock guards the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import zmq
+
+from specs.errors import ChannelError
+from specs.wire.messages import Kind, Message, parse
+from specs.wire.wire_tensors import Buffer
+from workers.proof import Side, make_nonce, make_proof, same_proof
+from workers.watchdog import EXIT_ORPHANED
+
+BEAT_FRAMES = Message(Kind.BEAT).frames()
+JOIN_TIMEOUT_S = 60.0
+_LINGER_S = 5.0
+_SMALL_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Address of the driver, and the secrets by which driver and rank prove that they belong to the same run."""
+
+    address: str
+    secret: str
+    role: str
+    rank: int
+    server_key: str = ""  # CURVE public key of the driver; empty: no encryption (loopback)
+
+    @classmethod
+    def from_env(cls, role: str, rank: int) -> Dial:
+        """Read RLCTL_ADDRESS, RLCTL_SECRET and RLCTL_CURVE_KEY, and take the secret out of the environment, so that
+        processes started from here do not inherit it."""
+        try:
+            address, secret = os.environ["RLCTL_ADDRESS"], os.environ.pop("RLCTL_SECRET")
+        except KeyError as error:
+            raise ChannelError(f"{error.args[0]} is not set", hint="a rank is started by `rlctl train`") from None
+        return cls(address, secret, role, rank, os.environ.get("RLCTL_CURVE_KEY", ""))
+
+
+class Link:
+    """Connection to the driver. `receive` and `send` are for the serving thread."""
+
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._lock = threading.Lock()  # guards the socket and the fields below
+        self._inbox: deque[Message | ChannelError] = deque()
+        self._beat_s = self._silence_s = self._heard = self._looked = self._next_beat = 0.0
+        self._closing = threading.Event()
+
+    def connect(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Connect and authenticate both ways. Raises ChannelError if the peer lacks the secret or does not reply."""
+        dealer = self._dealer
+        dealer.setsockopt(zmq.SNDHWM, 0)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        if self._dial.server_key:
+            dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+            dealer.curve_serverkey = self._dial.server_key.encode()
+        dealer.connect(self._dial.address)
+        welcome = self._prove(timeout_s)
+        self._beat_s, self._silence_s = float(welcome.body["beat_s"]), float(welcome.body["silence_s"])
+        self._heard = self._looked = self._next_beat = time.monotonic()
+        threading.Thread(target=self._stay_alive, name="channel", daemon=True).start()
+
+    def receive(self) -> Message:
+        """The next message. Waits as long as the driver is alive; if the driver falls silent, the process ends."""
+        while True:
+            with self._lock:
+                if not self._inbox:
+                    self._pump(wait=True)
+                message = self._inbox.popleft() if self._inbox else None
+            if isinstance(message, ChannelError):
+                raise message
+            if message is not None:
+                return message
+
+    def send(self, message: Message) -> None:
+        """Send at once. Raises the error of the encoding (a body that is not JSON)."""
+        frames = message.frames()
+        with self._lock:
+            self._dealer.send_multipart(frames, copy=False)
+
+    def close(self, linger_s: float = _LINGER_S) -> None:
+        """Close the connection; waits at most `linger_s` for unsent messages."""
+        self._closing.set()
+        with self._lock:
+            self._dealer.close(linger=int(linger_s * 1000))
+            self._context.term()
+
+    def _prove(self, timeout_s: float) -> Message:
+        dial, nonce = self._dial, make_nonce()
+        who = {"role": dial.role, "rank": dial.rank, "pid": os.getpid(), "host": socket.gethostname()}
+        self._dealer.send_multipart(Message(Kind.HELLO, {**who, "nonce": nonce}).frames())
+        challenge = self._expect(Kind.CHALLENGE, timeout_s)
+        driver_nonce = str(challenge.body.get("nonce", ""))
+
+        def proof(side: Side) -> str:
+            bound = {"role": dial.role, "rank_nonce": nonce, "driver_nonce": driver_nonce}
+            return make_proof(dial.secret, side, rank=dial.rank, **bound)
+
+        if not same_proof(challenge.body.get("proof"), proof("driver")):
+            raise ChannelError(f"the process that listens at {dial.address} does not have this run's secret")
+        self._dealer.send_multipart(Message(Kind.PROOF, {"proof": proof("rank")}).frames())
+        return self._expect(Kind.WELCOME, timeout_s)
+
+    def _expect(self, kind: Kind, timeout_s: float) -> Message:
+        if not self._dealer.poll(int(timeout_s * 1000)):
+            raise ChannelError(f"the driver at {self._dial.address} did not send {kind} in {timeout_s:g} s")
+        message = parse([*self._dealer.recv_multipart()])
+        if message.kind is Kind.ERROR:
+            raise ChannelError(f"the driver refused this rank: {message.body.get('message', '')}")
+        if message.kind is not kind:
+            raise ChannelError(f"expected {kind}, received {message.kind}")
+        return message
+
+    def _stay_alive(self) -> None:
+        while not self._closing.wait(self._beat_s / 2):
+            # If the lock is taken, `receive` holds it and pumps by itself.
+            if self._lock.acquire(timeout=self._beat_s):
+                try:
+                    if not self._closing.is_set():
+                        self._pump(wait=False)
+                finally:
+                    self._lock.release()
+
+    def _pump(self, *, wait: bool) -> None:
+        """Receive messages, send due heartbeats, and end the process when the driver was silent for too long."""
+        wait_s = max(0.0, self._next_beat - time.monotonic()) if wait else 0.0
+        ready = self._dealer.poll(int(wait_s * 1000) + 1 if wait_s else 0)
+        now = time.monotonic()
+        # A stopped or starved process receives nothing: that time does not count as silence of the driver.
+        self._heard += max(0.0, now - self._looked - 4 * self._beat_s)
+        self._looked = now
+        if ready:
+            self._heard = now
+            for frames in receive_all(self._dealer):
+                if frames != BEAT_FRAMES:
+                    self._inbox.append(_parse(frames))
+        if now >= self._next_beat:
+            self._dealer.send_multipart(BEAT_FRAMES)
+            self._next_beat = now + self._beat_s
+        if now - self._heard > self._silence_s:
+            print(f"no sign of the driver for {self._silence_s:.0f} s: leaving", file=sys.stderr, flush=True)
+            os._exit(EXIT_ORPHANED)
+
+
+def _parse(frames: list[Buffer]) -> Message | ChannelError:
+    try:
+        return parse(frames)
+    except ChannelError as error:
+        return error
+
+
+def receive_all(peer: zmq.Socket[bytes]) -> list[list[Buffer]]:
+    """Every message that has arrived. Large frames are views of the received memory, not copies."""
+    messages: list[list[Buffer]] = []
+    while True:
+        try:
+            frames = peer.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return messages
+        messages.append([frame.bytes if len(frame) < _SMALL_BYTES else frame.buffer for frame in frames])

@@ -1,0 +1,1 @@
+"""Reading a data source and drawing prompts from it."""

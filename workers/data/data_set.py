@@ -1,0 +1,143 @@
+"""The data of a run: prompts to draw for training, prompts to evaluate on, and the cursor.
+
+Drawing is stateless: draw `d` is a function of the seed and `d` alone, so that a resume needs one number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.hf.tokenizer import TextCodec
+from specs.errors import DataError
+from specs.wire.batch import Column
+from specs.wire.role_config import DataConfig
+from workers.data.prompts import PromptTable, build_table
+from workers.data.row_source import read_rows
+
+EVAL_IDS = 2**40  # first id of evaluation samples; ids of training stay below
+
+
+def scattered(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of `range(count)`: the order of the splitmix64 hashes (Steele et al. 2014) of the indices.
+
+    Not numpy's shuffle, which may change between versions: a resumed run must draw the same prompts.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    start = _splitmix64(key[:1] * np.uint64(0xD1342543DE82EF95) + _splitmix64(key[1:]))
+    indices: NDArray[np.uint64] = np.arange(count, dtype=np.uint64)
+    return np.argsort(_splitmix64(start + indices), kind="stable").astype(np.int64)
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)  # uint64 arrays wrap around silently, which is intended
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass
+class Prompts:
+    """Prompts of a table in the order in which they are drawn."""
+
+    table: PromptTable
+    indices: NDArray[np.int64]  # rows that may be drawn
+    seed: int = 0
+    shuffle: bool = False
+    endless: bool = True  # True: a new epoch follows the last row; False: the data ends there
+    first_id: int = 0
+    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+
+    def draw(self, position: int, count: int, group_size: int) -> tuple[dict[str, Column], dict[str, Any]]:
+        """`count` prompts from draw number `position` on, each `group_size` times.
+
+        Returns PROMPT_COLUMNS with `length_B`, and the new position with the epoch that it lies in. Draw `d` has
+        `group_B` d, and its samples `id_B` d * group_size + i, each the one sample of its rollout:
+        `rollout_B` is the same. Nothing is drawn yet (`position_B` 0), and a draw is one prompt (`prefix_B` d).
+        """
+        end = position + count if self.endless else min(position + count, len(self.indices))
+        draws = range(position, max(position, end))
+        rows = [self._row(draw) for draw in draws]
+        tokens = [self.table.prompt_tokens(row) for row in rows for _ in range(group_size)]
+        group = np.repeat(np.arange(draws.start, draws.stop, dtype=np.int64), group_size)
+        member = np.tile(np.arange(group_size, dtype=np.int64), len(rows))
+        id_B = group * group_size + member + self.first_id
+        columns: dict[str, Column] = {
+            "tokens_T": np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64),
+            "length_B": np.array([len(piece) for piece in tokens], dtype=np.int64),
+            "prefix_B": group + self.first_id,
+            "position_B": np.zeros_like(id_B),
+            "group_B": group + self.first_id,
+            "rollout_B": id_B,
+            "id_B": id_B,
+            "row_B": np.repeat(np.array(rows, dtype=np.int64), group_size),
+        }
+        return columns, {"position": draws.stop, "epoch": draws.stop // len(self.indices)}
+
+    def _row(self, draw: int) -> int:
+        epoch, place = divmod(draw, len(self.indices))
+        if not self.shuffle:
+            return int(self.indices[place])
+        if epoch not in self._orders:
+            self._orders = {epoch: scattered(len(self.indices), self.seed, epoch)}
+        return int(self.indices[self._orders[epoch][place]])
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Training and evaluation prompts of a run."""
+
+    train: Prompts
+    eval: Prompts | None
+
+    def prompts(self, what: str) -> Prompts:
+        if what == "train":
+            return self.train
+        assert what == "eval", f"no prompts for {what!r}"
+        assert self.eval is not None, "the spec has no [eval]"
+        return self.eval
+
+    def report(self, answer_column: str) -> dict[str, Any]:
+        """Report for the user: counts of read and skipped rows, and one example."""
+        table, first = self.train.table, int(self.train.indices[0])
+        return {
+            "rows": len(self.train.indices),
+            "eval_rows": len(self.eval.indices) if self.eval else 0,
+            "dropped_overlong": table.dropped_overlong,
+            "first_overlong": table.first_overlong,
+            "dropped_bad": table.dropped_bad,
+            "first_bad": table.first_bad,
+            "longest_prompt_tokens": table.longest_prompt_tokens,
+            "prompt_example": table.prompts[first],
+            "answer_example": str(table.rows[first].get(answer_column, "")),
+        }
+
+
+def open_data(config: DataConfig, codec: TextCodec) -> RunData:
+    """Read and tokenise the sources of `[data]` and `[eval]`. Raises DataError."""
+
+    def table(source: str, split: str, max_rows: int | None) -> PromptTable:
+        rows = read_rows(source, split=split, base=Path(config.spec_dir), max_rows=max_rows)
+        return build_table(source, rows, config.data, codec, config.needs_answer)
+
+    data, section = config.data, config.eval
+    train = table(data.train, data.split, data.max_rows)
+    indices = np.arange(len(train), dtype=np.int64)
+    if section is None:
+        return RunData(Prompts(train, indices, config.seed, data.shuffle), None)
+    if section.data:
+        held = table(section.data, section.split, None)
+        held_indices = np.arange(min(section.prompts, len(held)), dtype=np.int64)
+    else:
+        held, cut = train, len(train) - section.prompts
+        if cut < 1:
+            hint = "lower eval.prompts, or name another source in eval.data"
+            short = f"{data.train} has only {len(train)} usable rows: all would be held out"
+            raise DataError(f"eval.prompts = {section.prompts}: {short}", hint=hint)
+        indices, held_indices = indices[:cut], indices[cut:]
+    evaluation = Prompts(held, held_indices, endless=False, first_id=EVAL_IDS)
+    return RunData(Prompts(train, indices, config.seed, data.shuffle), evaluation)

@@ -1,0 +1,117 @@
+"""Reads the rows of a data source, each with its location. Rows keep all columns for reward functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
+from specs.errors import DataError
+
+PARQUET_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """One row, or the problem with it. `where` is `file:line`, or a source and the row's number from 1."""
+
+    where: str
+    values: dict[str, Any]
+    problem: str = ""
+
+
+def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> Iterator[DataRow]:
+    """Rows of a `*.jsonl` or `*.parquet` file, a built-in task, or a hub dataset `owner/name[:config]`.
+
+    Relative files start at `base`. Raises DataError when the source as a whole cannot be read; a broken row is
+    yielded with its problem.
+    """
+    if source.startswith(PREFIX):
+        rows = _builtin(source)
+    elif source.endswith(".jsonl"):
+        rows = _jsonl(_existing(source, base))
+    elif source.endswith(".parquet"):
+        rows = _parquet(_existing(source, base))
+    elif Path(source).suffix in (".json", ".csv", ".tsv", ".txt", ".gz", ".zst") or (base / source).exists():
+        raise DataError(f"data source {source} has an unknown format", hint="use a *.jsonl or *.parquet file")
+    else:
+        rows = _hub(source, split)
+    return islice(rows, max_rows)
+
+
+def _existing(source: str, base: Path) -> Path:
+    path = base / Path(source).expanduser()
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist", hint="paths are relative to the folder of the spec file")
+    return path
+
+
+def _builtin(source: str) -> Iterator[DataRow]:
+    name = source.removeprefix(PREFIX)
+    if name not in BUILTIN_TASKS:
+        raise DataError(f"there is no built-in task {name!r}", hint=f"the tasks are: {', '.join(BUILTIN_TASKS)}")
+    for number, values in enumerate(BUILTIN_TASKS[name](), start=1):
+        yield DataRow(f"{source} row {number}", values)
+
+
+def _jsonl(path: Path) -> Iterator[DataRow]:
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if line.strip():
+                    yield _parse_line(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error.strerror}") from error
+
+
+def _parse_line(line: bytes, where: str) -> DataRow:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return DataRow(where, {}, f"not UTF-8 (byte {error.start})")
+    except (ValueError, RecursionError) as error:
+        return DataRow(where, {}, f"not JSON: {error}")
+    if not isinstance(values, dict):
+        return DataRow(where, {}, f"not a JSON object but {type(values).__name__}")
+    return DataRow(where, values)
+
+
+def _parquet(path: Path) -> Iterator[DataRow]:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(PARQUET_BATCH_ROWS):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield DataRow(f"{path} row {number}", values)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}", hint="write the file again") from error
+
+
+def _hub(source: str, split: str) -> Iterator[DataRow]:
+    for number, values in enumerate(_load_hub(source, split), start=1):
+        yield DataRow(f"{source} [{split}] row {number}", dict(values))
+
+
+def _load_hub(source: str, split: str) -> Any:
+    import datasets
+
+    name, _, config = source.partition(":")
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, config or None, split=split)
+    except ValueError as error:  # an unknown split, or a config that must be chosen; the message lists what there is
+        hint = "data.split picks the split; `owner/name:config` picks the config"
+        raise DataError(f"dataset {source}, split {split!r}: {error}", hint=hint) from error
+    except (OSError, datasets.exceptions.DatasetsError, ImportError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        hint = "check the name; without a network it must lie in the Hugging Face cache, or use a *.jsonl file"
+        raise DataError(f"dataset {source} cannot be loaded: {said}", hint=hint) from error

@@ -1,0 +1,127 @@
+"""The isolated process that grades samples: `python -m workers.grading.child`.
+
+It speaks JSON lines. The first input line holds the terms, the first output line is `{"ready": true}` or `{"term": ...,
+"error": ..., "hint": ...}`. Each further input line is a job, `{"rows": {key: [prompt, row]}, "items": [[index, key,
+completion, tokens], ...]}`. Each item gives an output line, in order and at once: `{"i":
+index, "t": [value of each term]}`, or `{"i": index, "term": ..., "cause": ..., "text": ...}`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from workers.grading.terms import Sample, Setting, Term, TermError, make_term
+
+PR_SET_PDEATHSIG = 1
+TRACEBACK_CHARACTERS = 2000
+
+
+def main() -> None:
+    _die_with_parent()
+    requests, answers = _take_pipes()
+    me = os.getpid()
+
+    def answer(message: dict[str, Any]) -> None:
+        if os.getpid() != me:  # reward code forked and the copy returned here: only the original process may write
+            os._exit(1)
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(answers, data) :]
+
+    first = requests.readline()
+    if not first:
+        return
+    terms = _make_terms(json.loads(first), answer)
+    if terms is None:
+        return
+    answer({"ready": True})
+    for line in requests:
+        job = json.loads(line)
+        for index, key, completion, tokens in job["items"]:
+            prompt, row = job["rows"][str(key)]
+            answer({"i": index, **grade(terms, Sample(prompt, completion, row, tokens))})
+
+
+def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> list[Term] | None:
+    """The terms of the first line; None if one cannot be made, after the error was sent to the parent."""
+    terms: list[Term] = []
+    try:
+        setting = Setting(**hello["setting"])
+        for table in hello["terms"]:
+            terms.append(make_term(table, setting))
+    except Exception as error:  # every error at startup is reported to the user
+        traceback.print_exc()
+        known = isinstance(error, TermError)
+        hint = error.hint if isinstance(error, TermError) else "the traceback is in the reward's log"
+        said = str(error) if known else f"{type(error).__name__}: {error}"
+        answer({"term": len(terms), "error": said, "hint": hint})
+        return None
+    return terms
+
+
+def grade(terms: Sequence[Term], sample: Sample) -> dict[str, Any]:
+    """Values of all terms for one sample, or the reason why there is none."""
+    values = []
+    for number, term in enumerate(terms):
+        try:
+            value = term(sample)
+        except BaseException as error:  # user code: sys.exit() and a recursion limit are failures of this sample only
+            text = "".join(traceback.format_exception(error))
+            return {"cause": "exceptions", "term": number, "text": text[-TRACEBACK_CHARACTERS:]}
+        number_or_none = as_number(value)
+        if number_or_none is None:
+            return {"cause": "bad_values", "term": number, "text": f"the reward gave {describe(value)}"}
+        values.append(number_or_none)
+    return {"t": values}
+
+
+def as_number(value: Any) -> float | None:
+    """The value as a finite float; None for anything else. Text is not a number, even "1"."""
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # user code: a value's own __float__
+        return None
+    return number if math.isfinite(number) else None
+
+
+def describe(value: Any) -> str:
+    """A bounded repr; a value's own __repr__ may raise as well."""
+    try:
+        return f"{repr(value)[:200]} ({type(value).__name__}), not a finite number"
+    except Exception:  # user code
+        return f"a {type(value).__name__}, not a finite number"
+
+
+def _take_pipes() -> tuple[BinaryIO, int]:
+    """Hide the pipes from reward code: its stdin is empty and its stdout is the log."""
+    requests, answers = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    return os.fdopen(requests, "rb"), answers
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or (len(sys.argv) > 1 and int(sys.argv[1]) != parent):
+        os._exit(1)  # the parent died before the signal was asked for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("900")  # when memory runs out, the kernel should kill this process, not the trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Rewards in isolated processes: `pool.py` on this side of the pipes, `child.py` on the other."""

@@ -1,0 +1,1 @@
+"""Processes that need no run: build on meta, one trial update, model export."""

@@ -1,0 +1,1 @@
+"""One file per role: the handlers of its verbs."""

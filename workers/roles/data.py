@@ -1,0 +1,58 @@
+"""The data role: it holds the tokenised prompts of a run and serves them with their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backends.hf.tokenizer import TextCodec, load_codec
+from backends.protocol import Rank
+from specs.wire import bodies
+from specs.wire.messages import Verb
+from specs.wire.role_config import DataConfig
+from workers.data.data_set import RunData, open_data
+from workers.rank_report import as_built
+from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+
+
+class Data:
+    """The one rank of the data role."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._config: DataConfig | None = None
+        self._codec: TextCodec | None = None
+        self._data: RunData | None = None
+
+    def build(self, call: Request[DataConfig], emit: Emit) -> Reply:
+        """Load the tokenizer. Raises ModelError."""
+        config = self._config = call.body
+        self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
+        return as_built(config.role, self.rank, engine="prompts", device="cpu", model=None).model_dump(), {}
+
+    def open_data(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        """Read and tokenise all data. Raises DataError naming the file and row."""
+        assert self._config is not None, "build comes first"
+        assert self._codec is not None
+        self._data = open_data(self._config, self._codec)
+        return self._data.report(self._config.data.answer_column), {}
+
+    def prompts(self, call: Request[bodies.Prompts], emit: Emit) -> Reply:
+        """The prompts at a position of the cursor, each repeated for its group. The body holds the cursor after them,
+        and under `rows` the rows that a scorer needs, by their numbers in `row_B`."""
+        assert self._config is not None, "build comes first"
+        assert self._data is not None, "open_data comes first"
+        prompts = self._data.prompts(call.body.what)
+        columns, state = prompts.draw(call.body.position, call.body.count, call.body.group_size)
+        return {**state, "rows": prompts.table.rows_of(columns["row_B"], self._config.row_columns)}, columns
+
+    def handlers(self) -> Mapping[Verb, Handler]:
+        verbs: Mapping[Verb, TypedHandler] = {
+            Verb.BUILD: self.build,
+            Verb.OPEN_DATA: self.open_data,
+            Verb.PROMPTS: self.prompts,
+        }
+        return typed(verbs, {Verb.BUILD: DataConfig})
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return Data(rank).handlers()

@@ -1,0 +1,62 @@
+"""Base of every rank with an engine: builds and reports it, offloads and reloads it, closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from backends import memory
+from backends.protocol import Rank, RolloutEngine, TrainEngine
+from specs.wire import bodies
+from specs.wire.role_config import RolloutConfig, TrainConfig
+from workers.rank_report import as_built
+from workers.serve import Emit, Reply, Request
+
+Engine = TypeVar("Engine", TrainEngine, RolloutEngine)
+Config = TypeVar("Config", TrainConfig, RolloutConfig)
+
+
+class EngineRank(Generic[Engine]):
+    """A rank that holds an engine on a device."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._engine: Engine | None = None
+        self.device = "cpu"
+        self.before_GiB = 0.0  # held before the model was built
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "build comes first"
+        return self._engine
+
+    @property
+    def used_GiB(self) -> float:
+        """Peak memory of the model."""
+        return memory.used_GiB(self.device, self.before_GiB)
+
+    def hold(self, role: str, config: Config, build: Callable[[Config, Rank], Engine]) -> Reply:
+        """Build an engine, and report what was built."""
+        self.device = config.model.device
+        self.before_GiB = memory.held_GiB(self.device)
+        self._engine = build(config, self.rank)
+        report = as_built(role, self.rank, engine=config.engine.kind, device=self.device, model=self.engine.built())
+        return report.model_dump(), {}
+
+    def leave(self, let_go: Callable[[], None]) -> Reply:
+        """Free the device for other roles. Returns the memory held before and after, in GiB."""
+        before = memory.held_GiB(self.device)
+        let_go()
+        memory.hand_back(self.device)
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+
+    def come_back(self, bring_back: Callable[[], None]) -> Reply:
+        """Undo `leave`; returns the same."""
+        before = memory.held_GiB(self.device)
+        bring_back()
+        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+
+    def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        if self._engine is not None:
+            self._engine.close()
+        return {}, {}

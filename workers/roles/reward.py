@@ -1,0 +1,162 @@
+"""The reward role: it decodes completions and has them graded, each with the row of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.hf.tokenizer import TextCodec, load_codec
+from backends.protocol import Rank
+from specs.wire import bodies
+from specs.wire.batch import Batch, Column
+from specs.wire.messages import COLUMNS, Verb
+from specs.wire.role_config import RewardConfig
+from workers.grading.completions_text import completion_texts, longest_stretches
+from workers.grading.pool import CAUSES, Grade, GraderPool, Request
+from workers.grading.reward_failures import FailureLog
+from workers.grading.terms import Setting, gold_answer
+from workers.rank_report import as_built
+from workers.serve import Emit, Handler, Reply, TypedHandler, typed
+from workers.serve import Request as Call
+
+
+class Reward:
+    """The one rank of the reward role."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._config: RewardConfig | None = None
+        self._codec: TextCodec | None = None
+        self._pool: GraderPool | None = None
+        self._failures: FailureLog | None = None
+
+    def build(self, call: Call[RewardConfig], emit: Emit) -> Reply:
+        """Start the grading processes and load the tokenizer. Raises RewardError or ModelError."""
+        config = self._config = call.body
+        logs = Path(config.run_dir, "logs")
+        logs.mkdir(parents=True, exist_ok=True)
+        self._failures = FailureLog(Path(config.run_dir, "reward_failures.jsonl"))
+        self._pool = GraderPool(
+            [term.model_dump() for term in config.reward.terms],
+            Setting(config.answer_column, config.max_response_tokens, config.spec_dir),
+            workers=config.reward.workers,
+            timeout_s=config.reward.timeout_s,
+            log_path=logs / "reward_output.log",
+        )
+        self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)  # they start meanwhile
+        self._pool.wait_ready()
+        return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
+
+    def score(self, call: Call[bodies.Score], emit: Emit) -> Reply:
+        """Have every sample graded. The body brings, under `rows`, the rows of these samples by number
+        (`workers/roles/data.py`), and says in `what` whether they are of training or evaluation.
+
+        `term_<i>_B` is 0 where grading failed, and `scored_B` is 0 there.
+        """
+        assert self._config is not None, "build comes first"
+        assert self._pool is not None
+        batch = call.batch
+        batch.require(COLUMNS[Verb.SCORE].needs, Verb.SCORE)
+        requests = self._requests(batch, call.body.rows)
+        grades = self._pool.grade(requests)
+        weights = np.array([term.weight for term in self._config.reward.terms])
+        columns, grades = weigh(grades, weights, self._config.reward.fallback)
+        self._record_failures(call.body, requests, grades, batch["id_B"].tolist())
+        body = {
+            "failures": {cause: sum(grade.cause == cause for grade in grades) for cause in CAUSES},
+            "samples": self._examples(batch, requests, columns, call.body.samples),
+        }
+        return body, columns
+
+    def close(self, call: Call[bodies.Nothing], emit: Emit) -> Reply:
+        if self._pool is not None:
+            self._pool.close()
+        return {}, {}
+
+    def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row]) -> list[Request]:
+        """One request per sample, with the text that the policy wrote."""
+        assert self._codec is not None
+        texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
+        return [
+            Request(row, rows[str(row)].prompt, rows[str(row)].values, completion, tokens)
+            for row, completion, tokens in zip(batch["row_B"].tolist(), texts, longest, strict=True)
+        ]
+
+    def _record_failures(
+        self, asked: bodies.Score, requests: Sequence[Request], grades: Sequence[Grade], ids: Sequence[int]
+    ) -> None:
+        assert self._failures is not None
+        self._failures.append(
+            [
+                {
+                    "what": asked.what,
+                    "id": sample,
+                    "row": asked.rows[str(request.row_key)].where,
+                    "cause": grade.cause,
+                    "text": grade.text,
+                    "prompt": request.prompt,
+                    "completion": request.completion,
+                }
+                for sample, request, grade in zip(ids, requests, grades, strict=True)
+                if grade.cause
+            ]
+        )
+
+    def _examples(
+        self, batch: Batch, requests: Sequence[Request], columns: Mapping[str, Column], count: int
+    ) -> list[dict[str, Any]]:
+        """`count` samples spread over the batch, as readable text."""
+        assert self._config is not None
+        answer = self._config.answer_column
+        terms = [f"term_{index}_B" for index in range(len(self._config.reward.terms))]
+        chosen = np.unique(np.linspace(0, len(requests) - 1, min(count, len(requests))).astype(int)).tolist()
+        return [
+            {
+                "id": int(batch["id_B"][index]),
+                "prompt": requests[index].prompt,
+                "completion": requests[index].completion,
+                "answer": gold_answer(requests[index].row, answer) if answer in requests[index].row else None,
+                "reward": float(columns["reward_B"][index]),
+                "scored": bool(columns["scored_B"][index]),
+                "terms": [float(columns[name][index]) for name in terms],
+            }
+            for index in chosen
+        ]
+
+    def handlers(self) -> Mapping[Verb, Handler]:
+        verbs: Mapping[Verb, TypedHandler] = {
+            Verb.BUILD: self.build,
+            Verb.SCORE: self.score,
+            Verb.CLOSE: self.close,
+        }
+        return typed(verbs, {Verb.BUILD: RewardConfig})
+
+
+def weigh(
+    grades: Sequence[Grade], weights: NDArray[np.float64], fallback: float
+) -> tuple[dict[str, Column], list[Grade]]:
+    """Weighted sums as columns. A sum beyond float32 becomes a bad value: an infinite reward would end the run."""
+    values = np.array([grade.values or (0.0,) * len(weights) for grade in grades]).reshape(-1, len(weights))
+    failed = np.array([bool(grade.cause) for grade in grades], dtype=bool)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = (values @ weights).astype(np.float32)
+        terms = values.astype(np.float32)
+    unusable = ~failed & ~(np.isfinite(total) & np.isfinite(terms).all(axis=1))
+    beyond = Grade(cause="bad_values", text="the weighted sum of the terms is beyond float32")
+    checked = [beyond if bad else grade for grade, bad in zip(grades, unusable, strict=True)]
+    scored = ~(failed | unusable)
+    columns: dict[str, Column] = {
+        "reward_B": np.where(scored, total, np.float32(fallback)).astype(np.float32),
+        "scored_B": scored.astype(np.uint8),
+    }
+    for index in range(len(weights)):
+        columns[f"term_{index}_B"] = np.where(scored, terms[:, index], np.float32(0.0)).astype(np.float32)
+    return columns, checked
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return Reward(rank).handlers()

@@ -1,0 +1,100 @@
+"""The rollout role: writes completions with the actor's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from backends.protocol import Rank, RolloutEngine
+from backends.registry import rollout_engine
+from backends.weights import checksum
+from specs.wire import bodies
+from specs.wire.batch import Batch
+from specs.wire.messages import Verb
+from specs.wire.role_config import RolloutConfig
+from workers.roles.engine_rank import EngineRank
+from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.transports.ends import Importer, spec_of
+
+
+class Rollout(EngineRank[RolloutEngine]):
+    """A rank of the rollout role; each is a separate replica."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self._importer: Importer | None = None
+        self.version = 0  # version of the weights, counted by the driver; every sample carries it
+
+    @property
+    def importer(self) -> Importer:
+        assert self._importer is not None, "import_begin comes first"
+        return self._importer
+
+    def build(self, call: Request[RolloutConfig], emit: Emit) -> Reply:
+        config = call.body
+        return self.hold("rollout", config, rollout_engine(config.engine.kind).build)
+
+    def generate(self, call: Request[bodies.Generate], emit: Emit) -> Reply:
+        """Finished groups are sent as parts; the final reply carries only counters."""
+
+        def send(batch: Batch) -> None:
+            emit({}, batch.with_columns(version_B=np.full(len(batch), self.version)).columns)
+
+        counters = dict(self.engine.generate(call.batch, call.body.sampling, send))
+        return {**counters, "used_GiB": self.used_GiB}, {}
+
+    def probe(self, call: Request[bodies.Probe], emit: Emit) -> Reply:
+        return {}, {"logprob_T": self.engine.score(call.batch, call.body.temperature)}
+
+    def import_form(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        return {"form": self.engine.weight_form()}, {}
+
+    def import_begin(self, call: Request[bodies.ImportBegin], emit: Emit) -> Reply:
+        body = call.body
+        if self._importer is None:
+            self._importer = Importer(self.engine, self.rank.rank, body.transport, body.options)
+        specs = None if body.specs is None else [spec_of(weight) for weight in body.specs]
+        self.importer.begin(specs, body.offer, body.form)
+        return {}, {}
+
+    def import_bucket(self, call: Request[bodies.ImportBucket], emit: Emit) -> Reply:
+        hashed_s = checksum.seconds()
+        checksums = self.importer.read(call.body.bucket, call.body.entries)
+        return {"checksums": checksums, "checksum_s": checksum.seconds() - hashed_s}, {}
+
+    def import_end(self, call: Request[bodies.ImportEnd], emit: Emit) -> Reply:
+        hashed_s = checksum.seconds()
+        weights = self.importer.end()
+        self.version = call.body.version
+        return {"weights": weights, "checksum_s": checksum.seconds() - hashed_s}, {}
+
+    def sleep(self, call: Request[bodies.Sleep], emit: Emit) -> Reply:
+        return self.leave(lambda: self.engine.sleep(call.body.level))
+
+    def wake(self, call: Request[bodies.Wake], emit: Emit) -> Reply:
+        return self.come_back(lambda: self.engine.wake(call.body.tags))
+
+    def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        if self._importer is not None:
+            self._importer.close()
+        return super().close(call, emit)
+
+    def handlers(self) -> Mapping[Verb, Handler]:
+        verbs: Mapping[Verb, TypedHandler] = {
+            Verb.BUILD: self.build,
+            Verb.GENERATE: self.generate,
+            Verb.PROBE: self.probe,
+            Verb.IMPORT_FORM: self.import_form,
+            Verb.IMPORT_BEGIN: self.import_begin,
+            Verb.IMPORT_BUCKET: self.import_bucket,
+            Verb.IMPORT_END: self.import_end,
+            Verb.SLEEP: self.sleep,
+            Verb.WAKE: self.wake,
+            Verb.CLOSE: self.close,
+        }
+        return typed(verbs, {Verb.BUILD: RolloutConfig, Verb.PROBE: bodies.Probe})
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return Rollout(rank).handlers()

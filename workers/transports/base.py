@@ -1,0 +1,113 @@
+"""Interface of a transport: a writer on the actor's rank 0 and a reader on each rollout. There are two kinds.
+
+- In buckets: windows of memory that each hold a bucket in turn. The driver paces both ends, bucket by bucket.
+- In blocks: a stream of small blocks, in which a weight takes as many as it needs. The ends pace each other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.protocol import Buffer, WeightMemory
+
+ALIGNMENT = 64  # bytes; keeps every tensor aligned for vector loads
+BLOCKS, BLOCK_BYTES = 8, 512 * 2**10  # of a ring, which fits in the CPU's cache; a block fits in the cache of a core
+FOLDER_PREFIX = "rlctl-sync-"  # prefix of files that a transport writes into a shared folder
+Share = Callable[[], WeightMemory | None]  # `RolloutEngine.share_weights`
+Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, and the offset of its first byte
+
+
+class Writer(ABC):
+    """The end on the actor's rank 0."""
+
+    @abstractmethod
+    def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
+        """Prepare a pass with buckets of at most `sizes` bytes; returns the offer, the JSON that readers begin
+        with. `renew`: some reader is new. `leftovers` in the offer lists {folder, prefix} of files that may stay behind
+        when processes are killed."""
+
+    def rest(self) -> None:
+        """All readers are done: free memory and disk space until the next pass."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class BucketWriter(Writer):
+    """Bucket b goes through window b modulo the number of windows, and the driver asks for b + windows only when every
+    reader is done with b."""
+
+    @abstractmethod
+    def window(self, bucket: int) -> Buffer:
+        """Memory for a bucket, at least as long as it."""
+
+    def send(self, bucket: int, entries: Sequence[Entry]) -> None:
+        """The window is filled: send it to the readers, without waiting for them."""
+
+
+class BlockWriter(Writer):
+    """All weights are one bucket, which readers read while it is written."""
+
+    @abstractmethod
+    def blocks(self, name: str, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        """Memory for the `nbytes` of a weight, the next of the stream, block by block. A block goes to the readers when
+        the next one is asked for, or the end, and comes back when all of them are done with it. Raises PeerGone when
+        a reader is gone, PeerLate when one does not go on."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """End of the stream. Returns when every reader is done."""
+
+
+class Reader(ABC):
+    """The end on a rollout."""
+
+    @abstractmethod
+    def begin(self, offer: Mapping[str, Any]) -> None:
+        """Raises SyncError when the writer cannot be reached this way."""
+
+    def rest(self) -> None:
+        """The last bucket has been read."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class BucketReader(Reader):
+    @abstractmethod
+    def receive(self, bucket: int, entries: Sequence[Entry]) -> Buffer:
+        """The bucket's bytes, each weight at its offset; valid until the next bucket but one."""
+
+
+class BlockReader(Reader):
+    @property
+    @abstractmethod
+    def in_place(self) -> bool:
+        """Whether the writer writes into memory from `share` in this pass."""
+
+    @abstractmethod
+    def begin(self, offer: Mapping[str, Any], share: Share = lambda: None) -> None:
+        """`share` is asked where the writer would write straight into the reader's own memory."""
+
+    @abstractmethod
+    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        """The next `nbytes` of the stream, cut as the writer cut them. A block is gone when the next one is asked for.
+        Raises what the writer's `blocks` raises. Not `in_place`."""
+
+    @abstractmethod
+    def arrivals(self, nbytes: int) -> Iterator[int]:
+        """As `blocks`, of a weight that is written in place: how many more of its bytes are there."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """End of the stream: this reader is done."""
+
+
+def filled_bytes(entries: Sequence[Entry]) -> int:
+    """Bytes of a window that a bucket takes."""
+    return max((int(entry["offset"]) + int(entry["nbytes"]) for entry in entries), default=0)

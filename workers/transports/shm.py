@@ -1,0 +1,363 @@
+"""The transport over shared memory: for one host, and weights in host memory.
+
+If there is one rollout and its engine can share the memory of its weights, the actor writes there: a single copy.
+Others copy them out of a ring of blocks that all ends map, small enough to stay in the CPU's cache: the actor fills a
+block while the rollouts copy and hash the ones before it. A socket beside it carries a byte per block or few, "filled"
+from the actor and "done" from each rollout; it also orders the memory accesses of both, and ends when either end does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.memory import borrow
+from backends.protocol import WeightMemory
+from specs.errors import PeerGone, PeerLate, SyncError
+from workers.transports.base import ALIGNMENT, BLOCK_BYTES, BLOCKS, BlockReader, BlockWriter, Share
+from workers.transports.shm_segment import Segment
+
+PATIENCE_S = 300.0  # for one block, or one reader; a peer that stands still for so long will not go on
+SPIN_S = 200e-6  # before an end sleeps: one that works is done sooner, and waking takes as long on a virtual machine
+BLOCKS_PER_SIGN = 4  # in shared memory, where no block is written twice: a sign takes as long as a tenth of a block
+_SIGN = b"\0"
+_RING, _HERE, _AS_BEFORE = b"r", b"h", b"a"  # where a lone reader wants the weights of this pass
+
+
+class _Stream:
+    """Where an end stands in the stream of a pass. Both cut it alike: a weight begins at a multiple of `ALIGNMENT`, and
+    no piece of it goes beyond a block. A sign is due for each unit of `unit_bytes`, and for what is left at the end."""
+
+    def __init__(self, unit_bytes: int) -> None:
+        self._unit_bytes, self._next, self._signs = unit_bytes, 0, 0
+        self.unit_end = 0  # of the unit that the end has come to: a piece from here on is of the next one
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) of each piece of the next weight; the end has gone on when it asks for the one after."""
+        self._next += -self._next % ALIGNMENT
+        end = self._next + nbytes
+        while self._next < end:
+            size = min(end - self._next, BLOCK_BYTES - self._next % BLOCK_BYTES)
+            yield self._next, size
+            self._next += size
+
+    def go_on(self) -> tuple[int, int]:
+        """To the unit of the next piece: its number, and the signs due for those that are complete since the last."""
+        unit = self._next // self._unit_bytes
+        self.unit_end = (unit + 1) * self._unit_bytes
+        due, self._signs = unit - self._signs, unit
+        return unit, due
+
+    def finish(self) -> tuple[int, int]:
+        """As `go_on`, at the end of the pass: how many units there were."""
+        self._next += -self._next % self._unit_bytes
+        return self.go_on()
+
+
+class _Reaching:
+    """Context manager that turns socket errors into PeerGone or PeerLate with the peer's name."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConnectionError):
+            raise PeerGone(self.peer, f"left the transport ({error})") from error
+        if isinstance(error, TimeoutError):
+            raise PeerLate(self.peer, f"did not come to the transport within {PATIENCE_S:g} s") from error
+
+
+class _Peer:
+    """The other end, which says one sign for each unit of the stream. `name` is what errors call it.
+
+    All that waits for it or writes to it raises PeerGone when it has left, PeerLate when it does not go on."""
+
+    def __init__(self, connected: socket.socket, name: str) -> None:
+        connected.setblocking(False)
+        self._socket, self._name, self._reaching = connected, name, _Reaching(name)
+        self._events = select.poll()
+        self._events.register(connected, select.POLLIN)
+        self._heard = 0
+
+    def say(self, signs: int) -> None:
+        if signs:
+            with self._reaching:
+                self._socket.send(_SIGN * signs)  # never waits: at most BLOCKS of them are unheard
+
+    def hear(self, signs: int) -> None:
+        """Wait until that many signs were heard in this pass."""
+        while self._heard < signs:
+            self._wait()
+            with self._reaching:
+                self._heard += len(self._known(self._socket.recv(BLOCKS)))
+
+    def forget_signs(self) -> None:
+        """Reset the counts at the start of a pass."""
+        self._heard = 0
+
+    def say_place(self, place: bytes, descriptors: Sequence[int] = ()) -> None:
+        with self._reaching:
+            socket.send_fds(self._socket, [place], descriptors)
+
+    def hear_place(self) -> tuple[bytes, list[int]]:
+        """What the other end's `say_place` was given."""
+        self._wait()
+        with self._reaching:
+            place, descriptors, *_ = socket.recv_fds(self._socket, 1, 2)
+        return self._known(place), descriptors
+
+    def _wait(self) -> None:
+        if not self._spin() and not self._events.poll(PATIENCE_S * 1e3):
+            raise PeerLate(self._name, f"has not touched the transport for {PATIENCE_S:g} s")
+
+    def _known(self, heard: bytes) -> bytes:
+        if not heard:
+            raise PeerGone(self._name, "left the transport")
+        return heard
+
+    def _spin(self) -> bool:
+        """Poll briefly for a sign, and yield the core to others meanwhile."""
+        until = time.perf_counter() + SPIN_S
+        while not self._events.poll(0):
+            if time.perf_counter() > until:
+                return False
+            os.sched_yield()
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class _Mapped:
+    """Memory of a reader, mapped by the writer. Mapping takes longer than a pass, so it stays mapped."""
+
+    def __init__(self, memory: int, table: int) -> None:
+        with os.fdopen(table, encoding="utf-8") as file:
+            file.seek(0)
+            self._place: Mapping[str, int] = json.load(file)
+        self._memory = Segment.of(memory, os.fstat(memory).st_size)
+        borrow(self._memory.nbytes)
+
+    def of(self, name: str, nbytes: int) -> NDArray[np.uint8]:
+        first = self._place[name]
+        return self._memory.bytes_U[first : first + nbytes]
+
+    def close(self) -> None:
+        borrow(-self._memory.nbytes)
+        self._memory.close()
+
+
+class ShmWriter(BlockWriter):
+    """The ring is kept from pass to pass."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.segment: Segment | None = None
+        self._listener: socket.socket | None = None
+        self._readers: list[_Peer] = []
+        self._expected = 0
+        self._shared: _Mapped | None = None
+        self._stream: _Stream | None = None  # of this pass, once all readers were met
+
+    def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
+        if renew or self.segment is None:
+            self.close()
+            self.segment = Segment.create(BLOCKS * BLOCK_BYTES)
+            self._listener = _listen(_socket_path(self.segment.path), readers)
+            self._expected = readers
+        self._stream = None
+        path = self.segment.path
+        leftovers = [{"folder": str(path.parent), "prefix": path.name}]
+        return {"ring": str(path), "alone": self._expected == 1, "leftovers": leftovers}
+
+    def blocks(self, name: str, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        stream = self._stream or self._meet_readers()
+        assert self.segment is not None
+        place_U = None if self._shared is None else self._shared.of(name, nbytes)
+        start = 0
+        for first, size in stream.pieces(nbytes):
+            if first >= stream.unit_end:
+                unit, signs = stream.go_on()
+                self._say_and_hear(signs, unit - BLOCKS + 1)
+            yield _piece(self.segment, first, size) if place_U is None else place_U[start : start + size]
+            start += size
+
+    def flush(self) -> None:
+        stream = self._stream or self._meet_readers()
+        units, signs = stream.finish()
+        self._say_and_hear(signs, units)
+
+    def _say_and_hear(self, signs: int, done: int) -> None:
+        """Tell of the units that are filled, and wait until so many are done with."""
+        for peer in self._readers:
+            peer.say(signs)
+        for peer in self._readers:
+            peer.hear(done)
+
+    def _meet_readers(self) -> _Stream:
+        assert self.segment is not None, "begin comes first"
+        if self._listener is not None:
+            while len(self._readers) < self._expected:
+                name = f"rollout {len(self._readers)}"
+                with _Reaching(name):
+                    connected, _ = self._listener.accept()
+                self._readers.append(_Peer(connected, name))
+            self._stop_listening()
+        for peer in self._readers:
+            peer.forget_signs()
+        if self._expected == 1:
+            self._learn_place(*self._readers[0].hear_place())
+        self._stream = _stream(in_place=self._shared is not None)
+        return self._stream
+
+    def _learn_place(self, place: bytes, descriptors: Sequence[int]) -> None:
+        if place == _AS_BEFORE:
+            return
+        if self._shared is not None:
+            self._shared.close()
+        self._shared = _Mapped(*descriptors) if place == _HERE else None
+
+    def _stop_listening(self) -> None:
+        """Every reader has opened the ring, or none will: from here on no crash leaves a name behind."""
+        if self._listener is not None and self.segment is not None:
+            self._listener.close()
+            self._listener = None
+            _socket_path(self.segment.path).unlink(missing_ok=True)
+            self.segment.unlink()
+
+    def close(self) -> None:
+        self._stop_listening()
+        for peer in self._readers:
+            peer.close()
+        self._readers = []
+        for memory in (self._shared, self.segment):
+            if memory is not None:
+                memory.close()
+        self._shared = self.segment = None
+
+
+class ShmReader(BlockReader):
+    """Maps the ring once."""
+
+    def __init__(self, options: Mapping[str, Any], replica: int) -> None:
+        self.segment: Segment | None = None
+        self._peer: _Peer | None = None
+        self._shared: WeightMemory | None = None  # the engine's memory, as offered to the writer
+        self._stream = _stream(in_place=False)
+
+    @property
+    def in_place(self) -> bool:
+        return self._shared is not None
+
+    def begin(self, offer: Mapping[str, Any], share: Share = lambda: None) -> None:
+        path = Path(offer["ring"])
+        if self.segment is None or self.segment.path != path:
+            self.close()
+            self._meet_writer(path)
+        assert self._peer is not None
+        self._peer.forget_signs()
+        if offer["alone"]:  # else the writer's copies would be one after the other
+            self._say_place(self._peer, share())
+        self._stream = _stream(in_place=self.in_place)
+
+    def _meet_writer(self, path: Path) -> None:
+        try:
+            self.segment = Segment.open(str(path), BLOCKS * BLOCK_BYTES)
+            with _Reaching("the actor"):
+                connected = _connect(_socket_path(path))
+            self._peer = _Peer(connected, "the actor")
+        except PeerGone:
+            self.close()
+            raise
+        except (OSError, ValueError) as error:
+            self.close()
+            hint = 'actor and rollout must share /dev/shm; else set sync.transport = "folder"'
+            raise SyncError(f"the rollout cannot open the actor's shared memory {path}: {error}", hint=hint) from None
+
+    def _say_place(self, peer: _Peer, shared: WeightMemory | None) -> None:
+        if shared is None:
+            peer.say_place(_RING)
+        elif shared is self._shared:
+            peer.say_place(_AS_BEFORE)
+        else:
+            with os.fdopen(os.memfd_create("rlctl-places"), "w", encoding="utf-8") as table:
+                json.dump(dict(shared.place), table)
+                table.flush()
+                peer.say_place(_HERE, [shared.descriptor, table.fileno()])
+        self._shared = shared
+
+    def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+        assert self.segment is not None, "begin comes first"
+        return (_piece(self.segment, first, size) for first, size in self._arriving(nbytes))
+
+    def arrivals(self, nbytes: int) -> Iterator[int]:
+        return (size for _, size in self._arriving(nbytes))
+
+    def _arriving(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        assert self._peer is not None, "begin comes first"
+        for first, size in self._stream.pieces(nbytes):
+            if first >= self._stream.unit_end:
+                unit, signs = self._stream.go_on()
+                self._peer.say(signs)
+                self._peer.hear(unit + 1)
+            yield first, size
+
+    def flush(self) -> None:
+        assert self._peer is not None, "begin comes first"
+        _, signs = self._stream.finish()
+        self._peer.say(signs)
+
+    def close(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None
+        self._shared = None
+
+
+def _stream(*, in_place: bool) -> _Stream:
+    return _Stream(BLOCKS_PER_SIGN * BLOCK_BYTES if in_place else BLOCK_BYTES)
+
+
+def _piece(segment: Segment, first: int, size: int) -> NDArray[np.uint8]:
+    first %= BLOCKS * BLOCK_BYTES
+    return segment.bytes_U[first : first + size]
+
+
+def _socket_path(ring: Path) -> Path:
+    return ring.with_name(f"{ring.name}.socket")
+
+
+def _listen(path: Path, readers: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.settimeout(PATIENCE_S)
+    listener.bind(str(path))
+    path.chmod(0o600)  # before any reader can connect
+    listener.listen(readers)
+    return listener
+
+
+def _connect(path: Path) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.settimeout(PATIENCE_S)
+    try:
+        peer.connect(str(path))
+    except OSError:
+        peer.close()
+        raise
+    return peer
