@@ -16,7 +16,7 @@ def join_group(rank: Rank, device: str, *, even_alone: bool = False) -> None:
     """Pick this rank's GPU and join the group that the launcher's environment names. One rank alone needs no group,
     but for an engine that cannot do without one (`even_alone`); that one has no address."""
     if device.startswith("cuda"):
-        torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device_index(rank, torch.cuda.device_count()))
     if dist.is_initialized() or (rank.world_size == 1 and not even_alone):
         return
     backend = "nccl" if device.startswith("cuda") else "gloo"
@@ -28,6 +28,11 @@ def join_group(rank: Rank, device: str, *, even_alone: bool = False) -> None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, rank=rank.rank, world_size=rank.world_size)
+
+
+def device_index(rank: Rank, visible: int) -> int:
+    """Which of the `visible` devices is this rank's. Usually each rank sees only its own, which is the first."""
+    return rank.local_rank % visible
 
 
 @contextmanager

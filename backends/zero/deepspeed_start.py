@@ -12,15 +12,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from backends.protocol import Rank
-from backends.train.role_group import join_group
+from backends.train.role_group import device_index, join_group
 from specs.errors import ModelError
 
 
 def start_deepspeed(rank: Rank, device: str) -> Any:
     """Join the ranks' group and hand it to DeepSpeed; returns the module. Nothing is compiled."""
-    # Read when deepspeed is imported, or by zero.Init.
-    os.environ.setdefault("DS_ACCELERATOR", device.partition(":")[0])
-    os.environ.setdefault("LOCAL_RANK", str(rank.local_rank))
+    kind = device.partition(":")[0]
+    os.environ.setdefault("DS_ACCELERATOR", kind)  # read when deepspeed is imported
+    # zero.Init and the engine take it for the number of a visible device, of which a rank may see only its own.
+    visible = torch.cuda.device_count() if kind == "cuda" else 1
+    os.environ["LOCAL_RANK"] = str(device_index(rank, visible))
     try:
         import deepspeed
         from deepspeed.ops import __compatible_ops__ as compiled_ops

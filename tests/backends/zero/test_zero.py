@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from train_helpers import QWEN2, build_engine, train_config, write_model
+import torch
+from gpu import on_cpu_and_gpu
+from train_helpers import QWEN2, build_engine, learn, train_config, write_model
 
+from backends.protocol import Rank
+from backends.registry import train_engine
+from backends.train.role_group import device_index
 from specs.schema.engines.zero_table import ZeroTable
 
 pytest.importorskip("deepspeed")
@@ -27,3 +33,22 @@ def test_one_engine_after_another_in_a_process(tmp_path: Path) -> None:
         engine = build_engine(train_config(folder, engine=ZeroTable(stage=stage)))
         assert engine.built().mesh == {"shard": 1}
         engine.close()
+
+
+@pytest.mark.parametrize("device", on_cpu_and_gpu())
+def test_a_rank_that_sees_only_its_own_device_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The fourth rank of a host: DeepSpeed takes LOCAL_RANK for the number of a visible device."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    folder = write_model(tmp_path / "model", QWEN2)
+    config = train_config(folder, engine=ZeroTable(stage=3), model={"device": device})
+    engine = train_engine("zero").build(config, Rank(local_rank=3))
+    visible = torch.cuda.device_count() if device == "cuda" else 1
+    assert os.environ["LOCAL_RANK"] == str(device_index(Rank(local_rank=3), visible))
+    assert learn(engine, 1)
+    engine.close()
+
+
+def test_devices_are_counted_among_the_visible() -> None:
+    assert [device_index(Rank(local_rank=3), visible) for visible in (1, 4, 8)] == [0, 3, 3]
