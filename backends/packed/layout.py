@@ -76,12 +76,22 @@ def causal_attention(
 ) -> Tensor:
     """[n, H, L, D] with keys and values [n, KV, L, D] → [n, H, L, D]. Position i sees i-window+1 … i."""
     length = query.shape[2]
+    banded = sliding_window is not None and length > sliding_window
+    if query.shape[1] != key.shape[1] and wants_a_key_per_query_head(query.device, query.dtype, masked=banded):
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     gqa = query.shape[1] != key.shape[1]
-    if sliding_window is None or length <= sliding_window:
+    if not banded:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    assert sliding_window is not None
     ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
     band = ones.tril().triu(1 - sliding_window)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=gqa)
+
+
+def wants_a_key_per_query_head(device: torch.device, dtype: torch.dtype, *, masked: bool) -> bool:
+    """Whether sdpa has only its math kernel, which holds scores [n, H, L, L], for fewer key heads than query heads: on
+    CUDA the flash kernel takes neither a mask nor fp32, and the memory-efficient one (torch 2.13) no such heads."""
+    return device.type == "cuda" and (masked or dtype == torch.float32)
 
 
 class _PadPlan:

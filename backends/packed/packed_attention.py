@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -78,5 +79,10 @@ def sdpa_by_layout(
 
 
 def install() -> None:
-    """Register `sdpa_by_layout` as "sdpa" in this process. Calling it again does nothing."""
+    """Register `sdpa_by_layout` as "sdpa" in this process. Calling it again does nothing.
+
+    cuDNN, torch's first choice on Hopper and Blackwell, builds a plan per shape and keeps it for ever, which takes half
+    a second for every new length. Micro-batches and decode steps hardly ever have the same shape twice.
+    """
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_by_layout
+    torch.backends.cuda.enable_cudnn_sdp(False)
