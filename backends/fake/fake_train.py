@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from backends.fake import bigram as bigram
 from backends.fake.fake_losses import FakeColumns, FakeTerms, fake_policy_loss, fake_sequence_columns
-from backends.packed.packing import MicroBatch, by_token, check_update, loss_tokens_B, loss_weight_T, micro_batches
+from backends.packed.packing import MicroBatch, by_token, check_update, loss_weight_T, micro_batches, update_counts
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.train.lr_schedule import lr_at
 from backends.train.trainer_state import TrainerState
@@ -77,14 +77,10 @@ class FakeTrainEngine(TrainEngine):
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in of_sequence.items()}
         micros = micro_batches(batch, self.config.micro_batch_tokens)
         done = [self._forward_backward(batch, micro, weight_T, of_sequence_T, loss) for micro in micros]
-        sequence_tokens = loss_tokens_B(batch)
         return {
             **{name: sum((terms.sums[name] for terms in done), 0.0) for name in loss.summed()},
             **{name: max((terms.maxima[name] for terms in done), default=0.0) for name in loss.maxima()},
-            "tokens": float(sequence_tokens.sum()),
-            "sequences": float((sequence_tokens > 0).sum()),
-            "micro_batches": float(len(micros)),
-            "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
+            **update_counts(batch, micros),
         }
 
     def _forward_backward(

@@ -214,6 +214,17 @@ def loss_tokens_B(batch: Batch) -> NDArray[np.int64]:
     return np.asarray(counts[batch.offsets[1:]] - counts[batch.offsets[:-1]], dtype=np.int64)
 
 
+def update_counts(batch: Batch, micros: Sequence[MicroBatch]) -> dict[str, float]:
+    """What `forward_backward` counts of a batch that it cut into `micros`: `ENGINE_SUMS` and `ENGINE_MAXIMA`."""
+    tokens_B = loss_tokens_B(batch)
+    return {
+        "tokens": float(tokens_B.sum()),
+        "sequences": float((tokens_B > 0).sum()),
+        "micro_batches": float(len(micros)),
+        "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
+    }
+
+
 def check_update(batch: Batch, loss: Loss) -> None:
     """Raise BatchError unless the batch has every column that `forward_backward` needs."""
     batch.require(loss.columns, "update")

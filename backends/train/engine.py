@@ -27,10 +27,10 @@ from backends.packed.packing import (
     MicroBatch,
     by_token,
     check_update,
-    loss_tokens_B,
     loss_weight_T,
     micro_batches,
     pack,
+    update_counts,
 )
 from backends.packed.row_ops import RowCopies
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, TrainEngine, Weight, WeightSpec
@@ -200,13 +200,9 @@ class HfTrainEngine(TrainEngine):
             else:
                 self._forward_backward(_NOTHING, self._no_columns(loss), loss, last)
         read = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
-        sequence_tokens = loss_tokens_B(batch)
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
-            "tokens": float(sequence_tokens.sum()),
-            "sequences": float((sequence_tokens > 0).sum()),
-            "micro_batches": float(len(micros)),
-            "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
+            **update_counts(batch, micros),
         }
 
     def _forward_backward(self, micro: MicroBatch, columns: TokenColumns, loss: Loss, last: bool) -> LossResult:

@@ -36,11 +36,11 @@ class Meeting:
 
 def host_meeting(address: str, size: int) -> Meeting:
     """Listen for the other `size` - 1 ranks at `address`, on a port that is free."""
-    door = socket.create_server((address, 0))
-    port, key = door.getsockname()[1], secrets.token_hex(8)
+    listener = socket.create_server((address, 0))
+    port, key = listener.getsockname()[1], secrets.token_hex(8)
     store = dist.TCPStore(
         address, port, size, is_master=True, timeout=COLLECTIVE_TIMEOUT, wait_for_workers=False,
-        master_listen_fd=door.detach(),
+        master_listen_fd=listener.detach(),
     )  # fmt: skip
     return Meeting(address, port, size, key, store)
 

@@ -126,7 +126,13 @@ class Warm:
         For a moment, orphans among this process's descendants become its children: that is how it gets this one.
         """
         own = [stream if stream >= 0 else number for number, stream in enumerate(streams)]
-        asked = {"command": command, "env": env, "cwd": cwd or os.getcwd(), "new_session": new, "parent": os.getpid()}
+        asked = {
+            "command": command,
+            "env": env,
+            "cwd": os.fspath(cwd or os.getcwd()),
+            "new_session": new,
+            "parent": os.getpid(),
+        }
         with self.one_at_a_time:
             _adopt_orphans(True)
             try:

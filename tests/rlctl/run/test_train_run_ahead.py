@@ -123,7 +123,9 @@ def test_the_real_engines_overlap_and_resume_to_the_bit(tmp_path: Path) -> None:
     assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 1, 1, 1, 1]
     assert all(line["sync/verified"] is True for line in lines if "sync/verified" in line)
     assert [line["step"] for line in lines if "sync/verified" in line] == [1, 2, 3, 4, 6]
-    assert all(0 < line["rollout/overlap_s"] <= line["time/update_s"] for line in lines[:5])
+    overlaps = [(line["rollout/overlap_s"], line["time/update_s"]) for line in lines[:5]]
+    assert all(0 <= overlap <= update for overlap, update in overlaps)
+    assert any(overlap > 0 for overlap, _ in overlaps), "a quick sampler is done before some updates, never before all"
     assert lines[0]["rollout/logprob_gap"] < 1e-5, "drawn with the weights of now"
     assert all(line["rollout/logprob_gap"] > 1e-4 for line in lines[1:]), "one step of learning lies between"
     assert lines[0]["actor/ratio"] != 1.0

@@ -1,0 +1,581 @@
+"""What scripts/prove-gpu runs: each part is a function that returns figures, in a process of its own.
+
+The shapes are those of Qwen2.5 0.5B and 1.5B with random weights, in bf16. A rehearsal runs the same code with toy
+shapes on the CPU, in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from _flops import FORMULA, DecoderSize, mfu, peak_tflops, train_flops
+
+ROOT = Path(__file__).resolve().parent.parent
+Figures = dict[str, Any]
+Row = tuple[str, str]
+
+QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "toy": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is."""
+
+    name: str
+    device: str
+    dtype: str
+    shapes: Mapping[str, str]  # of each name in figures, which of SHAPES
+    matmul: int
+    copy_MiB: int
+    prompts: int
+    group: int
+    response_tokens: int
+    steps: int
+    decode_batches: tuple[int, ...]
+    decode_steps: int
+    train_sequences: int
+    train_length: int
+    micro_batch_tokens: int
+    train_rounds: int
+
+    def config(self, shape: str) -> dict[str, Any]:
+        return {**QWEN, **SHAPES[self.shapes[shape]]}
+
+    def device_name(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name() if self.device == "cuda" else "the CPU"
+
+
+def full_size() -> Size:
+    return Size(
+        name="full", device="cuda", dtype="bf16", shapes={"0.5B": "0.5B", "1.5B": "1.5B"}, matmul=8192, copy_MiB=1024,
+        prompts=16, group=8, response_tokens=256, steps=4, decode_batches=(1, 64, 256), decode_steps=256,
+        train_sequences=16, train_length=1024, micro_batch_tokens=8192, train_rounds=4,
+    )  # fmt: skip
+
+
+def toy_size() -> Size:
+    return Size(
+        name="toy", device="cpu", dtype="fp32", shapes={"0.5B": "toy", "1.5B": "toy"}, matmul=256, copy_MiB=8,
+        prompts=2, group=2, response_tokens=8, steps=3, decode_batches=(1, 4), decode_steps=16,
+        train_sequences=4, train_length=64, micro_batch_tokens=128, train_rounds=2,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """`least_s`: with less time left it is not begun. `skip`: why it cannot run here, or nothing."""
+
+    name: str
+    about: str
+    limit_s: float
+    least_s: float
+    run: Callable[[Size, Path], Figures]
+    rows: Callable[[Mapping[str, Any]], Iterator[Row]]
+    skip: Callable[[], str | None] = field(default=lambda: None)
+
+
+# ── the device itself ─────────────────────────────────────────────────────────────────────────────
+
+
+def measure_device(size: Size, folder: Path) -> Figures:
+    """A matrix product and copies, as fast as they go here: what the other figures are held against."""
+    import torch
+
+    n, dtype = size.matmul, torch.bfloat16 if size.dtype == "bf16" else torch.float32
+    a, b = (torch.randn(n, n, device=size.device, dtype=dtype) for _ in range(2))
+    product_s = timed(lambda: a @ b, size, rounds=10)
+    on_host = torch.empty(size.copy_MiB << 20, dtype=torch.uint8, pin_memory=size.device == "cuda")
+    pageable = torch.empty(size.copy_MiB << 20, dtype=torch.uint8)
+    there = torch.empty_like(on_host, device=size.device)
+    gigabytes = on_host.nbytes / 1e9
+    copies = {
+        "to_device_GB_per_s": timed(lambda: there.copy_(on_host, non_blocking=True), size),
+        "to_host_GB_per_s": timed(lambda: on_host.copy_(there, non_blocking=True), size),
+        "to_host_pageable_GB_per_s": timed(lambda: pageable.copy_(there), size),
+    }
+    return {
+        "matmul_tflops": 2 * n**3 / product_s / 1e12,
+        "data_sheet_tflops": peak_tflops(size.device_name()),
+        **{name: gigabytes / seconds for name, seconds in copies.items()},
+    }
+
+
+def device_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    sheet = found["data_sheet_tflops"]
+    yield "matrix product, TFLOP/s", f"{found['matmul_tflops']:.0f}" + (f" of {sheet:.0f}" if sheet else "")
+    yield "host → device, GB/s", f"{found['to_device_GB_per_s']:.1f} (pinned)"
+    pinned, pageable = found["to_host_GB_per_s"], found["to_host_pageable_GB_per_s"]
+    yield "device → host, GB/s", f"{pinned:.1f} (pinned), {pageable:.1f} (not)"
+
+
+def timed(work: Callable[[], object], size: Size, rounds: int = 5) -> float:
+    """Median seconds, after one that is not counted."""
+    taken = []
+    for _ in range(rounds + 1):
+        wait(size)
+        started = time.perf_counter()
+        work()
+        wait(size)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def wait(size: Size) -> None:
+    import torch
+
+    if size.device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ── the tests that need a GPU ─────────────────────────────────────────────────────────────────────
+
+TEST_FILES = (
+    "tests/backends/test_protocol_on_device.py",
+    "tests/backends/test_memory.py",
+    "tests/workers/transports/test_transports_on_device.py",
+)
+
+
+def run_tests(size: Size, folder: Path) -> Figures:
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / "junit.xml"
+    which = "gpu" if size.device == "cuda" else "not gpu"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, f"--junit-xml={results}"]
+    code = subprocess.run([*command, *TEST_FILES], cwd=ROOT, check=False).returncode
+    if not results.exists():
+        return {"failed": f"pytest ended with exit code {code} and no results"}
+    found: Figures = {"passed": [], "failures": [], "skipped": []}
+    for case in ET.parse(results).getroot().iter("testcase"):
+        bad = case.find("failure") is not None or case.find("error") is not None
+        kind = "failures" if bad else "skipped" if case.find("skipped") is not None else "passed"
+        found[kind].append(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}")
+    if found["failures"] or not found["passed"]:
+        found["failed"] = f"{len(found['failures'])} failed: {', '.join(found['failures']) or 'none passed'}"
+    return found
+
+
+def test_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    yield "passed", str(len(found["passed"]))
+    if found["skipped"]:
+        yield "skipped", ", ".join(found["skipped"])
+
+
+def no_pytest() -> str | None:
+    missing = [name for name in ("pytest", "pytest_timeout") if find_spec(name) is None]
+    return f"{', '.join(missing)} is not installed" if missing else None
+
+
+# ── a whole run ───────────────────────────────────────────────────────────────────────────────────
+
+
+def colocated_run(transport: str, rollout: str) -> Callable[[Size, Path], Figures]:
+    """`rlctl train`: trainer and sampler take turns on one device; every sync is verified."""
+
+    def run(size: Size, folder: Path) -> Figures:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = size.config("0.5B")
+        write_model(folder / "model", config)
+        spec, run_dir = folder / "spec.toml", folder / f"run-{time.time_ns()}"
+        spec.write_text(spec_text(size, folder, transport if size.device == "cuda" else "shm", rollout))
+        command = [sys.executable, "-m", "rlctl", "train", str(spec), "--run-dir", str(run_dir)]
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        if done.returncode:
+            return {"failed": f"rlctl train ended with exit code {done.returncode}; see the log"}
+        steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        steps = [step for step in steps if step["step"] > 0]
+        kept = ("step", "time/", "mem/", "sync/", "perf/", "rollout/logprob_gap", "actor/grad_norm", "rollout/length")
+        found: Figures = {"steps": [{k: v for k, v in step.items() if k.startswith(kept)} for step in steps]}
+        if not all(step.get("sync/verified", True) for step in steps):
+            found["failed"] = "a sync was not verified"
+        if not any(step["actor/grad_norm"] > 0 for step in steps):
+            found["failed"] = "no step had a gradient"
+        return found
+
+    return run
+
+
+def run_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    steps = found["steps"]
+    later = steps[1:] or steps  # the first one warms up
+
+    def middle(key: str) -> float:
+        return statistics.median(step[key] for step in later if key in step)
+
+    def most(key: str) -> float:
+        return max(step[key] for step in steps if key in step)
+
+    parts = (("rollout", "time/rollout_s"), ("update", "time/update_s"), ("sync", "time/sync_s"))
+    yield "step, s", f"{middle('time/step_s'):.2f} ({', '.join(f'{name} {middle(key):.2f}' for name, key in parts)})"
+    yield "sync, GB/s", f"{middle('sync/GB_per_s'):.2f} ({middle('sync/bytes') / 1e9:.2f} GB)"
+    yield "worst probe gap, nats", f"{most('sync/probe_gap'):.4f}"
+    yield "log-prob gap, nats", f"mean {most('rollout/logprob_gap'):.5f}, worst {most('rollout/logprob_gap_max'):.4f}"
+    for key in sorted({key for step in steps for key in step if key.startswith("mem/")}):
+        values = [step[key] for step in steps if key in step]
+        yield key, f"{min(values):.2f} … {max(values):.2f}"
+
+
+def spec_text(size: Size, folder: Path, transport: str, rollout: str) -> str:
+    device = "devices = [0]" if size.device == "cuda" else ""
+    engine = '{ kind = "vllm", gpu_memory_utilization = 0.5 }' if rollout == "vllm" else '{ kind = "torch" }'
+    return f"""schema = 1
+[run]
+name = "prove-gpu"
+steps = {size.steps}
+colocate = "always"
+[model]
+path = {json.dumps(str(folder / "model"))}
+from_scratch = true
+[data]
+train = {json.dumps(str(folder / "data.jsonl"))}
+prompts_per_step = {size.prompts}
+max_prompt_tokens = 32
+max_response_tokens = {size.response_tokens}
+[reward]
+terms = [{{ kind = "function", path = {json.dumps(str(folder / "reward.py") + ":score")} }}]
+[algorithm]
+kind = "grpo"
+group_size = {size.group}
+[actor]
+{device}
+dtype = "{size.dtype}"
+micro_batch_tokens = {size.micro_batch_tokens}
+optimizer = {{ lr = 1e-6 }}
+engine = {{ kind = "ddp", logits_chunk_tokens = 1024 }}
+[rollout]
+{device}
+dtype = "{size.dtype}"
+engine = {engine}
+[sync]
+transport = "{transport}"
+[checkpoint]
+every = {size.steps}
+"""
+
+
+def write_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """Config, a tokenizer that knows every id, data and a reward. The weights are drawn by the run."""
+    from tiny_model import END, tokenizer_json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = tokenizer_json("bytes")
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    for index in range(len(vocab), config["vocab_size"]):
+        vocab[f"w{index}"] = index
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    about = {"tokenizer_class": "Qwen2Tokenizer", "pad_token": END, "eos_token": END, "unk_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": None, "add_prefix_space": False}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
+    rows = [json.dumps({"prompt": f"question {number}", "answer": ""}) for number in range(256)]
+    (folder.parent / "data.jsonl").write_text("\n".join(rows) + "\n")
+    reward = "def score(prompt: str, completion: str, row: dict) -> float:\n    return float(len(completion) % 2)\n"
+    (folder.parent / "reward.py").write_text(reward)
+
+
+def cannot_run() -> str | None:
+    """Why `rlctl train` cannot start: what it imports is asked of this interpreter."""
+    imports = "import rlctl.cli, rlctl.run.train, workers.main, workers.roles.trainer, workers.roles.data"
+    done = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+
+
+def no_vllm() -> str | None:
+    return "vllm is not installed in this interpreter" if find_spec("vllm") is None else cannot_run()
+
+
+# ── sampling alone ────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_decoding(size: Size, folder: Path) -> Figures:
+    """The `torch` rollout engine: tokens per second, and seconds of a decode step."""
+    import _bench
+    import numpy as np
+    import torch
+
+    from backends.hf.hf_model import build_model
+    from backends.protocol import Rank
+    from backends.torch_rollout.engine import TorchRolloutEngine
+    from backends.weights.tensor_bytes import named_weights, tensor_bytes
+    from specs.wire.batch import Batch
+    from specs.wire.role_config import Sampling
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = size.config("0.5B")
+    _bench.write_config(folder, config)
+    prompt_tokens = 32
+    about = _bench.model_config(
+        str(folder), prompt_tokens + size.decode_steps, dtype=size.dtype, device=device_of(size)
+    )
+    engine_table = {"kind": "torch", "max_sequences": max(size.decode_batches)}
+    engine = TorchRolloutEngine.build(_bench.rollout_config(about, engine_table, prompt_tokens), Rank())
+    weights = named_weights(build_model(about, load_weights=True))
+    for spec in engine.weight_specs():
+        engine.import_weight(spec, tensor_bytes(weights.pop(spec.name)))
+    engine.finish_import()
+    found: Figures = {}
+    for count in size.decode_batches:
+        rng = np.random.default_rng(0)
+        prompts = Batch(
+            {
+                "tokens_T": rng.integers(2, config["vocab_size"], count * prompt_tokens).astype(np.int32),
+                "length_B": np.full(count, prompt_tokens),
+                **{name: np.arange(count) for name in ("prefix_B", "group_B", "rollout_B", "id_B", "row_B")},
+                "position_B": np.zeros(count, dtype=np.int64),
+            }
+        )
+        taken = []
+        for seed in range(3):
+            wait(size)
+            started = time.perf_counter()
+            sampling = Sampling(seed=seed, max_response_tokens=size.decode_steps)
+            told = engine.generate(prompts, sampling, lambda batch: None)
+            wait(size)
+            taken.append((time.perf_counter() - started, told))
+        seconds, told = min(taken[1:], key=lambda one: one[0])
+        found[str(count)] = {
+            "tokens_per_s": told["generated_tokens"] / seconds,
+            "ms_per_step": 1e3 * seconds / told["decode_steps"],
+            "generated_tokens": told["generated_tokens"],
+            "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if size.device == "cuda" else None,
+        }
+    return {"batches": found, "forward": type(engine._forward).__name__}
+
+
+def decode_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    for count, one in found["batches"].items():
+        yield f"{count} sequences", f"{one['tokens_per_s']:,.0f} tokens/s, {one['ms_per_step']:.1f} ms per step"
+    yield "forward pass", found["forward"]
+
+
+def device_of(size: Size) -> str:
+    return "cuda:0" if size.device == "cuda" else "cpu"
+
+
+# ── training alone ────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
+    """One optimizer step on ragged-free sequences: rlctl's `ddp` engine, and a plain Hugging Face loop."""
+
+    def run(size: Size, folder: Path) -> Figures:
+        import _bench
+
+        folder.mkdir(parents=True, exist_ok=True)
+        config = size.config(shape)
+        _bench.write_config(folder, config)
+        kinds = ["sdpa", *(["flash_attention_2"] if find_spec("flash_attn") and size.device == "cuda" else [])]
+        sides: dict[str, Callable[[], Callable[[], float]]] = {}
+        for kind in kinds:
+            sides[f"rlctl ddp, {kind}"] = lambda kind=kind: our_step(size, folder, kind)  # type: ignore[misc]
+            sides[f"Hugging Face loop, {kind}"] = lambda kind=kind: plain_step(size, folder, kind)  # type: ignore[misc]
+        lengths = [size.train_length] * size.train_sequences
+        loss_tokens = sum(lengths) - PROMPT * len(lengths)
+        flops = train_flops(DecoderSize.of(config), lengths, loss_tokens)
+        sheet = peak_tflops(size.device_name())
+        found: Figures = {"formula": FORMULA, "flops": flops, "tokens": sum(lengths), "sides": {}}
+        for name, make in sides.items():
+            found["sides"][name] = side(size, make, sum(lengths), flops, sheet)
+        if all("error" in one for one in found["sides"].values()):
+            found["failed"] = next(iter(found["sides"].values()))["error"]
+        return found
+
+    return run
+
+
+PROMPT = 32
+
+
+def side(
+    size: Size, make: Callable[[], Callable[[], float]], tokens: int, flops: float, sheet: float | None
+) -> Figures:
+    """Timings of one side, or the error that it ended with: one that runs out of memory does not end the others."""
+    import gc
+
+    import torch
+
+    try:
+        if size.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step = make()
+        loss = step()
+        seconds = timed(step, size, size.train_rounds)
+    except (RuntimeError, ImportError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    finally:
+        gc.collect()
+        if size.device == "cuda":
+            torch.cuda.empty_cache()
+    return {
+        "s_per_step": seconds,
+        "tokens_per_s": tokens / seconds,
+        "tflops": flops / seconds / 1e12,
+        "mfu": mfu(flops, seconds, sheet) if sheet else None,
+        "first_loss": loss,
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if size.device == "cuda" else None,
+    }
+
+
+def train_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    for name, one in found["sides"].items():
+        if "error" in one:
+            yield name, one["error"]
+            continue
+        share = f", MFU {100 * one['mfu']:.1f} %" if one["mfu"] else ""
+        held = f", {one['peak_GiB']:.1f} GiB" if one["peak_GiB"] else ""
+        yield name, f"{one['tokens_per_s']:,.0f} tokens/s, {one['tflops']:.0f} TFLOP/s{share}{held}"
+    yield "formula", found["formula"]
+
+
+def our_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
+    import _bench
+    import numpy as np
+
+    from backends.ddp.engine import DdpTrainEngine
+    from backends.protocol import LossScale, Rank
+    from specs.schema.algorithms.algorithm_tables import PpoClip
+    from specs.schema.engines.ddp_table import DdpTable
+    from specs.wire.batch import Batch
+
+    about = _bench.model_config(
+        str(folder), size.train_length, dtype=size.dtype, device=device_of(size), attn_implementation=attention
+    )
+    table = DdpTable(logits_chunk_tokens=1024)
+    engine = DdpTrainEngine.build(_bench.actor_config(about, table, size.micro_batch_tokens), Rank())
+    rng, count, length = np.random.default_rng(0), size.train_sequences, size.train_length
+    total = count * length
+    columns = {
+        "length_B": np.full(count, length, dtype=np.int64),
+        "tokens_T": tokens_of(size, folder).reshape(-1).astype(np.int32),
+        "loss_mask_T": np.tile(np.arange(length) >= PROMPT, count).astype(np.int8),
+        "advantage_T": np.repeat(rng.normal(size=count), length).astype(np.float32),
+        "rollout_logprob_T": np.full(total, -4.0, dtype=np.float32),
+    }
+    batch, loss = Batch(columns), PpoClip(anchor="current")
+    scale = LossScale(int(columns["loss_mask_T"].sum()), count, length)
+
+    def step() -> float:
+        sums = engine.forward_backward(batch, loss, scale)
+        engine.optim_step()
+        return float(sums["loss"])
+
+    return step
+
+
+def plain_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
+    """What a short script does: the stock model, full logits, AdamW on the model's own dtype. Nothing to pad here."""
+    import numpy as np
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if size.dtype == "bf16" else torch.float32
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(size.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=size.device == "cuda")
+    ids = torch.from_numpy(tokens_of(size, folder)).to(size.device)
+    advantage = torch.from_numpy(np.random.default_rng(0).normal(size=len(ids)).astype(np.float32)).to(size.device)
+    rows = max(1, size.micro_batch_tokens // size.train_length)
+    count = ids[:, PROMPT:].numel()
+
+    def step() -> float:
+        total = 0.0
+        for part, weight in zip(ids.split(rows), advantage.split(rows), strict=True):
+            logits = model(input_ids=part, use_cache=False).logits[:, PROMPT - 1 : -1]
+            logprob = torch.log_softmax(logits.float(), -1).gather(2, part[:, PROMPT:, None]).squeeze(2)
+            ratio = (logprob - logprob.detach()).exp()
+            gained = torch.minimum(ratio * weight[:, None], ratio.clamp(0.8, 1.2) * weight[:, None])
+            loss = -gained.sum() / count
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def tokens_of(size: Size, folder: Path) -> Any:
+    """[sequences, length], int64."""
+    import numpy as np
+
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    return np.random.default_rng(1).integers(1, vocab, (size.train_sequences, size.train_length))
+
+
+# ── all of them, in order ─────────────────────────────────────────────────────────────────────────
+
+PARTS = (
+    Part("device", "matrix product and copies", 40, 10, measure_device, device_rows),
+    Part("tests", "the tests that need a GPU", 120, 20, run_tests, test_rows, no_pytest),
+    Part("decode", "the torch rollout engine, 0.5B", 90, 20, measure_decoding, decode_rows),
+    Part("run-cuda-ipc", "a colocated GRPO run, 0.5B, weights by CUDA IPC", 120, 40,
+         colocated_run("cuda_ipc", "torch"), run_rows, cannot_run),
+    Part("run-host", "the same, weights through host memory", 120, 40,
+         colocated_run("shm", "torch"), run_rows, cannot_run),
+    Part("train-0.5B", "training alone, 0.5B, 16k tokens", 90, 20, measure_training("0.5B"), train_rows),
+    Part("train-1.5B", "training alone, 1.5B, 16k tokens", 120, 30, measure_training("1.5B"), train_rows),
+    Part("run-vllm", "a colocated GRPO run, 0.5B, sampled by vLLM", 180, 60,
+         colocated_run("auto", "vllm"), run_rows, no_vllm),
+)  # fmt: skip
+
+
+# ── arithmetic, on a machine without a GPU ────────────────────────────────────────────────────────
+
+
+def check_arithmetic() -> int:
+    """Numbers worked out by hand; prints each, returns an exit code."""
+    config = {**QWEN, **SHAPES["0.5B"]}
+    size = DecoderSize.of(config)
+    one = DecoderSize(layers=1, heads=1, head_size=1, layer_weights=0, head_weights=0)
+    checks = [
+        # q, o: 896 · 896 each; k, v: 896 · 128 each; gate, up, down: 896 · 4864 each
+        ("layer weights of 0.5B", size.layer_weights, 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)),
+        ("head weights of 0.5B", size.head_weights, 896 * 151936),
+        # 2 forward and 4 backward per weight and token
+        ("a weight, 5 tokens", train_flops(DecoderSize(0, 1, 1, 1, 0), [5], 0), 30.0),
+        ("a head weight, 3 loss tokens of 5", train_flops(DecoderSize(0, 1, 1, 0, 1), [5], 3), 18.0),
+        # 1 + 2 + 3 pairs, 2 products of 2 operations, three times
+        ("attention over 3 tokens", train_flops(one, [3], 0), 72.0),
+        ("two sequences do not meet", train_flops(one, [3, 1], 0), 72.0 + 12.0),
+        ("half of the peak", mfu(1e15, 2.0, 1000.0), 0.5),
+        ("an H200 is not an H100", peak_tflops("NVIDIA H100 PCIe"), 756.0),
+        ("a device nobody listed", peak_tflops("NVIDIA Z1"), None),
+    ]
+    for name, found, expected in checks:
+        print(f"  ✓ {name}: {found}" if found == expected else f"  ✗ {name}: {found}, not {expected}")
+    return 0 if all(found == expected for _, found, expected in checks) else 1

@@ -1,0 +1,89 @@
+"""What prove-gpu counts is right, and its parts work: on the CPU, at toy size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from _flops import DecoderSize, train_flops  # noqa: E402
+from _gpu_parts import PARTS, QWEN, SHAPES, toy_size  # noqa: E402
+
+
+def prove(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [ROOT / "scripts" / "prove-gpu", *arguments]
+    environment = {**os.environ, "RLCTL_PYTHON": sys.executable}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_checks_its_arithmetic() -> None:
+    done = prove()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("No GPU here: ")
+    assert done.stdout.count("✓") >= 9
+    assert "✗" not in done.stdout
+
+
+def test_the_count_is_that_of_the_operations_that_torch_runs() -> None:
+    """Forward, where every operation is counted; torch counts attention without the causal mask."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {**QWEN, **SHAPES["toy"]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
+    length = 24
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(length)[None] + 1, use_cache=False)
+    size = DecoderSize.of(config)
+    weights = train_flops(size, [length], length) / 3
+    all_pairs = 4.0 * size.layers * size.heads * size.head_size * length**2
+    causal_pairs = 2.0 * size.layers * size.heads * size.head_size * length * (length + 1)
+    assert counter.get_total_flops() == weights - causal_pairs + all_pairs
+
+
+@pytest.mark.parametrize("name", ["device", "decode", "train-0.5B", "run-host"])
+def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
+    part = next(part for part in PARTS if part.name == name)
+    assert part.skip() is None
+    found = json.loads(json.dumps(part.run(toy_size(), tmp_path / name)))
+    assert "failed" not in found, found
+    rows = dict(part.rows(found))
+    assert rows
+    assert all(value for value in rows.values())
+    if name == "run-host":
+        assert len(found["steps"]) == toy_size().steps
+        assert all(step["sync/GB_per_s"] > 0 for step in found["steps"])
+    if name == "train-0.5B":
+        sides = found["sides"]
+        ours, plain = sides["rlctl ddp, sdpa"], sides["Hugging Face loop, sdpa"]
+        assert ours["tokens_per_s"] > 0
+        assert abs(ours["first_loss"] - plain["first_loss"]) < 1e-4, "both sides do the same work"
+
+
+def test_what_passed_is_not_done_again(tmp_path: Path) -> None:
+    first = prove("--rehearse", "--only", "device", "--out", tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    record = json.loads((tmp_path / "prove-gpu.json").read_text())
+    assert record["parts"]["device"]["state"] == "passed"
+    assert record["parts"]["device"]["figures"]["matmul_tflops"] > 0
+    assert "device         passed (earlier)" in prove("--rehearse", "--only", "device", "--out", tmp_path).stdout
+    state = json.loads((tmp_path / "device.json").read_text())
+    (tmp_path / "device.json").write_text(json.dumps({**state, "machine": {**state["machine"], "code": "another"}}))
+    assert "(earlier)" not in prove("--rehearse", "--only", "device", "--out", tmp_path).stdout
+
+
+def test_a_part_that_takes_too_long_is_ended_and_the_rest_is_said(tmp_path: Path) -> None:
+    done = prove("--rehearse", "--only", "device", "--only", "decode", "--out", tmp_path, "--limit", "11")
+    record = json.loads((tmp_path / "prove-gpu.json").read_text())
+    assert record["parts"]["device"]["state"] in ("passed", "timed out")
+    assert record["parts"]["decode"]["state"] == "skipped"
+    assert "s were left of 11" in done.stdout
