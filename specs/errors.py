@@ -127,6 +127,10 @@ class LogprobGapError(RlctlError):
     """Sampler and trainer give the sampled tokens log-probs that differ by more than the spec allows."""
 
 
+class NotFiniteError(RlctlError):
+    """A number that the actor would learn from, or that says how it learns, is NaN or infinite."""
+
+
 class MemoryGrowthError(RlctlError):
     """A role holds more and more memory where it should have let go of it."""
 

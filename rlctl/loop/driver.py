@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop import advantages, step_metrics
+from rlctl.loop import advantages, finite_check, step_metrics
 from rlctl.loop.clock import Clock
 from rlctl.loop.logprob_gap import Gap, GapLimits
 from rlctl.loop.recovery import SteadySync
@@ -21,6 +21,7 @@ from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Prompts, Sampler, Scored
 from rlctl.loop.step_metrics import RankReport
 from rlctl.loop.sync import SyncReport
+from specs.errors import NotFiniteError
 from specs.phases import Phase
 from specs.schema.spec import Spec
 from specs.wire import bodies
@@ -77,6 +78,7 @@ class Driver:
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(lambda text: progress.warning(text))
         self.eval_prompts: Prompts | None = None
+        self.said_skipped = False
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -89,6 +91,7 @@ class Driver:
         with self.phase("train", step):
             batch = self.add_logprobs(drawn.batch, step)
             batch = self.add_advantages(batch, drawn.scored)
+            finite_check.check_batch(batch, drawn.scored.reward_B, step)
             updates = self.update(batch, step)
         self.sync.actor_finished(step)
         synced = self.send_weights(step) if self.queue.needs_weights(step) else None
@@ -127,8 +130,18 @@ class Driver:
         metrics = step_metrics.collect(step, batch, scored, self.spec.loss, updates, gaps, synced, self.clock.metrics())
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.reward_failures.see(scored.failures, len(batch), step)
+        self.note_skipped(metrics["actor/skipped_updates"], len(updates), step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
         return StepRecord(metrics, scored.samples)
+
+    def note_skipped(self, skipped: int, updates: int, step: int) -> None:
+        """Warn, once in an attempt, of an optimizer step that was left out."""
+        if skipped and not self.said_skipped:
+            self.said_skipped = True
+            self.progress.warning(
+                f"step {step}: {skipped} of {updates} optimizer steps left out, the gradient was not finite. "
+                "Said once; actor/skipped_updates counts on"
+            )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
@@ -167,7 +180,7 @@ class Driver:
 
     def update(self, batch: Batch, step: int) -> list[list[RankReport]]:
         """All optimizer steps of this step; returns each rank's report for each. Raises LogprobGapError before the
-        first one when sampler and trainer disagree."""
+        first one when sampler and trainer disagree, NotFiniteError before the one whose loss is not a number."""
         algorithm = self.spec.algorithm
         reports: list[list[RankReport]] = []
         loss = self.spec.loss
@@ -189,6 +202,8 @@ class Driver:
                 sums = [bodies.Updated.of(reply).sums for reply in replies]
                 if not reports and self.spec.ratio_against != "trainer":
                     self.check_gap(batch, Gap.of_sums(sums), step)
+                if found := finite_check.check_sums(sums, step):
+                    raise self.not_finite(found, batch.select(chosen), step)
                 self.window.open()
                 stepped = [bodies.Stepped.of(reply) for reply in self.actor.call(Verb.STEP, step=step)]
                 reports.append([RankReport(*pair) for pair in zip(sums, stepped, strict=True)])
@@ -199,10 +214,16 @@ class Driver:
         if not self.gap_limits.broken_by(gap):
             return
         if "old_logprob_T" not in batch:  # the trainer's are still the current ones
-            batch = batch.with_columns(
-                old_logprob_T=self._unshard(*self._post_logprobs(self.actor, True, batch, step), batch)
-            )
+            batch = batch.with_columns(old_logprob_T=self.actor_logprobs(batch, step))
         raise self.gap_limits.stop(gap, batch, batch["old_logprob_T"], step)
+
+    def not_finite(self, found: str, batch: Batch, step: int) -> NotFiniteError:
+        """The error of a mini-batch whose loss, of which `found` says what is wrong, is not finite."""
+        return finite_check.of_update(found, batch, self.actor_logprobs(batch, step))
+
+    def actor_logprobs(self, batch: Batch, step: int) -> NDArray[np.float32]:
+        """Those of the weights that the actor has now."""
+        return self._unshard(*self._post_logprobs(self.actor, True, batch, step), batch)
 
     def loss_scale(self, mini: Batch) -> bodies.Scale:
         """Global counts of a mini-batch: what every rank divides by."""
@@ -228,7 +249,7 @@ class Driver:
                 self.eval_prompts = sampler.held_out(section.prompts, step)
             drawn = sampler.start(self.eval_prompts, sampler.greedy(), step, "eval").finish()
         reward_R = drawn.scored.reward_B[Rollouts.of(drawn.batch["rollout_B"]).first_R]
-        return {f"eval/{section.name}/reward_mean": float(reward_R.mean())}
+        return {f"eval/{section.name}/reward_mean": float(reward_R.mean(dtype=np.float64))}
 
 
 def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:

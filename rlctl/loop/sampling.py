@@ -236,7 +236,10 @@ class Drawn:
 def term_means(columns: Mapping[str, NDArray[Any]], chosen: NDArray[np.int64]) -> dict[str, float]:
     """Mean of each term over the chosen samples; 0 when there is none."""
     names = sorted(name for name in columns if name.startswith("term_"))
-    return {name.removesuffix("_B"): float(columns[name][chosen].mean()) if len(chosen) else 0.0 for name in names}
+    return {
+        name.removesuffix("_B"): float(columns[name][chosen].mean(dtype=np.float64)) if len(chosen) else 0.0
+        for name in names
+    }
 
 
 def in_id_order(batch: Batch) -> Batch:

@@ -6,6 +6,7 @@ loss reports, and how that is reduced, is declared beside its table (`specs/sche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,8 +53,8 @@ def collect(
     reward_R = scored.by_rollout(batch["rollout_B"])
     return {
         "step": step,
-        "reward/mean": float(reward_R.mean()),
-        "reward/std": float(reward_R.std()),
+        "reward/mean": float(reward_R.mean(dtype=np.float64)),
+        "reward/std": float(reward_R.std(dtype=np.float64)),
         "reward/silent_groups": silent_group_share(scored.reward_B, batch["group_B"].astype(np.int64)),
         **{f"reward/{name}": value for name, value in scored.terms.items()},
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
@@ -81,10 +82,11 @@ def update_metrics(loss: Loss, updates: RankReports, gaps: RankReports) -> dict[
     """What the loss declares, and how the updates went. Gradient norms are a mean over optimizer steps."""
     reports = [report for ranks in updates for report in ranks]
     first = [ranks[0] for ranks in updates]
+    norms = [report.stepped.grad_norm for report in first if math.isfinite(report.stepped.grad_norm)]
     declared = {metric.name: _reduced(metric, gaps if metric.before_learning else updates) for metric in loss.metrics}
     return {
         **declared,
-        "actor/grad_norm": float(np.mean([report.stepped.grad_norm for report in first])),
+        **({"actor/grad_norm": float(np.mean(norms))} if norms else {}),
         "actor/lr": first[-1].stepped.lr,
         "actor/skipped_updates": sum(report.stepped.skipped for report in first),
         "perf/micro_batches": int(sum(report.sums["micro_batches"] for report in reports)),

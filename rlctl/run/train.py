@@ -27,12 +27,13 @@ from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
 from rlctl.show.text_format import counted
 from rlctl.show.tracking import Tracker, open_tracker
-from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, RlctlError, SpecError
+from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError, RlctlError, SpecError
 from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.spec import Spec
 
-STOPPED = (Interrupted, LogprobGapError, MemoryGrowthError)  # the roles still answer: what they reached can be saved
+# The roles still answer: what they reached can be saved.
+STOPPED = (Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
 DISK_FULL_HINT = "nothing older was lost: free some space, then run the same command with --resume"
 
 
@@ -80,7 +81,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
         keep_to = None if not resume else checkpoint.step if checkpoint else -1
         if keep_to is not None:
             truncate_after(run_dir.samples, keep_to)
-        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to, warn=progress.warning))
+        metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to))
         tracker = stack.enter_context(open_tracker(spec, run_dir.path))
         try:
             driver = start(spec, spec_dir, run_dir, plan, groups, window, progress)

@@ -7,14 +7,13 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specs.errors import RlctlError, RunDirError
+from specs.errors import NotFiniteError, RlctlError, RunDirError
 
 Metrics = Mapping[str, Any]
-Warn = Callable[[str], None]
 
 
 class MetricsWriter:
@@ -22,13 +21,11 @@ class MetricsWriter:
 
     `resume_step` drops the lines of later steps first: they will be written again. Without it an existing
     file that holds lines is refused (RunDirError), so that two runs never mix.
-    Numbers that are not finite become null, and `warn` is told once for each key.
+    A number that is not finite is written as null, and ends the run.
     """
 
-    def __init__(self, path: Path, *, resume_step: int | None = None, warn: Warn | None = None) -> None:
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self.path = path
-        self._warn = warn
-        self._warned: set[str] = set()
         if resume_step is not None:
             truncate_after(path, resume_step)
         elif path.exists() and path.stat().st_size > 0:
@@ -36,9 +33,12 @@ class MetricsWriter:
         self._file: io.FileIO = path.open("ab", buffering=0)
 
     def write(self, metrics: Metrics) -> None:
-        """Append one step. `metrics["step"]` must be there. Raises RlctlError when the disk refuses."""
+        """Append one step. `metrics["step"]` must be there. Raises RlctlError when the disk refuses, NotFiniteError
+        when the line is written but holds a number that is none."""
         assert isinstance(metrics.get("step"), int), "a line of metrics needs `step`"
-        line = json.dumps({key: self._plain(key, value) for key, value in metrics.items()}, allow_nan=False)
+        plain = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+        bad = {key: value for key, value in plain.items() if isinstance(value, float) and not math.isfinite(value)}
+        line = json.dumps(plain | dict.fromkeys(bad), allow_nan=False)
         data = line.encode() + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         try:
@@ -49,6 +49,9 @@ class MetricsWriter:
             raise RlctlError(
                 f"cannot write {self.path}: {error.strerror}", hint="free disk space, then continue with --resume"
             ) from None
+        if bad:
+            said = ", ".join(f"{key} is {value}" for key, value in bad.items())
+            raise NotFiniteError(f"step {metrics['step']}: {said}", hint="look at the metrics of the steps before")
 
     def close(self) -> None:
         self._file.close()
@@ -58,16 +61,6 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _plain(self, key: str, value: Any) -> Any:
-        if hasattr(value, "item"):  # a numpy scalar
-            value = value.item()
-        if isinstance(value, float) and not math.isfinite(value):
-            if self._warn is not None and key not in self._warned:
-                self._warned.add(key)
-                self._warn(f"{key} is {value}: written as null")
-            return None
-        return value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -9,11 +9,13 @@ from pydantic import Field, StringConstraints
 
 from specs.schema.table import NonEmpty, PathText, Table
 
+MAX_SCORE = 1e18  # of a term and of the weighted sum: squares of it, and sums over a batch, are finite in float32
+
 
 class RewardTerm(Table):
     """What all reward terms share."""
 
-    weight: float = Field(1.0, description="Factor of this term in the weighted sum.")
+    weight: float = Field(1.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Factor of this term in the weighted sum.")
 
 
 class ExactMatch(RewardTerm):

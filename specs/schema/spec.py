@@ -19,7 +19,7 @@ from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
-from specs.schema.rewards import RewardTermTable
+from specs.schema.rewards import MAX_SCORE, RewardTermTable
 from specs.schema.roles import ROLES, Role, RoleName
 from specs.schema.sections import (
     CheckpointSection,
@@ -174,7 +174,9 @@ class RewardSection(RoleSection):
     terms: tuple[RewardTermTable, ...] = Field(min_length=1, description="Terms of the weighted sum.")
     workers: int = Field(2, ge=1, le=256, description="Isolated processes that run the terms.")
     timeout_s: float = Field(10.0, gt=0, description="Seconds one completion may take to grade.")
-    fallback: float = Field(0.0, description="Score of a completion whose grading raised, hung or crashed.")
+    fallback: float = Field(
+        0.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Score of a completion whose grading raised, hung or crashed."
+    )
 
 
 class Spec(Table):

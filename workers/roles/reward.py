@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
+from specs.schema.rewards import MAX_SCORE
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.messages import COLUMNS, Verb
@@ -139,23 +140,31 @@ class Reward:
 def weigh(
     grades: Sequence[Grade], weights: NDArray[np.float64], fallback: float
 ) -> tuple[dict[str, Column], list[Grade]]:
-    """Weighted sums as columns. A sum beyond float32 becomes a bad value: an infinite reward would end the run."""
+    """Weighted sums as columns. A value or a sum beyond MAX_SCORE, with which a step cannot compute, is a bad value."""
     values = np.array([grade.values or (0.0,) * len(weights) for grade in grades]).reshape(-1, len(weights))
-    failed = np.array([bool(grade.cause) for grade in grades], dtype=bool)
     with np.errstate(over="ignore", invalid="ignore"):
-        total = (values @ weights).astype(np.float32)
-        terms = values.astype(np.float32)
-    unusable = ~failed & ~(np.isfinite(total) & np.isfinite(terms).all(axis=1))
-    beyond = Grade(cause="bad_values", text="the weighted sum of the terms is beyond float32")
-    checked = [beyond if bad else grade for grade, bad in zip(grades, unusable, strict=True)]
-    scored = ~(failed | unusable)
+        total = values @ weights
+    failed = np.array([bool(grade.cause) for grade in grades], dtype=bool)
+    usable = (np.abs(total) <= MAX_SCORE) & (np.abs(values) <= MAX_SCORE).all(axis=1)
+    checked = [
+        grade if grade.cause or fits else Grade(cause="bad_values", text=_too_large(grade.values, float(one)))
+        for grade, fits, one in zip(grades, usable, total, strict=True)
+    ]
+    scored = usable & ~failed
     columns: dict[str, Column] = {
-        "reward_B": np.where(scored, total, np.float32(fallback)).astype(np.float32),
+        "reward_B": np.where(scored, total, fallback).astype(np.float32),
         "scored_B": scored.astype(np.uint8),
     }
     for index in range(len(weights)):
-        columns[f"term_{index}_B"] = np.where(scored, terms[:, index], np.float32(0.0)).astype(np.float32)
+        columns[f"term_{index}_B"] = np.where(scored, values[:, index], 0.0).astype(np.float32)
     return columns, checked
+
+
+def _too_large(values: Sequence[float], total: float) -> str:
+    """What of one sample is beyond the limit."""
+    term = next((index for index, value in enumerate(values) if not abs(value) <= MAX_SCORE), None)
+    what = f"the weighted sum of the terms is {total:g}" if term is None else f"reward.terms[{term}]: {values[term]:g}"
+    return f"{what}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

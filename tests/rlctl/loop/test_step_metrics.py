@@ -1,9 +1,15 @@
 """How a step's numbers are reduced, against numbers by hand."""
 
+import math
+
+import numpy as np
 import pytest
 
-from rlctl.loop.step_metrics import RankReport, idle_s, update_metrics
+from rlctl.loop.sampling import Scored
+from rlctl.loop.step_metrics import RankReport, collect, idle_s, update_metrics
 from specs.schema.algorithms.algorithm_tables import PpoClip
+from specs.schema.rewards import MAX_SCORE
+from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
 
 LOSS = PpoClip(anchor="current")
@@ -36,3 +42,24 @@ def test_idle_time_is_what_no_rank_worked_in():
     assert idle_s([], 0.0, 2.0) == 2.0
     assert idle_s([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0)], 0.0, 10.0) == pytest.approx(1 + 2 + 3)
     assert idle_s([(-1.0, 0.5), (9.0, 12.0)], 0.0, 10.0) == pytest.approx(8.5)
+
+
+def test_a_norm_that_is_not_finite_is_counted_and_not_averaged():
+    updates = [[report(1, 1.0, 0.2, math.inf, 0.5, skipped=True)], [report(1, 1.0, 0.2, 3.0, 0.5)]]
+    metrics = update_metrics(LOSS, updates, updates)
+    assert metrics["actor/grad_norm"] == 3.0
+    assert metrics["actor/skipped_updates"] == 1
+    assert "actor/grad_norm" not in update_metrics(LOSS, updates[:1], updates[:1])
+
+
+def test_statistics_of_the_largest_scores_are_finite():
+    """In float32 their squares, summed, are not."""
+    columns = {"tokens_T": np.zeros(512, np.int64), "loss_mask_T": np.ones(512, np.uint8)}
+    columns |= {name: np.arange(512) for name in ("group_B", "rollout_B", "id_B")}
+    batch = Batch(columns | {"length_B": np.ones(512, np.int64), "finished_B": np.ones(512, np.uint8)})
+    reward_B = np.where(np.arange(512) % 2, MAX_SCORE, -MAX_SCORE).astype(np.float32)
+    scored = Scored(reward_B, np.ones(512, bool), {}, {}, [])
+    updates = [[report(1, 1.0, 0.2, 3.0, 0.5)]]
+    metrics = collect(1, batch, scored, LOSS, updates, updates, None, {"time/step_s": 1.0})
+    assert metrics["reward/std"] == pytest.approx(MAX_SCORE)
+    assert metrics["reward/mean"] == pytest.approx(0.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlctl.show.metrics_file import MetricsWriter, read_metrics, truncate_after
-from specs.errors import RunDirError
+from specs.errors import NotFiniteError, RunDirError
 
 
 def write_steps(path: Path, steps: range, **options: int) -> None:
@@ -38,15 +38,13 @@ def test_a_reader_sees_each_step_at_once(tmp_path: Path) -> None:
             assert [record["step"] for record in read_metrics(path)] == list(range(1, step + 1))
 
 
-def test_non_finite_numbers_are_null_and_warned_about_once(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_ends_the_run_and_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    warnings: list[str] = []
-    with MetricsWriter(path, warn=warnings.append) as writer:
-        for step in (1, 2):
-            writer.write({"step": step, "actor/grad_norm": math.inf, "actor/loss": np.float32("nan"), "x": np.int64(3)})
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 1, "x": np.float32(3)})
+        with pytest.raises(NotFiniteError, match="step 2: actor/grad_norm is inf, actor/loss is nan"):
+            writer.write({"step": 2, "actor/grad_norm": math.inf, "actor/loss": np.float32("nan"), "x": np.int64(3)})
     assert read_metrics(path)[1] == {"step": 2, "actor/grad_norm": None, "actor/loss": None, "x": 3}
-    assert len(warnings) == 2
-    assert "actor/grad_norm" in warnings[0]
 
 
 def test_resume_drops_later_steps_and_nothing_else(tmp_path: Path) -> None:

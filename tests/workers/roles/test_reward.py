@@ -229,12 +229,15 @@ def test_a_sample_without_an_answer_is_graded_as_empty(role: Role) -> None:
     assert scored.tensors["reward_B"].tolist() == [1.0, 1.0]
 
 
-def test_a_sum_beyond_float32_is_a_bad_value() -> None:
-    grades = [Grade((1.0, 1.0)), Grade((1e300, 0.0)), Grade((3e38, 3e38)), Grade(cause="crashes")]
-    columns, checked = weigh(grades, np.array([1.0, 1.0]), 0.5)
-    assert columns["reward_B"].tolist() == [2.0, 0.5, 0.5, 0.5]
-    assert [grade.cause for grade in checked] == ["", "bad_values", "bad_values", "crashes"]
+def test_a_score_that_a_step_cannot_compute_with_is_a_bad_value() -> None:
+    """1e38 is finite in float32, but neither its square nor a sum over a few of them is."""
+    values = [(1.0, 1.0), (1e300, 0.0), (3e38, 3e38), (0.0, -1e38), (1e308, 1e308), (9e17, 9e17), (1e18, -1e18)]
+    columns, checked = weigh([*map(Grade, values), Grade(cause="crashes")], np.array([1.0, 1.0]), 0.5)
+    assert columns["reward_B"].tolist() == [2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.0, 0.5]
+    assert [grade.cause for grade in checked] == ["", *["bad_values"] * 5, "", "crashes"]
     assert all(np.isfinite(column).all() for column in columns.values())
+    assert checked[3].text.startswith("reward.terms[1]: -1e+38, beyond ±1e+18")
+    assert checked[5].text.startswith("the weighted sum of the terms is 1.8e+18")
 
 
 def test_an_empty_batch_is_legal(role: Role) -> None:
