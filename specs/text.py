@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
+_HALF = "half of a surrogate pair, which is not text"
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -25,6 +28,27 @@ def show(value: Any, limit: int = 60) -> str:
 def show_default(value: Any) -> str:
     """A key's default as TOML writes it, or "" for tables and None."""
     return show(value) if isinstance(value, bool | int | float | str | tuple) and value not in ("", ()) else ""
+
+
+def not_text(row: Mapping[str, Any]) -> str:
+    """Which column of a row, at any depth, holds half of a surrogate pair, in words; "" for none. JSON can write one
+    (`"\\ud83d"`), but it is no character: no tokenizer, file or terminal takes it."""
+    if _is_text(row):
+        return ""
+    for name, value in row.items():
+        if not _is_text(name):
+            return f"the name of column {name!a} holds {_HALF}"
+        if not _is_text(value):
+            return f"column {name!r} holds {_HALF}"
+    raise AssertionError("no column holds what the row does")
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def listed(numbers: list[int], shown: int = 8) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 from specs.schema.rewards import ExactMatch, MathVerify
 from specs.schema.spec import Spec
 from specs.templates import template_columns
+from specs.text import not_text
+from workers.data.row_source import parquet_rows
 
 ROWS_LOOKED_AT = 50
 _NAME_COLUMNS = "name the columns with data.prompt_column, data.answer_column or data.template"
@@ -76,8 +78,8 @@ def _parquet(file: Path, spec: Spec) -> Fault | None:
     if fault := missing_column(found.schema_arrow.names, spec):
         return fault
     first = next(found.iter_batches(ROWS_LOOKED_AT, columns=needed_columns(spec)))
-    for number, row in enumerate(first.to_pylist(), 1):
-        if fault := _unusable(row, spec):
+    for number, row in enumerate(parquet_rows(first), 1):
+        if fault := Fault(f"cannot be used: {row}") if isinstance(row, str) else _unusable(row, spec):
             return fault.at(file, number)
     return None
 
@@ -109,7 +111,9 @@ def _parsed(line: bytes, *, first: bool) -> dict[str, Any] | Fault:
         return Fault(f"is not JSON{place}: {line.decode('utf-8').strip()[:60]}")
     if isinstance(row, list) and row and isinstance(row[0], dict):
         return Fault("starts a list of objects", _OBJECT_PER_LINE)
-    return row if isinstance(row, dict) else Fault(f"is not a JSON object but {_type(row)}")
+    if not isinstance(row, dict):
+        return Fault(f"is not a JSON object but {_type(row)}")
+    return Fault(f"cannot be used: {half}") if (half := not_text(row)) else row
 
 
 def needed_columns(spec: Spec) -> list[str]:

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import DataError
+from specs.text import not_text
+
+if TYPE_CHECKING:
+    import pyarrow
 
 PARQUET_BATCH_ROWS = 1024
 
@@ -78,7 +82,7 @@ def _parse_line(line: bytes, where: str) -> DataRow:
         return DataRow(where, {}, f"not JSON: {error}")
     if not isinstance(values, dict):
         return DataRow(where, {}, f"not a JSON object but {type(values).__name__}")
-    return DataRow(where, values)
+    return DataRow(where, values, not_text(values) if b"\\u" in line else "")
 
 
 def _parquet(path: Path) -> Iterator[DataRow]:
@@ -89,16 +93,43 @@ def _parquet(path: Path) -> Iterator[DataRow]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(PARQUET_BATCH_ROWS):
-                for values in batch.to_pylist():
+                for values in parquet_rows(batch):
                     number += 1
-                    yield DataRow(f"{path} row {number}", values)
+                    where = f"{path} row {number}"
+                    yield DataRow(where, {}, values) if isinstance(values, str) else DataRow(where, values)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}", hint="write the file again") from error
 
 
+def parquet_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | str]:
+    """The rows of a batch; of one that is not text, what is wrong with it."""
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        pass
+    return [_parquet_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+
+
+def _parquet_row(row: pyarrow.RecordBatch) -> dict[str, Any] | str:
+    values = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            values[name] = column[0].as_py()
+        except UnicodeDecodeError as error:
+            return f"column {name!r} is not UTF-8 (byte {error.start})"
+    return values
+
+
 def _hub(source: str, split: str) -> Iterator[DataRow]:
-    for number, values in enumerate(_load_hub(source, split), start=1):
-        yield DataRow(f"{source} [{split}] row {number}", dict(values))
+    number = 0
+    try:
+        for number, values in enumerate(_load_hub(source, split), start=1):
+            yield DataRow(f"{source} [{split}] row {number}", dict(values))
+    except UnicodeDecodeError as error:
+        hint = "choose another revision of it, or write its good rows to a *.jsonl file"
+        raise DataError(
+            f"dataset {source} [{split}] row {number + 1} is not UTF-8: {error.reason}", hint=hint
+        ) from error
 
 
 def _load_hub(source: str, split: str) -> Any:

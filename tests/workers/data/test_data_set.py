@@ -89,7 +89,11 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": 3}, "is int, not text"),
     ({"prompt": [{"role": "user", "content": "x"}]}, "no chat template"),
-    ('{"prompt": "half \\ud800"}', "surrogate"),
+    ('{"prompt": "half \\ud800"}', "column 'prompt' holds half of a surrogate pair"),
+    ('{"prompt": "p", "answer": "\\udc00 half"}', "column 'answer' holds half of a surrogate pair"),
+    ('{"prompt": "p", "extra": [{"a": ["x", "\\uDBFF"]}]}', "column 'extra' holds half of a surrogate pair"),
+    ('{"prompt": "p", "extra": {"\\ud83d": 1}}', "column 'extra' holds half of a surrogate pair"),
+    ('{"prompt": "p", "\\ud83d": 1}', "the name of column '\\ud83d' holds half of a surrogate pair"),
     ("[" * 100_000, "not JSON"),
 ]
 
@@ -140,6 +144,36 @@ def test_nothing_left(tmp_path: Path, codec: TextCodec) -> None:
     write_jsonl(tmp_path, [{"prompt": "x" * 100}, {"other": 1}])
     with pytest.raises(DataError, match=r"1 are longer .*; 1 are bad"):
         table_of(tmp_path, codec, bad_rows="drop")
+
+
+def test_whole_pairs_are_text(tmp_path: Path, codec: TextCodec) -> None:
+    """As JSON that is all ASCII has them."""
+    write_jsonl(tmp_path, ['{"prompt": "\\ud83d\\ude00", "answer": "\\u00e9"}'])
+    table = table_of(tmp_path, codec)
+    assert (table.prompts, table.rows[0]["answer"]) == (["\U0001f600"], "é")
+
+
+def test_held_out_rows_are_judged_too(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"prompt": "a", "answer": "1"}])
+    (tmp_path / "held.jsonl").write_text('{"prompt": "p", "answer": "\\ud800"}\n')
+    with pytest.raises(DataError, match=r"held\.jsonl:1: column 'answer' holds half"):
+        run_data(tmp_path, codec, eval_keys={"data": "held.jsonl", "prompts": 1})
+
+
+def test_parquet_that_is_not_text(tmp_path: Path, codec: TextCodec) -> None:
+    """A Parquet file may hold any bytes in a column of text, such as half of a surrogate pair."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    def text(*values: bytes) -> Any:
+        return arrow.Array.from_buffers(arrow.string(), len(values), arrow.array(values, arrow.binary()).buffers())
+
+    columns = {"prompt": text(b"a", b"b", b"c"), "answer": text(b"1", b"\xed\xa0\x80", b"3")}
+    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet row 2: column 'answer' is not UTF-8"):
+        table_of(tmp_path, codec, train="rows.parquet")
+    table = table_of(tmp_path, codec, train="rows.parquet", bad_rows="drop")
+    assert (table.prompts, table.dropped_bad) == (["a", "c"], 1)
 
 
 def test_parquet(tmp_path: Path, codec: TextCodec) -> None:
