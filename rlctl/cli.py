@@ -207,6 +207,13 @@ def export_checkpoint(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    from rlctl.show.visible_streams import visible_streams
+
+    with visible_streams():
+        return _main(arguments)
+
+
+def _main(arguments: list[str] | None) -> int:
     from specs.errors import RlctlError
 
     try:

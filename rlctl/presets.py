@@ -31,13 +31,14 @@ def summary(file: Path) -> str:
 
 
 def print_presets() -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rlctl.show.screen import Screen
 
     table = Table("preset", "what it is", box=None, pad_edge=False)
     for name, file in presets().items():
         table.add_row(name, summary(file))
-    Console().print(table)
+    Screen().print(table)
 
 
 def batch_script_of(spec: Path) -> Path:

@@ -6,16 +6,17 @@ import random
 import sys
 from pathlib import Path
 
-from rich.console import Console
+from rich.text import Text
 
 from rlctl.show.metrics_file import read_metrics
+from rlctl.show.screen import Screen
 from rlctl.show.text_format import duration, number, sparkline
 
 GOAL = 0.95
 SHOWN = 8
 
 
-def show_reward(run: Path, console: Console) -> None:
+def show_reward(run: Path, console: Screen) -> None:
     steps = [record for record in read_metrics(run / "metrics.jsonl") if record.get("reward/mean") is not None]
     rewards = [record["reward/mean"] for record in steps]
     spent, reached = 0.0, None
@@ -23,14 +24,14 @@ def show_reward(run: Path, console: Console) -> None:
         spent += record.get("time/wall_s") or record["time/step_s"]
         if reached is None and record["reward/mean"] >= GOAL:
             reached = spent
-    console.print(
-        f"\n[bold]mean reward[/]  {number(rewards[0])}  [green]{sparkline(rewards, 60)}[/]  {number(rewards[-1])}"
-    )
+    line = (sparkline(rewards, 60), "green")
+    first, last = number(rewards[0]), number(rewards[-1])
+    console.print(Text.assemble("\n", ("mean reward", "bold"), f"  {first}  ", line, f"  {last}"))
     when = f", {GOAL} reached after {duration(reached)}" if reached is not None else ""
     console.print(f"{len(steps)} steps in {duration(spent)}{when}")
 
 
-def show_answers(folder: Path, console: Console) -> None:
+def show_answers(folder: Path, console: Screen) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -40,19 +41,19 @@ def show_answers(folder: Path, console: Console) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     draw = random.Random()
     numbers = ["".join(draw.choices("0123456789", k=4)) for _ in range(SHOWN)]
-    console.print(f"\n[bold]{folder}[/], loaded by transformers, answers greedily:")
+    console.print(Text.assemble("\n", (str(folder), "bold"), ", loaded by transformers, answers greedily:"))
     for digits in numbers:
         inputs = tokenizer(f"{digits}>", return_tensors="pt")
         with torch.no_grad():
             output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right = answer == "".join(sorted(digits))
-        console.print(f"  {digits} → {answer}  {'[green]✓[/]' if right else '[red]✗[/]'}")
+        console.print(Text.assemble(f"  {digits} → {answer}  ", ("✓", "green") if right else ("✗", "red")))
 
 
 if __name__ == "__main__":
     run_dir, export_dir = Path(sys.argv[1]), Path(sys.argv[2])
-    screen = Console(highlight=False, soft_wrap=True)
+    screen = Screen(soft_wrap=True)
     show_reward(run_dir, screen)
     show_answers(export_dir, screen)
     screen.print(f"\nthe run on one page: {run_dir / 'report.html'}")

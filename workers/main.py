@@ -20,9 +20,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TextIO, cast
 
 from backends.protocol import Rank
 from specs.errors import ChannelError
+from specs.terminal import VisibleStream
 from workers.connection import Dial, Link
 from workers.network import interface_towards
 from workers.serve import Handlers, error_message, serve
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _adopt_slurm_place()
     index, rank = place_from_env()
     _redirect_output(index)
+    sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream, log=True)) for stream in (sys.stdout, sys.stderr))
     _follow_the_driver(args.role, index)
     _see_own_device(rank.local_rank)
     _use_interface_of_group(rank)

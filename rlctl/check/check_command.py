@@ -3,7 +3,6 @@ nothing. The printing is in `rlctl/check/tables.py`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from rlctl.check.findings import Findings, examine
 from rlctl.check.meaning import batch, placement, reference, roles
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
+from specs.terminal import json_text
 
 if TYPE_CHECKING:
     from specs.wire.meta_request import Level
@@ -29,7 +29,7 @@ def check(
     if strict:
         findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
     if as_json:
-        print(json.dumps(as_dict(findings, spec_path), indent=2, ensure_ascii=False))
+        print(json_text(as_dict(findings, spec_path), indent=2))
     else:
         from rlctl.check.tables import print_findings
 
@@ -39,16 +39,15 @@ def check(
 
 def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     """The findings with those of a probe; as they were where problems leave nothing to build."""
-    from rich.console import Console
-
     from rlctl.check.meta_build import probe
     from rlctl.check.meta_report import probe_problems
+    from rlctl.show.screen import Screen
 
     spec, plan = findings.spec, findings.plan
     if not findings.ok or spec is None or plan is None:
         return findings
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
-    with Console(stderr=True).status(f"probe: {what} …"):
+    with Screen(stderr=True).status(f"probe: {what} …"):
         found = probe(spec, spec_dir, plan, level)
     problems, warnings = probe_problems(spec, spec_dir, found)
     return replace(findings, problems=problems, warnings=[*findings.warnings, *warnings], probe=found)

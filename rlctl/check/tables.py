@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rlctl.check.meaning import batch, reference, roles
 from rlctl.preflight.role_attention import role_attention
 from rlctl.processes.placement import Plan
+from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted
 from specs.errors import Problem
 from specs.rules.transport_rules import choose_transport
@@ -29,7 +29,7 @@ PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON h
 
 def print_findings(findings: Findings, spec_path: Path) -> None:
     """Tables and warnings to stdout, problems to stderr."""
-    out = Console(highlight=False)
+    out = Screen()
     if findings.spec and findings.plan:
         out.print(_roles_table(findings.spec, findings.plan, spec_path.absolute().parent))
         out.print()
@@ -42,24 +42,24 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
             out.print(_seats_table(findings.spec))
             out.print()
         for said in _not_known(findings.spec, findings.plan, spec_path.absolute().parent):
-            out.print(said, markup=False, soft_wrap=True)
+            out.print(said, soft_wrap=True)
         out.print(_arithmetic(findings.spec), highlight=True)
         out.print()
         if findings.probe:
             _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
     for warning in findings.warnings:
         _print_problem(out, "warning", "yellow", warning)
-    problems = Console(stderr=True, highlight=False)
+    problems = Screen(stderr=True)
     for problem in findings.problems:
         _print_problem(problems, "error", "red", problem)
     if findings.ok:
-        out.print(f"[green]ok[/green]: {spec_path}", soft_wrap=True)
+        out.print(Text.assemble(("ok", "green"), f": {spec_path}"), soft_wrap=True)
     else:
         count = len(findings.problems)
-        problems.print(f"{count} problem{'s' if count > 1 else ''} in {spec_path}", markup=False, soft_wrap=True)
+        problems.print(f"{count} problem{'s' if count > 1 else ''} in {spec_path}", soft_wrap=True)
 
 
-def _print_probe(out: Console, spec: Spec, spec_dir: Path, found: Probe) -> None:
+def _print_probe(out: Screen, spec: Spec, spec_dir: Path, found: Probe) -> None:
     from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
 
     out.print(probe_table(spec, spec_dir, found))
@@ -69,7 +69,7 @@ def _print_probe(out: Console, spec: Spec, spec_dir: Path, found: Probe) -> None
         out.print(f"\n{RUN_NOTE}\n")
 
 
-def _print_problem(console: Console, word: str, colour: str, problem: Problem) -> None:
+def _print_problem(console: Screen, word: str, colour: str, problem: Problem) -> None:
     head, _, hint = str(problem).partition("\n  hint: ")
     console.print(Text.assemble((f"{word}:", f"bold {colour}"), f" {head}"), soft_wrap=True)
     if hint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,10 +17,12 @@ from specs.errors import UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, MOMENTS, Part, total
 from specs.schema.engines.held_model import ASLEEP_GIB
+from specs.terminal import json_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
+
+    from rlctl.show.screen import Screen
 
 _BAR = 48  # characters that a device's memory is wide
 _SHADES = "█▓▒░"
@@ -50,7 +51,7 @@ def plan_command(
     found = suggestions(planner, plan)
     notes += assumptions(plan)
     if as_json:
-        print(json.dumps(as_dict(plan, found, notes), indent=2, ensure_ascii=False))
+        print(json_text(as_dict(plan, found, notes), indent=2))
     else:
         _print(plan, found, notes)
     return 0
@@ -135,9 +136,9 @@ def _place(place: Place) -> dict[str, Any]:
 
 
 def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str]) -> None:
-    from rich.console import Console
+    from rlctl.show.screen import Screen
 
-    out = Console(highlight=False)
+    out = Screen()
     if not plan.roles:
         out.print("fake engines hold no model: there is nothing to plan")
         return
@@ -178,8 +179,10 @@ def _cells(part: Part) -> list[str]:
     return [f"{part.nbytes / GIB:.2f}" if phase in part.phases else "–" for phase in MOMENTS]
 
 
-def _print_place(out: Console, place: Place) -> None:
+def _print_place(out: Screen, place: Place) -> None:
     """A bar of the fullest phase, each role in its own shade."""
+    from rich.text import Text
+
     name = (
         place.names[0] if len(place.names) == 1 else f"{place.names[0]} … {place.names[-1]} ({len(place.names)} alike)"
     )
@@ -191,22 +194,25 @@ def _print_place(out: Console, place: Place) -> None:
     if place.memory and edge < _BAR:
         bar = f"{bar[:edge]}|{bar[edge:]}"
     parts = "  ".join(f"{_SHADES[i % len(_SHADES)]} {role} {n / GIB:.1f}" for i, (role, n) in enumerate(held.items()))
-    out.print(f"{'' if place.kind == 'GPU' else 'host memory of '}{name}: {_verdict(place)}", soft_wrap=True)
-    out.print(f"  {bar}  {place.fullest}: {parts} GiB\n", markup=False, soft_wrap=True)
+    whose = "" if place.kind == "GPU" else "host memory of "
+    out.print(Text.assemble(f"{whose}{name}: ", *_verdict(place)), soft_wrap=True)
+    out.print(f"  {bar}  {place.fullest}: {parts} GiB\n", soft_wrap=True)
 
 
-def _verdict(place: Place) -> str:
+def _verdict(place: Place) -> list[str | tuple[str, str]]:
+    """Words, with their style where they have one."""
     used = f"{place.peak / GIB:.1f}"
     open_ = f", and what {' and '.join(place.not_known)} holds is not known" if place.not_known else ""
     if not place.memory:
-        return f"{'at least ' if open_ else ''}{used} GiB{open_}"
+        return [f"{'at least ' if open_ else ''}{used} GiB{open_}"]
     of = f"{used} of {place.memory / GIB:.1f} GiB"
     if place.fits is False:
-        return f"[bold red]does not fit[/]: {of}{open_}"
+        return [("does not fit", "bold red"), f": {of}{open_}"]
     if place.fits is None:
-        return f"[bold yellow]not known whether it fits[/]: at least {of}{open_}"
+        return [("not known whether it fits", "bold yellow"), f": at least {of}{open_}"]
     tight = place.peak > USED_SHARE * place.memory
-    return f"[bold yellow]fits with nothing to spare[/]: {of}" if tight else f"[green]fits[/]: {of}"
+    words = ("fits with nothing to spare", "bold yellow") if tight else ("fits", "green")
+    return [words, f": {of}"]
 
 
 def _said(suggestion: Suggestion) -> str:

@@ -44,9 +44,11 @@ def export(
 ) -> int:
     """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. Raises
     UsageError, CheckpointError or ExportError."""
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console()
+    from rlctl.show.screen import Screen
+
+    console = Screen(highlight=True)
     with console.status("checking the checkpoint"):
         checkpoint = find(run_dir, step)
     folder = checkpoint.path / role
@@ -60,7 +62,11 @@ def export(
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
-            proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), adapter_only, status.update)
+
+            def say(text: str) -> None:
+                status.update(Text(text))
+
+            proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), adapter_only, say)
     except OSError as error:
         told = f"{out_dir} cannot be written: {error.strerror or error}"
         raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
@@ -87,9 +93,9 @@ def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
                 f"{run_dir} has no checkpoint of step {step}", hint=f"it has: {', '.join(map(str, there)) or 'none'}"
             )
         return checkpoints.read(checkpoints.step_path(root, step))
-    from rich.console import Console
+    from rlctl.show.screen import Screen
 
-    found = checkpoints.newest(root, lambda text: Console(stderr=True).print(f"warning: {text}"))
+    found = checkpoints.newest(root, lambda text: Screen(stderr=True).print(f"warning: {text}", soft_wrap=True))
     if found is None:
         raise CheckpointError(f"{run_dir} has no complete checkpoint", hint="train until the first `checkpoint.every`")
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, NotFin
 from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.spec import Spec
+from specs.terminal import json_text
 
 # The roles still answer: what they reached can be saved.
 STOPPED = (Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
@@ -187,7 +187,7 @@ class Run:
     def _write_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         with open(self.run_dir.samples, "a", encoding="utf-8") as file:
             for sample in samples:
-                file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+                file.write(json_text({"step": step, **sample}) + "\n")
 
     def _save_last_step(self, why: str) -> None:
         """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 
-from rlctl.show.text_format import number
+from rlctl.show.text_format import html, number
 
 Point = tuple[float, float]
 Series = Mapping[str, Sequence[Point]]
@@ -85,7 +84,7 @@ class Axes:
 
     def line(self, points: Sequence[Point], css: str, label: str) -> str:
         path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
-        return f'<polyline class="line {css}" points="{path}"><title>{escape(label)}</title></polyline>'
+        return f'<polyline class="line {css}" points="{path}"><title>{html(label)}</title></polyline>'
 
     def dot(self, point: Point, css: str) -> str:
         return f'<circle class="dot {css}" cx="{self.x(point[0]):.1f}" cy="{self.y(point[1]):.1f}" r="3"/>'
@@ -94,17 +93,17 @@ class Axes:
         upper = [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(steps, high, strict=True)]
         lower = [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(steps, low, strict=True)]
         path = " ".join([*upper, *reversed(lower)])
-        return f'<polygon class="band {css}" points="{path}"><title>{escape(label)}</title></polygon>'
+        return f'<polygon class="band {css}" points="{path}"><title>{html(label)}</title></polygon>'
 
 
 def _figure(title: str, unit: str, latest: Mapping[str, float], body: str, *, bands: bool = False) -> str:
     kind = "b" if bands else "s"
     legend = "".join(
-        f'<span class="key"><i class="{kind}{index}"></i>{escape(name)} <b>{number(value)}</b></span>'
+        f'<span class="key"><i class="{kind}{index}"></i>{html(name)} <b>{number(value)}</b></span>'
         for index, (name, value) in enumerate(latest.items())
     )
-    heading = f"{escape(title)}<small>{escape(unit)}</small>" if unit else escape(title)
-    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{body}</svg>'
+    heading = f"{html(title)}<small>{html(unit)}</small>" if unit else html(title)
+    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html(title)}">{body}</svg>'
     return f"<figure><figcaption>{heading}</figcaption>{picture}<p>{legend}</p></figure>"
 
 

@@ -6,19 +6,18 @@ Keys of `step()` are those of `metrics.jsonl`.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO, cast
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.show.safe_stdout import SafeStdout
+from rlctl.show.screen import Screen
 from rlctl.show.text_format import count, duration, number, sparkline, time_shares
 from specs.phases import Phase
 
@@ -36,9 +35,9 @@ class Progress:
     """
 
     def __init__(
-        self, total_steps: int, start_step: int, name: str, console: Console | None = None, live: bool | None = None
+        self, total_steps: int, start_step: int, name: str, console: Screen | None = None, live: bool | None = None
     ) -> None:
-        self.console = console or _console()
+        self.console = console or Screen(outlives=True)
         reconfigure = getattr(self.console.file, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")  # a console without Unicode must not end a run
@@ -143,7 +142,7 @@ class Progress:
 
     def _print(self, text: str | Text) -> None:
         self._last_line = time.monotonic()
-        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.live)
+        self.console.print(text, soft_wrap=not self.live)
 
     def _plain_line(self) -> str:
         latest = self._recent[-1]
@@ -236,11 +235,6 @@ class Progress:
         if self._warnings:
             row.append(f"   {self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow")
         return row or Text("done")
-
-
-def _console() -> Console:
-    """Standard output, which a run must outlive; it is None when it was closed from the start."""
-    return Console() if sys.stdout is None else Console(file=cast(TextIO, SafeStdout(sys.stdout)))
 
 
 def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:

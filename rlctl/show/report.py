@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from rlctl.show.charts import Point, line_chart, stacked_chart
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report_style import STYLE
-from rlctl.show.text_format import TIMES, count, duration, number, time_name
+from rlctl.show.text_format import TIMES, count, duration, html, number, time_name
 from specs.errors import RunDirError
 from specs.schema.roles import ROLES
 
@@ -43,6 +42,11 @@ FILES = (
     *("spec.toml", "resolved.json", "as_built.json", "memory.json", "metrics.jsonl", "samples.jsonl"),
     *("checkpoints", "logs"),
 )
+# A second lock behind `html`: should markup ever get through, the browser runs and fetches nothing.
+NO_SCRIPTS = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
+)
 SAMPLES_SHOWN = 12
 TEXT_SHOWN = 600  # characters of a prompt or a completion
 
@@ -70,9 +74,9 @@ def render(run_dir: Path) -> str:
     try:
         records: Records = read_metrics(run_dir / "metrics.jsonl")
     except RunDirError as error:
-        records, note = [], f'<p class="note">{escape(error.message)}</p>'
+        records, note = [], f'<p class="note">{html(error.message)}</p>'
     spec = _read_json(run_dir / "resolved.json") or {}
-    title = escape(str(spec.get("run", {}).get("name", run_dir.name)))
+    title = html(spec.get("run", {}).get("name", run_dir.name))
     parts = [
         f"<header><h1>{title}</h1>{_links(run_dir)}</header>{note}",
         _summary(records, spec),
@@ -81,7 +85,8 @@ def render(run_dir: Path) -> str:
         _memory(_read_json(run_dir / "memory.json")),
         _samples(run_dir / "samples.jsonl"),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title} · rlctl</title>'
+    head = f'<meta charset="utf-8">{NO_SCRIPTS}<meta name="viewport" content="width=device-width">'
+    head += f"<title>{title} · rlctl</title>"
     return (
         f"<!doctype html><html lang=en><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
@@ -113,7 +118,7 @@ def _summary(records: Records, spec: dict[str, Any]) -> str:
     syncs = [record["sync/verified"] for record in steps if "sync/verified" in record]
     if syncs:
         tiles["verified syncs"] = f"{sum(map(bool, syncs))} of {len(syncs)}"
-    cells = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in tiles.items())
+    cells = "".join(f"<div><dt>{html(label)}</dt><dd>{html(text)}</dd></div>" for label, text in tiles.items())
     return f'<dl class="tiles">{cells}</dl>'
 
 
@@ -168,7 +173,7 @@ def _as_built(reports: Any) -> str:
     rows = []
     for ranks in (ranks for ranks in reports.values() if isinstance(ranks, list)):
         for rank in ranks:
-            cells = (escape(read(rank, rank.get("model") or {})) for _, read in COLUMNS)
+            cells = (html(read(rank, rank.get("model") or {})) for _, read in COLUMNS)
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f"<section><h2>As built</h2><div class=wide><table><tr>{head}</tr>{''.join(rows)}</table></div></section>"
 
@@ -182,7 +187,7 @@ def _memory(compared: Any) -> str:
         planned, used = float(sizes["planned_GiB"]), float(sizes["used_GiB"])
         off = f"{planned / used - 1:+.0%}" if used else "–"
         cells = (role, number(planned), number(used), off)
-        rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+        rows.append(f"<tr>{''.join(f'<td>{html(cell)}</td>' for cell in cells)}</tr>")
     head = "<tr><th>role</th><th>planned GiB</th><th>held at most, GiB</th><th>plan was off by</th></tr>"
     return f"<section><h2>Memory of a rank</h2><div class=wide><table>{head}{''.join(rows)}</table></div></section>"
 
@@ -190,14 +195,16 @@ def _memory(compared: Any) -> str:
 def _samples(path: Path) -> str:
     if not path.exists():
         return ""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
     keep = lines if len(lines) <= SAMPLES_SHOWN else [*lines[:4], *lines[4 - SAMPLES_SHOWN :]]
     rows = []
     for sample in filter(None, map(_parse, keep)):
         texts = "".join(
-            f"<td><pre>{escape(_cut(sample.get(key)))}</pre></td>" for key in ("prompt", "completion", "answer")
+            f"<td><pre>{html(_cut(sample.get(key)))}</pre></td>" for key in ("prompt", "completion", "answer")
         )
-        rows.append(f"<tr><td>{sample.get('step', '')}</td>{texts}<td>{number(sample.get('reward'))}</td></tr>")
+        reward = sample.get("reward")
+        score = number(reward) if isinstance(reward, int | float | None) else html(reward)
+        rows.append(f"<tr><td>{html(sample.get('step', ''))}</td>{texts}<td>{score}</td></tr>")
     head = "<tr><th>step</th><th>prompt</th><th>completion</th><th>answer</th><th>reward</th></tr>"
     return (
         f"<section><h2>Samples, first and last</h2><div class=wide><table>{head}{''.join(rows)}</table></div></section>"

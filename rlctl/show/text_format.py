@@ -1,12 +1,14 @@
-"""Numbers and series as short text: what the progress display, the report and the quickstart share."""
+"""Numbers, series and foreign text as short text: what the progress display, the report and the quickstart share."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from html import escape
 
 from specs.phases import GRADING_METRIC, TIME_METRICS
+from specs.terminal import visible
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Times of a step's phases, in its order: the metric, and what a person reads.
@@ -54,6 +56,12 @@ def count(value: float | None) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"
+
+
+def html(text: object) -> str:
+    """Text for a page, also within an attribute: nothing in it is a tag, and what would command a terminal or turn the
+    direction around is visible."""
+    return escape(visible(str(text)))
 
 
 def counted(things: int, noun: str) -> str:

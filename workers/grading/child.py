@@ -17,8 +17,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO, cast
 
+from specs.terminal import VisibleStream
 from workers.grading.terms import Sample, Setting, Term, TermError, make_term
 
 PR_SET_PDEATHSIG = 1
@@ -110,6 +111,7 @@ def _take_pipes() -> tuple[BinaryIO, int]:
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
+    sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream, log=True)) for stream in (sys.stdout, sys.stderr))
     return os.fdopen(requests, "rb"), answers
 
 

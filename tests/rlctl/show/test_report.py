@@ -109,6 +109,64 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert not re.search(r"https?://|url\(|@import", source)
 
 
+class Tags(HTMLParser):
+    """Tags with their attributes, and what a reader sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[tuple[str, tuple[str, ...]]] = set()
+        self.links: set[str | None] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add((tag, tuple(name for name, _ in attrs)))
+        self.links |= {value for name, value in attrs if name in ("href", "src", "action")}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def tags_of(run_dir: Path) -> Tags:
+    write_report(run_dir)
+    tags = Tags()
+    tags.feed((run_dir / "report.html").read_text())
+    return tags
+
+
+HOSTILE = (
+    '</script><script>alert(1)</script>"\'><img src=x onerror=alert(1)><a href="javascript:alert(1)">x</a>'
+    "</pre></td><svg onload=alert(1)><!--\x1b]52;c;aGk=\x07\x9b2J\u202e\ud800\u2028"
+)
+
+
+def test_what_a_model_or_a_file_says_is_text_on_the_page(tmp_path: Path) -> None:
+    """Every text of every file that the page is made from."""
+    for name in ("sound", "hostile"):
+        (tmp_path / name).mkdir()
+        fill(tmp_path / name, 3)
+    run_dir = tmp_path / "hostile"
+    sample = dict.fromkeys(("step", "prompt", "completion", "answer", "reward"), HOSTILE)
+    (run_dir / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for _ in range(2)))
+    built = json.loads((run_dir / "as_built.json").read_text())
+    model = dict.fromkeys(("model_class", "dtype", "attn_implementation"), HOSTILE)
+    texts = dict.fromkeys(("role", "rank", "world_size", "engine", "device", "threads"), HOSTILE)
+    built["actor"][0] |= texts | {"model": model, "versions": {HOSTILE: HOSTILE}}
+    (run_dir / "as_built.json").write_text(json.dumps(built))
+    (run_dir / "resolved.json").write_text(json.dumps({"run": {"name": HOSTILE, "steps": HOSTILE}}))
+    metrics = {"step": 3, f"eval/{HOSTILE.replace('/', '')}/reward_mean": 0.5, f"time/{HOSTILE}_s": 1.0}
+    metrics |= {"time/step_s": 2.0, f"mem/{HOSTILE}_GiB": 1.0}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    (run_dir / "memory.json").write_text(json.dumps({HOSTILE: {"planned_GiB": 1, "used_GiB": 2}}))
+    (tmp_path / "sound" / "memory.json").write_text(json.dumps({"actor": {"planned_GiB": 1, "used_GiB": 2}}))
+    sound, hostile = tags_of(tmp_path / "sound"), tags_of(run_dir)
+    assert hostile.tags == sound.tags
+    assert hostile.links <= sound.links | {"memory.json"}
+    assert hostile.text.count("<script>alert(1)") >= 12
+    assert not set(hostile.text) & set("\x1b\x07\x9b\u202e\u2028")
+    assert "default-src 'none'" in (run_dir / "report.html").read_text()
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_run_that_has_barely_begun(tmp_path: Path, steps: int) -> None:
     fill(tmp_path, steps)

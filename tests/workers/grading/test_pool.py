@@ -55,6 +55,14 @@ NAUGHTY = """
             sys.stderr.write("to stderr\\n")
             os.write(1, b'{"i": 0, "t": [99.0]}\\n')
             return 0.5
+        if do == "print-no-text":
+            print("\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07 half \\ud800")
+            sys.stderr.write("\\x9b2J\\n")
+            return 0.5
+        if do == "raise-no-text":
+            raise ValueError("\\x1b]0;title\\x07 half \\ud800")
+        if do == "half":
+            return "\\ud800"
         if do == "read":
             return float(len(sys.stdin.read()))
         if do == "close":
@@ -101,8 +109,10 @@ FAILING = {
     "text": "bad_values",
     "list": "bad_values",
     "huge-int": "bad_values",
+    "raise-no-text": "exceptions",
+    "half": "bad_values",
 }
-WORKING = {"print": 0.5, "read": 0.0, "fork": 0.25, "true": 1.0, "numpy": 0.75, "3": 3.0}
+WORKING = {"print": 0.5, "print-no-text": 0.5, "read": 0.0, "fork": 0.25, "true": 1.0, "numpy": 0.75, "3": 3.0}
 
 MakePool = Callable[..., GraderPool]
 
@@ -231,6 +241,18 @@ def test_rewards_do_not_see_the_secret(make_pool: MakePool, monkeypatch: pytest.
     monkeypatch.setenv("RLCTL_SECRET", "hush")
     pool = make_pool("import os\ndef score(p, c, row): return float('RLCTL_SECRET' in os.environ)", workers=1)
     assert pool.grade([request("")]) == [Grade((0.0,))]
+
+
+def test_what_no_terminal_should_see_is_visible_in_the_logs(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(NAUGHTY, workers=1)
+    grades = pool.grade([request("print-no-text"), request("raise-no-text"), request("half")])
+    log = pool.log_path.read_text("utf-8")
+    assert "red \\x1b]0;title\\x07 half \\ud800\n" in log
+    assert "\\x9b2J\n" in log
+    FailureLog(tmp_path / "failures.jsonl").append([{"text": grade.text} for grade in grades if grade.cause])
+    failures = (tmp_path / "failures.jsonl").read_text("utf-8")
+    assert "\\u001b]0;title" in failures
+    assert not set(log + failures) & set("\x1b\x07\x9b\ud800")
 
 
 def test_what_rewards_print_goes_to_the_log(make_pool: MakePool) -> None:

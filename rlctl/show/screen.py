@@ -1,0 +1,59 @@
+"""What rlctl prints: text is shown as it is, never obeyed, by the terminal or by rich.
+
+Every command prints through a `Screen` or through `print`, whose streams are guarded (`visible_streams.py`). Only a
+`Screen` may send the terminal's own sequences (colours, the panel); what it is given to show is text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.status import Status
+from rich.text import Text
+
+from rlctl.show.safe_stdout import SafeStdout
+from specs.terminal import VisibleStream, visible
+
+
+class Screen(Console):
+    """rich's console without markup, emoji codes or links: strings are text. `outlives`: its reader may go away."""
+
+    def __init__(self, *, stderr: bool = False, outlives: bool = False, **options: Any) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        file = stream.unguarded if isinstance(stream, VisibleStream) else stream
+        if outlives and file is not None:
+            file = cast(TextIO, SafeStdout(file))
+        given = {"file": file, "highlight": False, **options}
+        super().__init__(stderr=stderr, markup=False, emoji=False, **given)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **{**options, "markup": False, "emoji": False})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, Text):
+            renderable = _visible_text(renderable)
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else _visible_segment(segment)
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        return super().status(Text(status) if isinstance(status, str) else status, **options)
+
+
+def _visible_text(text: Text) -> Text:
+    """The same, with its styles, before it is laid out: a number is longer than what it stands for."""
+    if visible(text.plain) == text.plain:
+        return text
+    shown = text.blank_copy()
+    for piece in text.divide(range(1, len(text.plain))):
+        seen = visible(piece.plain)
+        shown.append_text(piece if seen == piece.plain else Text(seen))
+    return shown
+
+
+def _visible_segment(segment: Segment) -> Segment:
+    style = segment.style.update_link(None) if segment.style is not None and segment.style.link else segment.style
+    return Segment(visible(segment.text), style)
