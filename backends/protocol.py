@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +108,10 @@ class OnMeta:
 class TrainEngine(ABC):
     """Holds a model that computes log-probs and, with an optimizer, learns."""
 
+    # Whether `forward` and `forward_backward` count their micro-batches (`backends/activity.py`). Only then can no
+    # progress be told from slow progress, and `run.stall_timeout_s` holds for them.
+    counts_progress: ClassVar[bool] = False
+
     @classmethod
     @abstractmethod
     def build(cls, config: TrainConfig, rank: Rank) -> TrainEngine: ...
@@ -201,6 +205,9 @@ Emit = Callable[[Batch], None]
 
 class RolloutEngine(ABC):
     """Holds a copy of the actor's weights and samples from it."""
+
+    counts_progress: ClassVar[bool] = False  # as that of a `TrainEngine`, of what `generate` writes
+    progress_unit: ClassVar[str] = "token"  # what it counts
 
     @classmethod
     @abstractmethod

@@ -23,6 +23,7 @@ class Cause(StrEnum):
     ENDED = "ended"  # its process ended
     SILENT = "silent"  # it gives no sign of life
     OVERDUE = "overdue"  # it did not answer, or did not join, in time
+    STALLED = "stalled"  # it is alive, but nothing moves and others wait for it
 
 
 class RlctlError(Exception):
@@ -169,7 +170,7 @@ class RoleFailure(RlctlError):
     """A rank died, raised, hung or missed a deadline.
 
     `role`, `rank`, `host` (of a role on several), `step`, `verb` and `cause` name it; `log_path` and `log_tail` show
-    its last words.
+    its last words; `dumps` are files of torch's flight recorder.
     """
 
     def __init__(
@@ -183,11 +184,12 @@ class RoleFailure(RlctlError):
         host: str = "",
         log_path: str = "",
         log_tail: str = "",
+        dumps: Sequence[str] = (),
         remote_kind: str = "",
         remote_hint: str = "",
     ) -> None:
         self.role, self.rank, self.verb, self.step, self.host = role, rank, verb, step, host
-        self.cause, self.log_path, self.log_tail = cause, log_path, log_tail
+        self.cause, self.log_path, self.log_tail, self.dumps = cause, log_path, log_tail, tuple(dumps)
         self.remote_kind = remote_kind
         place = f"{role} rank {rank}" + (f" on {host}" if host else "")
         where = f"{place}, verb {verb}" + ("" if step is None else f", step {step}")
@@ -196,9 +198,15 @@ class RoleFailure(RlctlError):
             lines += ["", "last log lines:", *(f"  | {line}" for line in log_tail.splitlines())]
         if log_path:
             lines += ["", f"log: {log_path}"]
+        if dumps:
+            lines += [f"last collectives of each rank (flight recorder): {', '.join(dumps)}"]
         super().__init__("\n".join(lines), hint=remote_hint)
         if remote_kind in BAD_INPUT_KINDS:
             self.exit_code = 2
+
+    def advise(self, what_next: str) -> None:
+        """Say what to do next, after what is known of the cause."""
+        self.hint = f"{self.hint}; {what_next}" if self.hint else what_next
 
 
 class Interrupted(RlctlError):

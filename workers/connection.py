@@ -6,6 +6,7 @@ heartbeats and receives while the first computes. One lock guards the socket.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from backends import activity, flight_recorder
 from specs.errors import ChannelError
 from specs.wire.messages import Kind, Message, parse
 from specs.wire.wire_tensors import Buffer
@@ -136,6 +138,12 @@ class Link:
                 finally:
                     self._lock.release()
 
+    def _take(self, message: Message | ChannelError) -> None:
+        if isinstance(message, Message) and message.kind is Kind.DUMP:
+            self._dealer.send_multipart(_dump().frames())
+        else:
+            self._inbox.append(message)
+
     def _pump(self, *, wait: bool) -> None:
         """Receive messages, send due heartbeats, and end the process when the driver was silent for too long."""
         wait_s = max(0.0, self._next_beat - time.monotonic()) if wait else 0.0
@@ -148,13 +156,32 @@ class Link:
             self._heard = now
             for frames in receive_all(self._dealer):
                 if frames != BEAT_FRAMES:
-                    self._inbox.append(_parse(frames))
+                    self._take(_parse(frames))
         if now >= self._next_beat:
-            self._dealer.send_multipart(BEAT_FRAMES)
+            self._dealer.send_multipart(_beat())
             self._next_beat = now + self._beat_s
         if now - self._heard > self._silence_s:
             print(f"no sign of the driver for {self._silence_s:.0f} s: leaving", file=sys.stderr, flush=True)
             os._exit(EXIT_ORPHANED)
+
+
+def _beat() -> list[Buffer]:
+    """Alive; and, while a verb is served, how far it is."""
+    doing = activity.snapshot()
+    return BEAT_FRAMES if doing is None else Message(Kind.BEAT, doing).frames()
+
+
+def _dump() -> Message:
+    """Write the stacks of all threads to the log, and what was recorded of the group's collectives beside it. For a
+    main thread that answers no more, this runs in the channel's."""
+    print("── where this rank is: the driver asked for all stacks ──", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    try:
+        recorded = flight_recorder.dump()
+    except (OSError, RuntimeError) as error:  # the stacks are written, whatever this one meets
+        print(f"the flight recorder cannot be read: {error}", file=sys.stderr, flush=True)
+        recorded = None
+    return Message(Kind.DUMPED, {"file": str(recorded or "")})
 
 
 def _parse(frames: list[Buffer]) -> Message | ChannelError:

@@ -8,6 +8,7 @@ that sets the same environment.
     RLCTL_PARENT_PID              the driver, or its deputy on this host: the rank exits when that process ends
     RLCTL_DEVICES                 replaces CUDA_VISIBLE_DEVICES if the launcher overwrote it
     RLCTL_LOG_DIR                 redirect stdout and stderr to rank<N>.log in it
+    RLCTL_DUMP_DIR                where the flight recorder of torch.distributed is dumped
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TextIO, cast
 
+from backends import flight_recorder
 from backends.protocol import Rank
 from specs.errors import ChannelError
 from specs.terminal import VisibleStream
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _follow_the_driver(args.role, index)
     _see_own_device(rank.local_rank)
     _use_interface_of_group(rank)
+    _record_collectives(rank)
     link = Link(Dial.from_env(args.role, index))
     try:
         link.connect()
@@ -142,6 +145,14 @@ def _use_interface_of_group(rank: Rank) -> None:
         return
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
+
+
+def _record_collectives(rank: Rank) -> None:
+    """Before torch is imported: it reads these when it records the first one."""
+    folder = os.environ.get("RLCTL_DUMP_DIR")
+    if folder and rank.world_size > 1:
+        for name, value in flight_recorder.environment(Path(folder)).items():
+            os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

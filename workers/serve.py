@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from backends import activity
 from backends.peer_errors import cause_of
 from specs.errors import ChannelError, RlctlError
 from specs.wire.batch import Batch
 from specs.wire.bodies import REQUESTS, Nothing, read
 from specs.wire.error_body import ErrorBody
-from specs.wire.messages import Kind, Message, Verb
+from specs.wire.messages import UNCOUNTED_VERBS, Kind, Message, Verb
 
 Body = Mapping[str, Any]
 Tensors = Mapping[str, NDArray[np.generic]]
@@ -95,12 +96,16 @@ def _reply(peer: Peer, handlers: Handlers, call: Message) -> None:
         peer.send(Message(Kind.PART, body, call.verb, call.call, tensors))
 
     started = time.monotonic()
+    assert call.verb is not None
+    activity.begin(call.verb, call.call, counted=call.verb not in UNCOUNTED_VERBS)
     try:
         body, tensors = _handler(handlers, call)(call, emit)
         busy = (started, time.monotonic())
         peer.send(Message(Kind.ANSWER, body, call.verb, call.call, tensors, busy))  # raises if it cannot be encoded
     except Exception as error:  # every error is sent to the driver, which decides what to do
         peer.send(error_message(error, call))
+    finally:
+        activity.end()
 
 
 def _handler(handlers: Handlers, call: Message) -> Handler:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends import activity
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout.completions import Completions
 from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
@@ -27,6 +28,8 @@ Floats = NDArray[np.float32]
 
 class FakeRolloutEngine(RolloutEngine):
     """Next-token logits are `bigram.weight[previous] + bias.weight`; always fp32."""
+
+    counts_progress = True
 
     def __init__(self, config: RolloutConfig, vocab: int) -> None:
         self.config, self.vocab = config, vocab
@@ -97,9 +100,12 @@ class FakeRolloutEngine(RolloutEngine):
         if completions.queue:
             check_lengths(longest, sampling, self.config.model.max_sequence_tokens)
         key_B = sample_keys(sampling.seed, prompts["id_B"].astype(np.int64))
+        written = 0
         for index in completions.queue:
             prompt, drawn = completions.prompt_tokens[index].astype(np.int64), int(prompts["position_B"][index])
             completions.finish(index, *self._complete(prompt, key_B[index], drawn, sampling))
+            activity.count("token", completions.generated_tokens - written)
+            written = completions.generated_tokens
             completions.flush()
         completions.close()
         longest = sampling.max_response_tokens if len(prompts) else 0

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from backends import activity
 from backends.fake import bigram as bigram
 from backends.fake.fake_losses import FakeColumns, FakeTerms, fake_policy_loss, fake_sequence_columns
 from backends.packed.packing import MicroBatch, by_token, check_update, loss_weight_T, micro_batches, update_counts
@@ -27,6 +28,8 @@ from specs.wire.role_config import TrainConfig
 
 class FakeTrainEngine(TrainEngine):
     """One process, no device: `offload` only remembers that it was called."""
+
+    counts_progress = True
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -68,6 +71,7 @@ class FakeTrainEngine(TrainEngine):
         for micro in micro_batches(batch, self.config.micro_batch_tokens):
             logp_NV = self._log_softmax(micro)
             logprob_T[micro.column_N] = logp_NV[np.arange(len(logp_NV)), micro.target_N]
+            activity.count("micro-batch")
         return logprob_T
 
     def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
@@ -113,6 +117,7 @@ class FakeTrainEngine(TrainEngine):
         grad_NV /= self.config.temperature
         np.add.at(self.grads["bigram.weight"], micro.tokens_T[micro.hidden_N], grad_NV)
         self.grads["bias.weight"] += grad_NV.sum(axis=0)
+        activity.count("micro-batch")
         return terms
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from packaging.version import Version
 
+from backends import activity
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout.completions import Completions
@@ -156,6 +157,7 @@ class SglangRolloutEngine(RolloutEngine):
                 for done in as_completed(asked):
                     for index, sample in zip(asked[done], done.result(), strict=True):
                         completions.finish(index, sample.tokens, sample.logprobs, sample.finished)
+                        activity.count("token", len(sample.tokens))
                         cached += sample.cached_tokens
                     completions.flush()
             except BaseException:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backends import activity
 from backends.rollout.completions import Completions
 from backends.rollout.uniform import sample_keys, uniform
 from backends.torch_rollout.kv_cache import KvCache
@@ -150,6 +151,7 @@ class Decoder:
         self.token_N[sequences, said] = token_B
         self.logprob_N[sequences, said] = logprob_B
         self.written_N[sequences] = said + 1
+        activity.count("token", len(sequences))
         stopped = (token_B[:, None] == self.stops).any(1)
         done = stopped | (said + 1 >= self.sampling.max_response_tokens)
         if done.any():

@@ -50,6 +50,8 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class TorchRolloutEngine(RolloutEngine):
     """Continuous batching over a preallocated cache. Weights come by `import_weight`, never from the model folder."""
 
+    counts_progress = True
+
     def __init__(self, config: RolloutConfig, model: PreTrainedModel) -> None:
         assert isinstance(config.engine, TorchRolloutTable)
         self.config, self.table, self.model = config, config.engine, model

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backends import activity
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_without_memory, describe
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
@@ -67,6 +68,7 @@ _NOTHING = MicroBatch(
 class HfTrainEngine(TrainEngine):
     """Any Hugging Face causal language model. A subclass sets `policy` and implements the hooks below."""
 
+    counts_progress = True
     policy: Policy
     adapters: Adapters | None = None
 
@@ -178,6 +180,7 @@ class HfTrainEngine(TrainEngine):
                 logprob_N: Tensor = self._run(row, rows_N, task)
             if micro is not _NOTHING:
                 logprob_T[micro.column_N] = logprob_N.cpu().numpy()
+            activity.count("micro-batch")
         return logprob_T
 
     def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
@@ -211,6 +214,7 @@ class HfTrainEngine(TrainEngine):
         with row.attending():
             result: LossResult = self._run(row, rows_N, task)
             self._backward(result[0], last=last)
+        activity.count("micro-batch")
         return result
 
     def _columns(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends import activity
 from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.memory import hand_back
@@ -41,6 +42,8 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class VllmRolloutEngine(RolloutEngine):
     """Token ids in, token ids out. Weights come by `import_weight`, never from the model folder."""
 
+    counts_progress = True
+    progress_unit = "decode step"
     PLAIN_WEIGHTS = True  # see `plain_worker.py`
 
     def __init__(self, config: RolloutConfig, table: VllmTable, model: ModelShape, llm: LLM) -> None:
@@ -199,6 +202,7 @@ class VllmRolloutEngine(RolloutEngine):
             while engine.has_unfinished_requests():
                 with death_of_workers_told(self.llm):
                     outputs = engine.step()
+                activity.count("decode step")
                 yield [output for output in outputs if output.finished]
             waiting.clear()
         finally:

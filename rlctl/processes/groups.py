@@ -3,11 +3,13 @@ hears of any rank's failure wherever it waits."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict, Unpack
@@ -27,13 +29,16 @@ from rlctl.processes.handshake import Member
 from rlctl.processes.launch import Launcher, tail
 from rlctl.processes.placement import LOOPBACK, Plan
 from rlctl.processes.rank_states import Place, RankState, RankStates
+from rlctl.processes.stall_watch import Stall, StallWatch, Waiting
 from specs.errors import Cause, ChannelError, RoleFailure
 from specs.wire.error_body import ErrorBody
+from specs.wire.heartbeat import FLIGHT_RECORDER, Activity, Moving
 from specs.wire.messages import Kind, Message, Verb, parse
 
 _TICK_S = 0.1
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
-_STACKS_S = 0.3  # time for a hung rank to write where it is into its log
+_STACKS_S = 0.3  # time for a rank without a sign of life to write where it is into its log
+_DUMP_S = 3.0  # for the others to do so and say that it is done
 
 
 class Terms(TypedDict, total=False):
@@ -88,6 +93,7 @@ class Group:
         """Send the first in line unless it is on its way."""
         if self.line and not self.line[0].sent:
             call, lost = self.line[0], self._groups.ranks.lost(self.role)
+            self._groups.watch.moved()
             for rank, frames in zip(call.ranks, call.start(), strict=True):
                 if rank in lost:
                     call.lose(rank)
@@ -139,6 +145,7 @@ class Groups:
         start_timeout_s: float = 300.0,
         verb_timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 30.0,
+        stall_timeout_s: float = 600.0,
         on_tick: Callable[[], None] | None = None,
         modules: Mapping[str, str] | None = None,
         hub: Hub | None = None,
@@ -155,6 +162,8 @@ class Groups:
         self._modules = dict(modules or {})
         self._groups: dict[str, Group] = {role.role: Group(role.role, role.processes, self) for role in plan.roles}
         self._blame = Blame()
+        self.watch = StallWatch(stall_timeout_s)
+        self._dumped: dict[Place, str] = {}  # who has written its stacks since that was asked for, and which file
         self.ranks = RankStates()  # no restarts unless allowed (rlctl/loop/recovery.py)
         self._held = HeldErrors()
         self._ended: set[str] = set()
@@ -211,6 +220,7 @@ class Groups:
     def _start_again(self, role: str, rank: int) -> None:
         self.launcher.kill(role, rank)  # there is one where a restart was broken off
         self.members.pop((role, rank), None)
+        self.watch.forget((role, rank))
         self.hub.forget(role, rank)
         remark = f"{role} rank {rank} is started again"
         self.launcher.start_again(self.plan.role(role), rank, module=self._modules.get(role, ""), remark=remark)
@@ -236,6 +246,7 @@ class Groups:
         self._check_exits()
         self._handle_losses()
         self._check_deadlines()
+        self._check_progress()
         if root := self._blame.root_cause():
             raise self._failure(root)
         if self._on_tick is not None and time.monotonic() - self._ticked_at >= _TICK_S / 2:
@@ -262,18 +273,26 @@ class Groups:
             place = event.member.role, event.member.rank
             self.members[place] = event.member
             self.ranks.joined(place)
+            self.watch.moved()
             return
         if isinstance(event, Silent):
+            self._signal_for_stacks((event.role, event.rank))
             silent = f"no sign of life for {event.seconds:.1f} s: it hangs, or was stopped"
             self._assess(Evidence(event.role, event.rank, Cause.SILENT, silent))
             return
         try:
             message = parse(event.frames)
+            if message.kind is Kind.BEAT:
+                self.watch.heard((event.role, event.rank), Activity.from_json(message.body))
+                return
             error = ErrorBody.from_json(message.body) if message.kind is Kind.ERROR else None
         except ChannelError as broken:
             self._blame.add(Evidence(event.role, event.rank, Cause.RAISED, broken.message))
             return
-        if error is not None:
+        self.watch.moved()
+        if message.kind is Kind.DUMPED:
+            self._dumped[event.role, event.rank] = str(message.body.get("file", ""))
+        elif error is not None:
             self._handle_error(event.role, event.rank, message, error)
         else:
             self._groups[event.role].take(event.rank, message)
@@ -305,6 +324,7 @@ class Groups:
     def _handle_losses(self) -> None:
         for evidence in self.ranks.newly_lost():
             self.launcher.kill(evidence.role, evidence.rank)
+            self.watch.moved()
             self._groups[evidence.role].lose(evidence.rank)
             self.ranks.policy.on_loss(evidence)
         if self.ranks.any_in(RankState.LOST):
@@ -319,16 +339,64 @@ class Groups:
             return
         for group in self._groups.values():
             if group.line and group.line[0].overdue:
-                call, rank = group.line[0], group.line[0].missing[0]
+                call, waiting = group.line[0], self._waiting()
+                missing = {place: one for place, one in waiting.items() if place[0] == group.role}
                 self._overdue = True
-                self._write_stack_of(group.role, rank)
-                self._blame.add(Evidence(group.role, rank, Cause.OVERDUE, f"no answer within {call.timeout_s:g} s"))
+                stall = self.watch.chain(missing)
+                self._dump(missing)
+                told = f"no answer within {call.timeout_s:g} s: {stall.chain}"
+                self._blame.add(Evidence(*stall.culprits[0], Cause.OVERDUE, told))
 
-    def _write_stack_of(self, role: str, rank: int) -> None:
-        for started in self.launcher.started:
-            if started.role == role and not started.is_launcher and rank in started.ranks:
-                started.process.send_signal(signal.SIGUSR1)
-                time.sleep(_STACKS_S)
+    def moving(self) -> Moving:
+        """How far the verbs in flight are."""
+        return self.watch.moving(self._waiting())
+
+    def _waiting(self) -> dict[Place, Waiting]:
+        """Everybody who has not answered."""
+        return {
+            (group.role, rank): Waiting(str(call.verb), call.number, call.step)
+            for group in self._groups.values()
+            if group.line and (call := group.line[0]).sent
+            for rank in call.missing
+        }
+
+    def _check_progress(self) -> None:
+        if self._blame.pending or self.ranks.any_in(RankState.LEAVING):
+            return
+        if stall := self.watch.look(waiting := self._waiting()):
+            self._dump(waiting)
+            told = f"nothing has moved for {self.watch.timeout_s:g} s (run.stall_timeout_s): {stall.chain}"
+            for role, rank in self._to_blame(stall):
+                self._assess(Evidence(role, rank, Cause.STALLED, told))
+            self._overdue = self._blame.pending
+
+    def _to_blame(self, stall: Stall) -> Sequence[Place]:
+        """Where all wait for each other, those that can be started again."""
+        restartable = [place for place in stall.culprits if self.ranks.may_restart(place)]
+        return restartable if restartable and stall.is_circle else stall.culprits
+
+    def _dump(self, places: Iterable[Place]) -> None:
+        """Have ranks write their stacks into their logs, from a thread that answers though the main one does not."""
+        places = [place for place in places if place in self.members]
+        self._dumped.clear()
+        for role, rank in places:
+            self.hub.send(role, rank, Message(Kind.DUMP).frames())
+        deadline = time.monotonic() + _DUMP_S
+        while not self._dumped.keys() >= set(places) and time.monotonic() < deadline:
+            if (event := self.hub.next(_TICK_S)) is not None:
+                self._handle(event)
+        for place in places:
+            if place not in self._dumped:
+                self._signal_for_stacks(place)
+
+    def _signal_for_stacks(self, place: Place) -> None:
+        """The same for a rank whose threads do not run: one in native code that holds the interpreter's lock."""
+        member = self.members.get(place)
+        if member is None or member.host != socket.gethostname():
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(member.pid, signal.SIGUSR1)
+            time.sleep(_STACKS_S)
 
     def _failure(self, evidence: Evidence) -> RoleFailure:
         role, rank = evidence.role, evidence.rank
@@ -352,6 +420,7 @@ class Groups:
             cause=evidence.message + self.ranks.remark(role),
             log_path=str(log_path),
             log_tail=tail(log_path) if evidence.needs_log else "",
+            dumps=sorted(str(path) for path in log_path.parent.glob(f"{FLIGHT_RECORDER}*")),
             remote_kind=evidence.kind,
             remote_hint=evidence.hint,
         )

@@ -21,7 +21,10 @@ from workers.watchdog import kill_marked, pids_marked
 
 log = logging.getLogger("rlctl.processes.launch")
 
-_OUR_VARIABLES = ("RLCTL_LOG_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_CURVE_KEY", "RLCTL_DEVICES")
+_OUR_VARIABLES = (
+    *("RLCTL_LOG_DIR", "RLCTL_DUMP_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_CURVE_KEY"),
+    "RLCTL_DEVICES",
+)
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
 _SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
 _OWN_MARK = "RLCTL_PROCESS"
@@ -184,7 +187,8 @@ class Launcher:
     def _ours(self, plan: RolePlan) -> dict[str, str]:
         """What makes a process a rank of this run, on any host."""
         place = {"RLCTL_RUN_ID": self.run_id, "RLCTL_GROUP_SIZE": str(plan.world_size_of_group)}
-        return self._home | place | {"PYTHONPATH": python_path(plan, self.log_dir)}
+        dumps = {"RLCTL_DUMP_DIR": str(self.log_dir.absolute() / plan.role)}
+        return self._home | place | dumps | {"PYTHONPATH": python_path(plan, self.log_dir)}
 
     def _spawn(
         self,

@@ -1,9 +1,10 @@
 """The state of every rank that was started, in one table with one owner: who is lost, who may be started again, and how
 often still.
 
-A rank is lost when its process ended, when it gave no sign of life, or when it says that its engine died. Where the
-restart policy allows it, it is started again; otherwise the run ends. What would only repeat (an error that a verb
-raised, a missed deadline) changes no rank's state: it ends the run as with any role.
+A rank is lost when its process ended, when it gave no sign of life, when it says that its engine died, or when it makes
+no progress (`stall_watch.py`). Where the restart policy allows it, it is started again; otherwise the run ends. What
+would only repeat (an error that a verb raised, a missed deadline) changes no rank's state: it ends the run as with any
+role.
 """
 
 from __future__ import annotations
@@ -94,12 +95,12 @@ class RankStates:
         """Note a failure. True: it is the loss of a rank that may be started again, and the run goes on. It counts as
         lost only after `grace_s`: what it sent before may still be on its way."""
         place = evidence.role, evidence.rank
-        if not (evidence.permanent or evidence.cause is Cause.ENGINE_DIED):
+        if not (evidence.permanent or evidence.cause in (Cause.ENGINE_DIED, Cause.STALLED)):
             return False
         state = self._states[place]
         if state in (RankState.LEAVING, RankState.LOST):
             return True  # more signs of the same loss
-        if self._may_restart(place):
+        if self.may_restart(place):
             self._move(place, RankState.LEAVING)
             self._leaving[place] = evidence, time.monotonic() + grace_s
             return True
@@ -139,7 +140,8 @@ class RankStates:
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
         return f" ({role} ranks were started again {times} before; rollout.max_restarts = {self.policy.limit})"
 
-    def _may_restart(self, place: Place) -> bool:
+    def may_restart(self, place: Place) -> bool:
+        """Whether the loss of this rank would be made good."""
         of_policy = place[0] == self.policy.role and self.restarts_used < self.policy.limit
         return of_policy and self._states[place] in (RankState.RUNNING, RankState.RESTARTING)
 

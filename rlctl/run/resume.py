@@ -23,7 +23,8 @@ from specs.schema.spec import RoleSection, Spec
 
 # How a run is watched, where it runs and how its models are held: not what it computes, to rounding.
 MAY_CHANGE = (
-    *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s", "run.colocate"),
+    *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s"),
+    *("run.stall_timeout_s", "run.colocate"),
     *("run.max_memory_growth_GiB", "checkpoint", "cluster", "eval", "tracking", "sync", "model.attn_implementation"),
     *("reward.workers", "reward.timeout_s", "rollout.max_probe_gap"),
     *("rollout.warn_logprob_gap", "rollout.max_logprob_gap", "rollout.max_staleness", "rollout.max_restarts"),

@@ -26,7 +26,15 @@ from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
 from rlctl.show.text_format import counted
 from rlctl.show.tracking import Tracker, open_tracker
-from specs.errors import Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError, RlctlError, SpecError
+from specs.errors import (
+    Interrupted,
+    LogprobGapError,
+    MemoryGrowthError,
+    NotFiniteError,
+    RlctlError,
+    RoleFailure,
+    SpecError,
+)
 from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.spec import Spec
@@ -78,6 +86,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
 
         progress.phase("build")
         groups = stack.enter_context(_open_groups(spec, run_dir, plan, tick))
+        progress.follow(groups.moving)
         keep_to = None if not resume else checkpoint.step if checkpoint else -1
         if keep_to is not None:
             truncate_after(run_dir.samples, keep_to)
@@ -107,6 +116,7 @@ def _open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], Non
         start_timeout_s=spec.run.start_timeout_s,
         verb_timeout_s=spec.run.verb_timeout_s,
         heartbeat_timeout_s=spec.run.heartbeat_timeout_s,
+        stall_timeout_s=spec.run.stall_timeout_s,
         on_tick=tick,
     )
 
@@ -150,6 +160,9 @@ class Run:
         except STOPPED as error:
             self._save_last_step("interrupted" if isinstance(error, Interrupted) else "stopped")
             raise
+        except RoleFailure as failure:
+            failure.advise(self._where_to_resume())
+            raise
 
     def _before_the_first(self) -> None:
         """The rollout gets the actor's weights; a run from the start is evaluated before it learns."""
@@ -188,6 +201,12 @@ class Run:
         with open(self.run_dir.samples, "a", encoding="utf-8") as file:
             for sample in samples:
                 file.write(json_text({"step": step, **sample}) + "\n")
+
+    def _where_to_resume(self) -> str:
+        saved = self.saver.saved
+        if saved <= 0:
+            return f"no step was saved yet (checkpoint.every = {self.spec.checkpoint.every})"
+        return f"go on after step {saved}, which is saved, with the same command and --resume"
 
     def _save_last_step(self, why: str) -> None:
         """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""

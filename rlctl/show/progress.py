@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -20,10 +20,12 @@ from rich.text import Text
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import count, duration, number, sparkline, time_shares
 from specs.phases import Phase
+from specs.wire.heartbeat import Moving, amount
 
 REDRAW_S = 0.15
 PLAIN_LINE_S = 1.0  # at most one plain line per second
 PLAIN_QUIET_S = 30.0  # a plain line while nothing else happens
+STILL_S = 10.0  # from when on a person is told how long nothing has moved
 WINDOW = 20  # steps that rates and shares are taken over
 COLORS = ("cyan", "magenta", "blue", "green", "yellow", "red", "white")
 
@@ -54,6 +56,8 @@ class Progress:
         self._last_line = 0.0
         self._drawn = 0.0
         self._display: Live | None = None
+        self._moving: Callable[[], Moving] = Moving
+        self._done_before: Mapping[str, int] = {}
 
     # ── the driver's side ─────────────────────────────────────────────────────────────────────────
 
@@ -74,7 +78,12 @@ class Progress:
     def phase(self, phase: Phase, doing: str = "") -> None:
         """Set the current phase. `doing` describes it where the phase's name is not enough."""
         self._phase, self._phase_started = f"{phase} ({doing})" if doing else phase, time.monotonic()
+        self._done_before = self._moving().done
         self.tick()
+
+    def follow(self, moving: Callable[[], Moving]) -> None:
+        """Where to ask how far the roles are."""
+        self._moving = moving
 
     def start_at(self, step: int) -> None:
         """A checkpoint was restored: so many steps are done."""
@@ -128,7 +137,14 @@ class Progress:
             if now - self._drawn >= REDRAW_S:
                 self._redraw()
         elif now - max(self._last_line, self._phase_started) >= PLAIN_QUIET_S:
-            self._print(f"… {self._phase} for {duration(now - self._phase_started)}")
+            self._print("  ".join([f"… {self._phase} for {duration(now - self._phase_started)}", *self._so_far()]))
+
+    def _so_far(self) -> list[str]:
+        """What is done since the phase began, and for how long nothing has moved."""
+        moving = self._moving()
+        done = [(moving.done.get(unit, 0) - self._done_before.get(unit, 0), unit) for unit in moving.units]
+        still = [f"nothing has moved for {duration(moving.still_s)}"] if moving.still_s >= STILL_S else []
+        return [", ".join(amount(more, unit) for more, unit in done) + " so far"] * bool(done) + still
 
     @property
     def eta_s(self) -> float | None:
@@ -230,6 +246,7 @@ class Progress:
         row = Text()
         if self._phase:
             row.append(f"{self._phase} for {duration(time.monotonic() - self._phase_started)}")
+            row.append("".join(f"   {part}" for part in self._so_far()))
         if self._checkpoint is not None:
             row.append(f"{'   ' if row else ''}checkpoint at step {self._checkpoint}", style="dim")
         if self._warnings:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from specs.errors import Problem
 from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
+from specs.rules.deadline_rules import deadline_problems
 from specs.rules.engine_rules import engine_problems
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
@@ -240,6 +241,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _optimizer,
     _logprob_gap,
     _roles,
+    deadline_problems,
     node_problems,
     engine_problems,
     run_ahead_problems,

@@ -39,6 +39,13 @@ class RunSection(Table):
     )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds a role may take to start and build its model.")
     verb_timeout_s: float = Field(1800.0, gt=0, description="Seconds any single request to a role may take.")
+    stall_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds without any progress (no token, grade, micro-batch, weight or answer of any rank) after "
+        "which the stuck ranks are named and their stacks logged; a rollout is started again, any other role ends the "
+        "run. What is slow but moves goes on.",
+    )
     heartbeat_timeout_s: float = Field(
         30.0, ge=1.0, description="Seconds without a sign of life after which a rank counts as hung and the run ends."
     )

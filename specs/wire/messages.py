@@ -54,6 +54,10 @@ class Verb(StrEnum):
     PROBE = "probe"
 
 
+# They may go on for long without counting what is done: only their deadline judges them.
+UNCOUNTED_VERBS = frozenset({Verb.BUILD, Verb.OPEN_DATA, Verb.SAVE, Verb.LOAD})
+
+
 @dataclass(frozen=True)
 class Columns:
     """Columns of the batch that a verb reads, and those that it adds."""
@@ -97,7 +101,9 @@ class Kind(StrEnum):
     PART = "part"  # rank → driver: a piece of an answer, more to come
     ANSWER = "answer"  # rank → driver: the verb is done
     ERROR = "error"  # rank → driver: the verb raised
-    BEAT = "beat"  # either way: alive
+    BEAT = "beat"  # either way: alive; of a rank that serves a verb, with an `Activity`
+    DUMP = "dump"  # driver → rank: write all stacks to the log
+    DUMPED = "dumped"  # rank → driver: done, and which other files it wrote
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rollout_helpers import END, MAX_TOKENS, answer, batch_of, give_weights, mak
 from sglang_helpers import SharedSglang
 from vllm_process import RemoteVllm, needs_vllm, shared_folder
 
+from backends import activity
 from backends.protocol import Rank, RolloutEngine, WeightSpec
 from backends.registry import rollout_engine
 from backends.weights.checksum import checksum_bytes
@@ -51,6 +52,7 @@ def engine_class(kind: str) -> type[RolloutEngine]:
 def test_every_sample_comes_once_with_its_columns(engine: RolloutEngine) -> None:
     prompts = make_prompts()
     parts: list[Batch] = []
+    before = activity.total("token")
     counters = engine.generate(prompts, Sampling(seed=1, max_response_tokens=9), parts.append)
     samples = Batch.concat(parts)
     assert set(samples.columns) == {*SAMPLE_COLUMNS, "length_B"}
@@ -78,6 +80,8 @@ def test_every_sample_comes_once_with_its_columns(engine: RolloutEngine) -> None
         assert samples["finished_B"][index] or len(answer_tokens) == 9
         generated += len(answer_tokens)
     assert counters["generated_tokens"] == generated
+    if not isinstance(engine, RemoteVllm):  # which counts elsewhere
+        assert activity.total("token") - before == generated
     assert (samples["rollout_logprob_T"][samples["loss_mask_T"] == 0] == 0).all()
     assert 0 < samples["finished_B"].sum() < len(samples), "the case must hold both kinds of ending"
 

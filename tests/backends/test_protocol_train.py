@@ -25,7 +25,7 @@ from train_helpers import (
     write_model,
 )
 
-from backends import token_metrics
+from backends import activity, token_metrics
 from backends.protocol import ENGINE_MAXIMA, ENGINE_SUMS, TrainEngine
 from backends.weights.checksum import checksum_bytes
 from rlctl.loop.step_metrics import RankReport, update_metrics
@@ -59,8 +59,10 @@ def learn(engine: TrainEngine, steps: int, first: int = 0, loss: Loss = SPLIT[0]
 
 
 def test_reports_every_metric(make: Make) -> None:
-    batch = make_batch()
-    sums = make().forward_backward(batch, grpo(**FULL), scale_of(batch))
+    batch, engine, before = make_batch(), make(), activity.total("micro-batch")
+    sums = engine.forward_backward(batch, grpo(**FULL), scale_of(batch))
+    assert engine.counts_progress
+    assert activity.total("micro-batch") - before == sums["micro_batches"] > 1
     declared = {metric.source for metric in grpo().metrics}
     assert set(sums) == {*declared, *ENGINE_SUMS, *ENGINE_MAXIMA}
     assert sums["tokens"] == scale_of(batch).num_loss_tokens

@@ -32,6 +32,8 @@ def crash(number, how, victim):
         from specs.errors import SamplerDied
 
         raise SamplerDied("the engine's own process ended")
+    if how == "sleep":
+        time.sleep(600)
     sign = signal.SIGSTOP if how == "stop" else signal.SIGKILL
     os.kill(int((HERE / f"pid{victim}").read_text()), sign)
     time.sleep(0.3 if ROLE != "rollout" else 60)
@@ -99,8 +101,8 @@ def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any]
     """Write what makes roles crash into `folder`; returns the options of `rlctl train` that put it on their path.
 
     A crash: `role`, `rank` and `method` of the engine in whose call number `call` (of its process; or a later one) it
-    happens, `parts` sent before, `times`, `how` ("kill", "stop", "died", "other model"), `victim` (a rollout rank, when
-    it is not this rank), `after` (the number of another crash that must have happened).
+    happens, `parts` sent before, `times`, `how` ("kill", "stop", "sleep", "died", "other model"), `victim` (a rollout
+    rank, when it is not this rank), `after` (the number of another crash that must have happened).
     """
     folder.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(CODE)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Mapping
 
+from backends import activity
 from backends.protocol import Rank
 from specs.errors import DataError, PeerGone, SamplerDied
 from specs.wire.messages import Message, Verb
@@ -31,7 +33,7 @@ def handlers(rank: Rank) -> Mapping[Verb, Handler]:
         wanted = {name: os.environ.get(name) for name in body.get("env", ())}
         return {**place, "env": wanted, "echo": body}, dict(message.tensors)
 
-    return {Verb.PING: ping}
+    return {Verb.PING: ping, Verb.BUILD: ping}
 
 
 def sync_handlers(rank: Rank) -> Mapping[Verb, Handler]:
@@ -62,3 +64,22 @@ def _misbehave(body: Mapping[str, object]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "hang":
             time.sleep(600)
+        case "spin":
+            while True:
+                pass
+        case "hang in native code":  # the first lets other threads run, the second does not
+            ctypes.CDLL(None).sleep(600)
+        case "hold the lock":
+            sum(range(10**12))
+        case "crawl":  # slow, but it moves
+            activity.describe("ping of 20 parts", "token", counted=True)
+            for _ in range(20):
+                time.sleep(0.15)
+                activity.count("token")
+        case "meet":  # the other ranks of the group, as an engine does
+            import torch
+
+            from backends.train.role_group import join_group
+
+            join_group(Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), "cpu")
+            torch.distributed.all_reduce(torch.ones(1))

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from backends import activity
 from specs.errors import RewardError
 from workers.grading.grader_process import GraderProcess, encode
 from workers.grading.terms import Setting
@@ -149,6 +150,7 @@ class GraderPool:
             elif process.job and message.get("i") == process.job[0]:
                 index = process.job.popleft()
                 self._grades[index] = _grade_of(message)
+                activity.count("grade")
                 process.deadline = time.monotonic() + self.timeout_s
             else:
                 process.kill()  # a result for another sample: reward code wrote to the pipe
@@ -169,6 +171,7 @@ class GraderPool:
         if process.job:
             words = f"no score within {self.timeout_s:g} s" if cause == "timeouts" else process.end_words()
             self._grades[process.job.popleft()] = Grade(cause=cause, text=words)
+            activity.count("grade")
             self._queue.extendleft(reversed(process.job))
         self._selector.unregister(process.stdout)
         if process.stdin in self._selector.get_map():

@@ -36,6 +36,7 @@ class Actor(Trainer):
 
     def update(self, call: Request[bodies.Update], emit: Emit) -> Reply:
         """Loss and gradients of this rank's share of the mini-batch; weights are not changed yet."""
+        self.describe(call)
         scale = LossScale(**call.body.scale.model_dump())
         return {"sums": dict(self.engine.forward_backward(call.batch, call.body.loss, scale))}, {}
 

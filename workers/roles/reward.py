@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
 from specs.schema.rewards import MAX_SCORE
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
+from specs.wire.heartbeat import amount
 from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches
@@ -63,6 +65,8 @@ class Reward:
         batch = call.batch
         batch.require(COLUMNS[Verb.SCORE].needs, Verb.SCORE)
         requests = self._requests(batch, call.body.rows)
+        graders = amount(self._config.reward.workers, "process", "es")
+        activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
         grades = self._pool.grade(requests)
         weights = np.array([term.weight for term in self._config.reward.terms])
         columns, grades = weigh(grades, weights, self._config.reward.fallback)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from backends import activity
 from backends.protocol import Rank, RolloutEngine
 from backends.registry import rollout_engine
 from backends.weights import checksum
 from specs.wire import bodies
 from specs.wire.batch import Batch
+from specs.wire.heartbeat import amount
 from specs.wire.messages import Verb
 from specs.wire.role_config import RolloutConfig
 from workers.roles.engine_rank import EngineRank
@@ -41,6 +43,9 @@ class Rollout(EngineRank[RolloutEngine]):
         def send(batch: Batch) -> None:
             emit({}, batch.with_columns(version_B=np.full(len(batch), self.version)).columns)
 
+        limit = call.body.sampling.max_response_tokens
+        what = f"generate of {amount(len(call.batch), 'prompt')}, longest {limit:,} tokens"
+        activity.describe(what, self.engine.progress_unit, counted=self.engine.counts_progress)
         counters = dict(self.engine.generate(call.batch, call.body.sampling, send))
         return {**counters, "used_GiB": self.used_GiB}, {}
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from backends import activity
 from backends.protocol import TrainEngine
 from backends.registry import train_engine
 from specs.wire import bodies
+from specs.wire.heartbeat import amount
 from specs.wire.messages import Verb
 from specs.wire.role_config import TrainConfig
 from workers.roles.engine_rank import EngineRank
@@ -22,8 +25,15 @@ class Trainer(EngineRank[TrainEngine]):
 
     def logprobs(self, call: Request[bodies.Logprobs], emit: Emit) -> Reply:
         """Log-probs of the model; with `adapters` false, of the model without its adapters."""
+        self.describe(call)
         logprob_T = self.engine.forward(call.batch, adapters=call.body.adapters)
         return {"used_GiB": self.used_GiB}, {"logprob_T": logprob_T}
+
+    def describe(self, call: Request[Any]) -> None:
+        """Say what the verb has to do, for the heartbeat."""
+        samples = amount(len(call.batch), "sample")
+        what = f"{activity.verb()} of {samples}, {call.batch.num_tokens:,} tokens"
+        activity.describe(what, "micro-batch", counted=self.engine.counts_progress)
 
     def offload(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         return self.leave(self.engine.offload)

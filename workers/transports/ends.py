@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from backends import activity
 from backends.hf.adapter_names import is_on_the_wire
 from backends.protocol import RolloutEngine, TrainEngine, Weight, WeightSpec
 from backends.weights import checksum
@@ -141,6 +142,7 @@ class Exporter:
             if weight.spec != self.specs[index]:
                 raise SyncError(f"the actor streamed {weight.spec} where {self.specs[index]} was announced")
             yield weight
+            activity.count("weight")
 
     def end(self) -> None:
         """End the pass: every replica has all weights."""
@@ -224,6 +226,7 @@ class Importer:
                 raise SyncError(f"weight {spec.name} is truncated: {len(data)} of {spec.nbytes} bytes")
             checksums[spec.name] = load(spec, data)
             self.missing.discard(spec.name)
+            activity.count("weight")
         return checksums
 
     def _read_blocks(self, reader: BlockReader) -> dict[str, str]:
@@ -234,6 +237,7 @@ class Importer:
                     checksums[spec.name] = self.engine.import_in_place(spec, reader.arrivals(spec.nbytes))
                 else:
                     checksums[spec.name] = self.engine.import_in_blocks(spec, reader.blocks(spec.nbytes))
+                activity.count("weight")
             reader.flush()
         except BaseException:
             reader.close()  # the actor waits for this reader

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends import activity
 from backends.memory import borrow
 from backends.protocol import WeightMemory
 from specs.errors import PeerGone, PeerLate, SyncError
@@ -121,7 +122,11 @@ class _Peer:
         return self._known(place), descriptors
 
     def _wait(self) -> None:
-        if not self._spin() and not self._events.poll(PATIENCE_S * 1e3):
+        if self._spin():
+            return
+        with activity.waiting_for(self._name):
+            heard = self._events.poll(PATIENCE_S * 1e3)
+        if not heard:
             raise PeerLate(self._name, f"has not touched the transport for {PATIENCE_S:g} s")
 
     def _known(self, heard: bytes) -> bytes:

@@ -22,12 +22,14 @@ CRASHES = [
 AS_THEY_TAKE_TURNS = [
     {"role": "rollout", "rank": 1, "method": "wake", "call": 2, "after": 2},
     {"role": "rollout", "rank": 1, "method": "sleep", "call": 3, "how": "stop", "after": 4},
+    {"role": "rollout", "rank": 0, "method": "generate", "call": 1, "how": "sleep", "after": 5},  # heartbeats go on
 ]
+STALL = ("--set", "run.stall_timeout_s=4", "--set", "reward.timeout_s=3.5")
 PLACEMENTS = {
     "apart": (CRASHES, ["--set", 'sync.transport="folder"']),
     "taking turns": (
         [*CRASHES, *AS_THEY_TAKE_TURNS],
-        ["--set", 'run.colocate="always"', "--set", "run.heartbeat_timeout_s=2"],
+        ["--set", 'run.colocate="always"', "--set", "run.heartbeat_timeout_s=2", *STALL],
     ),
 }
 
@@ -69,6 +71,8 @@ def test_crashes_change_nothing(plain: Path, tmp_path: Path, placement: str) -> 
     assert all("rollout/rank" in line for line in said)
     if placement == "taking turns":
         assert "no sign of life" in done.stdout
+        assert "which is in generate of" in done.stdout
+        assert "without a token, at crash (sitecustomize.py" in done.stdout.replace("\n", "")
     restarts = sum(
         (run / "logs" / "attempt_1" / "rollout" / f"rank{rank}.log").read_text().count("is started again")
         for rank in (0, 1)

@@ -82,6 +82,7 @@ REPORTS = {
     "ended": lambda ranks: ranks.failed(ENDED),
     "silent": lambda ranks: ranks.failed(Evidence(*RANK, Cause.SILENT, "")),
     "engine died": lambda ranks: ranks.failed(Evidence(*RANK, Cause.ENGINE_DIED, "")),
+    "stalled": lambda ranks: ranks.failed(Evidence(*RANK, Cause.STALLED, "")),
     "raised": lambda ranks: ranks.failed(Evidence(*RANK, Cause.RAISED, "")),
     "grace over": lambda ranks: ranks.newly_lost(),
     "restart begins": lambda ranks: ranks.begin_restart("rollout"),
@@ -96,11 +97,13 @@ MOVES = {
     (S.RUNNING, "ended"): S.LEAVING,
     (S.RUNNING, "silent"): S.LEAVING,
     (S.RUNNING, "engine died"): S.LEAVING,
+    (S.RUNNING, "stalled"): S.LEAVING,
     (S.LEAVING, "grace over"): S.LOST,
     (S.LOST, "restart begins"): S.RESTARTING,
     (S.RESTARTING, "ended"): S.LEAVING,
     (S.RESTARTING, "silent"): S.LEAVING,
     (S.RESTARTING, "engine died"): S.LEAVING,
+    (S.RESTARTING, "stalled"): S.LEAVING,
     (S.RESTARTING, "restart finished"): S.RUNNING,
     (S.RESTARTING, "restart broken off"): S.LOST,
 }
@@ -126,7 +129,7 @@ def test_each_move_is_one_of_the_table() -> None:
 def test_the_cause_decides_what_may_be_restarted_and_no_wording_does(message: str, cause: Cause) -> None:
     ranks = run()
     ranks.allow_restarts(RestartPolicy("rollout", 1))
-    expected = cause in (Cause.ENDED, Cause.SILENT, Cause.ENGINE_DIED)
+    expected = cause in (Cause.ENDED, Cause.SILENT, Cause.ENGINE_DIED, Cause.STALLED)
     assert ranks.failed(Evidence(*RANK, cause, message)) is expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from rlctl.show import progress as module
 from rlctl.show.progress import Progress
+from specs.wire.heartbeat import Moving
 
 
 class Clock:
@@ -53,6 +55,26 @@ def run(bar: Progress, clock: Clock, steps: range, seconds: float) -> None:
     for step in steps:
         clock.now += seconds
         bar.step(metrics(step, **{"time/wall_s": seconds}))
+
+
+def test_what_is_slow_shows_how_far_it_is(clock: Clock) -> None:
+    for live in (False, True):
+        state = [Moving({"token": 500, "grade": 64}, ("token",))]
+        target = console(120, terminal=live)
+        with Progress(120, 0, "quickstart", target) as bar:
+            bar.follow(partial(state.__getitem__, 0))
+            bar.phase("rollout")
+            state[0] = Moving({"token": 1_734, "grade": 64}, ("token", "grade"), still_s=4.0)
+            clock.now += 41
+            bar.tick()
+            assert "rollout for 0:41" in text_of(target)
+            assert "1,234 tokens, 0 grades so far" in text_of(target)
+            assert "nothing has moved" not in text_of(target)
+            state[0] = Moving(state[0].done, ("token",), still_s=33.0)
+            clock.now += 31
+            bar.tick()
+            assert "1,234 tokens so far" in text_of(target)
+            assert "nothing has moved for 0:33" in text_of(target)
 
 
 def test_plain_lines_name_what_matters(clock: Clock) -> None:

@@ -38,6 +38,7 @@ AT_RUN_TIME = {
     "test_a_sampler_that_leaks_is_named_then_stopped",
     "run.start_timeout_s": "tests/rlctl/processes/test_groups.py::test_an_interpreter_that_fails_to_start",
     "run.verb_timeout_s": "tests/rlctl/processes/test_groups.py::test_a_missed_deadline_shows_where_the_rank_is",
+    "run.stall_timeout_s": "tests/rlctl/processes/test_stall_watch.py::test_a_stuck_rollout_is_started_again",
     "run.heartbeat_timeout_s": "tests/rlctl/processes/test_groups.py::test_a_stopped_rank_is_noticed_and_ended",
     "rollout.max_restarts": "tests/rlctl/loop/test_recovery.py::"
     "test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever",

@@ -1,0 +1,40 @@
+"""The flight recorder of torch.distributed: the last collectives of this rank, written where the run's logs are.
+
+torch 2.13 records those of NCCL and gloo. NCCL's own watchdog writes `flight_recorder_rank<N>` (pickled) when a
+collective has timed out; here it is written on request, as JSON, before that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from specs.wire.heartbeat import FLIGHT_RECORDER
+
+_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # torch 2.13, and before 2.9
+_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_ENTRIES = "2000"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Switches it on for the ranks of a group, whose dumps go to `folder`."""
+    files = dict.fromkeys(_FILE_VARIABLES, str(folder / FLIGHT_RECORDER))
+    return {**files, **dict.fromkeys(_SIZE_VARIABLES, _ENTRIES), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+def dump() -> Path | None:
+    """Write what this rank has recorded; None where there is nothing. Call it from any thread."""
+    distributed = sys.modules.get("torch.distributed")
+    prefix = os.environ.get(_FILE_VARIABLES[0])
+    if not prefix or distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    from torch._C import _distributed_c10d as c10d
+
+    name = "_dump_nccl_trace_json" if distributed.get_backend() == "nccl" else "_dump_fr_trace_json"
+    read = getattr(c10d, name, None)
+    if read is None:
+        return None
+    path = Path(f"{prefix}{distributed.get_rank()}.json")
+    path.write_bytes(read())
+    return path

@@ -1,0 +1,128 @@
+"""No progress: every rank is alive, verbs are in flight, and nothing has moved for `run.stall_timeout_s`.
+
+What moves: a verb that is sent, answered or answered in part, a rank that joins or is lost, a count in a heartbeat
+(`specs/wire/heartbeat.py`): a token, a grade, a micro-batch, a weight. As long as anything moves anywhere, nobody is
+stalled: slow is not stuck. Verbs that may be long without counting are judged by their deadlines alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlctl.processes.rank_states import Place
+from specs.wire.heartbeat import Activity, Moving
+
+_MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is nobody's stall
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A rank that has not answered yet: the verb's name and number, and the step that it is part of."""
+
+    verb: str
+    call: int
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Who waits for whom. `culprits` are at the end of the chain: everybody else waits for them."""
+
+    culprits: tuple[Place, ...]
+    chain: str  # for people
+    is_circle: bool  # all of them wait for each other
+
+
+class StallWatch:
+    """Hears of everything that moves. Seconds are of the driver's monotonic clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._activities: dict[Place, Activity] = {}
+        self._done: dict[str, int] = {}
+        self._moved_at = self._looked_at = time.monotonic()
+
+    def moved(self) -> None:
+        """Something went on."""
+        self._moved_at = time.monotonic()
+
+    def heard(self, place: Place, activity: Activity) -> None:
+        """A heartbeat of a rank that serves a verb."""
+        before = self._activities.get(place)
+        self._activities[place] = activity
+        known = before.counts if before else {}
+        more = {unit: count - known.get(unit, 0) for unit, count in activity.counts.items()}
+        for unit, count in more.items():
+            self._done[unit] = self._done.get(unit, 0) + count
+        if before is None or before.call != activity.call or any(more.values()):
+            self.moved()
+
+    def forget(self, place: Place) -> None:
+        """The process is gone: a new one counts from 0."""
+        self._activities.pop(place, None)
+
+    def of(self, place: Place, waiting: Waiting) -> Activity | None:
+        """What a rank says of the verb that is waited for; None when it has said nothing of it yet."""
+        activity = self._activities.get(place)
+        return activity if activity is not None and activity.call == waiting.call else None
+
+    def moving(self, waiting: Mapping[Place, Waiting]) -> Moving:
+        """For the person who looks on."""
+        at_work = [one for place, each in waiting.items() if (one := self.of(place, each)) is not None]
+        units = tuple(dict.fromkeys(one.unit for one in at_work if one.unit))
+        return Moving(dict(self._done), units, self._still_s if waiting else 0.0)
+
+    @property
+    def _still_s(self) -> float:
+        return time.monotonic() - self._moved_at
+
+    def look(self, waiting: Mapping[Place, Waiting]) -> Stall | None:
+        """Call often, with everybody who has not answered. The stall, when there is one; the clock then starts anew."""
+        now = time.monotonic()
+        missed_s, self._looked_at = now - self._looked_at, now
+        if missed_s > _MISSED_S:
+            self._moved_at += missed_s
+        if not waiting:
+            self.moved()
+        judged = all(self._is_judged(place, one) for place, one in waiting.items())
+        if not judged or self._still_s <= self.timeout_s:
+            return None
+        stall = self.chain(waiting)
+        self.moved()
+        return stall
+
+    def _is_judged(self, place: Place, waiting: Waiting) -> bool:
+        activity = self.of(place, waiting)
+        return activity is None or activity.counted
+
+    def chain(self, waiting: Mapping[Place, Waiting]) -> Stall:
+        """Of these, at least one: who computes, or does nothing at all, is waited for by those who say that they
+        wait."""
+        said = {place: self.of(place, one) for place, one in waiting.items()}
+        idle = {place: one for place, one in said.items() if one is None or not one.waits_for}
+        culprits = idle or said
+        links = [f"{_name(place)} waits for {one.waits_for}" for place, one in said.items() if one and one.waits_for]
+        step = next((one.step for one in waiting.values() if one.step is not None), None)
+        ends = [f"{_name(place)}, which is in {self._words(waiting[place], one)}" for place, one in culprits.items()]
+        who = "the driver" if step is None else f"step {step}"
+        return Stall(
+            tuple(culprits), "; ".join([f"{who} waits for {' and for '.join(ends)}", *links]), is_circle=not idle
+        )
+
+    def _words(self, waiting: Waiting, activity: Activity | None) -> str:
+        if activity is None:
+            return f"no verb, {self._still_s:.0f} s after {waiting.verb} was sent to it"
+        parts = [activity.words()]
+        without = f" without a {activity.unit}" if activity.unit else " without a sign of progress"
+        parts.append(f"{self._still_s:.0f} s{without}")
+        if activity.waits_for:
+            parts.append(f"waiting for {activity.waits_for}")
+        elif activity.where:
+            parts.append(f"at {activity.where}")
+        return ", ".join(parts)
+
+
+def _name(place: Place) -> str:
+    return f"{place[0]} rank {place[1]}"

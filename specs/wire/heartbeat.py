@@ -1,0 +1,58 @@
+"""What a rank says of itself in a heartbeat while it serves a verb."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from specs.errors import ChannelError
+
+FLIGHT_RECORDER = "flight_recorder_rank"  # how dumps of it begin, in the folder of a role's logs
+
+
+class Activity(BaseModel):
+    """A rank at work. `counts` are of the whole life of the process and only grow: when one has grown, the rank has
+    moved. A unit is singular ("token", "micro-batch")."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    verb: str
+    call: int
+    seconds: float  # since the verb began
+    what: str  # verb and size: "generate of 12 prompts, longest 8,192 tokens"
+    unit: str = ""  # what is counted in this verb; empty: nothing yet
+    so_far: int = 0  # of `unit`, in this verb
+    counts: Mapping[str, int] = {}
+    counted: bool = True  # a verb that goes well counts something, or is short: one that does neither has stalled
+    waits_for: str = ""  # a peer, or the other ranks; empty: it computes
+    where: str = ""  # the innermost Python function of the main thread
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Activity:
+        """Raises ChannelError when it is not one."""
+        try:
+            return cls.model_validate(dict(body))
+        except ValidationError as error:
+            raise ChannelError(f"not a heartbeat: {error.errors()[0]['msg']}") from None
+
+    def words(self) -> str:
+        """The verb and how far it is."""
+        return f"{self.what}, {amount(self.so_far, self.unit)} so far" if self.unit else self.what
+
+
+@dataclass(frozen=True)
+class Moving:
+    """What all ranks together have done since the start, by unit; which units those at work count; and for how many
+    seconds nothing has moved."""
+
+    done: Mapping[str, int] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    still_s: float = 0.0
+
+
+def amount(things: int, unit: str, plural: str = "s") -> str:
+    """1 token, 1,234 tokens."""
+    return f"{things:,} {unit}{'' if things == 1 else plural}"

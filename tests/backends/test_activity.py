@@ -1,0 +1,61 @@
+"""What a heartbeat says of a rank: the verb, how far it is, what it waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from backends import activity
+from specs.errors import ChannelError
+from specs.wire.heartbeat import Activity
+
+
+@pytest.fixture
+def verb():
+    activity.begin("generate", 7, counted=True)
+    yield
+    activity.end()
+
+
+def test_counts_are_of_the_process_and_so_far_of_the_verb(verb: None) -> None:
+    activity.count("token", 3)
+    activity.describe("generate of 2 prompts, longest 8 tokens", "token", counted=True)
+    before = activity.read()
+    activity.count("token", 4)
+    activity.count("weight")
+    after = activity.read()
+    assert before is not None
+    assert after is not None
+    assert (before.so_far, after.so_far) == (0, 4)
+    assert after.counts["token"] - before.counts["token"] == 4
+    assert after.words() == "generate of 2 prompts, longest 8 tokens, 4 tokens so far"
+    assert (after.verb, after.call, after.counted) == ("generate", 7, True)
+    activity.end()
+    assert activity.snapshot() is None
+
+
+def test_another_thread_reads_where_the_main_one_is(verb: None) -> None:
+    read: list[Activity | None] = []
+
+    def look() -> None:
+        time.sleep(0.05)
+        read.append(activity.read())
+
+    thread = threading.Thread(target=look)
+    with activity.waiting_for("rollout 0"):
+        thread.start()
+        time.sleep(0.2)
+    thread.join()
+    assert read[0] is not None
+    assert (read[0].waits_for, read[0].where.partition(" ")[0]) == (
+        "rollout 0",
+        "test_another_thread_reads_where_the_main_one_is",
+    )
+    assert activity.read().waits_for == ""  # type: ignore[union-attr]
+
+
+def test_what_is_no_heartbeat_is_refused() -> None:
+    with pytest.raises(ChannelError, match="not a heartbeat"):
+        Activity.from_json({"verb": "generate", "call": "seven"})

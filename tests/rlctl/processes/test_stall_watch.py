@@ -1,0 +1,204 @@
+"""Nothing moves: who is named, what is logged, what is started again; and that slow is not stuck."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from probe_groups import probe_groups, role_plan
+
+from rlctl.processes import stall_watch as module
+from rlctl.processes.calls import RanksLost
+from rlctl.processes.failures import Evidence
+from rlctl.processes.rank_states import RestartPolicy
+from rlctl.processes.stall_watch import StallWatch, Waiting
+from specs.errors import RoleFailure
+from specs.wire.heartbeat import Activity
+from specs.wire.messages import Verb
+
+BOUND_S = 15.0  # generous: the machine may be busy
+STALL = {"stall_timeout_s": 1.0, "heartbeat_timeout_s": 1.0}
+GENERATE, UPDATE = Waiting("generate", 5, 3), Waiting("update", 9, 3)
+ROLLOUT, ACTOR, PEER = ("rollout", 3), ("actor", 0), ("actor", 1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def generating(tokens: int, **more: object) -> Activity:
+    known = {"verb": "generate", "call": 5, "seconds": 50.0, "what": "generate of 12 prompts, longest 8,192 tokens"}
+    counted = {"unit": "token", "so_far": tokens, "counts": {"token": 100 + tokens}}
+    return Activity.model_validate(known | counted | more)
+
+
+def updating(**more: object) -> Activity:
+    known = {"verb": "update", "call": 9, "seconds": 50.0, "what": "update of 16 samples", "unit": "micro-batch"}
+    return Activity.model_validate(known | more)
+
+
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def look_for(watch: StallWatch, clock: Clock, seconds: float, waiting: dict) -> list[module.Stall]:
+    """As the driver does, several times a second."""
+    found = []
+    for _ in range(int(seconds)):
+        clock.now += 1.0
+        if stall := watch.look(waiting):
+            found.append(stall)
+    return found
+
+
+def test_the_chain_names_who_is_waited_for(clock: Clock) -> None:
+    watch = StallWatch(40.0)
+    watch.heard(ROLLOUT, generating(512, where="pump (server.py:7)"))
+    (stall,) = look_for(watch, clock, 60, {ROLLOUT: GENERATE})
+    assert stall.culprits == (ROLLOUT,)
+    assert stall.chain == (
+        "step 3 waits for rollout rank 3, which is in generate of 12 prompts, longest 8,192 tokens, 512 tokens so far, "
+        "41 s without a token, at pump (server.py:7)"
+    )
+
+
+def test_who_says_that_it_waits_is_not_to_blame(clock: Clock) -> None:
+    watch = StallWatch(5.0)
+    watch.heard(ACTOR, updating(waits_for="the other ranks, in all_reduce"))
+    watch.heard(PEER, updating(where="spin (x.py:1)"))
+    (stall,) = look_for(watch, clock, 6, {ACTOR: UPDATE, PEER: UPDATE})
+    assert (stall.culprits, stall.is_circle) == ((PEER,), False)
+    assert stall.chain.startswith("step 3 waits for actor rank 1, which is in update")
+    assert stall.chain.endswith("; actor rank 0 waits for the other ranks, in all_reduce")
+    watch.heard(PEER, updating(waits_for="rollout 0"))
+    (stall,) = look_for(watch, clock, 6, {ACTOR: UPDATE, PEER: UPDATE})
+    assert (stall.culprits, stall.is_circle) == ((ACTOR, PEER), True)
+
+
+def test_a_rank_that_never_took_its_verb_up_is_named(clock: Clock) -> None:
+    watch = StallWatch(5.0)
+    watch.heard(ROLLOUT, generating(1, call=4))  # the one before
+    (stall,) = look_for(watch, clock, 6, {ROLLOUT: GENERATE})
+    assert stall.chain == "step 3 waits for rollout rank 3, which is in no verb, 6 s after generate was sent to it"
+
+
+def test_what_moves_anywhere_keeps_everybody_alive(clock: Clock) -> None:
+    watch = StallWatch(5.0)
+    for tokens in range(20):
+        watch.heard(ROLLOUT, generating(tokens))
+        watch.heard(ACTOR, updating())
+        assert not look_for(watch, clock, 4, {ROLLOUT: GENERATE, ACTOR: UPDATE})
+    assert not look_for(watch, clock, 1, {ROLLOUT: GENERATE})
+    watch.moved()  # an answer
+    assert not look_for(watch, clock, 5, {ROLLOUT: GENERATE})
+    assert look_for(watch, clock, 1, {ROLLOUT: GENERATE})
+    assert not look_for(watch, clock, 5, {ROLLOUT: GENERATE}), "told once"
+
+
+def test_what_cannot_be_judged_is_not(clock: Clock) -> None:
+    watch = StallWatch(5.0)
+    watch.heard(ROLLOUT, generating(0, counted=False))
+    assert not look_for(watch, clock, 60, {ROLLOUT: GENERATE, ACTOR: UPDATE})
+    assert not look_for(watch, clock, 60, {}), "nobody is waited for"
+    assert not look_for(watch, clock, 5, {ACTOR: UPDATE})
+
+
+def test_a_driver_that_was_stopped_blames_nobody(clock: Clock) -> None:
+    watch = StallWatch(10.0)
+    assert not look_for(watch, clock, 3, {ACTOR: UPDATE})
+    clock.now += 3600
+    assert not look_for(watch, clock, 7, {ACTOR: UPDATE})
+    assert look_for(watch, clock, 2, {ACTOR: UPDATE})
+
+
+def test_what_is_done_counts_on_over_a_restart(clock: Clock) -> None:
+    watch = StallWatch(10.0)
+    watch.heard(ROLLOUT, generating(20))
+    watch.forget(ROLLOUT)
+    watch.heard(ROLLOUT, generating(0, counts={"token": 30}))
+    clock.now += 4
+    moving = watch.moving({ROLLOUT: GENERATE})
+    assert (moving.done, moving.units, moving.still_s) == ({"token": 150}, ("token",), 4.0)
+    assert watch.moving({}).still_s == 0.0
+
+
+# ── real processes ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
+    said: list[Evidence] = []
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2), **STALL) as groups:
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 1, said.append))
+        with pytest.raises(RanksLost) as caught:
+            groups["rollout"].call(Verb.PING, {"do": "hang", "rank": 1}, step=3)
+        assert caught.value.call.lost == {1}
+        assert "step 3 waits for rollout rank 1, which is in ping, 1 s without a sign of progress, at _misbehave" in (
+            said[0].message
+        )
+        assert "_misbehave" in (tmp_path / "rollout" / "rank1.log").read_text()
+        with groups.restart("rollout") as ranks:
+            assert ranks == [1]
+        assert len(groups["rollout"].call(Verb.PING)) == 2
+
+
+STUCK = {
+    "spin": ("python", "nothing has moved"),
+    "hang in native code": ("python", "nothing has moved"),
+    "hold the lock": ("torchrun", "no sign of life"),
+}
+
+
+@pytest.mark.parametrize("do", STUCK)
+def test_a_stuck_actor_ends_the_run_with_its_stacks(tmp_path: Path, do: str) -> None:
+    launcher, words = STUCK[do]
+    limits = STALL | {"stall_timeout_s": 2.5}
+    with probe_groups(tmp_path, role_plan("actor", 2, launcher, group=True), **limits) as groups:
+        started = time.monotonic()
+        with pytest.raises(RoleFailure, match=words) as caught:
+            groups["actor"].call(Verb.PING, {"do": do, "rank": 1}, step=3)
+        assert time.monotonic() - started < BOUND_S
+        assert (caught.value.role, caught.value.rank, caught.value.step) == ("actor", 1, 3)
+        assert "in _misbehave" in caught.value.log_tail
+
+
+def test_slow_is_not_stuck(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("rollout", 1), **STALL) as groups:
+        call = groups["rollout"].post(Verb.PING, {"do": "crawl"})  # 3 s
+        seen = set()
+        while not call.done:
+            groups.tick()
+            seen.add(groups.moving().done.get("token", 0))
+        assert len(seen) > 3
+        groups["rollout"].call(Verb.BUILD, {"sleep_s": 2.0})  # counts nothing, and need not
+        with pytest.raises(RoleFailure, match="nothing has moved"):
+            groups["rollout"].call(Verb.PING, {"sleep_s": 60})
+
+
+def test_a_rank_that_does_not_come_to_a_collective(tmp_path: Path) -> None:
+    """The others wait in it: they are not to blame, and the last collectives of each are on disk."""
+    limits = {"stall_timeout_s": 3.0, "heartbeat_timeout_s": 20.0}
+    with probe_groups(tmp_path, role_plan("actor", 2, group=True), **limits) as groups:
+        groups["actor"].call(Verb.BUILD, {"do": "meet"})  # imports torch, which may take as long as it likes
+        with pytest.raises(RoleFailure) as caught:
+            groups["actor"].call(Verb.PING, [{"do": "meet"}, {"do": "spin"}])
+        failure = caught.value
+        assert failure.rank == 1
+        assert "actor rank 0 waits for the other ranks, in all_reduce" in failure.cause
+        dumps = [Path(dump) for dump in failure.dumps]
+        assert [dump.name for dump in dumps] == ["flight_recorder_rank0.json", "flight_recorder_rank1.json"]
+        assert str(dumps[0]) in failure.message
+        recorded = [json.loads(dump.read_text())["entries"] for dump in dumps]
+        assert len(recorded[0]) == len(recorded[1]) + 1, "rank 0 is one collective ahead"
+        assert "all_reduce" in recorded[0][-1]["profiling_name"]
