@@ -48,7 +48,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         unit, inverse, weight_E = ctx.saved_tensors
-        product_TE = (grad * unit).view(-1, grad.shape[-1])
+        product_TE = (grad * unit).reshape(-1, grad.shape[-1])  # of queries and keys it comes transposed
         grad_weight_E = product_TE.sum(0) if ctx.needs_input_grad[1] else None
         along = (product_TE @ weight_E).div_(grad.shape[-1]).view(inverse.shape)
         grad_x = (grad * weight_E).addcmul_(unit, along, value=-1).mul_(inverse)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from backends.train.rms_norm import use_fast_norms
 
@@ -28,6 +29,23 @@ def test_values_and_gradients(kind: type[torch.nn.Module], shape: tuple[int, ...
         out.backward(upstream)
         results.append((out.detach(), leaf.grad, norm.weight.grad))
     for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strides", [(12, 60, 1), (12, 0, 1)], ids=["transposed", "expanded"])
+def test_gradients_in_any_layout(strides: tuple[int, ...]) -> None:
+    """What the norms of queries and keys give is transposed, and so comes its gradient."""
+    torch.manual_seed(0)
+    x, upstream = torch.randn(5, 3, 12), torch.randn(180).as_strided((5, 3, 12), strides)
+    assert not upstream.is_contiguous()
+    stock, ours = Qwen3RMSNorm(12), Qwen3RMSNorm(12)
+    use_fast_norms(ours)
+    grads = []
+    for norm in (stock, ours):
+        leaf = x.clone().requires_grad_()
+        norm(leaf).backward(upstream)
+        grads.append((leaf.grad, norm.weight.grad))
+    for theirs, mine in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
