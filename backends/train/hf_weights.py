@@ -1,8 +1,9 @@
 """Reads a Hugging Face model's safetensors directly into the memory of an engine, which may hold only a part.
 
 A rank reads the rows in which its shards lie and no more, so no host ever holds a whole model for the sake of loading
-it. Where that cannot be (weights drawn from a seed, names on disk that transformers converts, no safetensors), the
-whole model is made once on the host, and let go.
+it. Experts that lie one by one in the files are read into the tensors that the model makes of them. Where that cannot
+be (weights drawn from a seed, other names on disk that transformers converts, no safetensors), the whole model is made
+once on the host, and let go.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from backends.weights.tensor_bytes import named_weights
 from specs.errors import ModelError
 from specs.wire.role_config import ModelConfig
 
+# A tensor of all experts of a layer → what the files hold of each expert, in its order of rows.
+_OF_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
 
 def aliases_of(model: PreTrainedModel) -> dict[str, list[str]]:
     """All names of each weight by its first (more than one where weights are tied), of parameters and saved buffers."""
@@ -45,6 +49,8 @@ def stream_into(config: ModelConfig, aliases: Mapping[str, Sequence[str]], shard
     if config.from_scratch:
         return _from_whole_model(config, shards)
     files = ModelFiles.find(config)
+    if files is not None:
+        files.join_experts(name for each in aliases.values() for name in each)
     if files is None or files.are_named_otherwise(aliases):
         why = "its weight names are not the model's" if files else "it has no safetensors"
         print(f"{config.path}: {why}, so the whole model is loaded on the host first", file=sys.stderr, flush=True)
@@ -69,12 +75,14 @@ class ModelFiles:
     def __init__(self, path: str, files: Sequence[Path]) -> None:
         self.path = path
         self._holder: dict[str, Any] = {}
+        self._pieces: dict[str, list[str]] = {}  # a tensor that no file has → those that make it up, one after another
         for file in files:
             try:
                 opened = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"model {path}: {file.name}: {error}") from None
             self._holder |= dict.fromkeys(opened.keys(), opened)
+        self.names = set(self._holder)
 
     @classmethod
     def find(cls, config: ModelConfig) -> ModelFiles | None:
@@ -94,9 +102,28 @@ class ModelFiles:
             ) from None
         return cls(config.path, [Path(file) for file in files])
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._holder)
+    def join_experts(self, wanted: Iterable[str]) -> None:
+        """Have those of `wanted` that hold all experts of a layer, [experts, out, in], where files have each apart."""
+        for name in wanted:
+            layer, _, last = name.rpartition(".")
+            parts = _OF_EXPERT.get(last, ()) if name not in self._holder and layer.endswith(".experts") else ()
+            pieces: list[str] = []
+            while parts and all(f"{layer}.{len(pieces) // len(parts)}.{part}.weight" in self._holder for part in parts):
+                pieces += [f"{layer}.{len(pieces) // len(parts)}.{part}.weight" for part in parts]
+            if pieces:
+                self._pieces[name] = pieces
+                self.names = self.names.difference(pieces) | {name}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._pieces:
+            return tuple(self._holder[name].get_slice(name).get_shape())
+        pieces = self._pieces[name]
+        shapes = {self.shape(piece) for piece in pieces}
+        if len(shapes) > 1:
+            raise ModelError(f"model {self.path}: {pieces[0]} and other experts of its layer differ in shape")
+        ((out, into),) = shapes
+        experts = len(pieces) // len(_OF_EXPERT[name.rpartition(".")[2]])
+        return experts, out * len(pieces) // experts, into
 
     def are_named_otherwise(self, aliases: Mapping[str, Sequence[str]]) -> bool:
         """Whether weights that the model lacks here may be those that it does not know: transformers renames some
@@ -117,7 +144,7 @@ class ModelFiles:
     def fill(self, shard: Shard, names: Sequence[str]) -> None:
         """Read the elements of `shard` under the first of `names`; a tied weight saved twice must be the same twice."""
         for name in names:
-            shape = tuple(self._holder[name].get_slice(name).get_shape())
+            shape = self.shape(name)
             if shape != shard.shape:
                 raise ModelError(
                     f"model {self.path}: {name} has shape {list(shape)} on disk, config.json makes it "
@@ -134,6 +161,8 @@ class ModelFiles:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements start … stop-1 of the flattened tensor, in the dtype on disk. Reads the rows in which they lie."""
+        if name in self._pieces:
+            return self._read_pieces(self._pieces[name], start, stop)
         part = self._holder[name].get_slice(name)
         shape = part.get_shape()
         if not shape:
@@ -145,6 +174,15 @@ class ModelFiles:
         first = start // row
         rows: Tensor = part[first : -(-stop // row)]
         return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def _read_pieces(self, pieces: Sequence[str], start: int, stop: int) -> Tensor:
+        size = math.prod(self.shape(pieces[0]))
+        read = [
+            self.read(piece, max(0, start - first), min(size, stop - first))
+            for first, piece in zip(range(0, size * len(pieces), size), pieces, strict=True)
+            if first < stop and start < first + size
+        ]
+        return torch.cat(read) if read else torch.empty(0)
 
 
 def _cached(path: str, name: str) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from families import FAMILIES, LLAMA_LIKE, VOCAB
 
 from backends.protocol import LossScale, TrainEngine
 from backends.registry import train_engine
@@ -19,21 +20,9 @@ from specs.schema.spec import Optimizer, WeightForm
 from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, TrainConfig
 
-VOCAB = 23
-
-LLAMA_LIKE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # far from uniform, so that differences show
-}
-QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": True, **LLAMA_LIKE}
+QWEN2 = FAMILIES["qwen2"].config
 LLAMA = {"model_type": "llama", **LLAMA_LIKE}
-MISTRAL_WINDOW = {"model_type": "mistral", "sliding_window": 4, **LLAMA_LIKE}
+MISTRAL_WINDOW = FAMILIES["mistral"].config
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": VOCAB,
@@ -43,15 +32,7 @@ GPT2 = {
     "n_positions": 128,
     "initializer_range": 0.2,
 }
-GEMMA3 = {
-    "model_type": "gemma3_text",
-    **LLAMA_LIKE,
-    "head_dim": 8,
-    "sliding_window": 4,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "tie_word_embeddings": True,
-}
-GEMMA2 = {**GEMMA3, "model_type": "gemma2", "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}
+GEMMA3, GEMMA2 = FAMILIES["gemma3_text"].config, FAMILIES["gemma2"].config
 
 # Engines that run in the test's own process, with their default table.
 ENGINES: dict[str, Callable[[], Any]] = {"fake": FakeTrainTable, "ddp": DdpTable, "fsdp2": Fsdp2Table}

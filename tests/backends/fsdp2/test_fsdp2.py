@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_helpers import (
@@ -37,7 +38,8 @@ from backends.train.tensor_shards import Shard
 from specs.errors import ModelError
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 
-FAMILIES = {"qwen2": QWEN2, "llama": LLAMA, "gpt2": GPT2, "gemma2": GEMMA2, "gemma3": GEMMA3}
+MODELS = {"qwen2": QWEN2, "llama": LLAMA, "gpt2": GPT2, "gemma2": GEMMA2, "gemma3": GEMMA3}
+MODELS["experts one by one"] = FAMILIES["qwen3_moe"].config
 
 
 @pytest.fixture
@@ -70,10 +72,10 @@ def learn(engine: Any, steps: int = 2) -> list[float]:
 # ── models ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_learns_as_ddp_does(tmp_path: Path, family: str) -> None:
     """Tied and untied heads, biases, buffers, soft-capped logits: the same numbers from the same weights on disk."""
-    folder = saved_model(tmp_path, FAMILIES[family])
+    folder = saved_model(tmp_path, MODELS[family])
     disk = {"from_scratch": False, "attn_implementation": "eager" if family == "gemma2" else "auto"}
     engines = [engine_of(folder, kind, model=disk) for kind in ("ddp", "fsdp2")]
     built = [engine.built() for engine in engines]
@@ -177,11 +179,11 @@ def pieces(model: Any, parts: int, part: int) -> list[Shard]:
     return shards
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("shard_bytes", ["5GB", "10KB"])
 def test_streamed_weights_are_those_on_disk(tmp_path: Path, family: str, shard_bytes: str) -> None:
     """One file or many, tied or not, cut in three: element by element what transformers loads."""
-    folder = saved_model(tmp_path, FAMILIES[family], shard_bytes)
+    folder = saved_model(tmp_path, MODELS[family], shard_bytes)
     config = model_config(folder, from_scratch=False, attn_implementation="eager")
     expected = named_weights(build_model(config, load_weights=True))
     empty = build_on_meta(config)
@@ -252,8 +254,9 @@ def test_a_rank_reads_its_own_rows_only(tmp_path: Path, elements_read: list[int]
         assert sum(elements_read) < total / 4 + 48 * len(named_weights(empty))
 
 
-def test_the_engine_streams_when_it_can(tmp_path: Path, elements_read: list[int]) -> None:
-    engine = engine_of(saved_model(tmp_path), model={"from_scratch": False})
+@pytest.mark.parametrize("family", ["qwen2", "experts one by one"])
+def test_the_engine_streams_when_it_can(family: str, tmp_path: Path, elements_read: list[int]) -> None:
+    engine = engine_of(saved_model(tmp_path, MODELS[family]), model={"from_scratch": False})
     assert sum(elements_read) == engine.built().parameters
 
 

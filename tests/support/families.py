@@ -1,0 +1,135 @@
+"""Model families in their own module layouts, at a few thousand parameters, and which engines they are tried with.
+
+`docs/models.md` is written from here (`scripts/make_docs.py`). Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TRAINED = ("ddp", "ddp bf16", "fsdp2", "fsdp2 bf16", "zero1", "zero2 bf16", "zero3", "zero3 bf16")
+"""Cases of `sharded_worker.CASES` that every family is trained with."""
+EXPORTED = ("fsdp2", "zero2 bf16")
+"""Those whose checkpoints are exported: all engines write the same."""
+SAMPLED = ("fp32", "bf16")
+"""Precisions of the rollout engine `torch` that every family is sampled in."""
+
+VOCAB = 23
+LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # far from uniform, so that differences show
+}
+_WINDOWS: dict[str, Any] = {
+    **LLAMA_LIKE,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`config`: of the tiny model. `layout`: what of its modules is its own. `torch`: words of the refusal, where
+    that rollout engine does not take it. `vllm`: how it was tried there."""
+
+    models: str
+    layout: str
+    config: dict[str, Any]
+    torch: str = ""
+    vllm: str = "not tried"
+
+
+FAMILIES = {
+    "qwen2": Family(
+        "Qwen2, Qwen2.5",
+        "biases of queries, keys and values",
+        {**LLAMA_LIKE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+        vllm="fp32",
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        "norms of queries and keys; heads wider than the hidden size has room for",
+        {
+            **LLAMA_LIKE,
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+        },
+        vllm="fp32",
+    ),
+    "llama": Family(
+        "Llama 2, 3",
+        "an untied head; scaled rotary embeddings",
+        {
+            **LLAMA_LIKE,
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "gemma2": Family(
+        "Gemma 2",
+        "norms around each block; capped scores and logits; windows in every second layer",
+        {
+            **_WINDOWS,
+            "model_type": "gemma2",
+            "architectures": ["Gemma2ForCausalLM"],
+            "final_logit_softcapping": 2.0,
+            "attn_logit_softcapping": 5.0,
+        },
+        torch="sdpa does not compute softcap",
+    ),
+    "gemma3_text": Family(
+        "Gemma 3 (text)",
+        "norms around each block, of queries and of keys; a rotary embedding for each kind of layer",
+        {**_WINDOWS, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]},
+    ),
+    "mistral": Family(
+        "Mistral",
+        "a sliding window",
+        {**LLAMA_LIKE, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4},
+    ),
+    "phi3": Family(
+        "Phi 3, Phi 4",
+        "queries, keys and values in one matrix, gate and up in another; rotary embeddings on a part of each head",
+        {
+            **LLAMA_LIKE,
+            "model_type": "phi3",
+            "architectures": ["Phi3ForCausalLM"],
+            "partial_rotary_factor": 0.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3 MoE (30B-A3B, …)",
+        "four experts, of which each token visits two; a dense layer below them",
+        {
+            **LLAMA_LIKE,
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+        vllm="refused on the CPU, not tried on GPUs",
+    ),
+}
