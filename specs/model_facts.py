@@ -25,6 +25,8 @@ class ModelFacts:
     intermediate_size: int
     vocab_size: int
     experts: int  # 0: a dense model
+    experts_per_token: int
+    latent_attention: bool  # MLA: keys and values are kept compressed
     max_positions: int  # 0: no limit is given
     sliding_window: int  # 0: none is in effect
     tied_embeddings: bool
@@ -58,6 +60,8 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         intermediate_size=number("intermediate_size", "n_inner"),
         vocab_size=number("vocab_size"),
         experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+        experts_per_token=number("num_experts_per_tok", "moe_topk"),
+        latent_attention=number("kv_lora_rank") > 0,
         max_positions=number("max_position_embeddings", "n_positions"),
         sliding_window=window if merged.get("use_sliding_window", True) else 0,
         tied_embeddings=bool(tied),

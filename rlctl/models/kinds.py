@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from specs.model_facts import model_facts
+
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
@@ -32,6 +34,9 @@ def config_problem(config: Mapping[str, Any]) -> Wrong | None:
             continue  # some families have one for each layer
         if type(value) is not int or value < 1:
             return f"{name} in config.json must be a whole number above 0, not {value!r}", AGAIN
+    facts = model_facts(config)
+    if facts is not None and 0 < facts.experts < facts.experts_per_token:
+        return f"each token visits {facts.experts_per_token} experts by config.json, which has {facts.experts}", AGAIN
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if isinstance(kinds, list) and isinstance(layers, int) and len(kinds) != layers:
         return f"layer_types in config.json names {len(kinds)} layers, and num_hidden_layers is {layers}", AGAIN

@@ -5,15 +5,19 @@ FSDP2 and ZeRO cut by rows and elements, so any number of ranks will do; sampler
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import Problem
 from specs.model_facts import model_facts
+from specs.model_shapes import ModelTensors
 from specs.schema.mesh import devices_of_a_process
 from specs.schema.spec import Spec
 from specs.text import listed, show
+
+# What adapters are asked for beside the experts of a mixture, by the names that its files have.
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts", "w1", "w2", "w3")
 
 
 def cut_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -41,9 +45,33 @@ def adapter_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]
     layers = [parameter.name.removesuffix(".weight") for parameter in known.parameters if parameter.linear]
     for name in spec.actor.lora.targets:
         if name not in ("all-linear", "lm_head") and not any(f".{layer}".endswith(f".{name}") for layer in layers):
-            last = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
             message = f"the model has no linear layer {name!r}"
-            yield Problem("actor.lora.targets", message, f"it has {', '.join(last)}", show(spec.actor.lora.targets))
+            if name.rpartition(".")[2] in _OF_EXPERTS and _of_experts(known):
+                message = f"{name!r} is held by the model's experts, which lie in one tensor per layer: no adapter fits"
+            hint = f"it has {_last_names(layers)}"
+            yield Problem("actor.lora.targets", message, hint, show(spec.actor.lora.targets))
+
+
+def adapter_warnings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Experts that get no adapters although `actor.lora.targets` means every linear layer."""
+    known = tensors_of_config(config) if spec.actor.lora else None
+    if known is None or spec.actor.lora is None or "all-linear" not in spec.actor.lora.targets:
+        return
+    if elements := _of_experts(known):
+        layers = [parameter.name.removesuffix(".weight") for parameter in known.parameters if parameter.linear]
+        share = f"{elements / known.elements:.0%} of the parameters"
+        message = f"no adapters for the experts ({share}): they lie in one tensor per layer, not in linear layers"
+        hint = f"adapters stand beside {_last_names(layers)}; without actor.lora the experts learn too"
+        yield Problem("actor.lora.targets", message, hint, show(spec.actor.lora.targets))
+
+
+def _of_experts(tensors: ModelTensors) -> int:
+    """Parameters that experts hold."""
+    return sum(parameter.elements for parameter in tensors.parameters if ".experts." in parameter.name)
+
+
+def _last_names(layers: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
 
 
 def _shares_out(heads: int, kv_heads: int, parts: int) -> bool:

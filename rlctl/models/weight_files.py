@@ -23,6 +23,7 @@ AGAIN = "copy or download it again"
 LFS, LFS_HINT = "version https://git-lfs", "fetch it: `git lfs pull` in the model folder"
 OTHER_CONFIG = "the weights and config.json belong to different models: copy the whole folder again"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -74,7 +75,7 @@ def hub_weight_problems(folder: HubFolder, config: Mapping[str, Any]) -> Iterato
     except (ValueError, KeyError, TypeError) as error:
         yield f"{index.name} on the hub cannot be read: {error!r}", "tell its owner, or name another model"
         return
-    if wrong := _other_depth(names, config):
+    if wrong := _other_depth(names, config) or _other_experts(names, config):
         yield wrong
 
 
@@ -129,7 +130,7 @@ def _no_weights(folder: Path) -> Wrong:
 
 def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
     """Where weights and config differ: in the number of layers, else in the first shape."""
-    if wrong := _other_depth(shapes, config):
+    if wrong := _other_depth(shapes, config) or _other_experts(shapes, config):
         yield wrong
         return
     known = tensors_of_config(config)
@@ -145,7 +146,7 @@ def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
 
 def _lacking(shapes: Shapes, known: ModelTensors) -> Wrong | None:
     """Parameters that no file has. Names may lack their first part, as those of a model that was saved without a head;
-    experts are stored under other names than they are built."""
+    experts, which are stored one by one, are built as two tensors: `_other_experts` counts them."""
     names = [parameter.name for parameter in known.parameters]
     if any(".experts." in name for name in names):
         return None
@@ -165,3 +166,15 @@ def _other_depth(names: Iterable[str], config: Mapping[str, Any]) -> Wrong | Non
     if facts is None or not layers or layers == facts.layers:
         return None
     return f"the weights have {layers} layers, and config.json says {facts.layers}", OTHER_CONFIG
+
+
+def _other_experts(names: Iterable[str], config: Mapping[str, Any]) -> Wrong | None:
+    facts = model_facts(config)
+    layers: dict[str, set[int]] = {}
+    for name in names:
+        if found := _EXPERT.match(name):
+            layers.setdefault(found[1], set()).add(int(found[2]))
+    for layer, numbers in layers.items() if facts and facts.experts else ():
+        if facts and len(numbers) != facts.experts:
+            return f"{layer} holds {len(numbers)} experts, and config.json says {facts.experts}", OTHER_CONFIG
+    return None

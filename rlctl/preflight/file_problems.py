@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.model_check import ModelCheck
-from rlctl.models.tensor_parallel import adapter_problems, cut_problems
+from rlctl.models.tensor_parallel import adapter_problems, adapter_warnings, cut_problems
 from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data
 from rlctl.preflight.hostfile import hostfile_problems
@@ -91,6 +91,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     if not fake:
         errors += [*cut_problems(spec, main.config), *_engines(spec, main.config)]
         errors += adapter_problems(spec, main.config)
+        warnings += adapter_warnings(spec, main.config)
     return errors, warnings, main.config
 
 

@@ -97,12 +97,21 @@ class VllmTable(RolloutTable):
         yield from _adapter_problems(spec, role, section, self)
 
     def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
-        """Heads that vLLM has no kernel for on the CPU."""
-        if section.devices or facts.head_dim in CPU_HEAD_DIMS:
+        """Heads that vLLM has no kernel for on the CPU, and weights that it computes from in another form than the one
+        that a sync writes: derived from them (MLA) or packed (experts on the CPU) when it starts, and never again."""
+        key, hint = "rollout.engine.kind", 'write "torch", or take another model'
+        if facts.latent_attention:
+            message = "vLLM derives matrices from kv_b_proj when it starts, which a sync would leave as they were"
+            yield Problem(key, message, hint, show(self.kind))
+        if section.devices:
             return
-        known = listed(list(CPU_HEAD_DIMS), 99)
-        message = f"vLLM on the CPU takes heads of {known}, and the model's have {facts.head_dim}"
-        yield Problem("rollout.engine.kind", message, 'write "torch", or take another model', show(self.kind))
+        if facts.head_dim not in CPU_HEAD_DIMS and not facts.latent_attention:
+            known = listed(list(CPU_HEAD_DIMS), 99)
+            message = f"vLLM on the CPU takes heads of {known}, and the model's have {facts.head_dim}"
+            yield Problem(key, message, hint, show(self.kind))
+        if facts.experts:
+            message = f"vLLM on the CPU packs the {facts.experts} experts when it starts, and no sync can pack anew"
+            yield Problem(key, message, hint, show(self.kind))
 
     def installed_problems(
         self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool

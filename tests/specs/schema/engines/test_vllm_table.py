@@ -86,3 +86,26 @@ def test_heads_that_vllm_has_no_kernel_for_on_the_cpu(
     rollout = spec({"engine": {"kind": engine}, "devices": devices}, None).rollout
     found = [*rollout.engine.model_problems(rollout, facts)]
     assert [problem.key for problem in found] == ([] if fits else ["rollout.engine.kind"])
+
+
+@pytest.mark.parametrize(
+    ("more", "engine", "devices", "words"),
+    [
+        ({"kv_lora_rank": 512}, "vllm", [0], "derives matrices from kv_b_proj"),
+        ({"kv_lora_rank": 512}, "vllm", [], "derives matrices from kv_b_proj"),
+        ({"kv_lora_rank": 512}, "torch", [0], ""),
+        ({"num_experts": 8}, "vllm", [], "packs the 8 experts"),
+        ({"num_experts": 8}, "vllm", [0], ""),
+        ({"num_experts": 8}, "torch", [], ""),
+    ],
+)
+def test_weights_that_vllm_computes_from_in_another_form(
+    more: dict[str, int], engine: str, devices: list[int], words: str
+) -> None:
+    config = {"model_type": "any", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    facts = model_facts(config | more)
+    assert facts is not None
+    rollout = spec({"engine": {"kind": engine}, "devices": devices}, None).rollout
+    found = [problem.message for problem in rollout.engine.model_problems(rollout, facts)]
+    assert len(found) == bool(words)
+    assert all(words in message for message in found)

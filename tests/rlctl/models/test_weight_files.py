@@ -1,0 +1,28 @@
+"""Weights of another number of experts than `config.json` says: files hold them one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from corpus import write_weights
+from families import FAMILIES
+
+from rlctl.models.hub import HubFile, HubFolder
+from rlctl.models.weight_files import OTHER_CONFIG, hub_weight_problems, weight_problems
+
+CONFIG = FAMILIES["qwen3_moe"].config  # four experts in the second of two layers
+LAYER = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_the_experts_of_a_layer_are_counted(tmp_path: Path, count: int) -> None:
+    shapes = {f"{LAYER}.{number}.down_proj.weight": (32, 24) for number in range(count)}
+    write_weights(tmp_path / "model.safetensors", {"model.layers.0.input_layernorm.weight": (32,), **shapes})
+    placed = json.dumps({"weight_map": dict.fromkeys(shapes, "a")}).encode()
+    index = HubFile("model.safetensors.index.json", True, placed)
+    there = HubFolder("org/moe", {index.name: index, "model.safetensors": HubFile("model.safetensors", False)})
+    wrong = (f"{LAYER} holds {count} experts, and config.json says 4", OTHER_CONFIG)
+    for found in (weight_problems(tmp_path, CONFIG), hub_weight_problems(there, CONFIG)):
+        assert [*found] == ([] if count == 4 else [wrong])
