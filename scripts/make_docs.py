@@ -1,7 +1,7 @@
-"""Write `docs/spec.md` from the schema, so that the reference cannot drift.
+"""Write `docs/spec.md` from the schema, and `docs/models.md` from what the tests try, so that neither can drift.
 
-python scripts/make_docs.py            # write it
-python scripts/make_docs.py --check    # exit 1 when the file is not what the schema says
+python scripts/make_docs.py            # write them
+python scripts/make_docs.py --check    # exit 1 when a file is not what it would be
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
+from families import FAMILIES, SAMPLED, TRAINED  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
@@ -24,7 +25,7 @@ from specs.schema.spec import Spec  # noqa: E402
 from specs.schema.table import Table  # noqa: E402
 from specs.text import show  # noqa: E402
 
-TARGET = ROOT / "docs" / "spec.md"
+DOCS = ROOT / "docs"
 INTRO = """# The run spec, key by key
 
 Generated from the tables of `specs/schema/spec.py` by `scripts/make_docs.py`; do not edit.
@@ -125,17 +126,84 @@ def render() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+# ── docs/models.md ────────────────────────────────────────────────────────────────────────────────
+
+MODELS = """# Which models were tried
+
+Generated from `tests/support/families.py` by `scripts/make_docs.py`; do not edit.
+
+rlctl trains causal language models of transformers. Each family below has its own module layout, and each is tried in
+it with a few thousand parameters, on CPUs, with weights from disk:
+
+{table}
+
+- **ddp, fsdp2, zero**: two ranks; one optimizer step on ragged completions that share prompts. Log-probs, gradients
+  and the weights after the step are those of transformers' own modules on one sequence at a time, without padding, by
+  plain autograd: to 2e-5 nats and 1e-4 of each tensor's largest gradient in fp32. In bf16 they are as near to the
+  numbers of fp32 as the stock model's in bf16. Exported, they load with `AutoModelForCausalLM` to the bit
+  (`tests/backends/test_protocol_sharded.py`).
+- **torch**: the trainer's weights after a step arrive to the bit; scores are those of the stock model, greedy
+  completions those of its `generate` (`tests/backends/torch_rollout/test_torch_rollout_families.py`).
+- **vllm**: scores of synced weights on the CPU (`tests/backends/vllm_rollout/test_vllm_rollout.py`). SGLang was not
+  tried with real models ([sglang.md](sglang.md)).
+
+What is not in the table is not refused: every engine proves at its start that packed rows give the model's own logits,
+the `torch` sampler that its cache does, and every sync that sampler and trainer agree. Full-size models, and all of
+this on GPUs, were not tried.
+
+## Mixtures of experts
+
+- The loss has no term that balances the experts; the router learns from the policy gradient alone.
+- Files hold expert by expert what the model computes with as two tensors per layer. Ranks of `fsdp2` and `zero` stage 3
+  read their rows of them straight from files that name them `experts.N.gate_proj`, `up_proj` and `down_proj` (Qwen,
+  DeepSeek, GLM, …). With other names (Mixtral) each rank loads the whole model on its host first; its log says so.
+- Adapters stand beside linear layers, and experts are none: with `actor.lora` they stay as they are. `check-config`
+  says so, and refuses targets that only experts have.
+- vLLM packs experts on the CPU when it starts, and a sync could not reach them: refused. On GPUs it is held to its
+  Triton kernels, which keep the layout that a sync writes.
+
+## Refused
+
+- vLLM with multi-head latent attention (`kv_lora_rank`: DeepSeek V2 and V3, …): it derives matrices when it starts, and
+  a sync would leave them as they were.
+- Layers that keep a state instead of keys and values, encoder-decoder models, quantized weights.
+"""
+
+
+def render_models() -> str:
+    kinds = ["ddp", "fsdp2", "zero"]
+    head = ["family", "`model_type`", "its own", *(f"`{kind}`" for kind in kinds), "`torch`", "`vllm`"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, family in FAMILIES.items():
+        trained = [trained_with(kind) for kind in kinds]
+        sampled = f"refused: {family.torch}" if family.torch else ", ".join(SAMPLED)
+        cells = [family.models, f"`{name}`", family.layout, *trained, sampled, family.vllm]
+        lines.append(f"| {' | '.join(cells)} |")
+    return MODELS.format(table="\n".join(lines))
+
+
+def trained_with(kind: str) -> str:
+    """Precisions of an engine's cases; of DeepSpeed's, with their stages."""
+    found: dict[str, list[str]] = {}
+    for case in TRAINED:
+        if case.startswith(kind):
+            found.setdefault("bf16" if "bf16" in case else "fp32", []).append(case.split()[0].removeprefix(kind))
+    said = {dtype: f" (stages {' and '.join(stages)})" if all(stages) else "" for dtype, stages in found.items()}
+    return ", ".join(f"{dtype}{stages}" for dtype, stages in said.items())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is stale")
-    text = render()
-    if parser.parse_args().check:
-        if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text:
-            print("docs/spec.md is not what the schema says: run scripts/make_docs.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(text, encoding="utf-8")
+    check = parser.parse_args().check
+    pages = {DOCS / "spec.md": render(), DOCS / "models.md": render_models()}
+    stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    if check and stale:
+        names = ", ".join(f"docs/{path.name}" for path in stale)
+        print(f"{names} would be written otherwise: run scripts/make_docs.py", file=sys.stderr)
+        return 1
+    for path in stale:
+        path.write_text(pages[path], encoding="utf-8")
     return 0
 
 

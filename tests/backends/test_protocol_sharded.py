@@ -7,18 +7,29 @@ reference is `ddp` on one rank, in this process.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sharded_worker
+import torch
+from families import EXPORTED, FAMILIES, TRAINED
+from numpy.typing import NDArray
 from running import warm_torchrun
 from sharded_worker import CASES, EMPTY_STEP, STEPS, UNEVEN_STEP
+from stock_model import ADAM, StockStep, family_batch, stock_model, stock_step, write_family
 from train_helpers import QWEN2, write_model
+from transformers import AutoModelForCausalLM
 
+from backends.export.model_export import Source, prove
+from backends.export.model_export import write_model as write_export
 from backends.protocol import Rank
+from backends.train.tensor_shards import ShardReader
+from backends.weights.tensor_bytes import DTYPES, named_weights
 
 # Odd sizes: rows that no number of ranks divides, and (9 rows on 4 ranks) a rank without any.
 MODEL = {
@@ -46,6 +57,7 @@ RESUMED = [
     ("4:fsdp2 2x2", 4, "fsdp2"),
     ("4:fsdp2", 4, "fsdp2"),
 ]
+FAMILY_CASES = [case for case in TRAINED if case in CASES]
 # On CPU a storage that numpy has seen cannot be emptied, as ddp's has been here: its turn is on a GPU.
 OFFLOADED = ["fsdp2"]
 if "zero3" in CASES:  # DeepSpeed is installed
@@ -104,7 +116,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     alone({"case": "ddp", "out": str(root / "one rank")}, root)
     offloaded = [{"case": case, "out": str(root / f"{case} offloaded"), "offload": True} for case in OFFLOADED]
-    torchrun(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + offloaded + resume(2))
+    torchrun(
+        root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + offloaded + resume(2) + family_jobs(root)
+    )
     torchrun(root, 4, [{"case": case, "out": str(root / case)} for case in FOUR] + resume(4))
     for job in resume(1):
         alone(job, root)
@@ -126,6 +140,15 @@ def outcome(root: Path, name: str) -> Outcome:
     reports = [json.loads((folder / f"rank{i}.json").read_text()) for i in range(len(list(folder.glob("rank*.json"))))]
     with np.load(folder / "weights.npz") as weights:
         return Outcome(reports, dict(weights))
+
+
+def family_jobs(root: Path) -> list[dict[str, Any]]:
+    folders = {family: write_family(root / family / "model", family) for family in FAMILIES}
+    return [
+        {"case": case, "family": str(folder), "out": str(root / family / case)}
+        for family, folder in folders.items()
+        for case in FAMILY_CASES
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +225,76 @@ def test_resumed_by_others(root: Path, case: str, ranks: int, saved: str) -> Non
     assert farthest(after.weights, before.weights) < 1e-5
     if (case, ranks) == (saved, 2):  # the same engine on as many ranks
         assert after.ranks[0]["end"] == before.ranks[0]["end"]
+
+
+# ── families of models, against transformers' own modules ─────────────────────────────────────────
+
+
+@cache
+def stock(folder: Path, dtype: str) -> StockStep:
+    return stock_step(stock_model(folder, dtype), family_batch())
+
+
+def of_ranks(out: Path) -> NDArray[np.float32]:
+    """Log-probs of all tokens of the batch, put together from the ranks."""
+    logprob_T = np.full(family_batch().num_tokens, np.nan, dtype=np.float32)
+    for path in out.glob("rank*.npz"):
+        with np.load(path) as found:
+            logprob_T[found["token_N"]] = found["logprob_N"]
+    return logprob_T
+
+
+def gradients_of(state: Path) -> dict[str, NDArray[np.float32]]:
+    """After one step without clipping, Adam's first moment is (1 - beta1) times the gradient."""
+    moments = {name: tensor.numpy() for name, tensor in ShardReader(state, "optimizer").tensors()}
+    suffix = ".exp_avg"
+    return {n.removesuffix(suffix): m / (1 - ADAM.betas[0]) for n, m in moments.items() if n.endswith(suffix)}
+
+
+def together(arrays: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
+    return np.concatenate([arrays[name].reshape(-1) for name in sorted(arrays)])
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_as_stock_modules_do(root: Path, family: str, case: str) -> None:
+    """Log-probs, gradients and the weights after a step. In bf16 they are no farther from fp32's than the stock model's
+    in bf16 are."""
+    out, want = root / family / case, stock(root / family / "model", "fp32")
+    logprob_T, gradients = of_ranks(out), gradients_of(out / "state")
+    with np.load(out / "weights.npz") as file:
+        weights = dict(file)
+    assert gradients.keys() == weights.keys() == want.weights.keys()
+    assert want.logprob_T[family_batch()["loss_mask_T"] != 0].std() > 0.3, "a flat distribution hides a wrong token"
+    for name, tensor in ShardReader(out / "state", "model").tensors():
+        np.testing.assert_array_equal(tensor.numpy(), weights[name], err_msg=name)
+    if "bf16" not in case:
+        np.testing.assert_allclose(logprob_T, want.logprob_T, rtol=0, atol=2e-5)
+        for name, gradient in want.gradients.items():
+            limit = 1e-4 * np.abs(gradient).max() + 1e-7
+            np.testing.assert_allclose(gradients[name], gradient, rtol=0, atol=limit, err_msg=name)
+        assert farthest(weights, dict(want.weights)) < 5e-5, "Adam moves a weight by up to 1e-2"
+        return
+    rounded = stock(root / family / "model", "bf16")
+    assert np.abs(logprob_T - want.logprob_T).mean() < 1.5 * np.abs(rounded.logprob_T - want.logprob_T).mean()
+    ours, theirs, exact = (together(each) for each in (gradients, rounded.gradients, want.gradients))
+    assert np.linalg.norm(ours - exact) < 1.5 * np.linalg.norm(theirs - exact) < 0.2 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", [case for case in EXPORTED if case in FAMILY_CASES])
+def test_an_exported_family_loads(root: Path, tmp_path: Path, family: str, case: str) -> None:
+    """As a user loads it: with the trained weights, and with the trainer's greedy tokens."""
+    state, dtype = root / family / case / "state", "bf16" if "bf16" in case else "fp32"
+    source = Source(state, str(root / family / "model"), dtype, False)
+    write_export(source, tmp_path / "out", 50_000, lambda *_: None)
+    proof = prove(source, tmp_path / "out", state / "greedy_proof.json", 2**30, lambda *_: None)
+    assert proof.greedy_tokens > 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with np.load(state.parent / "weights.npz") as file:
+        for name, tensor in named_weights(loaded).items():
+            assert tensor.dtype == DTYPES[dtype]
+            assert torch.equal(tensor, torch.from_numpy(file[name]).to(tensor.dtype)), name
 
 
 def test_meshes_are_as_asked(root: Path) -> None:

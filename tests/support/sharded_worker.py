@@ -21,6 +21,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
+from families import EXPORTED  # noqa: E402
+from stock_model import ADAM, PROMPTS, TEMPERATURE, family_batch  # noqa: E402
 from train_helpers import grpo, gspo, make_batch, scale_of, train_config, weights_of  # noqa: E402
 
 from backends.protocol import Rank, TrainEngine  # noqa: E402
@@ -165,11 +167,37 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     return engine
 
 
+def run_family(job: dict[str, Any], rank: Rank) -> None:
+    """Job: `case`; `family`: the folder of its model; `out`. One step of the plain policy gradient."""
+    case = CASES[job["case"]]
+    model = {**case.get("model", {}), "from_scratch": False}
+    given = {**case, "model": model, "optimizer": ADAM, "temperature": TEMPERATURE}
+    config = train_config(Path(job["family"]), **given)
+    engine = train_engine(config.engine.kind).build(config, rank)
+    batch, out = family_batch(), Path(job["out"])
+    mine = balanced_shards(batch["length_B"], rank.world_size)[rank.rank]
+    part = batch.select(mine.tolist())
+    (out / "state").mkdir(parents=True, exist_ok=True)
+    np.savez(out / f"rank{rank.rank}.npz", token_N=batch.token_index(mine), logprob_N=engine.forward(part))
+    engine.forward_backward(part, grpo(anchor="current"), scale_of(batch))
+    engine.optim_step()
+    engine.save(out / "state")
+    weights = weights_of(engine)
+    written = engine.greedy(PROMPTS, 4) if job["case"] in EXPORTED else []
+    if rank.rank == 0:
+        np.savez(out / "weights.npz", **weights)
+        answers = [{"tokens": answer.tokens, "margins": answer.margins} for answer in written]
+        (out / "state" / "greedy_proof.json").write_text(json.dumps({"prompts": PROMPTS, "answers": answers}))
+
+
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
     for job in given["jobs"]:
-        run(Path(given["model"]), job, rank)
+        if "family" in job:
+            run_family(job, rank)
+        else:
+            run(Path(given["model"]), job, rank)
     torch.distributed.destroy_process_group()
 
 

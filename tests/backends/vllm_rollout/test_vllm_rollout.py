@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from numpy.typing import NDArray
 from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -222,10 +223,11 @@ def test_sleep_gives_memory_back_and_cycles_stay_flat(engine: RemoteVllm) -> Non
 
 @pytest.fixture(scope="module")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3: tied as its small ones are, with norms of queries and keys."""
     folder = tmp_path_factory.mktemp("tied") / "model"
     shutil.copytree(TINY_DIGITS, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    own = {"head_dim": 32, "vocab_size": 15, "eos_token_id": 0, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(FAMILIES["qwen3"].config | own))
     return folder
 
 
