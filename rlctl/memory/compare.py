@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from rlctl.memory.host_memory import gpu_memory_GiB
 from rlctl.memory.memory_plan import plan_memory
 from rlctl.processes.groups import Group
 from specs.errors import SpecError
+from specs.json_file import write_object
 from specs.memory_parts import GIB
 from specs.schema.spec import Spec
 
@@ -49,7 +49,7 @@ def compare(planned: Mapping[str, int], groups: Mapping[str, Group]) -> dict[str
 def write(compared: Mapping[str, Compared], run_dir: Path) -> None:
     """Nothing where the disk refuses: the error that a person must see is the run's own."""
     with suppress(OSError):
-        (run_dir / FILE).write_text(json.dumps(compared, indent=2) + "\n", encoding="utf-8")
+        write_object(run_dir / FILE, compared)
 
 
 def line(compared: Mapping[str, Compared]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.models.expected import Expected
-from specs.errors import AsBuiltError
+from specs.errors import AsBuiltError, RunDirError
+from specs.json_file import read_object, write_object
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.wire.as_built import AsBuilt, ModelBuilt
@@ -123,14 +124,28 @@ def check_same_again(before: AsBuilt, after: AsBuilt) -> None:
         )
 
 
-def check_same_start(reports: Reports, earlier: Path) -> None:
-    """On resume the reference and the starting weights must be those of the first attempt."""
-    if not earlier.is_file():
-        return
-    before = json.loads(earlier.read_text())
-    for role in [role for role in reports if role in before and ROLES[role].is_trainer]:
+def read_starting_weights(path: Path) -> dict[RoleName, str]:
+    """Role → checksum of the weights that its trainers started from, from an earlier attempt's file; empty where there
+    is none. Raises RunDirError."""
+    if not os.path.lexists(path):
+        return {}
+    hint = "put it back from a copy, or move it away: starting weights are then not compared with the first attempt's"
+    try:
+        before = read_object(path)
+    except ValueError as error:
+        raise RunDirError(f"{path} {error}", hint=hint) from None
+    try:
+        trainers = [role for role in before if role in ROLES and ROLES[role].is_trainer]
+        return {role: str(before[role][0]["model"]["weights_checksum"]) for role in trainers}
+    except (LookupError, TypeError):
+        raise RunDirError(f"{path} does not say what weights each role started from", hint=hint) from None
+
+
+def check_same_start(reports: Reports, earlier: Mapping[RoleName, str]) -> None:
+    """On resume the reference and the starting weights must be those of the first attempt (`read_starting_weights`)."""
+    for role in [role for role in reports if role in earlier]:
         model = reports[role][0].model
-        if model is not None and model.weights_checksum != before[role][0]["model"]["weights_checksum"]:
+        if model is not None and model.weights_checksum != earlier[role]:
             raise AsBuiltError(
                 f"{role}: the starting weights at {model.path} differ from those that this run started with",
                 hint="the model folder (or the torch version that draws random weights) changed; start a new run",
@@ -142,7 +157,7 @@ def write(reports: Reports, path: Path, sync: Mapping[str, Any] | None = None) -
     listed: dict[str, Any] = {role: [report.model_dump() for report in ranks] for role, ranks in reports.items()}
     if sync is not None:
         listed["sync"] = dict(sync)
-    path.write_text(json.dumps(listed, indent=2) + "\n")
+    write_object(path, listed)
 
 
 def table(spec: Spec, reports: Reports) -> Table:

@@ -15,20 +15,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from rlctl import __version__
 from specs.errors import CheckpointError
+from specs.json_file import read_object
 from specs.safetensors_header import fsync
 from specs.schema.spec import Spec
 from workers.saved_files import FileMark, mark
 
-FORMAT = 1
+FORMAT: Final = 1
+STATE = "driver/state.json"
 ARRIVAL_TIMEOUT_S = 90.0  # a shared file system may show a new name late: NFS keeps a folder's listing for a minute
 
 Marks = Mapping[str, FileMark]  # by path relative to the role's folder
@@ -44,8 +50,29 @@ class Checkpoint:
     manifest: Mapping[str, Any]
 
 
+class _Mark(BaseModel):
+    model_config = ConfigDict(strict=True)
+    bytes: NonNegativeInt
+    xxh3: str
+
+
+class _Manifest(BaseModel):
+    """What every reader needs; each checks what it needs beyond that."""
+
+    model_config = ConfigDict(strict=True)
+    format: Literal[1] = FORMAT
+    step: NonNegativeInt
+    files: dict[str, _Mark]
+
+
 def step_path(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
+
+
+def steps_in(root: Path) -> list[int]:
+    """Steps of the checkpoints there, whole or not, in order. Other names (a copy, a backup) are somebody else's."""
+    names = (re.fullmatch(r"step_(\d{6,})", path.name) for path in root.glob("step_*"))
+    return sorted(step for name in names if name and step_path(root, step := int(name[1])).name == name[0])
 
 
 def spec_hash(spec: Spec) -> str:
@@ -68,68 +95,120 @@ def save(
     `write_driver` writes the driver's own files and returns its state.
     """
     final, temporary = step_path(root, step), root / f".tmp_step_{step:06d}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
     try:
+        temporary.mkdir()  # not its parents: a run directory that was moved is not made again
         said: dict[str, FileMark] = {}
         for folder, write in write_roles.items():
-            (temporary / folder).mkdir(parents=True)
+            (temporary / folder).mkdir()
             reports = write(temporary / folder)
             said |= {f"{folder}/{name}": file for marks in reports for name, file in marks.items()}
-        (temporary / "driver").mkdir(parents=True)
+        (temporary / "driver").mkdir()
         _await(temporary, said)
         state = write_driver(temporary / "driver")
-        (temporary / "driver" / "state.json").write_text(json.dumps({"step": step, **state}))
+        (temporary / STATE).write_text(json.dumps({"step": step, **state}))
         here = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
         files = {name: said.get(name) or mark(temporary / name) for name in here}
         manifest = {"format": FORMAT, "rlctl": __version__, "step": step, "files": files, **about}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
         _fsync_tree(temporary)
-        if final.exists():  # the same step saved again after a resume
-            shutil.rmtree(final)
+        _remove(final)  # the same step saved again after a resume
         os.replace(temporary, final)
         fsync(root)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         raise
-    for old in sorted(root.glob("step_*"))[:-keep]:
-        shutil.rmtree(old)
+    for old in steps_in(root)[:-keep]:
+        _remove(step_path(root, old))
     return final
 
 
-def newest(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint; torn ones are skipped with a warning. Leftovers of a killed save are ignored."""
-    for path in sorted(root.glob("step_*"), reverse=True):
+def start_anew(run_dir: Path) -> str:
+    return f"to start anew, train with --run-dir or another run.name, or remove {run_dir} first"
+
+
+def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ()) -> Checkpoint | None:
+    """The newest whole checkpoint that has these folders; damaged ones are skipped with a warning. None: there is none
+    at all. Leftovers of a killed save are ignored. Raises CheckpointError where every one is damaged, with what is
+    wrong with each."""
+    damaged: list[str] = []
+    for step in reversed(steps_in(root)):
+        path = step_path(root, step)
         try:
-            return read(path)
+            found = read(path, folders)
         except CheckpointError as error:
-            warn(f"skipped {path.name}: {error.message}")
+            damaged.append(f"{path.name}: {error.message}")
+            continue
+        for line in damaged:
+            warn(f"skipped {line}")
+        return found
+    if damaged:
+        raise CheckpointError(
+            f"every checkpoint in {root} is damaged:\n" + "\n".join(f"  - {line}" for line in damaged),
+            hint=f"put one of them back from a copy; {start_anew(root.parent)}",
+        )
     return None
 
 
-def read(path: Path) -> Checkpoint:
-    """Open a checkpoint and check every file against its manifest. Raises CheckpointError."""
+def read(path: Path, folders: Sequence[str] = ()) -> Checkpoint:
+    """Open a checkpoint that must have these folders, and check every file against its manifest. Raises
+    CheckpointError."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for name, want in manifest["files"].items():
-            file = path / name
-            if file.stat().st_size != want["bytes"]:
-                raise CheckpointError(f"{name} has {file.stat().st_size} bytes, {want['bytes']} were written")
-            if mark(file) != want:
-                raise CheckpointError(f"{name} was changed or damaged after it was written")
-        state = json.loads((path / "driver" / "state.json").read_text())
-        return Checkpoint(path, int(manifest["step"]), state, manifest)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"it is torn: {error}") from None
+        content = read_object(path / "manifest.json")
+        manifest = _Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"its manifest.json is of another shape: {where}: {first['msg']}") from None
+    except ValueError as error:
+        raise CheckpointError(f"its manifest.json {error}") from None
+    if step_path(path.parent, manifest.step) != path:
+        raise CheckpointError(f"its manifest.json is of step {manifest.step}")
+    for folder in (STATE, *(f"{folder}/" for folder in folders)):
+        if not any(name.startswith(folder) for name in manifest.files):
+            raise CheckpointError(f"its manifest.json lists no {folder}")
+    for name, expected in manifest.files.items():
+        _check_file(path, name, expected)
+    try:
+        state = read_object(path / STATE)
+    except ValueError as error:
+        raise CheckpointError(f"{STATE} {error}") from None
+    return Checkpoint(path, manifest.step, state, content)
+
+
+def _check_file(folder: Path, name: str, expected: _Mark) -> None:
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts or not name.isprintable():
+        raise CheckpointError(f"its manifest.json lists {name!a}, which no checkpoint has")
+    file = folder / name
+    try:
+        if not file.is_file():
+            raise CheckpointError(f"{name} is {'not a file' if os.path.lexists(file) else 'missing'}")
+        size = file.stat().st_size
+        if size != expected.bytes:
+            raise CheckpointError(f"{name} has {size} bytes, {expected.bytes} were written")
+        if mark(file) != expected.model_dump():
+            raise CheckpointError(f"{name} was changed or damaged after it was written")
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
 
 
 def set_aside_after(root: Path, step: int) -> None:
-    """Torn checkpoints after `step` are renamed, so that they neither count as kept nor stand in the way."""
-    for path in sorted(root.glob("step_*")):
-        if int(path.name.removeprefix("step_")) > step:
-            aside = path.with_name(f"torn_{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(path, aside)
+    """Damaged checkpoints after `step` are renamed, so that they neither count as kept nor stand in the way."""
+    for later in (each for each in steps_in(root) if each > step):
+        path = step_path(root, later)
+        aside = path.with_name(f"torn_{path.name}")
+        _remove(aside)
+        os.replace(path, aside)
     for path in root.glob(".tmp_step_*"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it, or whatever else has this name. What cannot be removed stays."""
+    if path.is_symlink() or not path.is_dir():
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    else:
         shutil.rmtree(path, ignore_errors=True)
 
 

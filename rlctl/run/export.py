@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from rlctl.run import checkpoints
 from specs.errors import CheckpointError, ExportError, UsageError
 
 STALL_S = 3600.0
+PROOF = "greedy_proof.json"  # of a role's folder: what the exported model must repeat
 ROOT = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
@@ -54,6 +55,7 @@ def export(
     folder = checkpoint.path / role
     if not folder.is_dir():
         raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
+    about = _about(checkpoint, role)
     if adapter_only and not (folder / "adapter_config.json").is_file():
         hint = "leave it out: the whole model was trained"
         raise UsageError("--adapter-only: this run was not trained with actor.lora", hint=hint)
@@ -66,7 +68,7 @@ def export(
             def say(text: str) -> None:
                 status.update(Text(text))
 
-            proof = _export(checkpoint, folder, out_dir, dtype, limits or Limits(), adapter_only, say)
+            proof = _export(checkpoint, about, folder, out_dir, dtype, limits or Limits(), adapter_only, say)
     except OSError as error:
         told = f"{out_dir} cannot be written: {error.strerror or error}"
         raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
@@ -86,7 +88,7 @@ def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
     root = run_dir / "checkpoints"
     if not root.is_dir():
         raise UsageError(f"{run_dir} is not a run directory", hint="pass the folder that train wrote, like runs/NAME")
-    there = sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*"))
+    there = checkpoints.steps_in(root)
     if step is not None:
         if step not in there:
             raise UsageError(
@@ -105,8 +107,24 @@ def _roles(checkpoint: checkpoints.Checkpoint) -> list[str]:
     return sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
 
 
+def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
+    """What the manifest says of the model and who reads it. Raises CheckpointError."""
+    about, manifest = checkpoint.manifest, checkpoint.path / "manifest.json"
+    hint = "put the manifest back as it was, or export another step with --step"
+    for key, kind in (("run", str), ("python", str), ("model_path", str), ("trust_remote_code", bool)):
+        if not isinstance(about.get(key), kind):
+            raise CheckpointError(f"{manifest} does not say what {key!r} is", hint=hint)
+    if f"{role}/{PROOF}" not in about["files"]:
+        raise CheckpointError(f"{manifest} does not list {role}/{PROOF}", hint=hint)
+    if shutil.which(about["python"]) is None:
+        hint = f"put it back, or write another interpreter that has the engine's packages into {manifest}"
+        raise CheckpointError(f"the interpreter that trained the {role}, {about['python']}, is not there", hint=hint)
+    return about
+
+
 def _export(
     checkpoint: checkpoints.Checkpoint,
+    about: Mapping[str, Any],
     folder: Path,
     out_dir: Path,
     dtype: str,
@@ -115,13 +133,12 @@ def _export(
     say: Say,
 ) -> dict[str, Any]:
     """Write beside `out_dir`, prove, and only then rename into place."""
-    about = checkpoint.manifest
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
         model, request = Path(scratch).absolute() / "model", Path(scratch) / "request.json"
         model.mkdir()
         body = {
             "checkpoint": str(folder.absolute()),
-            "proof_file": str((folder / "greedy_proof.json").absolute()),
+            "proof_file": str((folder / PROOF).absolute()),
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],
             "dtype": dtype,

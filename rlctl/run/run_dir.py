@@ -5,20 +5,26 @@ For `check-config` it also says what lies where a run would write.
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import json
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from rlctl.run.checkpoints import step_path
+from rlctl.models.as_built_check import read_starting_weights
+from rlctl.run.checkpoints import step_path, steps_in
 from rlctl.run.resume import differences
-from specs.errors import Problem, RunDirError
+from specs.errors import Problem, RlctlError, RoleFailure, RunDirError
+from specs.json_file import read_object, write_object
 from specs.schema.spec import Spec
 
 START_ANEW = "train with --run-dir or another run.name to start anew"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_A_DISK = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
 
 
 class RunDir:
@@ -28,6 +34,7 @@ class RunDir:
         self.path = path.absolute()
         self.attempt = 0
         self.changes: list[str] = []  # of the spec since the first attempt, as `key: old → new`
+        self.starting_weights: Mapping[str, str] = {}  # role → checksum, as the first attempt built them
         self._lock: IO[str] | None = None
 
     @property
@@ -43,6 +50,10 @@ class RunDir:
         return self.path / "as_built.json"
 
     @property
+    def resolved(self) -> Path:
+        return self.path / "resolved.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -52,41 +63,62 @@ class RunDir:
 
     def open(self, spec: Spec, spec_path: Path, *, resume: bool) -> None:
         """Make (or find again) the directory and lock it. Raises RunDirError; then nothing was changed."""
-        begun = (self.path / "resolved.json").is_file()
-        holds_run = begun and self.metrics.is_file() and self.metrics.stat().st_size > 0
+        try:
+            with told_as_disk_errors(self.path):
+                self._open(spec, spec_path, resume=resume)
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self, spec: Spec, spec_path: Path, *, resume: bool) -> None:
+        begun = self.resolved.is_file()
         if self.path.exists() and not self.path.is_dir():
             raise RunDirError(f"{self.path} is a file", hint="pass another folder with --run-dir")
+        if not begun and self._holds_steps():
+            raise RunDirError(
+                f"{self.resolved}, which says what this run was started with, is not there",
+                hint=f"put it back from a copy; {START_ANEW}",
+            )
         if resume and not begun:
             raise RunDirError(f"{self.path} holds no run to resume", hint="leave out --resume to start one there")
         if begun:
             self._take_lock()  # in use is the more helpful message: say that first
+        holds_run = begun and self._holds_steps()
         if holds_run and not resume:
-            self.release()
             raise RunDirError(
                 f"{self.path} already holds a run",
                 hint="add --resume to go on with it, or choose another folder with --run-dir or another run.name",
             )
         if not begun and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
-        if resume and holds_run:
-            try:
-                self._same_run(spec)
-            except RunDirError:
-                self.release()
-                raise
-        if begun and not holds_run:  # it ended before its first step: begin again, keeping the logs
+        if holds_run:
+            self._same_run(spec)
+            self.starting_weights = read_starting_weights(self.as_built)
+        elif begun:  # it ended before its first step: begin again, keeping the logs
             self.as_built.unlink(missing_ok=True)
-            (self.path / "resolved.json").unlink()
+            self.resolved.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._take_lock()
         self._begin_attempt(spec, spec_path)
 
+    def _holds_steps(self) -> bool:
+        """Whether a run made steps here. Raises RunDirError where something else stands in a file's place."""
+        for file in (self.metrics, self.samples):
+            _check_is_file(file)
+        metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        return metrics or bool(steps_in(self.checkpoints))
+
     def _take_lock(self) -> None:
-        lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - held for the life of the run
+        path = self.path / ".lock"
+        _check_is_file(path)
+        lock = open(path, "a+", errors="replace")  # noqa: SIM115 - held for the life of the run
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # not held: a file system without locks
+                lock.close()
+                raise OSError(error.errno, error.strerror, str(path)) from None
             lock.seek(0)
             owner = lock.read().strip()
             lock.close()
@@ -101,7 +133,13 @@ class RunDir:
         self._lock = lock
 
     def _same_run(self, spec: Spec) -> None:
-        before = json.loads((self.path / "resolved.json").read_text())
+        try:
+            before = read_object(self.resolved)
+        except ValueError as error:
+            hint = f"put it back from a copy; {START_ANEW}"
+            raise RunDirError(
+                f"{self.resolved}, which says what this run was started with, {error}", hint=hint
+            ) from None
         refused, self.changes = differences(before, spec.resolved(), spec.actor.engine)
         if refused:
             raise RunDirError(
@@ -111,18 +149,58 @@ class RunDir:
             )
 
     def _begin_attempt(self, spec: Spec, spec_path: Path) -> None:
-        done = [int(p.name.removeprefix("attempt_")) for p in (self.path / "logs").glob("attempt_*")]
-        self.attempt = max(done, default=0) + 1
+        names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in (self.path / "logs").glob("attempt_*"))
+        self.attempt = max((int(name[1]) for name in names if name), default=0) + 1
         self.logs.mkdir(parents=True)
-        name = f".attempt_{self.attempt}" if (self.path / "resolved.json").exists() else ""
-        shutil.copyfile(spec_path, self.path / f"spec{name}.toml")
-        (self.path / f"resolved{name}.json").write_text(json.dumps(spec.resolved(), indent=2) + "\n")
+        name = f".attempt_{self.attempt}" if self.resolved.exists() else ""
+        copy = self.path / f"spec{name}.toml"
+        if not (copy.exists() and copy.samefile(spec_path)):
+            shutil.copyfile(spec_path, copy)
+        write_object(self.path / f"resolved{name}.json", spec.resolved())
         self.checkpoints.mkdir(exist_ok=True)
 
     def release(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _check_is_file(path: Path) -> None:
+    if os.path.lexists(path) and not path.is_file():  # opening a pipe would wait
+        hint = f"move it away, or put the run's own back; {START_ANEW}"
+        raise RunDirError(f"{path} is not a file", hint=hint)
+
+
+@contextmanager
+def told_as_disk_errors(run_dir: Path) -> Iterator[None]:
+    """What a disk or a file system refuses below `run_dir` is told as such, with the file; and so is what a role fails
+    of when the directory is gone."""
+    try:
+        yield
+    except RoleFailure:
+        if run_dir.is_dir():
+            raise
+        raise _gone(run_dir) from None
+    except OSError as error:
+        file = str(error.filename or "")
+        if not file.startswith(str(run_dir)) and error.errno not in _OF_A_DISK:
+            raise
+        raise _disk_error(run_dir, file, error) from None
+
+
+def _gone(run_dir: Path) -> RlctlError:
+    hint = "put it back and run the same command with --resume; if it was moved, name its new place with --run-dir"
+    return RlctlError(f"the run directory {run_dir} is gone: it was moved or removed", hint=hint)
+
+
+def _disk_error(run_dir: Path, file: str, error: OSError) -> RlctlError:
+    if error.errno in _FULL:
+        hint = "nothing older was lost: free some space, then run the same command with --resume"
+        return RlctlError(f"the disk of {run_dir} is full: {error}", hint=hint)
+    if error.errno == errno.ENOENT and not run_dir.is_dir():
+        return _gone(run_dir)
+    hint = f"move away what stands there, or have the folder writable, and run the same command again; {START_ANEW}"
+    return RunDirError(f"{file or run_dir} cannot be used: {error.strerror or error}", hint=hint)
 
 
 # ── as seen by check-config ───────────────────────────────────────────────────────────────────────
@@ -132,6 +210,15 @@ def run_dir_warnings(spec: Spec) -> list[Problem]:
     """At most one: about the folder `run.dir/run.name`, as seen from here. Nothing is taken, made or changed."""
     run = RunDir(Path(spec.run.dir) / spec.run.name)
     value = f'"{spec.run.name}"'
+    try:
+        return _found_there(run, spec, value)
+    except OSError as error:
+        return [
+            Problem("run.name", f"{error.filename or run.path} cannot be read: {error.strerror}", START_ANEW, value)
+        ]
+
+
+def _found_there(run: RunDir, spec: Spec, value: str) -> list[Problem]:
     if run.path.is_file():
         return [Problem("run.name", f"{run.path} is a file", "remove it, or use another run.name", value)]
     if not run.path.is_dir() or not any(entry.name != ".lock" for entry in run.path.iterdir()):
@@ -140,7 +227,7 @@ def run_dir_warnings(spec: Spec) -> list[Problem]:
         message = f"the run directory {run.path} is in use by another rlctl (process {owner})"
         return [Problem("run.name", message, "wait for it or stop it; " + START_ANEW, value)]
     message = f"the run directory {run.path} is not empty"
-    if not (run.path / "resolved.json").is_file():
+    if not run.resolved.is_file():
         return [Problem("run.name", f"{message} and holds no run", START_ANEW, value)]
     newest = _newest_checkpoint(run.checkpoints)
     has = f"its newest checkpoint is of step {newest} of {spec.run.steps}" if newest else "it has no checkpoint yet"
@@ -149,8 +236,10 @@ def run_dir_warnings(spec: Spec) -> list[Problem]:
 
 def _owner(lock: Path) -> str:
     """Process that holds the run's lock, or ""."""
+    if not lock.is_file():  # opening a pipe would wait
+        return ""
     try:
-        with lock.open() as file:
+        with lock.open(errors="replace") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -162,6 +251,5 @@ def _owner(lock: Path) -> str:
 
 def _newest_checkpoint(folder: Path) -> int:
     """By its manifest's being there: whether it is whole, `train` finds out. 0: there is none."""
-    names = (re.fullmatch(r"step_(\d+)", entry.name) for entry in folder.glob("step_*"))
-    steps = (int(name[1]) for name in names if name)
-    return max((step for step in steps if (step_path(folder, step) / "manifest.json").is_file()), default=0)
+    steps = (step for step in steps_in(folder) if (step_path(folder, step) / "manifest.json").is_file())
+    return max(steps, default=0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import platform
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from rlctl.processes.role_configs import model_paths
 from rlctl.run import checkpoints
 from rlctl.run.resume import about_model, check_fits
 from rlctl.run.run_dir import RunDir
+from rlctl.show.metrics_file import read_metrics
 from rlctl.show.progress import Progress
+from specs.errors import CheckpointError
+from specs.json_file import read_object
 from specs.schema.roles import ACTOR, DATA, ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies
@@ -27,14 +30,32 @@ PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat
 
 def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress) -> checkpoints.Checkpoint | None:
     """The checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of another
-    model."""
-    checkpoint = checkpoints.newest(run.checkpoints, progress.warning)
+    model, or where there should be one and none is whole, and RunDirError; then nothing was changed."""
+    folders = [folder for role in spec.roles if (folder := ROLES[role].checkpoint)]
+    checkpoint = checkpoints.newest(run.checkpoints, progress.warning, folders)
+    last = max((record["step"] for record in read_metrics(run.metrics)), default=0)
     if checkpoint is not None:
         check_fits(checkpoint.manifest, spec, spec_dir)
+        if last < checkpoint.step:
+            progress.warning(f"{run.metrics} ends at step {last}: what came before the checkpoint is missing there")
+    elif last > (every := _checkpoints_were_due_every(run)):
+        raise CheckpointError(
+            f"{run.checkpoints} holds no checkpoint, but {last} steps were made, and one was due every {every}",
+            hint=f"put its newest folder step_… back; {checkpoints.start_anew(run.path)}",
+        )
     checkpoints.set_aside_after(run.checkpoints, checkpoint.step if checkpoint else 0)
     if checkpoint is None:
         progress.message("no checkpoint to resume from: starting at step 1")
     return checkpoint
+
+
+def _checkpoints_were_due_every(run: RunDir) -> int:
+    """Steps between checkpoints, in the attempt that made fewest."""
+    every = []
+    for file in run.path.glob("resolved*.json"):
+        with suppress(ValueError, LookupError, TypeError):
+            every.append(int(read_object(file)["checkpoint"]["every"]))
+    return max(every)
 
 
 class Saver:
@@ -43,6 +64,7 @@ class Saver:
     def __init__(self, spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
         self.spec, self.spec_dir, self.run, self.plan = spec, spec_dir, run, plan
         self.groups, self.progress = groups, progress
+        self._versions = self._actor_versions()  # now: the run directory may be moved while the run goes on
         self.saved = -1  # step of the newest checkpoint that this attempt wrote or started from
 
     def save(self, driver: Driver, step: int) -> None:
@@ -106,8 +128,8 @@ class Saver:
             "model_path": model_paths(spec, self.spec_dir)[ACTOR],
             "trust_remote_code": spec.model.trust_remote_code,
             "python": self.plan.role(ACTOR).python,
-            "versions": {"python": platform.python_version(), "rlctl": __version__, **self._actor_versions()},
+            "versions": {"python": platform.python_version(), "rlctl": __version__, **self._versions},
         }
 
     def _actor_versions(self) -> dict[str, str]:
-        return json.loads(self.run.as_built.read_text())[ACTOR][0]["versions"]  # type: ignore[no-any-return]
+        return dict(read_object(self.run.as_built)[ACTOR][0]["versions"])

@@ -42,7 +42,7 @@ def start(
     residency = Residency(plan.colocated, holders, sleep_level(spec))
     reports = _build(spec, groups, residency, bodies)
     as_built_check.check(spec, reports, models_expected(spec, spec_dir, role_attention))
-    as_built_check.check_same_start(reports, run.as_built)
+    as_built_check.check_same_start(reports, run.starting_weights)
     as_built_check.write(reports, run.as_built, transport.describe())
     progress.table(as_built_check.table(spec, reports))
     progress.message(_data_line(DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,10 +17,10 @@ from rlctl.processes.groups import Groups
 from rlctl.processes.hosts import plan_for_hosts
 from rlctl.processes.placement import Plan
 from rlctl.run.interrupt import Interrupt
-from rlctl.run.run_dir import RunDir
+from rlctl.run.run_dir import RunDir, told_as_disk_errors
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
-from rlctl.show.metrics_file import MetricsWriter, truncate_after
+from rlctl.show.metrics_file import MetricsWriter, truncate_samples_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
 from rlctl.show.text_format import counted
@@ -42,7 +41,6 @@ from specs.terminal import json_text
 
 # The roles still answer: what they reached can be saved.
 STOPPED = (Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
-DISK_FULL_HINT = "nothing older was lost: free some space, then run the same command with --resume"
 
 
 def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> int:
@@ -56,17 +54,13 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
     plan = plan_for_hosts(spec, spec_dir, run.path)
     run.open(spec, spec_path, resume=resume)
     try:
-        with Progress(spec.run.steps, 0, spec.run.name) as progress:
+        with told_as_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
             for warning in [*cross_field_warnings(spec), *warnings]:
                 progress.warning(str(warning))
             for change in run.changes:
                 progress.warning(f"resumed with another {change}")
             progress.message(f"run directory: {run.path}")
             attempt(spec, spec_dir, run, plan, progress, resume=resume)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise RlctlError(f"the disk of {run.path} is full: {error}", hint=DISK_FULL_HINT) from None
     finally:
         run.release()
     return 0
@@ -89,7 +83,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
         progress.follow(groups.moving)
         keep_to = None if not resume else checkpoint.step if checkpoint else -1
         if keep_to is not None:
-            truncate_after(run_dir.samples, keep_to)
+            truncate_samples_after(run_dir.samples, keep_to, progress.warning)
         metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to))
         tracker = stack.enter_context(open_tracker(spec, run_dir.path))
         try:

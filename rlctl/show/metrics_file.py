@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specs.errors import NotFiniteError, RlctlError, RunDirError
 
 Metrics = Mapping[str, Any]
+Warn = Callable[[str], None]
+_MAX_STEP = 2**53
 
 
 class MetricsWriter:
@@ -65,34 +68,89 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All lines, in order. A last line that was cut off by a crash is left out; any other bad line is a RunDirError."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    complete, tail = lines[:-1], lines[-1]
-    records = []
-    for number, line in enumerate(complete, start=1):
+    records: list[dict[str, Any]] = []
+    lines, torn = _lines(path)
+    for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("not an object with a step")
+            records.append(_record(line))
         except ValueError as error:
-            if number == len(complete) and not tail:
+            if number == len(lines) and not torn:
                 break
             raise RunDirError(f"{path}:{number} is not a line of metrics: {error}", hint="remove the line") from None
-        records.append(record)
     return records
 
 
 def truncate_after(path: Path, step: int) -> int:
     """Drop lines of steps later than `step`, atomically. Returns how many were dropped."""
-    if not path.exists():
-        return 0
     records = read_metrics(path)
     kept = [record for record in records if record["step"] <= step]
+    if records or path.exists():
+        _replace(path, [json.dumps(record).encode() for record in kept])
+    return len(records) - len(kept)
+
+
+def truncate_samples_after(path: Path, step: int, warn: Warn) -> None:
+    """The same of `samples.jsonl`. Nothing depends on a sample: lines that cannot be read go, with a warning."""
+    kept, bad = [], 0
+    for line in _lines(path)[0]:
+        try:
+            if _record(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            bad += 1
+    if bad:
+        warn(f"{path.name}: {bad} of its lines cannot be read, and are dropped")
+    if kept or path.exists():
+        _replace(path, kept)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """What can be read of `samples.jsonl`."""
+    samples = []
+    for line in _lines(path)[0]:
+        with contextlib.suppress(ValueError):
+            samples.append(_object(line))
+    return samples
+
+
+def _lines(path: Path) -> tuple[list[bytes], bool]:
+    """Lines that end, without their ends, and whether there is half a line behind them. Raises RunDirError."""
+    if not path.is_file():
+        if os.path.lexists(path):
+            raise RunDirError(f"{path} is not a file", hint="move it away")
+        return [], False
+    try:
+        *complete, tail = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunDirError(
+            f"{path} cannot be read: {error.strerror}", hint="have it readable, or move it away"
+        ) from None
+    return complete, bool(tail)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Raises ValueError."""
+    record = _object(line)
+    if type(step := record.get("step")) is not int or not 0 <= step < _MAX_STEP:
+        raise ValueError("not an object with a step")
+    return record
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """Raises ValueError."""
+    try:
+        content = json.loads(line.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("not an object with a step")
+    return content
+
+
+def _replace(path: Path, lines: Sequence[bytes]) -> None:
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
+    with partial.open("wb") as file:
+        file.writelines(line + b"\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    return len(records) - len(kept)

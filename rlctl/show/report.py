@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlctl.show.charts import Point, line_chart, stacked_chart
-from rlctl.show.metrics_file import read_metrics
+from rlctl.show.metrics_file import read_metrics, read_samples
 from rlctl.show.report_style import STYLE
 from rlctl.show.text_format import TIMES, count, duration, html, number, time_name
 from specs.errors import RunDirError
+from specs.json_file import read_object
 from specs.schema.roles import ROLES
 
 Records = Sequence[dict[str, Any]]
@@ -48,6 +48,7 @@ NO_SCRIPTS = (
     "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
 )
 SAMPLES_SHOWN = 12
+_LARGEST = 1e300  # of a number: sums and spans of these are numbers, too
 TEXT_SHOWN = 600  # characters of a prompt or a completion
 
 
@@ -59,7 +60,7 @@ def write_report(run_dir: Path) -> Path | None:
     """
     target, partial = run_dir / "report.html", run_dir / "report.html.partial"
     try:
-        partial.write_text(render(run_dir), encoding="utf-8")
+        partial.write_text(render(run_dir), encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
         os.replace(partial, target)
     except OSError:
         with contextlib.suppress(OSError):
@@ -75,11 +76,11 @@ def render(run_dir: Path) -> str:
         records: Records = read_metrics(run_dir / "metrics.jsonl")
     except RunDirError as error:
         records, note = [], f'<p class="note">{html(error.message)}</p>'
-    spec = _read_json(run_dir / "resolved.json") or {}
-    title = html(spec.get("run", {}).get("name", run_dir.name))
+    run = _table(_read_json(run_dir / "resolved.json").get("run"))
+    title = html(run.get("name", run_dir.name))
     parts = [
         f"<header><h1>{title}</h1>{_links(run_dir)}</header>{note}",
-        _summary(records, spec),
+        _summary(records, run),
         _charts(records),
         _as_built(_read_json(run_dir / "as_built.json")),
         _memory(_read_json(run_dir / "memory.json")),
@@ -100,13 +101,13 @@ def _links(run_dir: Path) -> str:
     return f"<nav>{' · '.join(links)}</nav>"
 
 
-def _summary(records: Records, spec: dict[str, Any]) -> str:
+def _summary(records: Records, run: dict[str, Any]) -> str:
     steps = [record for record in records if record["step"] > 0]
     if not steps:
         return '<p class="note">No step has ended yet.</p>'
     rewards = [y for _, y in points(steps, "reward/mean")]
-    spent = sum(record.get("time/wall_s") or record.get("time/step_s") or 0.0 for record in steps)
-    planned = spec.get("run", {}).get("steps")
+    spent = sum(_number(record, "time/wall_s") or _number(record, "time/step_s") or 0.0 for record in steps)
+    planned = run.get("steps")
     tiles = {
         "steps": f"{steps[-1]['step']}" + (f" of {planned}" if planned else ""),
         "training time": duration(spent),
@@ -140,14 +141,14 @@ def _charts(records: Records) -> str:
 
 def _time_chart(records: Records) -> str:
     """Seconds per step, by phase; the rest is `other`."""
-    steps = [record for record in records if record.get("time/step_s")]
+    steps = [record for record in records if _number(record, "time/step_s")]
     found = dict.fromkeys(key for record in steps for key in record if key.startswith("time/"))
     within = [key for key in found if key not in ("time/step_s", "time/wall_s")]
     metrics = sorted(within, key=lambda key: (*TIMES, key).index(key))
     bands: dict[str, list[Point]] = {name: [] for name in (*map(time_name, metrics), "other")}
     for record in steps:
-        seconds = {time_name(metric): record.get(metric) or 0.0 for metric in metrics}
-        seconds["other"] = max(0.0, record["time/step_s"] - sum(seconds.values()))
+        seconds = {time_name(metric): _number(record, metric) or 0.0 for metric in metrics}
+        seconds["other"] = max(0.0, (_number(record, "time/step_s") or 0.0) - sum(seconds.values()))
         for name, value in seconds.items():
             bands[name].append((record["step"], value))
     return stacked_chart("Time per step", bands, unit="s")
@@ -159,32 +160,34 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]], ...]
     ("engine", lambda rank, model: str(rank.get("engine", ""))),
     ("device", lambda rank, model: f"{rank.get('device', '')}, {rank.get('threads')} threads"),
     ("model", lambda rank, model: str(model.get("model_class", "–"))),
-    ("parameters", lambda rank, model: count(model.get("parameters"))),
+    ("parameters", lambda rank, model: count(_number(model, "parameters"))),
     ("dtype", lambda rank, model: str(model.get("dtype", "–"))),
     ("attention", lambda rank, model: str(model.get("attn_implementation", "–"))),
-    ("versions", lambda rank, model: ", ".join(f"{name} {v}" for name, v in rank.get("versions", {}).items())),
+    ("versions", lambda rank, model: ", ".join(f"{name} {v}" for name, v in _table(rank.get("versions")).items())),
 )
 
 
-def _as_built(reports: Any) -> str:
-    if not isinstance(reports, dict):
+def _as_built(reports: dict[str, Any]) -> str:
+    if not reports:
         return ""
     head = "".join(f"<th>{name}</th>" for name, _ in COLUMNS)
     rows = []
     for ranks in (ranks for ranks in reports.values() if isinstance(ranks, list)):
-        for rank in ranks:
-            cells = (html(read(rank, rank.get("model") or {})) for _, read in COLUMNS)
+        for rank in map(_table, ranks):
+            cells = (html(read(rank, _table(rank.get("model")))) for _, read in COLUMNS)
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f"<section><h2>As built</h2><div class=wide><table><tr>{head}</tr>{''.join(rows)}</table></div></section>"
 
 
-def _memory(compared: Any) -> str:
+def _memory(compared: dict[str, Any]) -> str:
     """What `rlctl plan` says of each role against the most that one of its ranks held."""
-    if not isinstance(compared, dict) or not compared:
+    if not compared:
         return ""
     rows = []
     for role, sizes in compared.items():
-        planned, used = float(sizes["planned_GiB"]), float(sizes["used_GiB"])
+        planned, used = (_number(_table(sizes), key) for key in ("planned_GiB", "used_GiB"))
+        if planned is None or used is None:
+            continue
         off = f"{planned / used - 1:+.0%}" if used else "–"
         cells = (role, number(planned), number(used), off)
         rows.append(f"<tr>{''.join(f'<td>{html(cell)}</td>' for cell in cells)}</tr>")
@@ -193,17 +196,20 @@ def _memory(compared: Any) -> str:
 
 
 def _samples(path: Path) -> str:
-    if not path.exists():
+    try:
+        samples = read_samples(path)
+    except RunDirError as error:
+        return f'<p class="note">{html(error.message)}</p>'
+    if not samples:
         return ""
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
-    keep = lines if len(lines) <= SAMPLES_SHOWN else [*lines[:4], *lines[4 - SAMPLES_SHOWN :]]
+    keep = samples if len(samples) <= SAMPLES_SHOWN else [*samples[:4], *samples[4 - SAMPLES_SHOWN :]]
     rows = []
-    for sample in filter(None, map(_parse, keep)):
+    for sample in keep:
         texts = "".join(
             f"<td><pre>{html(_cut(sample.get(key)))}</pre></td>" for key in ("prompt", "completion", "answer")
         )
         reward = sample.get("reward")
-        score = number(reward) if isinstance(reward, int | float | None) else html(reward)
+        score = number(_number(sample, "reward")) if isinstance(reward, int | float | None) else html(reward)
         rows.append(f"<tr><td>{html(sample.get('step', ''))}</td>{texts}<td>{score}</td></tr>")
     head = "<tr><th>step</th><th>prompt</th><th>completion</th><th>answer</th><th>reward</th></tr>"
     return (
@@ -215,8 +221,19 @@ def _samples(path: Path) -> str:
 
 
 def points(records: Records, key: str) -> list[Point]:
-    """(step, value) wherever the key has a number."""
-    return [(record["step"], float(record[key])) for record in records if isinstance(record.get(key), int | float)]
+    """(step, value) wherever the key has a number that can be drawn."""
+    values = ((record["step"], _number(record, key)) for record in records)
+    return [(step, value) for step, value in values if value is not None]
+
+
+def _number(table: dict[str, Any], key: str) -> float | None:
+    """A number that a chart can hold, else None."""
+    value = table.get(key)
+    return float(value) if isinstance(value, int | float) and -_LARGEST < value < _LARGEST else None
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _evals(records: Records) -> dict[str, list[Point]]:
@@ -234,13 +251,9 @@ def _cut(text: Any) -> str:
     return shown if len(shown) <= TEXT_SHOWN else shown[:TEXT_SHOWN] + " …"
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any]:
+    """Empty where it cannot be read."""
     try:
-        value = json.loads(line)
-    except ValueError:  # a line that a crash cut off
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _read_json(path: Path) -> Any:
-    return _parse(path.read_text(encoding="utf-8")) if path.exists() else None
+        return read_object(path)
+    except ValueError:
+        return {}

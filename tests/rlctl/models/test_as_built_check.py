@@ -176,8 +176,10 @@ def test_a_missing_rank_is_found(spec):
 
 def test_resume_with_other_starting_weights_is_refused(spec, tmp_path: Path):
     as_built_check.write(good(), tmp_path / "as_built.json")
-    as_built_check.check_same_start(good(), tmp_path / "as_built.json")
+    earlier = as_built_check.read_starting_weights(tmp_path / "as_built.json")
+    assert sorted(earlier) == ["actor", "ref"]
+    as_built_check.check_same_start(good(), earlier)
     changed = good()
     changed["ref"] = [report("ref", rank, weights_checksum="cc") for rank in range(2)]
     with pytest.raises(AsBuiltError, match="ref: the starting weights"):
-        as_built_check.check_same_start(changed, tmp_path / "as_built.json")
+        as_built_check.check_same_start(changed, earlier)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -89,6 +90,11 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     assert warm_rlctl("train", spec, "--run-dir", halves, *options).returncode == 0
     torn = halves / "checkpoints" / "step_000006" / "actor" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:-3])
+    for copy in ("step_000009x", "step_000003 (copy)", "backup"):
+        shutil.copytree(halves / "checkpoints" / "step_000003", halves / "checkpoints" / copy)
+    (halves / "logs" / "attempt_backup").mkdir()
+    with (halves / "samples.jsonl").open("ab") as samples:
+        samples.write(b'{"step": 6, "prompt": "\xc3')
     again = warm_rlctl("train", spec, "--run-dir", halves, *options, "--resume")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "skipped step_000006" in again.stdout
@@ -96,6 +102,9 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     assert trajectory(halves) == trajectory(whole)
     assert len(trajectory(halves)) == 6
     assert (halves / "logs" / "attempt_2").is_dir()
+    kept = {"step_000003", "step_000006", "torn_step_000006", "step_000009x", "step_000003 (copy)", "backup"}
+    assert {path.name for path in (halves / "checkpoints").iterdir()} == kept
+    assert (halves / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
 def test_resume_refuses_another_spec(spec, tmp_path):
@@ -181,11 +190,22 @@ def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec
     assert [line["step"] for line in metrics(run) if line["step"] > 0] == list(range(1, done + 3))
 
 
-def test_a_run_directory_in_use_is_refused(running, spec):
-    _, run = running
+def test_a_directory_in_use_is_refused_and_the_move_of_one_ends_its_run(running, spec):
+    driver, run = running
     other = rlctl("train", spec, "--run-dir", run, "--resume", *FOREVER)
     assert other.returncode == 2
     assert "in use by another rlctl" in other.stderr
+    moved = run.rename(run.with_name("moved"))
+    output = driver.communicate(timeout=40)[0]
+    assert driver.returncode == 1, output
+    assert f"the run directory {run} is gone: it was moved or removed" in output.replace("\n", " ")
+    assert "Traceback" not in output
+    assert not run.exists()
+    nothing_left(moved)
+    done = steps_done(moved)
+    again = rlctl("train", spec, "--run-dir", moved, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 1}")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [line["step"] for line in metrics(moved)] == list(range(1, done + 2))
 
 
 # ── sabotage: faults that a run must catch by itself ──────────────────────────────────────────────

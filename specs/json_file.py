@@ -1,0 +1,35 @@
+"""JSON files that a crash or a person may have touched: read with what is wrong in words, replaced in one step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError with a predicate: "is not there", "is not JSON, …"."""
+    try:
+        if not path.is_file():  # opening a pipe would wait
+            raise ValueError("is not a file" if os.path.lexists(path) else "is not there")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not text: {error}") from None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is cut short or not JSON: {error}" if text else "is empty") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"holds a {type(content).__name__} where an object belongs")
+    return content
+
+
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace the file in one step. Raises OSError."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
