@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rlctl.models.chat_template import check_chat_template
+from rlctl.models.end_tokens import check_end_tokens
 from rlctl.models.hub import Folder, HubFolder, hub_snapshot, look_up, offline
 from rlctl.models.kinds import config_problem, kind_problem, quantized_problem
 from rlctl.models.paths import builtin_models, read_object, resolve_model
-from rlctl.models.tokenizer_files import check_chat_template, check_tokenizer
+from rlctl.models.tokenizer_files import check_tokenizer
 from rlctl.models.weight_files import hub_weight_problems, weight_problems
 from specs.errors import Problem
 from specs.load.keys import closest
@@ -59,6 +61,9 @@ class ModelCheck:
     def _wrong(self, message: str, hint: str = "", key: str = "", value: str | None = None) -> None:
         self.problems.append(Problem(key or self.key, message, hint, show(self.path) if value is None else value))
 
+    def _doubt(self, message: str, hint: str = "") -> None:
+        self.warnings.append(Problem(self.key, message, hint, show(self.path)))
+
     def _check_hub(self, hub_id: str) -> None:
         snapshot = hub_snapshot(hub_id)
         if snapshot is not None and (snapshot / "config.json").is_file():
@@ -102,6 +107,7 @@ class ModelCheck:
             return
         if self.tokenizer:
             check_tokenizer(folder, self.config.get("vocab_size"), self._wrong)
+            check_end_tokens(folder, self.config, self._wrong, self._doubt)
         if not self.from_scratch:
             self._check_weights(folder, builtin)
         self._check_code()
@@ -181,4 +187,4 @@ class ModelCheck:
     def check_chat(self, data: DataSection) -> None:
         """Its chat template, where its files can be looked at."""
         if self.folder is not None:
-            check_chat_template(self.folder, self.path, data, self._wrong)
+            check_chat_template(self.folder, self.path, data, self._wrong, self._doubt)

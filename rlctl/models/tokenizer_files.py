@@ -1,9 +1,8 @@
-"""Checks that a model's tokenizer and chat template exist, can be read, and fit the model and the spec."""
+"""Checks that a model's tokenizer exists, can be read, and has no token that the model lacks."""
 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,17 @@ from typing import Any
 from rlctl.models.hub import Folder, unread
 from rlctl.models.paths import read_object
 from rlctl.models.weight_files import AGAIN
-from specs.schema.sections import DataSection
 from specs.text import show
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # the first that has one
 
 Wrong = Callable[..., None]  # is told what is wrong, a hint, and the key and its value where it is not the model's own
+
+
+# Packages without which such a file alone is no tokenizer.
+NEEDS_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece", "tekken.json": "mistral-common"}
+_KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")  # of models in tokenizer.json
+_USE_ITS_OWN = "use the tokenizer that the model was trained with"
 
 
 def check_tokenizer(folder: Folder, vocab_size: Any, wrong: Wrong) -> None:
@@ -30,23 +33,48 @@ def check_tokenizer(folder: Folder, vocab_size: Any, wrong: Wrong) -> None:
         where = "in the model folder" if here else "with the model on the hub"
         wrong(f"no tokenizer {where} (none of {', '.join(TOKENIZER_FILES[:3])}, …)", hint)
         return
+    highest = _highest_added(folder)
+    if (folder / "tokenizer.json").is_file():
+        found = _highest_of_file(folder, wrong)
+        if found is None:
+            return
+        highest = max(highest, found)
+    elif _vocabulary_without_merges(folder):
+        wrong("has vocab.json without merges.txt, of which the tokenizer is made", AGAIN)
+        return
+    if isinstance(vocab_size, int) and highest >= vocab_size:
+        wrong(f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}", _USE_ITS_OWN)
+
+
+def lone_tokenizer(folder: Folder) -> str:
+    """The tokenizer file that only another package reads, where there is no other; else ""."""
+    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return there[0] if len(there) == 1 and there[0] in NEEDS_PACKAGE else ""
+
+
+def _highest_of_file(folder: Folder, wrong: Wrong) -> int | None:
+    """The highest token of tokenizer.json; -1 where it is not looked at, None where `wrong` was told about it."""
     file = folder / "tokenizer.json"
-    # Large files cost more time to parse than the check may take; the reward role parses them anyway.
-    if not file.is_file() or unread(folder, ["tokenizer.json"]):
-        return
-    if isinstance(file, Path) and file.stat().st_size > 2**22:
-        return
+    # Large files cost more time to parse than the check may take; the data role parses them anyway.
+    if unread(folder, [file.name]) or (isinstance(file, Path) and file.stat().st_size > 2**22):
+        return -1
     tokenizer = read_object(file, wrong)
-    if tokenizer is None or not isinstance(vocab_size, int):
-        return
+    if tokenizer is None:
+        return None
     try:
+        model = tokenizer.get("model") or {}
+        kind, vocabulary = model.get("type"), model.get("vocab")
         highest = _highest_token(tokenizer)
     except (AttributeError, TypeError, KeyError):
         wrong("tokenizer.json is not a tokenizer", AGAIN)
-        return
-    if highest >= vocab_size:
-        message = f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}"
-        wrong(message, "use the tokenizer that the model was trained with")
+        return None
+    if kind is not None and kind not in _KINDS:
+        wrong(f"tokenizer.json holds a model of the kind {show(kind)}; known: {', '.join(_KINDS)}", AGAIN)
+        return None
+    if not vocabulary:
+        wrong("tokenizer.json has no vocabulary", AGAIN)
+        return None
+    return highest
 
 
 def _highest_token(tokenizer: dict[str, Any]) -> int:
@@ -55,51 +83,24 @@ def _highest_token(tokenizer: dict[str, Any]) -> int:
     return max([*map(operator.index, ids), *(operator.index(token["id"]) for token in added)], default=-1)
 
 
-def check_chat_template(folder: Folder, path: str, data: DataSection, wrong: Wrong) -> None:
-    """Checks that there is a chat template where the spec needs one, and that it is valid Jinja. `path`: the model's
-    as the spec writes it."""
-    if data.chat == "never":
-        return
-    name, template = _chat_template(folder, wrong)
-    lacks = f"the tokenizer of {path} has no chat template"
-    if template:
-        if error := _template_error(template):
-            wrong(f"{name}: {error}", 'repair the template, or set data.chat = "never"')
-    elif unread(folder, _TEMPLATE_FILES):
-        return
-    elif data.chat == "always":
-        wrong(lacks, 'write "auto" or "never"', "data.chat", '"always"')
-    elif data.system:
-        hint = "remove the key, or put its text into data.template"
-        wrong(f"has no effect: {lacks}", hint, "data.system", show(data.system))
-
-
-def _chat_template(folder: Folder, wrong: Wrong) -> tuple[str, str]:
-    """Where the template stands, and its text; "" where there is none. Of several the default one."""
-    for name in _TEMPLATE_FILES:
+def _highest_added(folder: Folder) -> int:
+    """The highest token that files beside tokenizer.json add to it; -1 where there is none, or they cannot be read."""
+    ids: list[int] = []
+    for name, key in (("added_tokens.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
         file = folder / name
         if not file.is_file() or unread(folder, [name]):
             continue
-        if name.endswith(".jinja"):
-            return name, file.read_text(encoding="utf-8", errors="replace")
-        found = (read_object(file, wrong) or {}).get("chat_template")
-        if isinstance(found, list):
-            found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
-        if found:
-            return f"chat_template in {name}", str(found)
-    return "", ""
+        content: Any = read_object(file, lambda *_: None) or {}
+        tokens = content.get(key) if key else content
+        numbers = (tokens if key else tokens.values()) if isinstance(tokens, dict) else ()
+        ids += [int(one) for one in numbers if str(one).isdecimal()]
+    return max(ids, default=-1)
 
 
-def _template_error(template: str) -> str:
-    """What is wrong with the syntax of a chat template, or ""."""
-    try:
-        from jinja2 import Environment, TemplateSyntaxError
-    except ImportError:
-        return ""  # the reward role's interpreter has it, and will say
-    # transformers' own tag around what the assistant says; it has no meaning here.
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).compile(plain, raw=True)  # filters are looked up too
-    except TemplateSyntaxError as error:
-        return f"not a Jinja template: line {error.lineno}: {error.message}"
-    return ""
+def _vocabulary_without_merges(folder: Folder) -> bool:
+    others = [name for name in TOKENIZER_FILES if name != "vocab.json"]
+    return (
+        (folder / "vocab.json").is_file()
+        and not any((folder / name).is_file() for name in (*others, "merges.txt"))
+        and not unread(folder, ["merges.txt"])
+    )

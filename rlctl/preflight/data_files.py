@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from itertools import islice
 from pathlib import Path
 
+from rlctl.models.chat_template import chat_template_of
 from rlctl.models.hub import hub_snapshot, offline
-from rlctl.models.paths import looks_like_hub_id
-from rlctl.preflight.data_rows import fault_of, missing_column
+from rlctl.models.paths import looks_like_hub_id, model_folder
+from rlctl.preflight.data_rows import Looked, look_at_rows, missing_column
+from rlctl.preflight.data_sense import held_out_problems, sense_problems
 from specs.builtin_tasks import BUILTIN_TASKS
 from specs.errors import Problem
 from specs.load.keys import closest
@@ -22,17 +23,24 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     """Errors and warnings about the data files that a spec names."""
     errors: list[Problem] = []
     warnings: list[Problem] = []
+    looked: dict[str, Looked] = {}
     sources = [("data.train", spec.data.train)]
     if spec.eval is not None and spec.eval.data:
         sources.append(("eval.data", spec.eval.data))
     for key, source in sources:
-        found = _source(key, source, spec, spec_dir)
+        found = _source(key, source, spec, spec_dir, looked)
         errors += found[0]
         warnings += found[1]
-    return errors or _all_held_out(spec, spec_dir), warnings
+    if errors:
+        return errors, warnings
+    sense = sense_problems(spec, spec_dir, looked)
+    return held_out_problems(spec, spec_dir) or sense[0], [*warnings, *sense[1]]
 
 
-def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+def _source(
+    key: str, source: str, spec: Spec, spec_dir: Path, looked: dict[str, Looked]
+) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings; the rows of a file that could be read go to `looked`."""
     value = show(source)
     if source.startswith("builtin:"):
         return _builtin(key, source, spec), []
@@ -52,11 +60,21 @@ def _source(key: str, source: str, spec: Spec, spec_dir: Path) -> tuple[list[Pro
     if not file.is_file():
         hint = _where_it_may_be(file)
         return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
-    fault = fault_of(file, spec)
+    found = looked[key] = look_at_rows(file, spec, chat=_may_chat(spec, spec_dir))
+    fault = found.fault
     if fault is None:
         return [], []
     problem = Problem(key, fault.message, fault.hint, value)
     return ([], [problem]) if fault.of_a_row and spec.data.bad_rows == "drop" else ([problem], [])
+
+
+def _may_chat(spec: Spec, spec_dir: Path) -> bool:
+    """Whether the model has a chat template, or may have one."""
+    folder = model_folder(spec.model.path, spec_dir)
+    if folder is None:
+        return True
+    found = chat_template_of(folder)
+    return found.unknown or bool(found.text or found.names)
 
 
 def _hub(key: str, source: str, file: Path, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
@@ -107,27 +125,3 @@ def _builtin(key: str, source: str, spec: Spec) -> list[Problem]:
         return [Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint, show(source))]
     fault = missing_column(next(BUILTIN_TASKS[name]()), spec)
     return [Problem(key, f"{name} {fault.message}", fault.hint, show(source))] if fault else []
-
-
-def _all_held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
-    """An `eval.prompts` that leaves no row of `data.train` to train on. Reads only as many rows as it needs."""
-    held, source = spec.eval, spec.data.train
-    if held is None or held.data:
-        return []
-    file = spec_dir / Path(source).expanduser()
-    if (task := BUILTIN_TASKS.get(source.removeprefix("builtin:"))) is not None:
-        rows = sum(1 for _ in islice(task(), held.prompts + 1))
-    elif file.suffix == ".jsonl":
-        with file.open("rb") as stream:
-            rows = sum(1 for _ in islice((line for line in stream if line.strip()), held.prompts + 1))
-    elif file.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        rows = parquet.read_metadata(file).num_rows
-    else:
-        return []
-    if rows > held.prompts:
-        return []
-    message = f"holding them out leaves none of the {rows} rows of data.train to train on"
-    hint = f"use fewer than {rows}, or name another source in eval.data"
-    return [Problem("eval.prompts", message, hint, str(held.prompts))]

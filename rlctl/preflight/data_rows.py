@@ -1,6 +1,7 @@
 """Whether the rows of a data file parse and have the columns and types that the spec needs.
 
-Only the first rows are checked; the reward role reads all of them when a run starts.
+Only the first rows are checked; the data role reads all of them when a run starts, and refuses the same ones
+(`workers/data/prompts.py`).
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specs.schema.rewards import ExactMatch, MathVerify
+from rlctl.models.weight_files import LFS
+from specs.schema.rewards import compares_answer
+from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.spec import Spec
 from specs.templates import template_columns
 from specs.text import not_text
@@ -24,6 +27,7 @@ _NAME_COLUMNS = "name the columns with data.prompt_column, data.answer_column or
 _NAME_ANOTHER = "name the column that holds it, or make it text in the file"
 _REPAIR = 'fix the row, or set data.bad_rows = "drop"'
 _OBJECT_PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
+_PULL = "fetch it: `git lfs pull` in its folder"
 _ANEW = "write the file again"
 
 
@@ -41,47 +45,75 @@ class Fault:
         return replace(self, message=f"{file.name}:{row} {self.message}", of_a_row=True)
 
 
-def fault_of(file: Path, spec: Spec) -> Fault | None:
-    """The first thing that is wrong with a `.jsonl` or `.parquet` file and its first rows."""
+@dataclass(frozen=True)
+class Looked:
+    """What is wrong with a file, if anything, and the rows before that."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    fault: Fault | None = None
+
+
+def look_at_rows(file: Path, spec: Spec, *, chat: bool) -> Looked:
+    """The first rows of a `.jsonl` or `.parquet` file, up to the first that is wrong. `chat`: whether a prompt may be
+    a list of messages, for all that is known."""
+    rows: list[Mapping[str, Any]] = []
     try:
-        return _jsonl(file, spec) if file.suffix == ".jsonl" else _parquet(file, spec)
+        if _begins_as(file, LFS):
+            return Looked((), Fault("a pointer of Git LFS, not the file itself", _PULL))
+        for found in _jsonl(file, spec, chat) if file.suffix == ".jsonl" else _parquet(file, spec, chat):
+            if isinstance(found, Fault):
+                return Looked(tuple(rows), found)
+            rows.append(found)
     except OSError as error:
-        return Fault(f"cannot be read: {error.strerror or error}", _ANEW)
+        return Looked((), Fault(f"cannot be read: {error.strerror or error}", _ANEW))
+    return Looked(tuple(rows))
 
 
-def _jsonl(file: Path, spec: Spec) -> Fault | None:
+def _begins_as(file: Path, text: str) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(text)) == text.encode()
+
+
+def _jsonl(file: Path, spec: Spec, chat: bool) -> Iterator[Mapping[str, Any] | Fault]:
     rows = 0
     with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if rows == ROWS_LOOKED_AT:
-                break
+                return
             if not line.strip():
                 continue
             rows += 1
             row = _parsed(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, first=number == 1)
-            if fault := row if isinstance(row, Fault) else missing_column(row, spec) or _unusable(row, spec):
-                return fault.at(file, number)
-    return None if rows else Fault("the file is empty", "write one JSON object per line into it")
+            fault = row if isinstance(row, Fault) else missing_column(row, spec) or _unusable(row, spec, chat)
+            yield fault.at(file, number) if fault else row
+    if not rows:
+        yield Fault("the file is empty", "write one JSON object per line into it")
 
 
-def _parquet(file: Path, spec: Spec) -> Fault | None:
+def _parquet(file: Path, spec: Spec, chat: bool) -> Iterator[Mapping[str, Any] | Fault]:
     if not _ends_are_parquet(file):
-        return Fault("not a Parquet file, or truncated", _ANEW)
+        yield Fault("not a Parquet file, or truncated", _ANEW)
+        return
     import pyarrow.parquet as parquet  # costs a quarter second: only where there is such a file
 
     try:
         found = parquet.ParquetFile(file)
     except (OSError, ValueError):  # pyarrow's own errors are kinds of these
-        return Fault("not a Parquet file, or damaged", _ANEW)
+        yield Fault("not a Parquet file, or damaged", _ANEW)
+        return
     if found.metadata.num_rows == 0:
-        return Fault("the file is empty", "write rows into it, or name another file")
+        yield Fault("the file is empty", "write rows into it, or name another file")
+        return
     if fault := missing_column(found.schema_arrow.names, spec):
-        return fault
+        yield fault
+        return
     first = next(found.iter_batches(ROWS_LOOKED_AT, columns=needed_columns(spec)))
     for number, row in enumerate(parquet_rows(first), 1):
-        if fault := Fault(f"cannot be used: {row}") if isinstance(row, str) else _unusable(row, spec):
-            return fault.at(file, number)
-    return None
+        if isinstance(row, str):
+            yield Fault(f"cannot be used: {row}").at(file, number)
+        else:
+            fault = _unusable(row, spec, chat)
+            yield fault.at(file, number) if fault else row
 
 
 def _ends_are_parquet(file: Path) -> bool:
@@ -120,7 +152,7 @@ def needed_columns(spec: Spec) -> list[str]:
     """Columns that the prompt and the built-in rewards read."""
     data = spec.data
     columns = [*template_columns(data.template)] if data.template else [data.prompt_column]
-    if any(isinstance(term, ExactMatch | MathVerify) for term in spec.reward.terms):
+    if compares_answer(spec.reward.terms):
         columns.append(data.answer_column)
     return list(dict.fromkeys(columns))
 
@@ -133,29 +165,52 @@ def missing_column(has: Iterable[str], spec: Spec) -> Fault | None:
     return Fault(f"has no column {missing[0]!r}; it has {', '.join(map(repr, has)) or 'none'}", _NAME_COLUMNS)
 
 
-def _unusable(row: Mapping[str, Any], spec: Spec) -> Fault | None:
+def _unusable(row: Mapping[str, Any], spec: Spec, chat: bool) -> Fault | None:
     """What is wrong with the values of a row that has all columns."""
     data = spec.data
     for name in needed_columns(spec):
         value = row[name]
         if value is None:
             return Fault(f"column {name!r} is null")
+        if said := not_a_value(value):
+            return Fault(f"column {name!r} is {said}")
         if name == data.prompt_column and not data.template and not isinstance(value, str | list):
             return Fault(f"column {name!r} is {_type(value)}; a prompt is text or a list of messages", _NAME_ANOTHER)
         if name == data.answer_column and not isinstance(value, str | int | float):
             return Fault(f"column {name!r} is {_type(value)}; an answer is text or a number", _NAME_ANOTHER)
-    return None if data.template else _bad_prompt(row[data.prompt_column], spec)
+    if compares_answer(spec.reward.terms) and (said := blank_answer(row[data.answer_column])):
+        return Fault(f"column {data.answer_column!r} {said}")
+    return None if data.template else _bad_prompt(row[data.prompt_column], spec, chat)
 
 
-def _bad_prompt(prompt: str | list[Any], spec: Spec) -> Fault | None:
+def _bad_prompt(prompt: str | list[Any], spec: Spec, chat: bool) -> Fault | None:
     column, bare = f"column {spec.data.prompt_column!r}", spec.data.chat == "never"
     if prompt == "" and bare:
         return Fault(f"{column} is empty")
-    if isinstance(prompt, list) and bare:
+    if isinstance(prompt, str):
+        return None
+    if bare:
         hint = 'set data.chat = "auto", or write the prompt as text'
         return Fault(f'{column} is a list of messages, and data.chat = "never"', hint)
-    if isinstance(prompt, list) and not (prompt and all(map(_is_message, prompt))):
+    if not (prompt and all(map(_is_message, prompt))):
         return Fault(f"{column} is a list, but not of messages with role and content")
+    for message in prompt:
+        if fault := _bad_content(message["content"], message["role"], column):
+            return fault
+    if ends_with_answer(prompt):
+        hint = "leave the assistant's last message out: the model is to write it"
+        return Fault(f"{column} ends with the assistant's own answer", hint)
+    if not chat:
+        hint = "use a model with a chat template, or write the prompt as text"
+        return Fault(f"{column} is a list of messages, and {spec.model.path} has no chat template", hint)
+    return None
+
+
+def _bad_content(content: Any, role: str, column: str) -> Fault | None:
+    if content is None and role == "user":
+        return Fault(f"{column} has a user message without content")
+    if content is not None and not isinstance(content, str | list):
+        return Fault(f"{column} has a {role} message whose content is {_type(content)}")
     return None
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.tensor_parallel import adapter_problems, adapter_warnings, cut_problems
+from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
 from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data
 from rlctl.preflight.hostfile import hostfile_problems
-from rlctl.preflight.interpreters import interpreter_problems
+from rlctl.preflight.interpreters import interpreter_problems, packages_of
 from rlctl.preflight.machine import machine_problems
 from rlctl.preflight.reward_files import reward_problems
 from rlctl.preflight.role_attention import role_attention_problems
@@ -82,6 +83,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
             check.check_length(spec.max_sequence_tokens)
             check.check_kind(learns=ROLES[role].learns, here=not spec.role(role).python)
     main.check_chat(spec.data)
+    main.problems += _lone_tokenizer(spec, spec_dir, main)
     checks = [main, *others.values()]
     errors = [problem for check in checks for problem in check.problems]
     warnings = [problem for check in checks for problem in check.warnings]
@@ -93,6 +95,20 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         errors += adapter_problems(spec, main.config)
         warnings += adapter_warnings(spec, main.config)
     return errors, warnings, main.config
+
+
+def _lone_tokenizer(spec: Spec, spec_dir: Path, main: ModelCheck) -> list[Problem]:
+    """A tokenizer in a file that a package reads which a role's interpreter lacks."""
+    if main.folder is None or not (name := lone_tokenizer(main.folder)):
+        return []
+    package = NEEDS_PACKAGE[name]
+    readers = [role for role in spec.roles if not ROLES[role].is_trainer]
+    lacking = [role for role in readers if package not in (packages_of(spec.role(role), spec_dir) or {package: ""})]
+    if not lacking:
+        return []
+    where = f"the interpreter of {', '.join(lacking)} lacks {package}"
+    hint = f"install {package} there, or put a tokenizer.json beside it, as transformers' save_pretrained writes it"
+    return [Problem(main.key, f"has its tokenizer only in {name}, and {where}", hint, show(main.path))]
 
 
 def _engines(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ WATCHED = tuple(
     dict.fromkeys(
         (
             *(*SHOWN, "accelerate", "torchvision", "torchaudio", "tokenizers", "packaging", "jinja2"),
-            *("flash-attn", "flash-attn-3", "kernels", *WORKER_PACKAGES),
+            *("flash-attn", "flash-attn-3", "kernels", "sentencepiece", "mistral-common", *WORKER_PACKAGES),
         )
     )
 )

@@ -14,6 +14,7 @@ from specs.load.keys import closest
 from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 from specs.text import show
+from workers.grading.signatures import misread
 
 
 def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
@@ -49,9 +50,19 @@ def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
     node = names[name]
     if isinstance(node, ast.AsyncFunctionDef):
         return f"{name} is async", "write a plain function"
-    if isinstance(node, ast.FunctionDef) and not _takes_three(node.args):
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    if not node.decorator_list and (wrong := misread(name, *_positional(node.args))):
+        return wrong
+    if not _takes_three(node.args):
         return f"{name} must take three arguments", f"write def {name}(prompt, completion, row)"
     return None
+
+
+def _positional(arguments: ast.arguments) -> tuple[list[str], int]:
+    """Names of the parameters that have a place, and how many of them have no default."""
+    names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+    return names, len(names) - len(arguments.defaults)
 
 
 def _top_level_names(tree: ast.Module) -> dict[str, ast.AST]:

@@ -14,6 +14,9 @@ from specs.schema.table import no_effect
 from specs.templates import template_columns
 from specs.text import show
 
+# Completions that have nothing in common.
+_ALL_KINDS = ("", "\n", "a", "The answer is: 7.", "<b>\\boxed{x}</b> – 你好")
+
 
 def data_problems(spec: Spec) -> Iterator[Problem]:
     """Keys of `[data]` that do nothing, and templates without a column."""
@@ -63,13 +66,17 @@ def reward_section_problems(spec: Spec) -> Iterator[Problem]:
         yield Problem("reward.terms", "every weight is 0, so every completion scores 0", "give a term a weight")
     for index, term in enumerate(terms):
         if isinstance(term, Regex):
+            key = f"reward.terms.{index}.pattern"
             try:
-                re.compile(term.pattern)
+                pattern = re.compile(term.pattern, re.DOTALL)
             except re.error as error:
-                key = f"reward.terms.{index}.pattern"
                 yield Problem(
                     key, f"not a regular expression: {error}", "TOML's '…' keeps backslashes", show(term.pattern)
                 )
+                continue
+            if all(pattern.search(text) for text in _ALL_KINDS):
+                hint = "ask for a character at least: + instead of *"
+                yield Problem(key, "is found in every completion, so that all score the same", hint, show(term.pattern))
     section = spec.reward
     for key, default, why in (
         ("processes", 1, "the reward role is one process; reward.workers sets how many grade"),

@@ -7,12 +7,16 @@ A case is a table:
     remove    dotted keys to take out
     text      the whole file, instead of all the above
     override  what `--set` is given
-    files     name → text, written beside the spec; a name that ends in `/` is a folder; { hex = "…" } are bytes,
-              { link = "…" } is a symbolic link
+    files     name → text, written beside the spec; a name that ends in `/` is a folder; a table is a file of another
+              kind (`_write`). HERE in the spec is the folder's path
     model     changes to a sound model folder `model/` beside the spec: file → keys to set (false: the file is removed)
+    like      the built-in model that this folder is made of; default: tiny-digits
+    without   keys to take out: file of the model → keys
     errors    dotted key → words of its message or hint: exactly these problems are found, each with a hint
     also      keys that may have problems besides, for what need not be installed
     warnings  the same of warnings; not given: they are not looked at
+    probe     the same of problems that only `--probe` finds, and probe_warnings of its warnings
+    sound     true: neither the check nor the probe finds anything
 """
 
 from __future__ import annotations
@@ -33,13 +37,20 @@ from specs.safetensors_header import make_header
 
 CORPUS = Path(__file__).parent.parent / "specs" / "corpus"
 Case = dict[str, Any]
+SAID, PROBED = ("errors", "warnings"), ("probe", "probe_warnings")
+KEYS = {
+    *("base", "set", "remove", "text", "override", "files", "model", "like", "without", "also", "sound"),
+    *SAID,
+    *PROBED,
+}
 
 
 def cases() -> Iterator[tuple[str, Case]]:
     """(name, case) of the whole corpus; the name says the file, the number there and what it is about."""
     for file in sorted(CORPUS.glob("*.toml")):
         for number, case in enumerate(tomli.loads(file.read_text()).get("case", ()), 1):
-            about = "+".join([*case.get("errors", ()), *case.get("warnings", ())])
+            said = [key for kind in (*SAID, *PROBED) for key in case.get(kind, ())]
+            about = "+".join(dict.fromkeys(said)) or "sound"
             yield f"{file.stem}-{number}-{about}", case
 
 
@@ -69,15 +80,37 @@ def write_case(case: Case, folder: Path) -> Path:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(text, dict):
-            place.symlink_to(text["link"]) if "link" in text else place.write_bytes(bytes.fromhex(text["hex"]))
+            _write(place, **text)
         else:
             place.mkdir() if name.endswith("/") else place.write_text(text)
     if "model" in case:
-        write_model(folder / "model", case["model"])
+        write_model(folder / "model", case["model"], case.get("like", "tiny-digits"), case.get("without", {}))
     spec = folder / "spec.toml"
     raw = edited(base(case.get("base", "")), case.get("set", {}), tuple(case.get("remove", ())))
-    spec.write_text(case["text"] if "text" in case else as_toml(raw))
+    spec.write_text(case["text"] if "text" in case else as_toml(raw).replace("HERE/", f"{folder}/"))
     return spec
+
+
+def _write(place: Path, **what: Any) -> None:
+    """A file that is more than text: by bytes, a link, another file's copy, numbered lines, or rows."""
+    match what:
+        case {"hex": str(digits)}:
+            place.write_bytes(bytes.fromhex(digits))
+        case {"link": str(target)}:
+            place.symlink_to(target)
+        case {"hard": str(name)}:
+            place.hardlink_to(place.parent / name)
+        case {"copy": str(name)}:
+            shutil.copy(place.parent / name, place)
+        case {"lines": str(line), "count": int(count)}:
+            place.write_text("".join(line.replace("{n}", str(number)) + "\n" for number in range(count)))
+        case {"parquet": list(rows)}:
+            import pyarrow
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.Table.from_pylist(rows), place)
+        case _:
+            raise ValueError(f"a file of an unknown kind: {what}")
 
 
 def as_toml(raw: dict[str, Any]) -> str:
@@ -98,9 +131,9 @@ def _value(value: Any) -> str:
 # ── a sound model folder ──────────────────────────────────────────────────────────────────────────
 
 
-def write_model(folder: Path, changes: dict[str, Any]) -> None:
-    """The built-in tiny-digits with weights (zeros) of the shapes that its config says; then the changes."""
-    shutil.copytree(BUILTIN_FOLDER / "tiny-digits", folder)
+def write_model(folder: Path, changes: dict[str, Any], like: str, without: dict[str, list[str]]) -> None:
+    """A built-in model with weights (zeros) of the shapes that its config says; then the changes."""
+    shutil.copytree(BUILTIN_FOLDER / like, folder)
     write_weights(folder / "model.safetensors", qwen2_shapes(json.loads((folder / "config.json").read_text())))
     for name, change in changes.items():
         file = folder / name
@@ -111,6 +144,9 @@ def write_model(folder: Path, changes: dict[str, Any]) -> None:
         else:
             content = edited(json.loads(file.read_text()) if file.exists() else {}, change)
             file.write_text(json.dumps(content))
+    for name, keys in without.items():
+        kept = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({key: value for key, value in kept.items() if key not in keys}))
 
 
 def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32") -> None:

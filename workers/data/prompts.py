@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from backends.hf.tokenizer import ChatTemplateError, TextCodec
 from specs.errors import DataError
+from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from specs.wire.batch import Column
@@ -142,9 +143,17 @@ class _Renderer:
             if values.get(column) is None:
                 lacks = f"column {column!r} is null" if column in values else f"no column {column!r}"
                 raise _BadRow(f"{lacks}; the row has {', '.join(map(repr, values)) or 'none'}")
-        answer = values[self.data.answer_column] if self.needs_answer else ""
+            if said := not_a_value(values[column]):
+                raise _BadRow(f"column {column!r} is {said}")
+        if self.needs_answer:
+            self._check_answer(values[self.data.answer_column])
+
+    def _check_answer(self, answer: Any) -> None:
+        column = f"column {self.data.answer_column!r}"
         if not isinstance(answer, str | int | float):
-            raise _BadRow(f"column {self.data.answer_column!r} must be text or a number, not {type(answer).__name__}")
+            raise _BadRow(f"{column} must be text or a number, not {type(answer).__name__}")
+        if said := blank_answer(answer):
+            raise _BadRow(f"{column} {said}")
 
     def _text(self, values: Mapping[str, Any]) -> str:
         prompt = render_template(self.data.template, values) if self.data.template else values[self.data.prompt_column]
@@ -166,6 +175,8 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
     messages = prompt if isinstance(prompt, list) else []
     if not messages or not all(_is_message(one) for one in messages):
         raise _BadRow("a prompt is text, or a list of messages with role and content")
+    if ends_with_answer(messages):
+        raise _BadRow("the prompt ends with the assistant's own answer, which the model is to write")
     return messages
 
 

@@ -15,6 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from specs.schema.row_values import gold_answer
+from workers.grading.signatures import misread
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -53,14 +56,9 @@ def make_term(table: Mapping[str, Any], setting: Setting) -> Term:
     return _MAKERS[table["kind"]](table, setting)
 
 
-def gold_answer(row: Mapping[str, Any], column: str) -> str:
-    """The row's answer as text; of `working ... #### 72` (GSM8K) only what follows the last `####`."""
-    return str(row[column]).rpartition("####")[2].strip()
-
-
 def _exact_match(table: Mapping[str, Any], setting: Setting) -> Term:
     def term(sample: Sample) -> float:
-        given, gold = sample.completion.strip(), gold_answer(sample.row, setting.answer_column)
+        given, gold = sample.completion.strip(), gold_answer(sample.row[setting.answer_column])
         if table["ignore_case"]:
             given, gold = given.casefold(), gold.casefold()
         if not table["partial"]:
@@ -86,7 +84,7 @@ def _math_verify(table: Mapping[str, Any], setting: Setting) -> Term:
         return parsed
 
     def term(sample: Sample) -> float:
-        gold = parse_gold(gold_answer(sample.row, setting.answer_column))
+        gold = parse_gold(gold_answer(sample.row[setting.answer_column]))
         given = math_verify.parse(sample.completion, parsing_timeout=0)
         return float(math_verify.verify(gold, given, timeout_seconds=0))
 
@@ -134,10 +132,19 @@ def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | N
         return f"{name} is a class, and calling it makes an object, not a score", f"name an object: scorer = {name}()"
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         return f"{name} gives a generator or a coroutine, not a number", "write a plain function that returns one"
+    if hasattr(function, "cache_info"):  # functools.cache: a row is a dict, which has no hash
+        hint = "cache a function of what it reads of the row instead"
+        return f"{name} is cached, and a row cannot be a key of a cache", hint
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
         return None
+    places = [
+        one for one in signature.parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    required = sum(one.default is one.empty for one in places)
+    if wrong := misread(name, [one.name for one in places], required):
+        return wrong
     try:
         signature.bind("", "", {})
     except TypeError:

@@ -13,6 +13,7 @@ from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
 from specs.schema.rewards import MAX_SCORE
+from specs.schema.row_values import gold_answer
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
 from specs.wire.heartbeat import amount
@@ -21,7 +22,7 @@ from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches
 from workers.grading.pool import CAUSES, Grade, GraderPool, Request
 from workers.grading.reward_failures import FailureLog
-from workers.grading.terms import Setting, gold_answer
+from workers.grading.terms import Setting
 from workers.rank_report import as_built
 from workers.serve import Emit, Handler, Reply, TypedHandler, typed
 from workers.serve import Request as Call
@@ -124,7 +125,7 @@ class Reward:
                 "id": int(batch["id_B"][index]),
                 "prompt": requests[index].prompt,
                 "completion": requests[index].completion,
-                "answer": gold_answer(requests[index].row, answer) if answer in requests[index].row else None,
+                "answer": gold_answer(requests[index].row[answer]) if answer in requests[index].row else None,
                 "reward": float(columns["reward_B"][index]),
                 "scored": bool(columns["scored_B"][index]),
                 "terms": [float(columns[name][index]) for name in terms],

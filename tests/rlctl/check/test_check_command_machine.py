@@ -73,6 +73,33 @@ def test_a_reward_that_hangs_is_a_warning_and_is_ended_with_its_children(
     assert ended(child)
 
 
+BACKGROUND = {
+    "a thread": "threading.Thread(target=time.sleep, args=(60,)).start()\n",
+    "a pool": "pool = concurrent.futures.ThreadPoolExecutor(2)\npool.submit(time.sleep, 60)\n",
+    "a server": "start([sys.executable, '-c', 'import http.server as h; h.test(port=0, bind=\"127.0.0.1\")'])\n",
+    "a server of its own session": "start(['sleep', '60'], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)\n",
+    "a grandchild of its own session": "start(['sh', '-c', 'setsid sleep 60 & echo $! >> pids'])\n",
+    "a process pool": "import multiprocessing as m\np = m.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+    "p.start()\nopen('pids', 'a').write(f'{p.pid}\\n')\n",
+    "an end that waits": "atexit.register(time.sleep, 60)\n",
+}
+
+
+def test_a_reward_that_starts_threads_and_servers_is_no_alarm_and_leaves_nothing(folder: Path) -> None:
+    code = "import atexit, concurrent.futures, subprocess, sys, threading, time\n\ndef start(command, **how):\n"
+    code += "    open('pids', 'a').write(f'{subprocess.Popen(command, **how).pid}\\n')\n"
+    files = {f"r{number}.py": code + lines + SCORE for number, lines in enumerate(BACKGROUND.values())}
+    terms = [{"kind": "function", "path": f"{name}:score"} for name in files]
+    spec = write_case({"set": {"reward.terms": terms}, "files": files}, folder)
+    start = time.monotonic()
+    found = examine(spec, ())
+    assert time.monotonic() - start < 10, "nothing is waited for"
+    assert (found.problems, found.warnings) == ([], [])
+    pids = [int(line) for line in (folder / "pids").read_text().split()]
+    assert len(pids) >= 4
+    assert all(map(ended, pids))
+
+
 def ended(pid: int) -> bool:
     """Whether a process is gone, or dead and not yet collected by whoever adopted it."""
     for _ in range(100):
@@ -220,7 +247,7 @@ def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
     write_preset(name, spec, force=False)
     (folder / "data/gsm8k").mkdir(parents=True)
     row = json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"
-    (folder / "data/gsm8k/train.jsonl").write_text(row * 20)
+    (folder / "data/gsm8k/train.jsonl").write_text(row * 100)
     before = listing(folder)
     found = examine(spec, ())
     missing = [problem.key for problem in found.problems if "no such interpreter" not in problem.message]

@@ -206,7 +206,8 @@ def test_bad_rows_that_may_be_dropped_are_a_warning(tmp_path: Path) -> None:
 def test_columns_that_nothing_reads_may_be_missing(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"a": "x", "b": "y"}])
     terms = "reward.terms=[{kind = 'regex', pattern = 'x'}]"
-    assert check(tmp_path, "data.train=rows.jsonl", "data.template={a} {b}", terms) == ([], [])
+    use = ("data.train=rows.jsonl", "data.prompts_per_step=1")
+    assert check(tmp_path, *use, "data.template={a} {b}", terms) == ([], [])
     assert "no column 'c'" in only_error(tmp_path, "data.train=rows.jsonl", "data.template={a} {c}", terms)
 
 
@@ -216,7 +217,7 @@ def test_parquet_columns_and_cut_files(tmp_path: Path) -> None:
 
     file = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
-    use = ("data.train=rows.parquet",)
+    use = ("data.train=rows.parquet", "data.prompts_per_step=2")
     assert check(tmp_path, *use, "data.prompt_column=question") == ([], [])
     assert "no column 'prompt'" in only_error(tmp_path, *use)
     file.write_bytes(file.read_bytes()[:-2])

@@ -128,6 +128,24 @@ def test_an_answer_is_needed_only_where_a_reward_compares(tmp_path: Path, codec:
         table_of(tmp_path, codec, needs_answer=True)
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (" ", "column 'answer' is empty, so that an empty completion would be right"),
+        ("so #### ", "column 'answer' is empty after ####"),
+        (float("nan"), "column 'answer' is NaN"),
+    ],
+)
+def test_an_answer_that_an_empty_completion_or_none_can_match(
+    tmp_path: Path, codec: TextCodec, answer: object, words: str
+) -> None:
+    write_jsonl(tmp_path, [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": answer}])
+    with pytest.raises(DataError, match=words):
+        table_of(tmp_path, codec, needs_answer=True)
+    assert table_of(tmp_path, codec, needs_answer=True, bad_rows="drop").prompts == ["a"]
+    assert len(table_of(tmp_path, codec)) == 2, "nothing compares with it"
+
+
 def test_overlong_prompts(tmp_path: Path, codec: TextCodec) -> None:
     write_jsonl(tmp_path, [{"prompt": "a"}, {"prompt": "b" * 33}, {"prompt": "c" * 32}, {"prompt": "d" * 40}])
     table = table_of(tmp_path, codec)
@@ -273,16 +291,17 @@ def test_a_template_column_that_a_row_lacks(tmp_path: Path, codec: TextCodec) ->
 
 
 def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    said = (("user", "hi"), ("assistant", "yo"), ("user", "so"))
+    messages = [{"role": role, "content": content} for role, content in said]
     write_jsonl(
         tmp_path, [{"prompt": "text"}, {"prompt": messages}, {"prompt": [{"role": "system", "content": "own"}]}]
     )
     keys = {"max_prompt_tokens": 64}
-    assert table_of(tmp_path, chat_codec, **keys).prompts[:2] == ["[user]text[go]", "[user]hi[assistant]yo[go]"]
+    assert table_of(tmp_path, chat_codec, **keys).prompts[:2] == ["[user]text[go]", "[user]hi[assistant]yo[user]so[go]"]
     with_system = table_of(tmp_path, chat_codec, system="be brief", **keys).prompts
     assert with_system == [
         "[system]be brief[user]text[go]",
-        "[system]be brief[user]hi[assistant]yo[go]",
+        "[system]be brief[user]hi[assistant]yo[user]so[go]",
         "[system]own[go]",
     ]
     write_jsonl(tmp_path, [{"prompt": "text"}])
@@ -294,6 +313,12 @@ def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
 def test_messages_that_are_none(tmp_path: Path, chat_codec: TextCodec, messages: list[Any]) -> None:
     write_jsonl(tmp_path, [{"prompt": messages}])
     with pytest.raises(DataError, match="list of messages with role and content"):
+        table_of(tmp_path, chat_codec)
+
+
+def test_messages_that_end_with_the_answer(tmp_path: Path, chat_codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}])
+    with pytest.raises(DataError, match="ends with the assistant's own answer"):
         table_of(tmp_path, chat_codec)
 
 

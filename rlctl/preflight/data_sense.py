@@ -1,0 +1,185 @@
+"""What data files teach, as far as their first rows and their sizes tell: evaluation on the training prompts, prompts
+that hold their answer, and fewer prompts than a step draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlctl.preflight.data_rows import Looked
+from specs.builtin_tasks import BUILTIN_TASKS
+from specs.errors import Problem
+from specs.schema.rewards import ExactMatch, compares_answer
+from specs.schema.row_values import gold_answer
+from specs.schema.sections import is_hub_data
+from specs.schema.spec import Spec
+from specs.templates import render_template, template_columns
+from specs.text import show
+
+_FEW = 4  # rows below which nothing is concluded from what they have in common
+_BLOCK = 1 << 20
+_MOST_COMPARED = 1 << 28  # bytes of two files of one size; what follows is taken to be as equal
+
+
+def sense_problems(spec: Spec, spec_dir: Path, looked: Mapping[str, Looked]) -> tuple[list[Problem], list[Problem]]:
+    """Errors and warnings about sources that can be read. `looked`: the first rows of those that are files, by key."""
+    errors = list(_same_file(spec, spec_dir))
+    if any(found.fault for found in looked.values()):  # which is said, and more of it is seen by the probe
+        return errors, []
+    warnings = [*_few_rows(spec, spec_dir), *_holds_answer(spec, looked)]
+    if not errors:
+        warnings += _same_prompts(spec, looked)
+    return errors, warnings
+
+
+# ── evaluation that is training ─────────────────────────────────────────────────────────────────────
+
+
+def _same_file(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
+    """`eval.data` that is the file of `data.train` under another name, or a copy of it."""
+    if spec.eval is None or not spec.eval.data:
+        return
+    train, held = (_file(source, spec_dir) for source in (spec.data.train, spec.eval.data))
+    if train is None or held is None:
+        return
+    hint, value = "leave eval.data out to hold rows of data.train out", show(spec.eval.data)
+    if train.samefile(held):
+        yield Problem("eval.data", f"these are the training prompts: it is the file {train.resolve()}", hint, value)
+    elif _same_bytes(train, held):
+        yield Problem("eval.data", "the same bytes as data.train: these are the training prompts", hint, value)
+
+
+def _file(source: str, spec_dir: Path) -> Path | None:
+    if source.startswith("builtin:") or is_hub_data(source):
+        return None
+    file = spec_dir / Path(source).expanduser()
+    return file if file.is_file() else None
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    with one.open("rb") as mine, other.open("rb") as theirs:
+        while (block := mine.read(_BLOCK)) == theirs.read(_BLOCK):
+            if not block or mine.tell() >= _MOST_COMPARED:
+                return True
+    return False
+
+
+def _same_prompts(spec: Spec, looked: Mapping[str, Looked]) -> Iterator[Problem]:
+    if "data.train" not in looked or "eval.data" not in looked:
+        return
+    train = {_prompt(row, spec) for row in looked["data.train"].rows}
+    held = [_prompt(row, spec) for row in looked["eval.data"].rows]
+    assert spec.eval is not None
+    if held and all(prompt in train for prompt in held):
+        message = f"its first {len(held)} prompts are all among the training prompts"
+        yield Problem("eval.data", message, "evaluate on prompts that are not trained on", show(spec.eval.data))
+
+
+def _prompt(row: Mapping[str, Any], spec: Spec) -> str:
+    if spec.data.template:
+        return render_template(spec.data.template, row)
+    prompt = row[spec.data.prompt_column]
+    return prompt if isinstance(prompt, str) else repr(prompt)
+
+
+# ── prompts that hold their answer ──────────────────────────────────────────────────────────────────
+
+
+def _holds_answer(spec: Spec, looked: Mapping[str, Looked]) -> Iterator[Problem]:
+    data = spec.data
+    if not compares_answer(spec.reward.terms):
+        return
+    if data.template and data.answer_column in template_columns(data.template):
+        message = f"holds {{{data.answer_column}}}, which the completion is compared with"
+        yield Problem("data.template", message, "right only if the model is to copy it", show(data.template))
+        return
+    if not data.template and data.prompt_column == data.answer_column:
+        key = "answer_column" if "answer_column" in data.model_fields_set else "prompt_column"
+        message = "the prompt is the answer: the completion is compared with the same column"
+        yield Problem(f"data.{key}", message, "right only if the model is to copy it", show(data.answer_column))
+        return
+    for key, found in looked.items():
+        source = show(data.train if key == "data.train" or spec.eval is None else spec.eval.data)
+        yield from _of_rows(key, source, found.rows, spec)
+
+
+def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: Spec) -> Iterator[Problem]:
+    column = spec.data.answer_column
+    golds = [gold_answer(row[column]) for row in rows]
+    ends = [_ends_with(_last_text(row, spec), gold) for row, gold in zip(rows, golds, strict=True)]
+    if len(set(golds)) >= _FEW and all(ends):
+        message = f"each of its first {len(rows)} prompts ends with its answer"
+        yield Problem(key, message, "leave the answer out of the prompt, unless the model is to copy it", source)
+    whole = [row[column] for row in rows if isinstance(row[column], float)]
+    if whole and all(value.is_integer() for value in whole) and _exact(spec):
+        message = f"column {column!r} is {whole[0]}, and only a completion that says so is right"
+        yield Problem(key, message, "write whole numbers as such, or use math_verify", source)
+
+
+def _exact(spec: Spec) -> bool:
+    return any(isinstance(term, ExactMatch) for term in spec.reward.terms)
+
+
+def _last_text(row: Mapping[str, Any], spec: Spec) -> str:
+    """The end of the row's prompt, of messages the last one's content."""
+    prompt = "" if spec.data.template else row[spec.data.prompt_column]
+    last = prompt[-1]["content"] if isinstance(prompt, list) else prompt or _prompt(row, spec)
+    return last if isinstance(last, str) else ""
+
+
+def _ends_with(prompt: str, answer: str) -> bool:
+    """Whether the last word of the prompt is the answer, and not only part of a number or a word."""
+    text = prompt.rstrip(" \n\t.!*")
+    before = text[-len(answer) - 1 : -len(answer)]
+    return text.endswith(answer) and text != answer and not (before + answer[:1]).isalnum()
+
+
+# ── fewer prompts than a step draws ─────────────────────────────────────────────────────────────────
+
+
+def held_out_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """An `eval.prompts` that leaves no row of `data.train` to train on. Reads only as many rows as it needs."""
+    held = spec.eval
+    if held is None or held.data:
+        return []
+    rows = _count_rows(spec, spec_dir, held.prompts + 1)
+    if rows is None or rows > held.prompts:
+        return []
+    message = f"holding them out leaves none of the {rows} rows of data.train to train on"
+    hint = f"use fewer than {rows}, or name another source in eval.data"
+    return [Problem("eval.prompts", message, hint, str(held.prompts))]
+
+
+def _few_rows(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
+    """A source that gives a step the same prompt twice."""
+    held_out = spec.eval.prompts if spec.eval is not None and not spec.eval.data else 0
+    step, most = spec.data.prompts_per_step, spec.data.max_rows
+    counted = _count_rows(spec, spec_dir, step + held_out)
+    found = [rows for rows in (counted, most) if rows is not None]
+    rows = min(found, default=step + held_out) - held_out
+    if rows >= step:
+        return
+    cut = most is not None and (counted is None or most < counted)
+    key, value = ("data.max_rows", str(most)) if cut else ("data.train", show(spec.data.train))
+    message = f"has {rows} rows to train on, and a step draws {step}: it sees prompts twice"
+    yield Problem(key, message, "lower data.prompts_per_step, and raise algorithm.group_size", value)
+
+
+def _count_rows(spec: Spec, spec_dir: Path, enough: int) -> int | None:
+    """Rows of `data.train`, counted up to `enough`; None where they cannot be counted without loading them."""
+    source = spec.data.train
+    if (task := BUILTIN_TASKS.get(source.removeprefix("builtin:"))) is not None:
+        return sum(1 for _ in islice(task(), enough))
+    file = _file(source, spec_dir)
+    if file is None:
+        return None
+    if file.suffix == ".jsonl":
+        with file.open("rb") as stream:
+            return sum(1 for _ in islice((line for line in stream if line.strip()), enough))
+    import pyarrow.parquet as parquet
+
+    return int(parquet.read_metadata(file).num_rows)
