@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
+from specs.rounding import Tolerance
 from specs.schema.spec import DType, WeightForm
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -87,12 +88,12 @@ class WeightSync:
         dtype: DType,
         bucket_bytes: int,
         temperature: float,
-        max_gap: float,
+        tolerance: Tolerance,
         vocab: int,
     ) -> None:
         self.actor, self.rollout, self.residency, self.transport = actor, rollout, residency, transport
         self.dtype, self.bucket_bytes = dtype, bucket_bytes
-        self.temperature, self.max_gap = temperature, max_gap
+        self.temperature, self.tolerance = temperature, tolerance
         self.probe_batch = probe_batch(vocab)
         self._version = 0  # of the actor's weights now: how many steps it has finished
         self._sent: int | None = None  # the version that every replica holds
@@ -242,13 +243,18 @@ class WeightSync:
         return self._worst_gap(expected_T, replies), seconds
 
     def _worst_gap(self, expected_T: NDArray[Any], answers: Sequence[Message]) -> float:
-        worst = 0.0
+        worst, scored = 0.0, np.ones(len(expected_T), dtype=bool)
+        scored[self.probe_batch.offsets[:-1]] = False  # a first token has no log-prob
+        allowed = self.tolerance.at(float(np.max(np.abs(expected_T))))
         for replica, answer in enumerate(answers):
-            gap = float(np.max(np.abs(answer.tensors["logprob_T"] - expected_T)))
-            if not gap <= self.max_gap:  # also catches nan
+            gap_T = np.abs(answer.tensors["logprob_T"] - expected_T)
+            gap, mean = float(np.max(gap_T)), float(np.mean(gap_T[scored]))
+            # A mistake moves every token, rounding some: half as much is allowed on average. NaN is no number to allow.
+            if not (gap <= allowed and mean <= allowed / 2):
                 raise SyncError(
                     f"every weight arrived with the right bytes, but rollout {replica} does not behave like the actor: "
-                    f"log-probs of the probe differ by {gap:.3g} (allowed {self.max_gap:.3g})",
+                    f"log-probs of the probe differ by {gap:.3g} (allowed {allowed:.3g}), on average by {mean:.3g} "
+                    f"(allowed {allowed / 2:.3g})",
                     hint="the rollout engine computes with other weights than it reports (packed, cached or tied "
                     "copies), or in another precision; if the precision is meant, raise rollout.max_probe_gap",
                 )

@@ -86,7 +86,7 @@ def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transp
         dtype=spec.rollout_dtype,
         bucket_bytes=int(spec.sync.bucket_MiB * 2**20),
         temperature=spec.rollout.temperature,
-        max_gap=spec.probe_gap,
+        tolerance=spec.probe_tolerance,
         vocab=model.vocab_size,
     )
 

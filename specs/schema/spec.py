@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from specs.attention import Attention
+from specs.rounding import Tolerance
 from specs.schema.algorithms.algorithm import Anchor, Loss
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.ddp_table import DdpTable
@@ -37,6 +38,9 @@ SCHEMA_VERSION = 1
 
 DType = Literal["fp32", "bf16"]
 TransportKind = Literal["shm", "folder", "group", "cuda_ipc"]
+# Of log-probs of random tokens. Two right forward passes of 16 layers in bf16 were up to 1.7 spacings apart; a layer
+# with other weights, or a wrong temperature or rotation, 8 and more.
+PROBE_TOLERANCE = {"fp32": Tolerance(2e-3, 512, "fp32"), "bf16": Tolerance(0.15, 6, "bf16")}
 # Nats by which a step of learning may move the mean log-prob of the sampled tokens before it is said, or stops the run.
 LEARNED_A_STEP_WARN, LEARNED_A_STEP_STOP = 0.5, 1.0
 # What a sync sends: the model's own weights with adapters added in; both apart; the adapters alone.
@@ -138,7 +142,8 @@ class RolloutSection(RoleSection):
     max_probe_gap: float | None = Field(
         None,
         gt=0,
-        description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16.",
+        description="Largest log-prob difference the behaviour probe allows; unset: 2e-3 in fp32, 0.15 in bf16, more "
+        "where log-probs are so large that neighbouring numbers of the dtype lie further apart.",
     )
     warn_logprob_gap: float | None = Field(
         None,
@@ -247,10 +252,11 @@ class Spec(Table):
         return self.rollout.dtype or self.actor.dtype
 
     @property
-    def probe_gap(self) -> float:
+    def probe_tolerance(self) -> Tolerance:
+        """What the behaviour probe allows."""
         if self.rollout.max_probe_gap is not None:
-            return self.rollout.max_probe_gap
-        return 2e-3 if self.rollout_dtype == self.actor.dtype == "fp32" else 0.15
+            return Tolerance(self.rollout.max_probe_gap)
+        return PROBE_TOLERANCE["fp32" if self.rollout_dtype == self.actor.dtype == "fp32" else "bf16"]
 
     @property
     def logprob_gaps(self) -> tuple[float | None, float | None]:

@@ -10,6 +10,7 @@ from local_group import LocalGroup
 from backends.protocol import Rank
 from rlctl.loop.residency import Residency
 from rlctl.loop.sync import SHM, WeightSync
+from specs.rounding import Tolerance
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fake_tables import FakeRolloutTable, FakeTrainTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
@@ -52,7 +53,7 @@ def sync_of(groups, vocab, bucket_bytes=4096, shared=False, transport=SHM):
     residency = Residency(shared, [actor, rollout])
     return WeightSync(
         actor, rollout, residency, transport=transport, dtype="fp32", bucket_bytes=bucket_bytes, temperature=0.7,
-        max_gap=2e-3, vocab=vocab,
+        tolerance=Tolerance(2e-3), vocab=vocab,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from syncing import ENGINES, Sabotage, build, do_not_copy, swap, sync_of
 from rlctl.loop.sync import WeightSync
 from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
+from specs.rounding import Tolerance
 from specs.wire.messages import Kind, Message, Verb
 
 
@@ -208,5 +209,7 @@ class Saying:
     ],
 )
 def test_what_one_replica_lacks_goes_to_all(forms, sent):
-    sync = WeightSync(None, Saying(*forms), None, dtype="fp32", bucket_bytes=1, temperature=1.0, max_gap=1.0, vocab=4)
+    sync = WeightSync(
+        None, Saying(*forms), None, dtype="fp32", bucket_bytes=1, temperature=1.0, tolerance=Tolerance(1.0), vocab=4
+    )
     assert sync._wanted(None) == sent

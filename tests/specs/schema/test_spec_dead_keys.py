@@ -30,7 +30,7 @@ from specs.schema.spec import ActorSection, Spec
 from specs.schema.table import Table
 
 ROOT = Path(__file__).resolve().parents[3]
-DERIVED = ("roles", "samples_per_step", "optimizer_steps", "max_sequence_tokens", "logprob_gaps", "probe_gap")
+DERIVED = ("roles", "samples_per_step", "optimizer_steps", "max_sequence_tokens", "logprob_gaps", "probe_tolerance")
 
 # Keys that are seen only while a run goes on → the test that fails without them.
 AT_RUN_TIME = {

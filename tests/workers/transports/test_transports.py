@@ -19,6 +19,7 @@ from rlctl.loop.residency import Residency
 from rlctl.loop.sync import WeightSync
 from rlctl.loop.weight_transport import Transport
 from specs.errors import PeerGone, RlctlError, SyncError
+from specs.rounding import Tolerance
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.spec import Optimizer
@@ -85,7 +86,7 @@ class Roles:
         gap, rollout = 2e-3 if self.dtype == "fp32" else 0.15, self.group_on(transport)
         return WeightSync(
             self.groups[0], rollout, Residency(False, [rollout]), transport=transport, dtype=self.dtype,
-            bucket_bytes=bucket_bytes, temperature=0.7, max_gap=gap, vocab=self.vocab,
+            bucket_bytes=bucket_bytes, temperature=0.7, tolerance=Tolerance(gap), vocab=self.vocab,
         )  # fmt: skip
 
     def group_on(self, transport):
