@@ -39,6 +39,12 @@ class Part:
     first_rank: bool = False
 
 
+def pinned_rounding(sizes: Iterable[int]) -> int:
+    """Bytes that torch takes beyond tensors of these sizes in pinned memory: it rounds each up to a power of two
+    (CachingHostAllocator.h)."""
+    return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
+
+
 def total(parts: Iterable[Part], phase: Moment) -> int:
     """Bytes in a phase."""
     return sum(part.nbytes for part in parts if phase in part.phases)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 from costs import pytest_sessionstart, pytest_terminal_summary, sort_dearest_first
+from gpu import has_gpu
 
 __all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks
 
@@ -21,11 +22,11 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """The dearest files come first. Tests marked `gpu` are skipped where there is no NVIDIA driver."""
+    """The dearest files come first. Tests marked `gpu` are skipped where there is no NVIDIA GPU."""
     sort_dearest_first(items, config)
-    if Path("/proc/driver/nvidia/version").exists():
+    if has_gpu():
         return
-    skip = pytest.mark.skip(reason="no NVIDIA driver on this machine")
+    skip = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+_LEAST_PIECE = 2**20  # bytes
 
 
 class Offloader:
@@ -16,7 +18,7 @@ class Offloader:
     """
 
     def __init__(self) -> None:
-        self._offloaded: list[tuple[Tensor, Tensor | None, int]] = []
+        self._offloaded: list[tuple[Tensor, list[Tensor] | None, int]] = []  # tensor, its bytes, how many
 
     @property
     def offloaded(self) -> bool:
@@ -26,8 +28,11 @@ class Offloader:
         for tensor in keep:
             if self._stays(tensor):
                 continue
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-            self._offloaded.append((tensor, host, tensor.untyped_storage().nbytes()))
+            nbytes = tensor.untyped_storage().nbytes()
+            pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda) for size in piece_sizes(nbytes)]
+            for piece, part in _paired(pieces, tensor):
+                piece.copy_(part, non_blocking=True)
+            self._offloaded.append((tensor, pieces, nbytes))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._offloaded += [(tensor, None, tensor.untyped_storage().nbytes()) for tensor in drop]
@@ -38,15 +43,32 @@ class Offloader:
         return tensor.device.type == "cpu"
 
     def onload(self) -> None:
-        for tensor, host, nbytes in self._offloaded:
+        for tensor, pieces, nbytes in self._offloaded:
             tensor.untyped_storage().resize_(nbytes)
-            if host is None:
+            if pieces is None:
                 tensor.zero_()
-            else:
-                tensor.copy_(host, non_blocking=True)
+                continue
+            for piece, part in _paired(pieces, tensor):
+                part.copy_(piece, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._offloaded = []
+
+
+def piece_sizes(nbytes: int) -> list[int]:
+    """`nbytes` as a sum of powers of two and a small rest: torch rounds each piece of pinned memory up to a power of
+    two, which for one piece may be twice as much."""
+    sizes, rest = [], nbytes
+    while rest >= _LEAST_PIECE:
+        sizes.append(1 << rest.bit_length() - 1)
+        rest -= sizes[-1]
+    return [*sizes, rest] if rest else sizes
+
+
+def _paired(pieces: list[Tensor], tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each piece with the part of the tensor's storage that it is for."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return zip(pieces, whole.split([len(piece) for piece in pieces]), strict=True)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[Tensor]:

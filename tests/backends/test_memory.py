@@ -85,6 +85,7 @@ def test_offload_and_onload_are_measured(tmp_path) -> None:
 def test_device_memory_counts_what_is_cached() -> None:
     import torch
 
+    memory.hand_back("cuda")  # blocks that earlier tests left would be used again
     before = memory.held_GiB("cuda")
     block = torch.ones(512 * MIB, dtype=torch.uint8, device="cuda")
     del block

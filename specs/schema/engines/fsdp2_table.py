@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from specs.errors import Problem
-from specs.memory_parts import ADAM_BYTES, LEARNING, Part
+from specs.memory_parts import ADAM_BYTES, LEARNING, Part, pinned_rounding
 from specs.model_shapes import ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
 from specs.schema.engines.transformers_tables import TrainedHere
@@ -93,6 +93,11 @@ class Fsdp2Table(TrainedHere):
         size, mine = held.compute_bytes, rows(held.trained)
         stored = FP32_BYTES if held.optimizer is not None else size
         yield state("master weights" if stored > size else "weights", (rows(held.frozen) + mine) * stored, host=host)
+        if host:
+            held_bytes = [rows([p]) * stored for p in (*held.frozen, *held.trained)]
+            yield state("weights, rounding of pinned memory", pinned_rounding(held_bytes), host=True)
+            gradients = [rows([p]) * FP32_BYTES for p in held.trained]
+            yield Part("gradients, rounding of pinned memory", pinned_rounding(gradients), LEARNING, host=True)
         if mine:
             yield Part("gradients", mine * FP32_BYTES, LEARNING, exact=True, host=host)
             yield state("Adam moments", mine * ADAM_BYTES, host=host)

@@ -115,6 +115,8 @@ def replica_weights(replica: Replica, *, kept: bool = False, adapter_bytes: int 
     yield Part("weights", replica.weights, awake, exact=True)
     if kept and not stay:
         yield Part("weights, asleep", replica.weights, LEARNING, exact=True, host=True)
+        if replica.gpu_GiB:  # vLLM pins them piece by piece; 1 / ln 2 is the mean of rounding up to a power of two
+            yield Part("weights, asleep, rounding of pinned memory", int(0.44 * replica.weights), LEARNING, host=True)
     if adapter_bytes:
         yield Part("adapters", adapter_bytes, awake)
 
