@@ -69,11 +69,6 @@ def peak_GiB(device: str) -> float:
     return (largest * (1 if sys.platform == "darwin" else 1024) - _borrowed_bytes) / GIB
 
 
-def used_GiB(device: str, before_GiB: float) -> float:
-    """The most that was held beyond `before_GiB`, what was there before a model was built: libraries, on the CPU."""
-    return max(0.0, peak_GiB(device) - before_GiB)
-
-
 def hand_back(device: str) -> None:
     """Return free memory of this process to the device or the host, where other roles need it."""
     if device == "cuda":

@@ -294,4 +294,9 @@ class RolloutEngine(ABC):
     def wake(self, tags: Sequence[str]) -> None:
         """Bring back "weights" and/or "kv_cache". After level 2 weights come back empty until `finish_import`."""
 
+    def gpu_memory_GiB(self) -> tuple[float, float] | None:
+        """What this replica holds of its fullest GPU, and the most that it has held. None where torch's allocator in
+        this process knows."""
+        return None
+
     def close(self) -> None: ...

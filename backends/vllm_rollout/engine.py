@@ -21,7 +21,7 @@ from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.uniform import request_seeds
 from backends.vllm_rollout.lost_workers import death_of_workers_told
 from backends.vllm_rollout.read_back import checksum_of
-from backends.vllm_rollout.requests import completion_of, sampling_params
+from backends.vllm_rollout.requests import completion_of, logprobs_of, sampling_params
 from backends.vllm_rollout.vllm_adapters import adapter_request
 from backends.vllm_rollout.vllm_start import has_sleep_mode, start_vllm
 from specs.errors import SyncError
@@ -179,7 +179,9 @@ class VllmRolloutEngine(RolloutEngine):
 
         check_usable("score", (WEIGHTS,), self._awake, self._ready)
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
+        )
         sequences = batch.sequences("tokens_T")
         requests = [(str(i), tokens, params) for i, tokens in enumerate(sequences) if len(tokens) > 1]
         with self._cache_for_a_moment(), self._logits_over(temperature):
@@ -187,8 +189,7 @@ class VllmRolloutEngine(RolloutEngine):
         for output in outputs:
             index = int(output.request_id)
             start, tokens = batch.offsets[index], sequences[index].tolist()
-            scores = [one[token].logprob for one, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
-            logprob_T[start + 1 : start + len(tokens)] = scores
+            logprob_T[start + 1 : start + len(tokens)] = logprobs_of(output.prompt_logprobs, tokens[1:])
         return logprob_T
 
     def _run(self, requests: Sequence[tuple[str, NDArray[np.int64], SamplingParams]]) -> Iterator[list[RequestOutput]]:
@@ -262,12 +263,27 @@ class VllmRolloutEngine(RolloutEngine):
         try:
             yield
         finally:
+            self._drain()
             self._forget_prefixes()
             if self._sleep_mode:
                 self.llm.sleep(level=0)
                 self.llm.release_kv_cache_memory()
             else:
                 self._release(KV_CACHE)
+
+    def _drain(self) -> None:
+        """Step until vLLM is idle, or it does not give its cache back: its scheduler tells the workers which requests
+        are done with the next batch, and on a GPU it has one (empty) batch more in flight."""
+        core = self.llm.llm_engine.engine_core.engine_core  # of the client in this process
+        with death_of_workers_told(self.llm):
+            while core.scheduler.has_requests() or core.batch_queue:
+                self.llm.llm_engine.step()
+
+    def gpu_memory_GiB(self) -> tuple[float, float] | None:
+        if self.config.model.device == "cpu":
+            return None
+        held, peak = zip(*self._call("rlctl_memory"), strict=True)
+        return max(held), max(peak)
 
     def _release(self, tag: str) -> None:
         if tag not in self._released:

@@ -13,6 +13,7 @@ from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
 
 
 def sampling_params(sampling: Sampling, seed: int, stops: Collection[int]) -> SamplingParams:
@@ -34,6 +35,7 @@ def sampling_params(sampling: Sampling, seed: int, stops: Collection[int]) -> Sa
         stop_token_ids=sorted(stops),
         ignore_eos=True,  # the stops have it
         logprobs=0,
+        flat_logprobs=True,  # else an object per token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -44,6 +46,13 @@ def completion_of(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         raise ModelError(f"vLLM ended a request by itself: {completion.finish_reason}")
-    tokens = np.array(completion.token_ids, dtype=np.int64)
-    logprobs = [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-    return tokens, np.array(logprobs, dtype=np.float32), completion.finish_reason == "stop"
+    tokens = list(completion.token_ids)
+    logprobs = logprobs_of(completion.logprobs, tokens)
+    return np.array(tokens, dtype=np.int64), logprobs, completion.finish_reason == "stop"
+
+
+def logprobs_of(flat: FlatLogprobs, tokens: list[int]) -> NDArray[np.float32]:
+    """Log-prob of each of `tokens`, where vLLM was asked for no other tokens' (`logprobs=0`)."""
+    if flat.token_ids != tokens:
+        raise ModelError("vLLM's log-probs are of other tokens than its completion")
+    return np.array(flat.logprobs, dtype=np.float32)

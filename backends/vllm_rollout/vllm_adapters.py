@@ -31,8 +31,8 @@ class AdapterSlot:
     """The places of one set of adapters in one worker."""
 
     def __init__(self, model_runner: Any, rank: int) -> None:
-        self.worker_manager = model_runner.lora_manager
-        self.manager = self.worker_manager._adapter_manager
+        self.model_runner = model_runner
+        self.manager = model_runner.lora_manager._adapter_manager
         self.embeddings = model_runner.get_model().embedding_modules
         self.rank = rank
         self.packed = {
@@ -44,8 +44,8 @@ class AdapterSlot:
     def clear(self) -> None:
         """Zeros in every place, padding of the rank included, and vLLM's note that the adapters are there. Anew after
         each sleep that dropped memory: vLLM keeps tables of which token has which adapter there too, and would not
-        write them again for the same batch."""
-        self.worker_manager.remove_all_adapters()
+        write them again for the same batch; a head cut for tensor parallelism keeps one of its tokens."""
+        self.model_runner.reset_lora_state()
         self.manager.add_adapter(self.manager.create_dummy_lora(ADAPTER_ID, self.rank, self.embeddings))
         self.manager.activate_adapter(ADAPTER_ID)
         assert self.manager.lora_index_to_id == [ADAPTER_ID], self.manager.lora_index_to_id

@@ -24,6 +24,9 @@ GIB = 2**30
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the role's process is the engine's
+    # vLLM forks its workers unless CUDA is in use here already: a copy of a process with threads, and with sockets that
+    # it would keep open.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers would want a NUMA node each
     "VLLM_NO_USAGE_STATS": "1",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.hf.adapter_names import is_on_the_wire
+from backends.memory import GIB
 from backends.vllm_rollout.vllm_adapters import AdapterSlot
 from backends.weights.tensor_bytes import tensor_bytes, torch_dtype, wire_dtype
 
@@ -84,12 +85,12 @@ class WorkerExtension:
 
     def rlctl_temperature(self, temperature: float | None) -> None:
         """Divide logits by `temperature` where they leave the model, until None: vLLM reports log-probs of prompts
-        without any temperature."""
+        without any temperature. In fp32, as vLLM's sampler does: bf16 would be rounded a second time."""
         model = self.get_model()
         model.__dict__.pop("compute_logits", None)
         if temperature is not None:
             compute_logits = model.compute_logits
-            model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs) / temperature
+            model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / temperature
 
     def rlctl_release(self, tag: str) -> None:
         """Free the memory of "weights" or "kv_cache" under the tensors that use it. For platforms without vLLM's sleep
@@ -111,6 +112,16 @@ class WorkerExtension:
     def _attention_layers(self) -> list[Any]:
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         return [layer for layer in layers if hasattr(layer, "kv_cache") and hasattr(layer, "get_attn_backend")]
+
+    def rlctl_memory(self) -> tuple[float, float]:
+        """GiB that this worker holds of its GPU, and the most that it has held. torch counts what vLLM's allocator has
+        put to sleep as reserved: the addresses stay, the pages are gone."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocator = CuMemAllocator.instance
+        allocations = [] if allocator is None else list(allocator.pointer_to_data.values())
+        asleep = sum(each.handle[1] for each in allocations if each.is_asleep)
+        return (torch.cuda.memory_reserved() - asleep) / GIB, torch.cuda.max_memory_reserved() / GIB
 
     def rlctl_describe(self) -> WorkerModel:
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

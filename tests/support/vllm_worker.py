@@ -116,6 +116,24 @@ class Server:
         self.engine.finish_import()
         return {}
 
+    def is_idle(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        core = self.engine.llm.llm_engine.engine_core.engine_core
+        return {"idle": not core.scheduler.has_requests() and not core.batch_queue}
+
+    def memory_with_pools(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """GiB that a worker says it holds, when vLLM's allocator has these pools: (bytes, asleep)."""
+        from vllm.device_allocator.cumem import AllocationData, CuMemAllocator
+
+        CuMemAllocator.instance = allocator = CuMemAllocator()
+        try:
+            for place, (nbytes, asleep) in enumerate(body["pools"]):
+                data = AllocationData((0, nbytes, place, 0), "weights")
+                data.is_asleep = asleep
+                allocator.pointer_to_data[place] = data
+            return {"held_GiB": [held for held, _ in self.engine._call("rlctl_memory")]}
+        finally:
+            CuMemAllocator.instance = None
+
     def sleep(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.sleep(body["level"])
         return {"rss_bytes": resident_bytes()}

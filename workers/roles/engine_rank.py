@@ -32,8 +32,14 @@ class EngineRank(Generic[Engine]):
 
     @property
     def used_GiB(self) -> float:
-        """Peak memory of the model."""
-        return memory.used_GiB(self.device, self.before_GiB)
+        """Peak memory of the model: beyond what was held before it was built, libraries on the CPU."""
+        return max(0.0, self.peak_GiB() - self.before_GiB)
+
+    def held_GiB(self) -> float:
+        return memory.held_GiB(self.device)
+
+    def peak_GiB(self) -> float:
+        return memory.peak_GiB(self.device)
 
     def hold(self, role: str, config: Config, build: Callable[[Config, Rank], Engine]) -> Reply:
         """Build an engine, and report what was built."""
@@ -45,16 +51,16 @@ class EngineRank(Generic[Engine]):
 
     def leave(self, let_go: Callable[[], None]) -> Reply:
         """Free the device for other roles. Returns the memory held before and after, in GiB."""
-        before = memory.held_GiB(self.device)
+        before = self.held_GiB()
         let_go()
         memory.hand_back(self.device)
-        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+        return {"before_GiB": before, "after_GiB": self.held_GiB()}, {}
 
     def come_back(self, bring_back: Callable[[], None]) -> Reply:
         """Undo `leave`; returns the same."""
-        before = memory.held_GiB(self.device)
+        before = self.held_GiB()
         bring_back()
-        return {"before_GiB": before, "after_GiB": memory.held_GiB(self.device)}, {}
+        return {"before_GiB": before, "after_GiB": self.held_GiB()}, {}
 
     def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         if self._engine is not None:

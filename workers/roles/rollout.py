@@ -33,6 +33,14 @@ class Rollout(EngineRank[RolloutEngine]):
         assert self._importer is not None, "import_begin comes first"
         return self._importer
 
+    def held_GiB(self) -> float:
+        told = self.engine.gpu_memory_GiB()
+        return super().held_GiB() if told is None else told[0]
+
+    def peak_GiB(self) -> float:
+        told = self.engine.gpu_memory_GiB()
+        return super().peak_GiB() if told is None else told[1]
+
     def build(self, call: Request[RolloutConfig], emit: Emit) -> Reply:
         config = call.body
         return self.hold("rollout", config, rollout_engine(config.engine.kind).build)

@@ -199,10 +199,17 @@ def test_the_probe_runs_between_waking_weights_and_cache(engine: RemoteVllm, ref
         engine.score(batch, 1.0)
     later.send_to(engine)
     np.testing.assert_allclose(engine.score(batch, 1.0), later.logprobs(batch, 1.0), atol=EXACT)
+    assert engine.process.call("is_idle")[0]["idle"], "vLLM's sleep mode would not give the cache back"
     engine.wake(["kv_cache"])
     batch = sample(engine)
     inside = batch["loss_mask_T"] == 1
     np.testing.assert_allclose(batch["rollout_logprob_T"][inside], later.logprobs(batch, 1.0)[inside], atol=EXACT)
+
+
+def test_pools_that_sleep_are_not_held(engine: RemoteVllm) -> None:
+    """On the CPU torch itself reserves nothing, so that what sleeps is all that counts."""
+    pools = [(3 * 2**30, True), (5 * 2**30, False), (2**29, True)]
+    assert engine.process.call("memory_with_pools", {"pools": pools})[0]["held_GiB"] == [-3.5]
 
 
 def test_sleep_gives_memory_back_and_cycles_stay_flat(engine: RemoteVllm) -> None:
