@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from backends.packed.packing import log_ratio_T, sequence_T
 from backends.token_metrics import TokenValues, no_function, token_values
 from specs.schema.algorithms.algorithm import Loss
-from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip
+from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss
 from specs.wire.batch import Batch
 
 Column = NDArray[np.float64]
@@ -127,13 +127,37 @@ def _gspo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: GspoL
     return FakePolicyLoss(-columns.advantage_N * bounded_N, by_logprob_N, log_ratio_N, ratio_N, over_N | under_N)
 
 
+def _cispo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: CispoLoss) -> FakePolicyLoss:
+    log_ratio_N = logprob_N - anchor_N
+    ratio_N = np.exp(np.clip(log_ratio_N, -20, 20))
+    weight_N = np.clip(ratio_N, 1 - loss.clip_low, 1 + loss.clip_high)
+    slope_N = -weight_N * columns.advantage_N
+    return FakePolicyLoss(slope_N * logprob_N, slope_N, log_ratio_N, ratio_N, weight_N != ratio_N)
+
+
+def _sapo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: SapoLoss) -> FakePolicyLoss:
+    """d σ(τ(ρ - 1))·4/τ / d lp = 4·σ(1 - σ)·ρ."""
+    log_ratio_N = logprob_N - anchor_N
+    ratio_N = np.exp(np.clip(log_ratio_N, -20, 20))
+    tau_N = np.where(columns.advantage_N > 0, loss.tau_positive, loss.tau_negative)
+    gate_N = 1 / (1 + np.exp(np.minimum(tau_N * (1 - ratio_N), 700)))
+    slope_N = np.where(np.abs(log_ratio_N) <= 20, -columns.advantage_N * 4 * gate_N * (1 - gate_N) * ratio_N, 0.0)
+    nothing_N = np.zeros(len(ratio_N), dtype=np.bool_)
+    return FakePolicyLoss(-columns.advantage_N * gate_N * 4 / tau_N, slope_N, log_ratio_N, ratio_N, nothing_N)
+
+
 def _mean_log_ratio(batch: Batch, loss: Loss, logprob_T: NDArray[np.float32]) -> dict[str, Column]:
     ratio_T, mask_T, which_T = log_ratio_T(batch, loss, logprob_T), batch["loss_mask_T"] != 0, sequence_T(batch)
     mean_B = [ratio_T[mask_T & (which_T == i)].mean() if mask_T[which_T == i].any() else 0 for i in range(len(batch))]
     return {"log_ratio_B": np.array(mean_B, dtype=np.float64)}
 
 
-FAKE_LOSSES: Mapping[type[Loss], Callable[..., FakePolicyLoss]] = {PpoClip: _ppo_clip, GspoLoss: _gspo}
+FAKE_LOSSES: Mapping[type[Loss], Callable[..., FakePolicyLoss]] = {
+    PpoClip: _ppo_clip,
+    GspoLoss: _gspo,
+    CispoLoss: _cispo,
+    SapoLoss: _sapo,
+}
 FAKE_SEQUENCE_COLUMNS: Mapping[type[Loss], Callable[..., dict[str, Column]]] = {GspoLoss: _mean_log_ratio}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from backends.packed.packing import log_ratio_T, loss_tokens_B, sequence_T
 from backends.token_metrics import TokenValues, no_function, token_values
 from specs.schema.algorithms.algorithm import Loss
-from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip
+from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss
 from specs.wire.batch import Batch
 
 MAX_LOG_RATIO = 20.0  # exp of more overflows what a gradient can use
@@ -120,6 +120,26 @@ def _gspo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Gspo
     return clipped_surrogate(log_ratio_N, columns.advantage_N, clip_low=loss.clip_low, clip_high=loss.clip_high)
 
 
+def _cispo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: CispoLoss) -> PolicyLoss:
+    """-sg(clip(ρ, 1 - low, 1 + high))·A·lp: the ratio is a weight, and no token loses its gradient (Chen et al. 2025,
+    eq. 4)."""
+    log_ratio_N = (logprob_N - anchor_N).detach()
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight_N = ratio_N.clamp(1.0 - loss.clip_low, 1.0 + loss.clip_high)
+    return PolicyLoss(-weight_N * columns.advantage_N * logprob_N, log_ratio_N, ratio_N, weight_N != ratio_N)
+
+
+def _sapo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: SapoLoss) -> PolicyLoss:
+    """-A·σ(τ(ρ - 1))·4/τ, with τ by the sign of A (Gao et al. 2025, eq. 5 and 6): at ρ = 1 the gradient is that of
+    -A·lp, and it fades on both sides."""
+    log_ratio_N = logprob_N - anchor_N
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    tau_N = torch.full_like(ratio_N, loss.tau_negative).masked_fill(columns.advantage_N > 0, loss.tau_positive)
+    gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0)) * 4.0 / tau_N
+    nothing_N = torch.zeros_like(ratio_N, dtype=torch.bool)
+    return PolicyLoss(-columns.advantage_N * gate_N, log_ratio_N.detach(), ratio_N.detach(), nothing_N)
+
+
 def _mean_log_ratio(
     log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64]
 ) -> dict[str, NDArray[np.float64]]:
@@ -143,6 +163,8 @@ class LossFunction:
 LOSSES: Mapping[type[Loss], LossFunction] = {
     PpoClip: LossFunction(_ppo_clip),
     GspoLoss: LossFunction(_gspo, _mean_log_ratio),
+    CispoLoss: LossFunction(_cispo),
+    SapoLoss: LossFunction(_sapo),
 }
 
 

@@ -6,6 +6,7 @@ A rollout is one attempt at a task; its samples share its score, and it counts o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,27 @@ from numpy.typing import NDArray
 from rlctl.loop.rollouts import Rollouts
 from specs.errors import RlctlError
 from specs.schema.algorithms.algorithm import Advantage
-from specs.schema.algorithms.algorithm_tables import GroupRelative, LeaveOneOut
+from specs.schema.algorithms.algorithm_tables import GroupCentredWhitened, GroupRelative, LeaveOneOut, LengthWeighted
 from specs.wire.batch import Batch
 
 GROUP_EPS = 1e-6
+WHITEN_EPS = 1e-8
 Scores = NDArray[np.float64]
-Groups = NDArray[np.int64]  # of each rollout, counted from 0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rollouts to compare: of each its score, its group (counted from 0), and its loss tokens."""
+
+    score_R: Scores
+    group_R: NDArray[np.int64]
+    tokens_R: NDArray[np.int64]
+
+    def group_mean_R(self, weight_R: NDArray[Any] | None = None) -> Scores:
+        """Of each rollout the mean score of its group, each weighing 1 unless said otherwise; 0 where none weighs."""
+        sum_G = np.bincount(self.group_R, self.score_R if weight_R is None else self.score_R * weight_R)
+        weight_G = np.bincount(self.group_R, weight_R)
+        return np.asarray((sum_G / np.where(weight_G == 0, 1, weight_G))[self.group_R], dtype=np.float64)
 
 
 def advantages_of(
@@ -28,8 +44,9 @@ def advantages_of(
     group_B: NDArray[np.int64],
     rollout_B: NDArray[np.int64],
     valid_B: NDArray[np.bool_],
+    tokens_B: NDArray[np.int64],
 ) -> NDArray[np.float32]:
-    """Advantage of each sample, that of its rollout.
+    """Advantage of each sample, that of its rollout. `tokens_B`: loss tokens.
 
     Samples with `valid_B` false (aborted, or their grading failed) are left out of all statistics and get advantage 0.
     So does a group with fewer valid rollouts than the table's `min_group`. Raises RlctlError for a table without a
@@ -44,7 +61,8 @@ def advantages_of(
     if len(rollouts.first_R):
         _, group_R = np.unique(group_B[valid_B][rollouts.first_R], return_inverse=True)
         score_R = score_B[valid_B][rollouts.first_R].astype(np.float64)
-        advantage_R = ADVANTAGES[type(table)](table, score_R, group_R)
+        scored = Scored(score_R, group_R, rollouts.sums(tokens_B[valid_B].astype(np.int64)))
+        advantage_R = ADVANTAGES[type(table)](table, scored)
         comparable_R = np.bincount(group_R)[group_R] >= table.min_group
         advantage_B[valid_B] = np.where(comparable_R, advantage_R, 0.0)[rollouts.index_B]
     return advantage_B.astype(np.float32)
@@ -55,37 +73,55 @@ def advantages(
 ) -> NDArray[np.float32]:
     """As `advantages_of`, of a batch's samples."""
     group_B, rollout_B = (batch[name].astype(np.int64) for name in ("group_B", "rollout_B"))
-    return advantages_of(table, score_B, group_B, rollout_B, valid_B)
+    return advantages_of(table, score_B, group_B, rollout_B, valid_B, batch.sum_by_sequence("loss_mask_T"))
 
 
 # ── the advantages, by table ──────────────────────────────────────────────────────────────────────
 
 
-def _group_relative(table: GroupRelative, score_R: Scores, group_R: Groups) -> Scores:
+def _group_relative(table: GroupRelative, scored: Scored) -> Scores:
     """Each score relative to its group's mean (Shao et al. 2024, §4.1), divided by (unbiased std + 1e-6): that of the
     group for `std`, of all rollouts of the step for `batch` (Lite PPO, Zihe Liu et al. 2025); not divided for `none`
     (Dr.GRPO, Zichen Liu et al. 2025)."""
-    count_G = np.bincount(group_R)
-    mean_G = np.bincount(group_R, score_R) / count_G
-    centered_R = score_R - mean_G[group_R]
+    score_R, group_R = scored.score_R, scored.group_R
+    centred_R = score_R - scored.group_mean_R()
     if table.scale == "none":
-        return centered_R
+        return centred_R
     if table.scale == "batch":
-        return centered_R / ((score_R.std(ddof=1) if len(score_R) > 1 else 0.0) + GROUP_EPS)
-    variance_G = np.bincount(group_R, centered_R**2) / np.maximum(count_G - 1, 1)
-    return centered_R / (np.sqrt(variance_G) + GROUP_EPS)[group_R]
+        return centred_R / ((score_R.std(ddof=1) if len(score_R) > 1 else 0.0) + GROUP_EPS)
+    variance_G = np.bincount(group_R, centred_R**2) / np.maximum(np.bincount(group_R) - 1, 1)
+    return centred_R / (np.sqrt(variance_G) + GROUP_EPS)[group_R]
 
 
-def _leave_one_out(table: LeaveOneOut, score_R: Scores, group_R: Groups) -> Scores:
+def _leave_one_out(table: LeaveOneOut, scored: Scored) -> Scores:
     """Each score minus the mean of the others in its group (Ahmadian et al. 2024, eq. 8)."""
+    score_R, group_R = scored.score_R, scored.group_R
     others_R = np.bincount(group_R)[group_R] - 1
     sum_G = np.bincount(group_R, score_R)
     return score_R - (sum_G[group_R] - score_R) / np.maximum(others_R, 1)
 
 
-ADVANTAGES: Mapping[type[Advantage], Callable[[Any, Scores, Groups], Scores]] = {
+def _length_weighted(table: LengthWeighted, scored: Scored) -> Scores:
+    """Each score minus Σ length · score / Σ length of its group (Hao et al. 2025, eq. 5)."""
+    return scored.score_R - scored.group_mean_R(scored.tokens_R)
+
+
+def _group_centred_whitened(table: GroupCentredWhitened, scored: Scored) -> Scores:
+    """Each score minus its group's mean, whitened over the step's loss tokens: their mean, and their unbiased variance
+    + 1e-8 (Hu et al. 2025, eq. 9). Nothing to whiten: 0."""
+    centred_R, tokens = scored.score_R - scored.group_mean_R(), int(scored.tokens_R.sum())
+    if tokens < 2:
+        return np.zeros_like(centred_R)
+    mean = float(scored.tokens_R @ centred_R) / tokens
+    variance = float(scored.tokens_R @ (centred_R - mean) ** 2) / (tokens - 1)
+    return np.asarray((centred_R - mean) / np.sqrt(variance + WHITEN_EPS))
+
+
+ADVANTAGES: Mapping[type[Advantage], Callable[[Any, Scored], Scores]] = {
     GroupRelative: _group_relative,
     LeaveOneOut: _leave_one_out,
+    LengthWeighted: _length_weighted,
+    GroupCentredWhitened: _group_centred_whitened,
 }
 
 

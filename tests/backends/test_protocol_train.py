@@ -31,7 +31,7 @@ from backends.weights.checksum import checksum_bytes
 from rlctl.loop.step_metrics import RankReport, update_metrics
 from specs.errors import BatchError, CheckpointError
 from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
-from specs.schema.algorithms.algorithm_tables import PpoClip
+from specs.schema.algorithms.algorithm_tables import CispoLoss, PpoClip, SapoLoss
 from specs.schema.spec import Optimizer
 from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
@@ -39,7 +39,11 @@ from specs.wire.bodies import Stepped
 Make = Callable[..., TrainEngine]
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
 FULL = {"kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0, "clip_high": 0.28}
-SPLIT = [grpo(**FULL, loss_aggregation=aggregation) for aggregation in AGGREGATIONS] + [gspo(kl_coef=0.1)]
+SPLIT = [grpo(**FULL, loss_aggregation=aggregation) for aggregation in AGGREGATIONS] + [
+    gspo(kl_coef=0.1),
+    CispoLoss(anchor="trainer", kl_coef=0.1),
+    SapoLoss(anchor="trainer"),
+]
 
 
 @pytest.fixture(params=list(ENGINES))

@@ -16,17 +16,18 @@ from specs.errors import RlctlError
 from specs.schema.algorithms.algorithm import AGGREGATION, Advantage, Aggregation, Algorithm, Loss, LossKeys, LossMetric
 from specs.schema.table import Table
 
+SCALE = (
+    "Divide advantages by the standard deviation of the group's scores (`std`), of the whole step's (`batch`: Lite "
+    "PPO, Zihe Liu et al. 2025), or not (`none`: Dr.GRPO, Zichen Liu et al. 2025)."
+)
+
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 
 class GroupRelativeKeys(Table):
     """Keys of the group-relative advantage."""
 
-    scale: Literal["std", "none", "batch"] = Field(
-        "std",
-        description="Divide advantages by the standard deviation of the group's scores (`std`), of the whole step's "
-        "(`batch`: Lite PPO, Zihe Liu et al. 2025), or not (`none`: Dr.GRPO, Zichen Liu et al. 2025).",
-    )
+    scale: Literal["std", "none", "batch"] = Field("std", description=SCALE)
 
 
 class GroupRelative(GroupRelativeKeys, Advantage):
@@ -47,6 +48,26 @@ class LeaveOneOut(Advantage):
     why_min_group: ClassVar[str] = (
         "the baseline is the mean score of the group's other completions, and there are none (Ahmadian et al. 2024)"
     )
+
+
+class LengthWeighted(Advantage):
+    """Score minus the mean of its group in which every rollout weighs as many loss tokens as it has: the baseline of
+    least variance where a gradient grows with the square root of the length (OPO, Hao et al. 2025)."""
+
+    kind: Literal["length_weighted"] = "length_weighted"
+
+    min_group: ClassVar[int] = 2
+    why_min_group: ClassVar[str] = "with one completion per prompt every advantage is 0"
+
+
+class GroupCentredWhitened(Advantage):
+    """Score minus the mean of its group, then mean 0 and standard deviation 1 over all loss tokens of the step
+    (REINFORCE++ with a baseline, Hu et al. 2025)."""
+
+    kind: Literal["group_centred_whitened"] = "group_centred_whitened"
+
+    min_group: ClassVar[int] = 2
+    why_min_group: ClassVar[str] = "with one completion per prompt every score is its own baseline"
 
 
 # ── losses ────────────────────────────────────────────────────────────────────────────────────────
@@ -98,6 +119,40 @@ class GspoLoss(GspoKeys, Loss):
         return {key: why for key in self.ratio_keys if getattr(self, key) >= 0.1}
 
 
+class CispoKeys(LossKeys):
+    """Keys of the clipped importance weight."""
+
+    clip_low: float = Field(1.0, gt=0, le=1, description="A token's weight is at least 1 - clip_low; 1: no bound.")
+    clip_high: float = Field(4.0, gt=0, description="A token's weight is at most 1 + clip_high.")
+
+
+class CispoLoss(CispoKeys, Loss):
+    """The log-prob times the advantage and the clipped, detached ratio: every token keeps a gradient (MiniMax-M1,
+    Chen et al. 2025)."""
+
+    kind: Literal["cispo"] = "cispo"
+
+    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
+
+
+class SapoKeys(LossKeys):
+    """Keys of the soft gate."""
+
+    tau_positive: float = Field(1.0, gt=0, description="How sharply the gate closes where the advantage is positive.")
+    tau_negative: float = Field(1.05, gt=0, description="The same where it is negative.")
+    loss_aggregation: Aggregation = Field("seq-mean-token-mean", description=AGGREGATION)
+
+
+class SapoLoss(SapoKeys, Loss):
+    """A sigmoid of the ratio in the place of the clip: gradients fade instead of ending (Gao et al. 2025)."""
+
+    kind: Literal["sapo"] = "sapo"
+
+    ratio_keys: ClassVar[tuple[str, ...]] = ("tau_positive", "tau_negative")
+    metrics: ClassVar[tuple[LossMetric, ...]] = tuple(one for one in PpoClip.metrics if one.source != "clipped")
+
+
 # ── algorithms: named settings ────────────────────────────────────────────────────────────────────
 
 
@@ -108,6 +163,15 @@ class Grpo(PpoClipKeys, GroupRelativeKeys, Algorithm):
 
     advantage_table: ClassVar[type[Advantage]] = GroupRelative
     loss_table: ClassVar[type[Loss]] = PpoClip
+
+
+class DrGrpo(Grpo):
+    """GRPO without its two biases (Zichen Liu et al. 2025): no division by the group's standard deviation, and a
+    completion's tokens are divided by `data.max_response_tokens`, not by how many they are."""
+
+    kind: Literal["dr_grpo"]  # type: ignore[assignment]
+    scale: Literal["std", "none", "batch"] = Field("none", description=SCALE)
+    loss_aggregation: Aggregation = Field("token-sum-constant", description=AGGREGATION)
 
 
 class Rloo(PpoClipKeys, Algorithm):
@@ -131,11 +195,56 @@ class Gspo(GspoKeys, GroupRelativeKeys, Algorithm):
     loss_table: ClassVar[type[Loss]] = GspoLoss
 
 
+class ReinforcePlusPlusBaseline(PpoClipKeys, Algorithm):
+    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): advantages are normalised over the step, not in
+    the group, where a small group's standard deviation is mostly noise."""
+
+    kind: Literal["reinforce++_baseline"]
+
+    advantage_table: ClassVar[type[Advantage]] = GroupCentredWhitened
+    loss_table: ClassVar[type[Loss]] = PpoClip
+
+
+class Opo(PpoClipKeys, Algorithm):
+    """On-policy optimisation with the baseline of least variance (Hao et al. 2025). A completion is one action: its
+    log-probs are summed. The paper makes one update per step; with several, each token's ratio is clipped."""
+
+    kind: Literal["opo"]
+    loss_aggregation: Aggregation = Field("seq-mean-token-sum", description=AGGREGATION)
+
+    advantage_table: ClassVar[type[Advantage]] = LengthWeighted
+    loss_table: ClassVar[type[Loss]] = PpoClip
+
+
+class Cispo(CispoKeys, GroupRelativeKeys, Algorithm):
+    """Clipped importance sampling (MiniMax-M1, Chen et al. 2025): group-relative advantages, and no token is left
+    out of the gradient."""
+
+    kind: Literal["cispo"]
+
+    advantage_table: ClassVar[type[Advantage]] = GroupRelative
+    loss_table: ClassVar[type[Loss]] = CispoLoss
+
+
+class Sapo(SapoKeys, GroupRelativeKeys, Algorithm):
+    """Soft adaptive policy optimisation (Gao et al. 2025): group-relative advantages, and a gate that closes softly, a
+    little sharper for tokens that are pushed down."""
+
+    kind: Literal["sapo"]
+
+    advantage_table: ClassVar[type[Advantage]] = GroupRelative
+    loss_table: ClassVar[type[Loss]] = SapoLoss
+
+
 # ── the unions ────────────────────────────────────────────────────────────────────────────────────
 
-AdvantageTable = Annotated[GroupRelative | LeaveOneOut, Field(discriminator="kind")]
-LossTable = Annotated[PpoClip | GspoLoss, Field(discriminator="kind")]
-AlgorithmTable = Annotated[Grpo | Rloo | Gspo, Field(discriminator="kind")]
+AdvantageTable = Annotated[
+    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened, Field(discriminator="kind")
+]
+LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss, Field(discriminator="kind")]
+AlgorithmTable = Annotated[
+    Grpo | DrGrpo | Rloo | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo, Field(discriminator="kind")
+]
 
 
 @cache

@@ -34,7 +34,7 @@ from backends.train.losses import (
 from specs.errors import RlctlError
 from specs.load.keys import tables_of
 from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
-from specs.schema.algorithms.algorithm_tables import GspoLoss, LossTable, PpoClip
+from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, LossTable, PpoClip, SapoLoss
 from specs.wire.batch import Batch
 
 
@@ -113,7 +113,15 @@ SETTINGS = [
 ]
 
 
-LOSSES_TO_TRY = [grpo(**setting) for setting in SETTINGS] + [gspo(), gspo(kl_coef=0.3, entropy_coef=0.1)]
+OTHERS = [
+    gspo(),
+    gspo(kl_coef=0.3, entropy_coef=0.1),
+    CispoLoss(anchor="trainer"),
+    CispoLoss(anchor="trainer", clip_low=0.3, clip_high=0.5, kl_coef=0.3),
+    SapoLoss(anchor="trainer"),
+    SapoLoss(anchor="trainer", tau_positive=0.5, tau_negative=3.0, entropy_coef=0.1),
+]
+LOSSES_TO_TRY = [*(grpo(**setting) for setting in SETTINGS), *OTHERS]
 
 
 @pytest.mark.parametrize("loss", LOSSES_TO_TRY, ids=str)
@@ -290,6 +298,47 @@ def test_gspos_gradient_against_finite_differences_of_the_paper() -> None:
     assert lp.grad.tolist() == pytest.approx(slopes, abs=1e-8)
     assert 0.0 in lp.grad.tolist()  # some are clipped,
     assert not all(value == 0.0 for value in lp.grad.tolist())  # and some are not
+
+
+# ── cispo, sapo ───────────────────────────────────────────────────────────────────────────────────
+
+
+def one_token(loss: Loss, ratio: float, advantage: float) -> tuple[float, float, bool]:
+    """Its loss, the derivative by the log-prob, and whether a bound decided. The current log-prob is -1.5."""
+    logprob = torch.tensor([-1.5], dtype=torch.float64, requires_grad=True)
+    old, one = torch.tensor([-1.5 - math.log(ratio)], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    out = LOSSES[type(loss)].tokens(logprob, old, TokenColumns(one, advantage * one, old, old, None), loss)
+    out.loss_N.sum().backward()
+    return out.loss_N.item(), logprob.grad.item(), bool(out.clipped_N.item())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [(1.0, 2.0, 1.0), (3.0, 2.0, 3.0), (9.0, 2.0, 5.0), (9.0, -2.0, 5.0), (0.01, 2.0, 0.01), (1e-30, -2.0, None)],
+)
+def test_cispo_by_hand(ratio: float, advantage: float, weight: float | None) -> None:
+    """A weighted log-prob: above 1 + 4 the weight stops at 5, and the gradient does not stop."""
+    weight = math.exp(-20) if weight is None else weight
+    loss, slope, clipped = one_token(CispoLoss(anchor="trainer"), ratio, advantage)
+    assert (loss, slope) == pytest.approx((weight * advantage * 1.5, -weight * advantage))
+    assert clipped == (ratio > 5)
+
+
+def test_cispos_lower_bound_by_hand() -> None:
+    loss = CispoLoss(anchor="trainer", clip_low=0.2)
+    assert one_token(loss, 0.1, 1.0) == (pytest.approx(0.8 * 1.5), pytest.approx(-0.8), True)
+
+
+def test_sapo_by_hand() -> None:
+    loss = SapoLoss(anchor="trainer", tau_positive=2.0, tau_negative=4.0)
+    # at ratio 1: σ(0)·4/τ = 2/τ, and the gradient of -A·lp
+    assert one_token(loss, 1.0, 3.0) == (pytest.approx(-3.0 * 2 / 2), pytest.approx(-3.0), False)
+    assert one_token(loss, 1.0, -3.0) == (pytest.approx(3.0 * 2 / 4), pytest.approx(3.0), False)
+    # at ratio 1.5: σ(2·0.5) = 0.731059, so 4·0.731059·0.268941·1.5 = 1.179672
+    value, slope, _ = one_token(loss, 1.5, 1.0)
+    assert (value, slope) == pytest.approx((-0.7310586 * 2, -1.1796716))
+    # the gate of a negative advantage closes sooner
+    assert abs(one_token(loss, 2.0, -1.0)[1]) < abs(one_token(loss, 2.0, 1.0)[1])
 
 
 # ── aggregation ───────────────────────────────────────────────────────────────────────────────────

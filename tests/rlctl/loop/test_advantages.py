@@ -8,14 +8,27 @@ import pytest
 from rlctl.loop.advantages import ADVANTAGES, advantages, advantages_of, per_token, silent_group_share
 from specs.errors import RlctlError
 from specs.load.keys import tables_of
-from specs.schema.algorithms.algorithm_tables import AdvantageTable, GroupRelative, LeaveOneOut
+from specs.schema.algorithms.algorithm_tables import (
+    AdvantageTable,
+    GroupCentredWhitened,
+    GroupRelative,
+    LeaveOneOut,
+    LengthWeighted,
+)
 from specs.wire.batch import Batch
 
-TABLES = [GroupRelative(scale="std"), GroupRelative(scale="none"), GroupRelative(scale="batch"), LeaveOneOut()]
+TABLES = [
+    GroupRelative(scale="std"),
+    GroupRelative(scale="none"),
+    GroupRelative(scale="batch"),
+    LeaveOneOut(),
+    LengthWeighted(),
+    GroupCentredWhitened(),
+]
 
 
-def of(table, score, group, valid=None, rollout=None):
-    """Each sample is a rollout of its own unless `rollout` says otherwise."""
+def of(table, score, group, valid=None, rollout=None, tokens=None):
+    """Each sample is a rollout of its own with 6 loss tokens unless `rollout` and `tokens` say otherwise."""
     valid = [True] * len(score) if valid is None else valid
     rollout = range(len(score)) if rollout is None else rollout
     columns = (
@@ -23,17 +36,23 @@ def of(table, score, group, valid=None, rollout=None):
         np.array(group, np.int64),
         np.array(list(rollout), np.int64),
         np.array(valid, bool),
+        np.array([6] * len(score) if tokens is None else tokens, np.int64),
     )
     return advantages_of(table, *columns)
 
 
-def slow(table, score_B, group_B, rollout_B, valid_B):
+def slow(table, score_B, group_B, rollout_B, valid_B, tokens_B):
     """By dictionaries: what each valid rollout scored, then each sample against the others."""
-    attempts = {}
-    for score, group, rollout, valid in zip(score_B, group_B, rollout_B, valid_B, strict=True):
+    attempts, lengths = {}, {}
+    for score, group, rollout, valid, tokens in zip(score_B, group_B, rollout_B, valid_B, tokens_B, strict=True):
         if valid:
             attempts[rollout] = (float(score), group)
+            lengths[rollout] = lengths.get(rollout, 0) + int(tokens)
     everyone = [score for score, _ in attempts.values()]
+    if isinstance(table, LengthWeighted):
+        return length_weighted(attempts, lengths, rollout_B, valid_B)
+    if isinstance(table, GroupCentredWhitened):
+        return whitened(attempts, lengths, rollout_B, valid_B)
     out = []
     for rollout, valid in zip(rollout_B, valid_B, strict=True):
         if not valid:
@@ -53,6 +72,30 @@ def against(table, score, others, everyone):
     if table.scale == "none":
         return centered
     return centered / (unbiased_std(peers if table.scale == "std" else everyone) + 1e-6)
+
+
+def length_weighted(attempts, lengths, rollout_B, valid_B):
+    out = []
+    for rollout, valid in zip(rollout_B, valid_B, strict=True):
+        score, group = attempts.get(rollout, (0.0, None))
+        peers = [(s, lengths[r]) for r, (s, g) in attempts.items() if g == group]
+        total = sum(length for _, length in peers)
+        comparable = valid and len(peers) > 1
+        out.append(score - sum(s * length for s, length in peers) / (total or 1) if comparable else 0.0)
+    return np.array(out)
+
+
+def whitened(attempts, lengths, rollout_B, valid_B):
+    """Token by token: a list with each loss token's centred score."""
+    mean = {g: np.mean([s for s, group in attempts.values() if group == g]) for _, g in attempts.values()}
+    tokens = [s - mean[g] for r, (s, g) in attempts.items() for _ in range(lengths[r])]
+    out = []
+    for rollout, valid in zip(rollout_B, valid_B, strict=True):
+        score, group = attempts.get(rollout, (0.0, None))
+        comparable = valid and sum(g == group for _, g in attempts.values()) > 1 and len(tokens) > 1
+        spread = (np.var(tokens, ddof=1) + 1e-8) ** 0.5 if comparable else 1.0
+        out.append((score - mean[group] - np.mean(tokens)) / spread if comparable else 0.0)
+    return np.array(out)
 
 
 def unbiased_std(values):
@@ -76,6 +119,22 @@ def test_leave_one_out_by_hand():
     assert of(LeaveOneOut(), [0.0, 1.0, 3.0, 4.0], [1, 1, 2, 2]) == pytest.approx([-1.0, 1.0, -1.0, 1.0])
 
 
+def test_length_weighted_by_hand():
+    # (10·1 + 30·0) / 40 is the baseline: a long failure pulls it down
+    assert of(LengthWeighted(), [1.0, 0.0], [5, 5], tokens=[10, 30]) == pytest.approx([0.75, -0.25])
+    assert of(LengthWeighted(), [1.0, 0.0], [5, 5], tokens=[8, 8]) == pytest.approx([0.5, -0.5])
+    # nobody wrote anything: the baseline is 0, and there is no token to learn from either
+    assert of(LengthWeighted(), [1.0, 0.0], [5, 5], tokens=[0, 0]) == pytest.approx([1.0, 0.0])
+
+
+def test_whitened_by_hand():
+    # centred -1 and 1; of 4 tokens three have -1 and one has 1: mean -0.5, unbiased variance (3·0.25 + 2.25) / 3 = 1
+    assert of(GroupCentredWhitened(), [0.0, 2.0], [1, 1], tokens=[3, 1]) == pytest.approx([-0.5, 1.5], abs=1e-6)
+    # a group whose scores are large is not divided by its own spread
+    got = of(GroupCentredWhitened(), [0.0, 2.0, 0.0, 20.0], [1, 1, 2, 2], tokens=[1, 1, 1, 1])
+    assert got[3] / got[1] == pytest.approx(10.0)
+
+
 @pytest.mark.parametrize("table", TABLES, ids=str)
 def test_against_a_slow_loop(table):
     """Uneven groups, rollouts of one to three samples in any order, and failures."""
@@ -83,7 +142,8 @@ def test_against_a_slow_loop(table):
     group_R = np.repeat([3, 9, 4, 100, 5], [15, 7, 2, 11, 1])
     score_R = rng.normal(size=len(group_R)).astype(np.float32)
     which_B = rng.permutation(np.repeat(np.arange(len(group_R)), rng.integers(1, 4, len(group_R))))
-    given = score_R[which_B], group_R[which_B], 1000 - which_B, rng.random(len(which_B)) > 0.2
+    tokens_B = rng.integers(0, 9, len(which_B))
+    given = score_R[which_B], group_R[which_B], 1000 - which_B, rng.random(len(which_B)) > 0.2, tokens_B
     assert advantages_of(table, *given) == pytest.approx(slow(table, *given), abs=1e-5)
 
 
@@ -91,7 +151,8 @@ def test_against_a_slow_loop(table):
 def test_samples_of_one_rollout_count_once(table):
     """Three samples of one attempt weigh what one does, and share its advantage."""
     alone = of(table, [1.0, 0.0, 0.5, 2.0], [1, 1, 1, 1])
-    branched = of(table, [1.0, 1.0, 1.0, 0.0, 0.5, 2.0], [1] * 6, rollout=[9, 9, 9, 2, 3, 4])
+    tokens = [2, 3, 1, 6, 6, 6]  # as many in all
+    branched = of(table, [1.0, 1.0, 1.0, 0.0, 0.5, 2.0], [1] * 6, rollout=[9, 9, 9, 2, 3, 4], tokens=tokens)
     assert branched.tolist() == [alone[0]] * 3 + alone[1:].tolist()
 
 
@@ -100,9 +161,8 @@ def test_failed_samples_do_not_move_the_group(table):
     without = of(table, [1.0, 0.0, 3.0, 4.0], [1, 1, 2, 2])
     with_failure = of(table, [1.0, 0.0, 99.0, 3.0, 4.0], [1, 1, 1, 2, 2], [True, True, False, True, True])
     assert with_failure.tolist() == [*without[:2], 0.0, *without[2:]]
-    branch_failed = of(
-        table, [-9.0, 1.0, 0.0, 3.0, 4.0], [1, 1, 1, 2, 2], [False, True, True, True, True], [7, 7, 8, 1, 2]
-    )
+    valid = [False, True, True, True, True]
+    branch_failed = of(table, [-9.0, 1.0, 0.0, 3.0, 4.0], [1, 1, 1, 2, 2], valid, [7, 7, 8, 1, 2])
     assert branch_failed.tolist() == [0.0, *without]
 
 

@@ -22,6 +22,7 @@ from rlctl.processes.role_configs import build_bodies
 from specs.errors import SpecError
 from specs.load.keys import tables_of
 from specs.load.load import spec_from
+from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.deepspeed_config import deepspeed_config
 from specs.schema.spec import Spec
 from specs.schema.table import Table
@@ -109,7 +110,8 @@ def algorithm(spec: Spec) -> Any:
     )
     total, *_ = policy_loss(ratio_N, zero_N + 1.0, columns, loss)
     scores, groups = np.array([1, 0, 0, 4, 1, 1], dtype=np.float32), np.array([0, 0, 0, 1, 1, 1])
-    made = advantages_of(spec.algorithm.advantage, scores, groups, np.arange(6), np.ones(6, dtype=bool))
+    every, tokens = np.ones(6, dtype=bool), np.array([4, 1, 7, 3, 2, 5])
+    made = advantages_of(spec.algorithm.advantage, scores, groups, np.arange(6), every, tokens)
     return float(total), made.tolist()
 
 
@@ -167,7 +169,7 @@ def rollout(compute: Callable[[RolloutConfig], Any]) -> Callable[[Spec], Any]:
 
 
 ACTS: Mapping[str, Callable[[Spec], Any]] = {
-    **dict.fromkeys(("Grpo", "Rloo", "Gspo"), algorithm),
+    **dict.fromkeys((table.__name__ for table in tables_of(AlgorithmTable)), algorithm),
     "Optimizer": optimizer,
     "ZeroTable": of_deepspeed,
     "VllmTable": rollout(of_vllm),

@@ -15,14 +15,23 @@ from specs.schema.algorithms.algorithm import Algorithm
 from specs.schema.algorithms.algorithm_tables import (
     AdvantageTable,
     AlgorithmTable,
+    Cispo,
+    CispoLoss,
+    DrGrpo,
+    GroupCentredWhitened,
     GroupRelative,
     Grpo,
     Gspo,
     GspoLoss,
     LeaveOneOut,
+    LengthWeighted,
     LossTable,
+    Opo,
     PpoClip,
+    ReinforcePlusPlusBaseline,
     Rloo,
+    Sapo,
+    SapoLoss,
     read_loss,
 )
 
@@ -42,6 +51,16 @@ def test_the_settings_of_the_papers() -> None:
     assert rloo.loss("current") == PpoClip(anchor="current", loss_aggregation="seq-mean-token-sum")
     assert gspo.loss("current") == GspoLoss(anchor="current", clip_low=3e-4, clip_high=4e-4)
     assert gspo.loss("current").loss_aggregation == "seq-mean-token-mean"
+    dr_grpo, opo = DrGrpo(kind="dr_grpo", group_size=2), Opo(kind="opo", group_size=2)
+    assert dr_grpo.advantage == GroupRelative(scale="none")
+    assert dr_grpo.loss("current") == PpoClip(anchor="current", loss_aggregation="token-sum-constant")
+    assert opo.advantage == LengthWeighted()
+    assert opo.loss("current") == PpoClip(anchor="current", loss_aggregation="seq-mean-token-sum")
+    baseline = ReinforcePlusPlusBaseline(kind="reinforce++_baseline", group_size=2)
+    assert (baseline.advantage, baseline.loss("current")) == (GroupCentredWhitened(), PpoClip(anchor="current"))
+    assert Cispo(kind="cispo", group_size=2).loss("trainer") == CispoLoss(anchor="trainer", clip_high=4.0)
+    sapo = Sapo(kind="sapo", group_size=2).loss("trainer")
+    assert (sapo, sapo.loss_aggregation) == (SapoLoss(anchor="trainer"), "seq-mean-token-mean")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +78,7 @@ def test_the_settings_of_the_papers() -> None:
 def test_the_anchor_and_the_columns_it_needs(
     table: type[Algorithm], updates: dict[str, Any], runs_ahead: bool, anchor: str, more: tuple[str, ...]
 ) -> None:
-    algorithm = table.model_validate({"kind": table.__name__.lower(), "group_size": 4, **updates})
+    algorithm = table.model_validate({"kind": kind_of(table), "group_size": 4, **updates})
     loss = algorithm.loss(algorithm.ratio_against(runs_ahead=runs_ahead))
     assert loss.anchor == anchor
     assert loss.columns == (*BASE, *more)
@@ -97,7 +116,7 @@ def test_a_loss_travels_whole() -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"kind": "cispo", "anchor": "current"}, "'cispo'.*'ppo_clip', 'gspo'"),
+        ({"kind": "none", "anchor": "current"}, "'none'.*'ppo_clip', 'gspo'"),
         ({"kind": "gspo"}, "gspo.anchor: Field required"),
         ({"kind": "ppo_clip", "anchor": "current", "tau": 1.0}, "ppo_clip.tau: Extra inputs"),
     ],
