@@ -1,4 +1,4 @@
-"""Folder for a sync: one safetensors file, in memory if the host has room, deleted when it is loaded.
+"""Folder for a sync: one safetensors file, in memory unless a folder is named, deleted when it is loaded.
 
 SGLang's other transport for a client, /update_weights_from_tensor, unpickles what it is sent; this one reads
 safetensors. The file has no name of its own, only a link to this process's descriptor: it is gone with the process,
@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,6 @@ from specs.safetensors_header import make_header, read_header
 CODES = {"fp32": "F32", "bf16": "BF16", "float16": "F16", "float64": "F64"} | {
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 }
-SHARED_MEMORY = Path("/dev/shm")
 _NAME = "model.safetensors"
 
 
@@ -33,22 +33,17 @@ class WeightsFolder:
 
     def __init__(self, weights: Mapping[str, WeightSpec], parent: str) -> None:
         """Raises SyncError if there is no room for a whole copy of the weights."""
-        where = Path(parent) if parent else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         header, _ = make_header([(spec.name, CODES[spec.dtype], spec.shape) for spec in weights.values()], {})
         nbytes = len(header) + sum(spec.nbytes for spec in weights.values())
         try:
-            free = shutil.disk_usage(where).free
-            if free < nbytes:
-                raise OSError(f"{nbytes} bytes needed, {free} free")
-            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115, closed by `delete`
+            self._file = _file(parent, nbytes)
         except OSError as error:
             raise SyncError(
-                f"no folder for the weights under {where}: {error}",
-                hint="name one with room for the whole model in rollout.engine.weights_dir",
+                f"no room for the weights in {parent or 'memory'}: {error}",
+                hint="name a folder with room for the whole model in rollout.engine.weights_dir",
             ) from None
         self.path = Path(tempfile.mkdtemp(prefix="rlctl-weights-"))  # mode 0700
         (self.path / _NAME).symlink_to(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
-        os.ftruncate(self._file.fileno(), nbytes)
         os.pwrite(self._file.fileno(), header, 0)
         self._entries = read_header(self.path / _NAME).entries
         self.checksums: dict[str, str] = {}
@@ -66,6 +61,35 @@ class WeightsFolder:
     def delete(self) -> None:
         self._file.close()
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _file(parent: str, nbytes: int) -> FileIO:
+    """A file without a name and with all its room: in a folder, or in memory that takes no mount as `/dev/shm` would.
+    Raises OSError."""
+    if not parent and hasattr(os, "memfd_create"):
+        free, file = _available_bytes(), FileIO(os.memfd_create("rlctl-weights"), "r+b")
+    else:
+        folder = parent or tempfile.gettempdir()
+        free, file = shutil.disk_usage(folder).free, FileIO(_nameless(folder), "r+b")
+    try:
+        if free < nbytes:
+            raise OSError(f"{nbytes} bytes needed, {free} free")
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _nameless(folder: str) -> int:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.dup(file.fileno())
+
+
+def _available_bytes() -> int:
+    """Memory of the host that nobody holds."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 _PIECE = 2**30  # Linux writes at most 2 GiB at a time

@@ -15,12 +15,14 @@ from typing import Any
 
 from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import Problem
+from specs.schema.engines.engine_table import engine_of
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 from specs.text import show
 
 _GIB = 2**30
 _TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+SHARED_MEMORY = Path("/dev/shm")
 ROOM = 1.2  # free space per what checkpoints take, below which a warning is due
 
 
@@ -33,6 +35,7 @@ def machine_problems(
     warnings: list[Problem] = []
     (errors if starting else warnings).extend(_ports(spec))
     warnings += [] if starting else _commands(spec)  # the launcher knows better what it lacks
+    warnings += _shared_memory(spec) if here else []
     short, tight = _disk(spec, config, run_dir)
     (errors if here else warnings).extend([] if errors else short)
     return errors, [*warnings, *tight]
@@ -112,6 +115,24 @@ def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> tuple[list[Pr
     hint = "free some space, lower it, or set run.dir"
     problem = Problem("checkpoint.keep", message, hint, str(spec.checkpoint.keep))
     return ([problem], []) if free < needed else ([], [problem])
+
+
+def _shared_memory(spec: Spec) -> list[Problem]:
+    """Engines whose libraries want more of `/dev/shm` than is free: in containers it is small unless asked for."""
+    if not SHARED_MEMORY.is_dir():
+        return []
+    free_MiB, problems = shutil.disk_usage(SHARED_MEMORY).free / 2**20, []
+    for role, section in spec.sections():
+        engine = engine_of(section)
+        on_host = -(-section.processes // section.nodes)
+        wanted = engine.shared_memory_MiB(on_host, on_gpu=bool(section.devices)) if engine else None
+        if wanted and free_MiB < wanted:
+            message = (
+                f"its libraries want {wanted:,} MiB of shared memory, and {SHARED_MEMORY} has {free_MiB:,.0f} free"
+            )
+            hint = f"`df {SHARED_MEMORY}` shows it; start a container with --shm-size=2g (or --ipc=host)"
+            problems.append(Problem(f"{role}.engine.kind", message, hint, show(engine.kind if engine else "")))
+    return problems
 
 
 def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:

@@ -2,14 +2,16 @@
 
 If there is one rollout and its engine can share the memory of its weights, the actor writes there: a single copy.
 Others copy them out of a ring of blocks that all ends map, small enough to stay in the CPU's cache: the actor fills a
-block while the rollouts copy and hash the ones before it. A socket beside it carries a byte per block or few, "filled"
-from the actor and "done" from each rollout; it also orders the memory accesses of both, and ends when either end does.
+block while the rollouts copy and hash the ones before it. A socket hands over the ring, and then a byte per block or
+few, "filled" from the actor and "done" from each rollout; it also orders the memory accesses of both, and ends when
+either end does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import socket
 import time
@@ -26,13 +28,14 @@ from backends.memory import borrow
 from backends.protocol import WeightMemory
 from specs.errors import PeerGone, PeerLate, SyncError
 from workers.transports.base import ALIGNMENT, BLOCK_BYTES, BLOCKS, BlockReader, BlockWriter, Share
-from workers.transports.shm_segment import Segment
+from workers.transports.shm_segment import Segment, folders
 
 PATIENCE_S = 300.0  # for one block, or one reader; a peer that stands still for so long will not go on
 SPIN_S = 200e-6  # before an end sleeps: one that works is done sooner, and waking takes as long on a virtual machine
 BLOCKS_PER_SIGN = 4  # in shared memory, where no block is written twice: a sign takes as long as a tenth of a block
 _SIGN = b"\0"
 _RING, _HERE, _AS_BEFORE = b"r", b"h", b"a"  # where a lone reader wants the weights of this pass
+_MEETING = "rlctl-"  # the sockets at which ends meet begin so
 
 
 class _Stream:
@@ -115,7 +118,7 @@ class _Peer:
             socket.send_fds(self._socket, [place], descriptors)
 
     def hear_place(self) -> tuple[bytes, list[int]]:
-        """What the other end's `say_place` was given."""
+        """What the other end's `say_place` was given. Before the first sign of a pass."""
         self._wait()
         with self._reaching:
             place, descriptors, *_ = socket.recv_fds(self._socket, 1, 2)
@@ -172,6 +175,7 @@ class ShmWriter(BlockWriter):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.segment: Segment | None = None
         self._listener: socket.socket | None = None
+        self._meeting = Path()  # the listener's name
         self._readers: list[_Peer] = []
         self._expected = 0
         self._shared: _Mapped | None = None
@@ -181,12 +185,11 @@ class ShmWriter(BlockWriter):
         if renew or self.segment is None:
             self.close()
             self.segment = Segment.create(BLOCKS * BLOCK_BYTES)
-            self._listener = _listen(_socket_path(self.segment.path), readers)
+            self._listener, self._meeting = _listen(readers)
             self._expected = readers
         self._stream = None
-        path = self.segment.path
-        leftovers = [{"folder": str(path.parent), "prefix": path.name}]
-        return {"ring": str(path), "alone": self._expected == 1, "leftovers": leftovers}
+        leftovers = [{"folder": str(self._meeting.parent), "prefix": self._meeting.name}]
+        return {"meeting": str(self._meeting), "alone": self._expected == 1, "leftovers": leftovers}
 
     def blocks(self, name: str, nbytes: int) -> Iterator[NDArray[np.uint8]]:
         stream = self._stream or self._meet_readers()
@@ -220,6 +223,7 @@ class ShmWriter(BlockWriter):
                 with _Reaching(name):
                     connected, _ = self._listener.accept()
                 self._readers.append(_Peer(connected, name))
+                self._readers[-1].say_place(_RING, [self.segment.descriptor])
             self._stop_listening()
         for peer in self._readers:
             peer.forget_signs()
@@ -236,12 +240,11 @@ class ShmWriter(BlockWriter):
         self._shared = _Mapped(*descriptors) if place == _HERE else None
 
     def _stop_listening(self) -> None:
-        """Every reader has opened the ring, or none will: from here on no crash leaves a name behind."""
-        if self._listener is not None and self.segment is not None:
+        """Every reader is connected, or none will be: from here on no crash leaves a name behind."""
+        if self._listener is not None:
             self._listener.close()
             self._listener = None
-            _socket_path(self.segment.path).unlink(missing_ok=True)
-            self.segment.unlink()
+            self._meeting.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._stop_listening()
@@ -259,6 +262,7 @@ class ShmReader(BlockReader):
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:
         self.segment: Segment | None = None
+        self._meeting = ""
         self._peer: _Peer | None = None
         self._shared: WeightMemory | None = None  # the engine's memory, as offered to the writer
         self._stream = _stream(in_place=False)
@@ -268,29 +272,23 @@ class ShmReader(BlockReader):
         return self._shared is not None
 
     def begin(self, offer: Mapping[str, Any], share: Share = lambda: None) -> None:
-        path = Path(offer["ring"])
-        if self.segment is None or self.segment.path != path:
+        if self._peer is None or self._meeting != offer["meeting"]:
             self.close()
-            self._meet_writer(path)
+            self._meet_writer(offer["meeting"])
         assert self._peer is not None
         self._peer.forget_signs()
         if offer["alone"]:  # else the writer's copies would be one after the other
             self._say_place(self._peer, share())
         self._stream = _stream(in_place=self.in_place)
 
-    def _meet_writer(self, path: Path) -> None:
+    def _meet_writer(self, meeting: str) -> None:
         try:
-            self.segment = Segment.open(str(path), BLOCKS * BLOCK_BYTES)
             with _Reaching("the actor"):
-                connected = _connect(_socket_path(path))
-            self._peer = _Peer(connected, "the actor")
-        except PeerGone:
-            self.close()
-            raise
-        except (OSError, ValueError) as error:
-            self.close()
-            hint = 'actor and rollout must share /dev/shm; else set sync.transport = "folder"'
-            raise SyncError(f"the rollout cannot open the actor's shared memory {path}: {error}", hint=hint) from None
+                connected = _connect(meeting)
+        except OSError as error:
+            hint = 'actor and rollout must share a host and its folders; else set sync.transport = "folder"'
+            raise SyncError(f"the rollout cannot reach the actor at {meeting}: {error.strerror}", hint=hint) from None
+        self._peer, self._meeting = _Peer(connected, "the actor"), meeting
 
     def _say_place(self, peer: _Peer, shared: WeightMemory | None) -> None:
         if shared is None:
@@ -305,14 +303,21 @@ class ShmReader(BlockReader):
         self._shared = shared
 
     def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-        assert self.segment is not None, "begin comes first"
-        return (_piece(self.segment, first, size) for first, size in self._arriving(nbytes))
+        for first, size in self._arriving(nbytes):
+            assert self.segment is not None
+            yield _piece(self.segment, first, size)
 
     def arrivals(self, nbytes: int) -> Iterator[int]:
         return (size for _, size in self._arriving(nbytes))
 
     def _arriving(self, nbytes: int) -> Iterator[tuple[int, int]]:
         assert self._peer is not None, "begin comes first"
+        if self.segment is None:
+            _, descriptors = self._peer.hear_place()
+            if not descriptors:
+                hint = "raise the number of files that a process may have open (ulimit -n)"
+                raise SyncError("the actor's shared memory did not come with its message", hint=hint)
+            self.segment = Segment.of(descriptors[0], BLOCKS * BLOCK_BYTES)
         for first, size in self._stream.pieces(nbytes):
             if first >= self._stream.unit_end:
                 unit, signs = self._stream.go_on()
@@ -344,24 +349,32 @@ def _piece(segment: Segment, first: int, size: int) -> NDArray[np.uint8]:
     return segment.bytes_U[first : first + size]
 
 
-def _socket_path(ring: Path) -> Path:
-    return ring.with_name(f"{ring.name}.socket")
+def _listen(readers: int) -> tuple[socket.socket, Path]:
+    """A socket that only this user can connect to, and its name. Raises SyncError."""
+    refused = []
+    for folder in folders():
+        path = folder / f"{_MEETING}{os.getpid()}-{secrets.token_hex(8)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.settimeout(PATIENCE_S)
+            listener.bind(str(path))
+            path.chmod(0o600)  # before any reader can connect
+            listener.listen(readers)
+        except OSError as error:
+            listener.close()
+            path.unlink(missing_ok=True)
+            refused.append(f"{folder}: {error.strerror or error}")
+            continue
+        return listener, path
+    told = "; ".join(refused) or "neither /dev/shm nor the folder of temporary files can be written to"
+    raise SyncError(f"there is no place for a socket ({told})", hint='free some, or set sync.transport = "folder"')
 
 
-def _listen(path: Path, readers: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.settimeout(PATIENCE_S)
-    listener.bind(str(path))
-    path.chmod(0o600)  # before any reader can connect
-    listener.listen(readers)
-    return listener
-
-
-def _connect(path: Path) -> socket.socket:
+def _connect(path: str) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     peer.settimeout(PATIENCE_S)
     try:
-        peer.connect(str(path))
+        peer.connect(path)
     except OSError:
         peer.close()
         raise

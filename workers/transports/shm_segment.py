@@ -1,8 +1,8 @@
-"""Shared-memory segments between processes of one host: a mapped file that nobody else can open for long.
+"""Shared memory between processes of one host that needs no mount: a mapped file without a name.
 
-The creator makes the file (mode 0600), the others open it by path, then the creator unlinks it. Or the file has no
-name, and its descriptor is handed to another process. From there on it lives exactly as long as a process maps it, so
-that no crash leaves anything behind in /dev/shm.
+The creator hands its descriptor to the others over a Unix socket. The file lives exactly as long as a process maps it
+or holds its descriptor, so that no crash leaves anything behind; and it does not lie in `/dev/shm`, which in containers
+is small.
 """
 
 from __future__ import annotations
@@ -10,66 +10,73 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specs.errors import SyncError
 
-def _folder() -> Path:
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def folders() -> list[Path]:
+    """Where a process may put what others of this host open, the best first."""
+    return [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if os.access(place, os.W_OK | os.X_OK)]
 
 
 class Segment:
-    """`bytes_U` is the mapped memory as uint8."""
+    """`bytes_U` is the mapped memory as uint8. The creator's `descriptor` is that of its file."""
 
-    def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
-        self.path, self.nbytes = path, nbytes
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor, self.nbytes = descriptor, nbytes
         try:
             self._map = mmap.mmap(descriptor, nbytes)
-        finally:
+        except (OSError, ValueError):
             os.close(descriptor)
+            raise
         self.bytes_U: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self._linked = True
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """A new segment. Raises OSError when the memory is not there (pages are reserved at once)."""
-        path = _folder() / f"rlctl-{os.getpid()}-{secrets.token_hex(8)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        """A new segment. Raises SyncError when the memory is not there: pages are reserved at once, since a write to
+        one that cannot be had later ends the process (SIGBUS)."""
+        descriptor, where, hint = _nameless()
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
-            path.unlink()
-            raise
-        return cls(path, descriptor, nbytes)
-
-    @classmethod
-    def open(cls, path: str, nbytes: int) -> Segment:
-        descriptor = os.open(path, os.O_RDWR)
-        segment = cls(Path(path), descriptor, nbytes)
-        segment._linked = False
-        return segment
+            told = f"{nbytes / 2**20:g} MiB of shared memory cannot be had{where}: {error.strerror}"
+            raise SyncError(told, hint=f'{hint}, or set sync.transport = "folder"') from None
+        return cls(descriptor, nbytes)
 
     @classmethod
     def of(cls, descriptor: int, nbytes: int) -> Segment:
         """Of an open file, which is closed here; the mapping keeps it."""
-        segment = cls(Path(), descriptor, nbytes)
-        segment._linked = False
+        segment = cls(descriptor, nbytes)
+        segment._close_file()
         return segment
 
-    def unlink(self) -> None:
-        """Take the name away; mappings stay. A second call does nothing."""
-        if self._linked:
-            self.path.unlink(missing_ok=True)
-            self._linked = False
+    def _close_file(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def close(self) -> None:
-        self.unlink()
+        self._close_file()
         self.bytes_U = np.zeros(0, dtype=np.uint8)
         with contextlib.suppress(BufferError):  # a view is still alive; the mapping goes with it
             self._map.close()
+
+
+def _nameless() -> tuple[int, str, str]:
+    """Descriptor of an empty file, where it lies, and what a person does when it cannot grow."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rlctl-ring"), "", "free some memory"
+    for folder in folders():  # a Python that was built for an older Linux
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+            hint = f"`df {folder}` says how full it is (in a container, --shm-size makes it larger)"
+            return os.dup(file.fileno()), f" in {folder}", hint
+    hint = "have /dev/shm or the folder of temporary files writable"
+    raise SyncError("there is no place for shared memory", hint=f'{hint}, or set sync.transport = "folder"')

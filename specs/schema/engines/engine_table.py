@@ -61,6 +61,11 @@ class EngineTable(Table):
         """GPUs that the plan gives each process. One, unless the engine says more."""
         return 1
 
+    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int | None:
+        """Free room in `/dev/shm` that the libraries below want, of a role with so many processes on a host. None: not
+        known."""
+        return None
+
     def alone(self) -> Self:
         """The table for a trial of one process (`check-config --probe=run`)."""
         return self
@@ -145,6 +150,7 @@ QUESTIONS: dict[str, str] = {
     "mesh": "mesh",
     "reported_mesh": "mesh as reported",
     "devices_per_process": "GPUs of a process",
+    "shared_memory_MiB": "shared memory of its libraries",
     "alone": "its keys for a trial of one process",
     "problems": "its rules",
     "model_problems": "models it cannot run",

@@ -38,6 +38,9 @@ class _Fake(EngineTable):
     def devices_per_process(self) -> int:
         return 1
 
+    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
+        return 0
+
     def alone(self) -> Self:
         return self
 

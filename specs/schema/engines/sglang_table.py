@@ -10,7 +10,7 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import GIB, Part
 from specs.schema.engines.engine_table import MemoryKey, RolloutTable
-from specs.schema.engines.held_model import Replica, share_of_gpu
+from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB, Replica, share_of_gpu
 from specs.schema.mesh import Mesh
 from specs.schema.roles import RoleName
 from specs.schema.table import PathText
@@ -50,7 +50,7 @@ class SglangTable(RolloutTable):
     weights_dir: PathText = Field(
         "",
         description="Folder that a sync passes the weights through, whole, as safetensors; the server must see it, and "
-        "it is emptied after each sync. Empty: shared memory (`/dev/shm`).",
+        "it is emptied after each sync. Empty: memory of this host.",
     )
 
     engine_class: ClassVar[str | None] = "backends.sglang_rollout.engine:SglangRolloutEngine"
@@ -71,6 +71,9 @@ class SglangTable(RolloutTable):
 
     def devices_per_process(self) -> int:
         return self.tensor_parallel
+
+    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
+        return NCCL_SHARED_MEMORY_MIB if self.tensor_parallel > 1 else 0
 
     def alone(self) -> Self:
         return self

@@ -35,6 +35,9 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     def reported_mesh(self, processes: int) -> dict[str, int]:
         return {}
 
+    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
+        return 0
+
     def alone(self) -> Self:
         return self
 

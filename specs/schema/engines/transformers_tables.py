@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from specs.schema.engines.engine_table import EngineTable, TrainTable
+from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB
 
 if TYPE_CHECKING:
     from specs.errors import Problem
@@ -44,3 +45,6 @@ class TrainedHere(BuiltHere, TrainTable):
     checkpoint_format: ClassVar[str | None] = "tensor shards"  # backends/train/tensor_shards.py
     checkpoint_bytes: ClassVar[int | None] = 12  # the fp32 weight and both moments
     resumes_reshaped: ClassVar[bool | None] = True
+
+    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
+        return NCCL_SHARED_MEMORY_MIB if on_gpu and processes > 1 else 0

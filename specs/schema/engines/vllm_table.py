@@ -10,7 +10,15 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import DTYPE_BYTES, GIB, Part
 from specs.schema.engines.engine_table import MemoryKey, RolloutTable
-from specs.schema.engines.held_model import ASLEEP_GIB, Replica, adapters, elements, replica_weights, share_of_gpu
+from specs.schema.engines.held_model import (
+    ASLEEP_GIB,
+    NCCL_SHARED_MEMORY_MIB,
+    Replica,
+    adapters,
+    elements,
+    replica_weights,
+    share_of_gpu,
+)
 from specs.schema.mesh import Mesh
 from specs.schema.roles import RoleName
 from specs.schema.table import no_effect
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
 # vLLM 0.32, vllm/config/lora.py: ranks that it makes room for. A rank in between takes the room of the next one.
 LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_KV_CACHE_GIB = 1.0
+_RING_MIB = 240  # vLLM 0.32, vllm/distributed/device_communicators/shm_broadcast.py: 10 chunks of 24 MiB
 # vLLM 0.32, vllm/v1/attention/backends/cpu_attn.py
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -83,6 +92,12 @@ class VllmTable(RolloutTable):
 
     def devices_per_process(self) -> int:
         return self.tensor_parallel
+
+    def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
+        """Workers answer through rings, each of which vLLM refuses to make where it has no room."""
+        if self.tensor_parallel == 1:
+            return 0
+        return max(_RING_MIB, NCCL_SHARED_MEMORY_MIB if on_gpu else 0)
 
     def alone(self) -> Self:
         return self

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,16 +16,16 @@ from reader_process import ReaderProcess
 
 from backends.protocol import WeightMemory
 from backends.weights.checksum import checksum_bytes
-from specs.errors import PeerGone, PeerLate
+from specs.errors import PeerGone, PeerLate, SyncError
 from workers.transports import sweep
 from workers.transports.shm import BLOCK_BYTES, BLOCKS, ShmReader, ShmWriter
-from workers.transports.shm_segment import _folder
+from workers.transports.shm_segment import folders
 
 RING_BYTES = BLOCKS * BLOCK_BYTES
 
 
 def names_left():
-    return [name for name in os.listdir(_folder()) if name.startswith(f"rlctl-{os.getpid()}-")]
+    return [name for folder in folders() for name in os.listdir(folder) if name.startswith(f"rlctl-{os.getpid()}-")]
 
 
 @pytest.fixture
@@ -216,7 +218,7 @@ def test_a_reader_that_dies_before_it_is_met_leaves_no_name(writer):
     reader = ReaderProcess()
     offer = writer.begin([], 2, 1, renew=True)
     assert reader.ask({"begin": offer, "transport": "shm", "options": {}, "replica": 0}) == "ok"
-    assert len(names_left()) == 2
+    assert len(names_left()) == 1
     reader.end()
     sweep(offer["leftovers"])  # as the driver does after every sync
     assert names_left() == []
@@ -258,3 +260,72 @@ def test_an_end_that_waits_long_sleeps(writer):
         assert reading.result(30)[0].tolist() == [7]
     assert spent_s < 0.1
     reader.close()
+
+
+# ── without /dev/shm ──────────────────────────────────────────────────────────────────────────────
+
+# What a container with a full /dev/shm sees; the mount goes with the process.
+FULL = """
+mount -t tmpfs -o size=64k tmpfs /dev/shm || exit 77
+head -c 1M /dev/zero > /dev/shm/full 2> /dev/null
+exec "$@"
+"""
+A_PASS = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from specs.errors import SyncError
+from workers.transports.shm import ShmReader, ShmWriter
+if "without memfd" in sys.argv:
+    del os.memfd_create
+try:
+    writer, reader = ShmWriter({}), ShmReader({}, 0)
+    reader.begin(writer.begin([], 2, 1, renew=True))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: [block_U.tobytes() for block_U in reader.blocks(3)])
+        for block_U in writer.blocks("w", 3):
+            block_U[:] = 7
+        pool.submit(reader.flush)
+        writer.flush()
+        print(reading.result(30))
+except SyncError as error:
+    print(error)
+"""
+
+
+def in_a_full_dev_shm(*words, **env):
+    new_mounts = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+    command = [*new_mounts, "sh", "-c", FULL, "sh", sys.executable, "-c", A_PASS, *words]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip(f"no mounts of its own: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_full_dev_shm_is_no_hindrance():
+    assert in_a_full_dev_shm() == f"{[bytes([7] * 3)]}\n"
+
+
+def test_no_room_at_all_is_told():
+    told = in_a_full_dev_shm("without memfd", TMPDIR="/dev/shm")
+    assert "4 MiB of shared memory cannot be had in /dev/shm: No space left on device" in told
+    assert "hint: `df /dev/shm` says how full it is" in told
+    assert "--shm-size" in told
+
+
+def test_a_python_for_an_older_linux_shares_a_file_without_a_name(writer, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    reader, content_U = ShmReader({}, 0), random_bytes(RING_BYTES + 5)
+    reader.begin(writer.begin([], 2, 1, renew=True))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, reader, len(content_U))
+        write(writer, content_U)
+        np.testing.assert_array_equal(reading.result(30)[0], content_U)
+    reader.close()
+
+
+def test_no_place_for_the_socket_is_told(writer, monkeypatch, tmp_path):
+    (tmp_path / ("x" * 99)).mkdir()  # names of sockets have at most 107 bytes
+    monkeypatch.setattr("workers.transports.shm.folders", lambda: [tmp_path / ("x" * 99)])
+    with pytest.raises(SyncError, match=r"there is no place for a socket .*too long"):
+        writer.begin([], 2, 1, renew=True)

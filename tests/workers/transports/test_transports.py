@@ -28,7 +28,7 @@ from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
 from workers.roles.actor import Actor
 from workers.roles.rollout import Rollout
 from workers.transports import open_writer, shm, sweep
-from workers.transports.shm_segment import Segment
+from workers.transports.shm_segment import Segment, folders
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "specs" / "builtin" / "tiny-digits"
@@ -114,7 +114,7 @@ def fp32():
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request, tmp_path, monkeypatch):
-    """Afterwards neither a file of the folder nor a name of a segment may be left."""
+    """Afterwards neither a file of the folder nor the name of a socket may be left."""
     made, create = [], Segment.create
 
     def noted(nbytes):
@@ -126,7 +126,7 @@ def transport(request, tmp_path, monkeypatch):
     yield transport_of(request.param, tmp_path)
     assert os.listdir(tmp_path) == []
     assert bool(made) == request.param.startswith("shm")
-    assert not [path for segment in made for path in segment.path.parent.glob(f"{segment.path.name}*")]
+    assert not [path for folder in folders() for path in folder.glob(f"rlctl-{os.getpid()}-*")]
 
 
 @pytest.fixture
