@@ -157,8 +157,8 @@ this on GPUs, were not tried.
 - Files hold expert by expert what the model computes with as two tensors per layer. Ranks of `fsdp2` and `zero` stage 3
   read their rows of them straight from files that name them `experts.N.gate_proj`, `up_proj` and `down_proj` (Qwen,
   DeepSeek, GLM, …). With other names (Mixtral) each rank loads the whole model on its host first; its log says so.
-- Adapters stand beside linear layers, and experts are none: with `actor.lora` they stay as they are. `check-config`
-  says so, and refuses targets that only experts have.
+- With `actor.lora` only the attention gets adapters. Experts are no linear layers, and of dense layers beside them peft
+  would take the names for theirs. `check-config` says so, and refuses targets that only MLPs have.
 - vLLM packs experts on the CPU when it starts, and a sync could not reach them: refused. On GPUs it is held to its
   Triton kernels, which keep the layout that a sync writes.
 

@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -23,6 +24,17 @@ class ParameterShape:
         return prod(self.shape)
 
 
+def takes_adapters(layer: str, *, mixture: bool) -> bool:
+    """Whether LoRA may stand beside a linear layer. In a mixture of experts not in its MLPs: the experts are no linear
+    layers, and peft takes the names of its dense layers for theirs. `mixture`: `is_mixture` of the model."""
+    return not mixture or not (".mlp." in layer or ".experts." in layer)
+
+
+def is_mixture(parameters: Iterable[str]) -> bool:
+    """By the names of its parameters."""
+    return any(".experts." in name for name in parameters)
+
+
 @dataclass(frozen=True)
 class ModelTensors:
     """All parameters of a causal language model. `source`: where they are known from, in words."""
@@ -33,6 +45,12 @@ class ModelTensors:
     @property
     def elements(self) -> int:
         return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def adaptable(self) -> tuple[ParameterShape, ...]:
+        """Weights of the linear layers below the head that LoRA may stand beside."""
+        mixture = is_mixture(parameter.name for parameter in self.parameters)
+        return tuple(p for p in self.parameters if p.linear and takes_adapters(p.name, mixture=mixture))
 
     @property
     def largest(self) -> int:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specs.errors import ModelError
+from specs.model_shapes import is_mixture, takes_adapters
 
 ALL_LINEAR = "all-linear"
 
@@ -17,9 +18,11 @@ ALL_LINEAR = "all-linear"
 def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]:
     """Names of the linear layers that `targets` mean, sorted. A target is a layer's name or the end of it. Raises
     ModelError for one that no layer has."""
-    head = model.get_output_embeddings()
+    head, mixture = model.get_output_embeddings(), is_mixture(name for name, _ in model.named_parameters())
     linear = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and takes_adapters(name, mixture=mixture)
     ]
     if ALL_LINEAR in targets:
         return sorted(linear)
@@ -29,7 +32,8 @@ def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]
         if not fitting:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ModelError(
-                f'actor.lora.targets: {type(model).__name__} has no linear layer "{target}" below its head',
+                f'actor.lora.targets: {type(model).__name__} has no linear layer "{target}" below its head'
+                + (" and beside its experts" if mixture else ""),
                 hint=f"it has: {known}",
             )
         chosen.update(fitting)

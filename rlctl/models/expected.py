@@ -79,9 +79,9 @@ def _learning(tensors: ModelTensors, section: Any) -> int:
     lora: Lora | None = getattr(section, "lora", None)
     if lora is None:
         return tensors.elements
-    layers = [p for p in tensors.parameters if p.linear]
+    layers = tensors.adaptable
     if "all-linear" not in lora.targets:
-        layers = [p for p in layers if _is_target(p.name.removesuffix(".weight"), lora)]
+        layers = tuple(p for p in layers if _is_target(p.name.removesuffix(".weight"), lora))
     return sum(lora.rank * sum(layer.shape) for layer in layers)
 
 

@@ -42,12 +42,12 @@ def adapter_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]
     known = tensors_of_config(config) if spec.actor.lora else None
     if known is None or spec.actor.lora is None:
         return
-    layers = [parameter.name.removesuffix(".weight") for parameter in known.parameters if parameter.linear]
+    layers = [parameter.name.removesuffix(".weight") for parameter in known.adaptable]
     for name in spec.actor.lora.targets:
         if name not in ("all-linear", "lm_head") and not any(f".{layer}".endswith(f".{name}") for layer in layers):
             message = f"the model has no linear layer {name!r}"
             if name.rpartition(".")[2] in _OF_EXPERTS and _of_experts(known):
-                message = f"{name!r} is held by the model's experts, which lie in one tensor per layer: no adapter fits"
+                message = f"{name!r} is of the model's experts, which lie in one tensor per layer: no adapter fits"
             hint = f"it has {_last_names(layers)}"
             yield Problem("actor.lora.targets", message, hint, show(spec.actor.lora.targets))
 
@@ -58,7 +58,7 @@ def adapter_warnings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]
     if known is None or spec.actor.lora is None or "all-linear" not in spec.actor.lora.targets:
         return
     if elements := _of_experts(known):
-        layers = [parameter.name.removesuffix(".weight") for parameter in known.parameters if parameter.linear]
+        layers = [parameter.name.removesuffix(".weight") for parameter in known.adaptable]
         share = f"{elements / known.elements:.0%} of the parameters"
         message = f"no adapters for the experts ({share}): they lie in one tensor per layer, not in linear layers"
         hint = f"adapters stand beside {_last_names(layers)}; without actor.lora the experts learn too"

@@ -89,10 +89,10 @@ class Replica:
 def adapters(tensors: ModelTensors, lora: Lora) -> tuple[ParameterShape, ...]:
     """A [rank, in] and B [out, rank] of every linear layer that `lora.targets` means."""
     found = []
-    for parameter in tensors.parameters:
+    for parameter in tensors.adaptable:
         layer = parameter.name.removesuffix(".weight")
         chosen = any(t in ("all-linear", layer) or layer.endswith(f".{t}") for t in lora.targets)
-        if parameter.linear and chosen:
+        if chosen:
             out, into = parameter.shape
             found.append(ParameterShape(f"{layer}.lora_A.weight", (lora.rank, into), parameter.layer))
             found.append(ParameterShape(f"{layer}.lora_B.weight", (out, lora.rank), parameter.layer))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sharded_worker
 import torch
+from families import FAMILIES
 from running import warm_torchrun
 from train_helpers import (
     GPT2,
@@ -27,17 +28,19 @@ from train_helpers import (
 )
 
 from backends.ddp.engine import DdpTrainEngine
-from backends.hf.adapter_names import is_adapter, is_on_the_wire, peft_name, place_of
+from backends.hf.adapter_names import is_adapter, is_on_the_wire, layer_of, peft_name, place_of
 from backends.hf.hf_model import build_model
 from backends.train.engine import HfTrainEngine
 from backends.train.lora import merge
 from backends.train.tensor_shards import ShardReader
+from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import CheckpointError, ModelError
 from specs.schema.spec import Lora, Optimizer
 
 pytestmark = pytest.mark.slow
 
 LORA = Lora(rank=4, alpha=12.0)
+MIXTURE = FAMILIES["qwen3_moe"].config  # its first layer is dense
 ATTENTION = Lora(rank=2, alpha=4.0, targets=("q_proj", "self_attn.v_proj"))
 
 
@@ -106,13 +109,25 @@ def test_unknown_targets_are_named_with_what_there_is(qwen2: Path) -> None:
         engine_of(qwen2, Lora(targets=("embed_tokens",)))
 
 
+def test_experts_and_dense_layers_beside_them_get_none(tmp_path: Path) -> None:
+    """What the plan, check-config and the engine take for adaptable is the same."""
+    folder = write_model(tmp_path, MIXTURE)
+    known = tensors_of_config(MIXTURE)
+    assert known is not None
+    adapted = {f"{layer_of(name)}.weight" for name in adapters_of(engine_of(folder))}
+    assert adapted == {parameter.name for parameter in known.adaptable}
+    assert not any(".mlp." in name for name in adapted)
+    with pytest.raises(ModelError, match='no linear layer "up_proj" below its head and beside its experts'):
+        engine_of(folder, Lora(targets=("up_proj",)))
+
+
 # ── on, off and merged ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("config", [QWEN2, GPT2], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", [QWEN2, GPT2, MIXTURE], ids=lambda config: config["model_type"])
 def test_merged_weights_are_the_adapted_model(tmp_path: Path, config: dict[str, Any]) -> None:
     """A plain model with the exported weights gives the log-probs of the model with adapters; without them, its own
-    start's. GPT-2's layers are stored transposed."""
+    start's. GPT-2's layers are stored transposed; a mixture has adapters in its attention alone."""
     folder, batch = write_model(tmp_path, config), make_batch(seed=9)
     engine, plain = engine_of(folder), engine_of(folder, None)
     start = plain.forward(batch)
@@ -248,18 +263,20 @@ def test_three_and_three_steps_are_six(tmp_path: Path, qwen2: Path, dtype: str) 
     assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
-def test_a_checkpoint_loads_as_a_peft_adapter(tmp_path: Path, qwen2: Path) -> None:
+@pytest.mark.parametrize("config", [QWEN2, MIXTURE], ids=lambda config: config["model_type"])
+def test_a_checkpoint_loads_as_a_peft_adapter(tmp_path: Path, config: dict[str, Any]) -> None:
     """With nothing but its tensors renamed: the configuration file is peft's own."""
     from peft import PeftModel
     from safetensors.torch import save_file
 
-    engine, folder = engine_of(qwen2), tmp_path / "saved"
+    model_folder, folder = write_model(tmp_path / "model", config), tmp_path / "saved"
+    engine = engine_of(model_folder)
     learn(engine)
     folder.mkdir()
     engine.save(folder)
     tensors = {peft_name(name): tensor for name, tensor in ShardReader(folder, "model").tensors()}
     save_file(tensors, folder / "adapter_model.safetensors")
-    base = build_model(model_config(qwen2, attn_implementation="eager"), load_weights=True)
+    base = build_model(model_config(model_folder, attn_implementation="eager"), load_weights=True)
     model = PeftModel.from_pretrained(base, folder).eval()
     tokens = list(range(2, 12))
     (answer,) = engine.greedy([tokens], 4)
