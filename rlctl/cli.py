@@ -108,6 +108,10 @@ def check_config(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+    elsewhere: Annotated[
+        bool,
+        typer.Option("--elsewhere", help="The run is for another machine: engines that this one lacks are warnings."),
+    ] = False,
     probe: Annotated[
         ProbeLevel | None,
         typer.Option(
@@ -123,7 +127,7 @@ def check_config(
     from rlctl.check.check_command import check
 
     level: Literal["meta", "run"] | None = probe.value if probe else None
-    raise typer.Exit(check(spec, overrides or [], as_json=as_json, strict=strict, level=level))
+    raise typer.Exit(check(spec, overrides or [], as_json=as_json, strict=strict, elsewhere=elsewhere, level=level))
 
 
 @app.command()

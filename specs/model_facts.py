@@ -67,3 +67,21 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         tied_embeddings=bool(tied),
         dtype=str(merged.get("dtype") or merged.get("torch_dtype") or ""),
     )
+
+
+def positions_of(config: Mapping[str, Any]) -> int:
+    """How many positions a sequence may have by a `config.json`, or by one that a class of transformers has filled in;
+    0: no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised.
+    Dynamic scaling does not count: beyond them it depends on the longest sequence of a batch."""
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, Mapping) else config
+    given = merged.get("max_position_embeddings")
+    positions = given if type(given) is int and given > 0 else 0
+    rope = merged.get("rope_parameters") or merged.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return positions
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    if kind not in ("yarn", "linear") or not isinstance(factor, int | float):
+        return positions
+    before = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    return max(positions, int(factor * (before if isinstance(before, int) else positions)))

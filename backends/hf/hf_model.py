@@ -17,6 +17,7 @@ from backends.packed import packed_attention
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
 from specs.errors import ModelError
+from specs.model_facts import positions_of
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import ModelConfig
 
@@ -92,8 +93,8 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and config.max_sequence_tokens > limit:
+    limit = positions_of(text.to_dict() | {"max_position_embeddings": getattr(text, "max_position_embeddings", None)})
+    if limit and config.max_sequence_tokens > limit:
         raise ModelError(
             f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
             hint="lower data.max_prompt_tokens or data.max_response_tokens",

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 
 def check(
-    spec_path: Path, overrides: Sequence[str], *, as_json: bool, strict: bool = False, level: Level | None = None
+    spec_path: Path,
+    overrides: Sequence[str],
+    *,
+    as_json: bool,
+    strict: bool = False,
+    elsewhere: bool = False,
+    level: Level | None = None,
 ) -> int:
-    """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too. `level`: how
-    far a spec without problems is probed."""
-    findings = examine(spec_path, overrides)
+    """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too. `elsewhere`:
+    the run is for another machine. `level`: how far a spec without problems is probed."""
+    findings = examine(spec_path, overrides, elsewhere=elsewhere)
     if level is not None:
         findings = _probed(findings, spec_path.absolute().parent, level)
     if strict:

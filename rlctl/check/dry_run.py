@@ -18,10 +18,11 @@ from specs.schema.spec import Spec
 
 
 def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
-    """Print command, environment and devices of every role. Raises SpecError as `train` would."""
+    """Print command, environment and devices of every role. Raises SpecError as `train` would, but where only engines,
+    interpreters or GPUs are missing here: that is a warning."""
     spec = load_spec(spec_path, overrides)
     spec_dir = spec_path.absolute().parent
-    errors, warnings = file_problems(spec, spec_dir)
+    errors, warnings = file_problems(spec, spec_dir, elsewhere=True)
     if errors:
         raise SpecError(errors)
     plan = make_plan(spec, spec_dir)

@@ -35,8 +35,8 @@ class Findings:
         return not self.problems
 
 
-def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
-    """Load a spec, look at the files it names, and plan it."""
+def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = False) -> Findings:
+    """Load a spec, look at the files it names, and plan it. `elsewhere`: the run is for another machine than this."""
     try:
         parsed = parse(read_toml(spec_path), overrides)
     except SpecError as error:
@@ -44,7 +44,7 @@ def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
     spec, spec_dir = parsed.spec, spec_path.absolute().parent
     if spec is None:
         return Findings(parsed.problems, [])
-    problems, warnings = _looked_up(spec, spec_dir)
+    problems, warnings = _looked_up(spec, spec_dir, elsewhere)
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [])
     warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
@@ -56,14 +56,14 @@ def examine(spec_path: Path, overrides: Sequence[str]) -> Findings:
     return Findings(problems, warnings, spec, plan)
 
 
-def _looked_up(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
+def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Problem], list[Problem]]:
     """Errors and warnings about what the spec names; reward functions are imported, in processes of their own."""
-    problems, warnings = file_problems(spec, spec_dir)
+    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)
     if not any(isinstance(term, Function) for term in spec.reward.terms):
         return problems, warnings
     from rlctl.check.reward_import import import_problems
 
-    of_imports = import_problems(spec, spec_dir, [problem.key for problem in problems])
+    of_imports = import_problems(spec, spec_dir, [problem.key for problem in [*problems, *warnings]])
     return [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
 
 

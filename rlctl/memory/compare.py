@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
-from rlctl.memory.host_memory import gpu_memory_GiB
 from rlctl.memory.memory_plan import plan_memory
+from rlctl.preflight.host_memory import gpu_memory_GiB
 from rlctl.processes.groups import Group
 from specs.errors import SpecError
 from specs.json_file import write_object

@@ -15,7 +15,7 @@ from rlctl.processes.placement import make_plan
 from specs.memory_parts import DTYPE_BYTES, GIB, MOMENTS, Moment, Part
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
-from specs.schema.engines.held_model import HeldTrainer, Replica
+from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
 from specs.schema.mesh import devices_of_a_process
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import ModelRole, Spec
@@ -62,7 +62,7 @@ def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float, may_buil
             model = find_model(spec, name, spec_dir, may_build=may_build)
             source = model.tensors.source
             if ROLES[name].samples:
-                parts += _rollout(spec, model, colocated, gpu_GiB if section.devices else 0.0)
+                parts += _rollout(spec, model, colocated, gpu_GiB)
             else:
                 held = _trainer(spec, name, section, model, device)
                 parts += [piece for part in held for piece in _leaving(part, colocated, device)]
@@ -90,36 +90,15 @@ def _process(device: str, ranks: int) -> list[Part]:
 
 
 def _rollout(spec: Spec, model: Model, colocated: bool, gpu_GiB: float) -> Iterator[Part]:
-    replica = Replica(
-        parallel=devices_of_a_process(spec.rollout),
-        tensors=model.tensors,
-        facts=model.facts,
-        dtype=spec.rollout_dtype,
-        sequences=max(-(-spec.samples_per_step // spec.rollout.processes), spec.eval.prompts if spec.eval else 0),
-        max_sequence_tokens=spec.max_sequence_tokens,
-        max_prompt_tokens=spec.data.max_prompt_tokens,
-        gpu_GiB=gpu_GiB,
-        colocated=colocated,
-        lora=spec.actor.lora if spec.rollout_applies_adapters else None,
-    )
+    replica = replica_of(spec, model.tensors, model.facts, colocated=colocated, gpu_GiB=gpu_GiB)
     yield from spec.rollout.engine.memory(replica) or ()
 
 
 def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str) -> Iterator[Part]:
-    mini_batch_tokens = spec.samples_per_step // spec.algorithm.mini_batches_per_step * spec.max_sequence_tokens
-    share = max(spec.max_sequence_tokens, mini_batch_tokens // section.processes)
-    held = HeldTrainer(
-        tensors=model.tensors,
-        dtype=section.dtype,
-        ranks=section.processes,
-        device=device,
-        optimizer=section.optimizer if ROLES[role].learns else None,
-        lora=getattr(section, "lora", None),
-        several_micro_batches=share > section.micro_batch_tokens,
-    )
+    held = held_trainer(spec, role, model.tensors)
     yield from section.engine.memory(held) or ()
     if section.engine.model_of == "transformers":
-        work = _pass(spec, role, section, model, device, min(share, section.micro_batch_tokens))
+        work = _pass(spec, role, section, model, device, min(longest_share(spec, section), section.micro_batch_tokens))
         yield from learning_parts(work) if ROLES[role].learns else scoring_parts(work)
         if role == ACTOR:
             yield from _sync(spec, model, device)

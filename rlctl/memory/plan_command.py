@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.memory.host_memory import gpu_memory_GiB, host_memory_GiB
 from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan
 from rlctl.memory.places import Place
 from rlctl.memory.role_memory import RoleMemory
 from rlctl.memory.suggest import USED_SHARE, Planner, Suggestion, suggestions
+from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB
 from specs.errors import UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, MOMENTS, Part, total

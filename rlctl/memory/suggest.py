@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlctl.memory.memory_plan import MemoryPlan, plan_memory
 from rlctl.memory.role_models import find_model
 from specs.memory_parts import Moment
-from specs.schema.engines.held_model import Replica
-from specs.schema.mesh import devices_of_a_process
+from specs.schema.engines.held_model import Replica, replica_of
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT
 from specs.schema.spec import Spec
 
@@ -92,7 +91,7 @@ def _instead(spec: Spec) -> str:
 def _rollout(planner: Planner) -> Iterator[Suggestion]:
     spec, engine = planner.spec, planner.spec.rollout.engine
     memory_key = engine.memory_key(on_gpu=bool(spec.rollout.devices))
-    if memory_key is None:
+    if memory_key is None or memory_key.unit == "GiB":
         return
     name = memory_key.name
     if memory_key.unit == "slots":
@@ -118,17 +117,8 @@ def _rollout(planner: Planner) -> Iterator[Suggestion]:
 def _replica(planner: Planner) -> Replica:
     model = find_model(planner.spec, ROLLOUT, planner.spec_dir, may_build=True)
     spec = planner.spec
-    return Replica(
-        parallel=devices_of_a_process(spec.rollout),
-        tensors=model.tensors,
-        facts=model.facts,
-        dtype=spec.rollout_dtype,
-        sequences=spec.samples_per_step,
-        max_sequence_tokens=spec.max_sequence_tokens,
-        max_prompt_tokens=spec.data.max_prompt_tokens,
-        gpu_GiB=planner.gpu_GiB,
-        colocated=False,
-    )
+    replica = replica_of(spec, model.tensors, model.facts, colocated=False, gpu_GiB=planner.gpu_GiB)
+    return replace(replica, sequences=spec.samples_per_step)
 
 
 def _slots(planner: Planner, name: str) -> Suggestion:

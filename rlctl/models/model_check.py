@@ -3,21 +3,24 @@ small files."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from rlctl.models.chat_template import check_chat_template
+from rlctl.models.config_class import ConfigClass, config_class, transformers_folder
+from rlctl.models.config_values import value_problems
 from rlctl.models.end_tokens import check_end_tokens
 from rlctl.models.hub import Folder, HubFolder, hub_snapshot, look_up, offline
-from rlctl.models.kinds import config_problem, kind_problem, quantized_problem
+from rlctl.models.kinds import causal_kinds, kind_problem, quantized_problem
 from rlctl.models.paths import builtin_models, read_object, resolve_model
+from rlctl.models.remote_code import code_problems
 from rlctl.models.tokenizer_files import check_tokenizer
 from rlctl.models.weight_files import hub_weight_problems, weight_problems
 from specs.errors import Problem
 from specs.load.keys import closest
+from specs.model_facts import positions_of
 from specs.schema.sections import DataSection
 from specs.text import show
 
@@ -122,20 +125,28 @@ class ModelCheck:
         if not isinstance(config.get("model_type"), str):
             self._wrong("config.json has no model_type", "it must be the config of a Hugging Face model")
             return False
+        for name in ("text_config", "auto_map"):
+            if not isinstance(config.get(name) or {}, dict):
+                self._wrong(f"{name} in config.json must be an object", _REPAIR)
+                return False
         self.whole_config = config
         self.config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
-        if wrong := config_problem(self.config):
-            self._wrong(*wrong)
+        if not self._heads_share_out():
             return False
-        return self._heads_share_out()
+        before = len(self.problems)
+        for wrong in value_problems(self.config):
+            self._wrong(*wrong)
+        return len(self.problems) == before
 
     def _heads_share_out(self) -> bool:
         before = len(self.problems)
-        hidden, heads = self.config.get("hidden_size"), self.config.get("num_attention_heads")
+        family = config_class(str(self.config["model_type"])) or ConfigClass()
+        names = [family.own_name(name) for name in ("hidden_size", "num_attention_heads")]
+        hidden, heads = (self.config.get(name) for name in names)
         kv_heads = self.config.get("num_key_value_heads")
         if isinstance(heads, int) and heads > 0:
             if isinstance(hidden, int) and hidden % heads and not self.config.get("head_dim"):
-                self._wrong(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}", _REPAIR)
+                self._wrong(f"{names[0]} {hidden} is not a multiple of {names[1]} {heads}", _REPAIR)
             if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
                 self._wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}", _REPAIR)
         return len(self.problems) == before
@@ -157,12 +168,12 @@ class ModelCheck:
             self._wrong(message, hint)
 
     def _check_code(self) -> None:
-        if self.remote_code or not self.config.get("auto_map"):
-            return
-        package = importlib.util.find_spec("transformers")
-        roots = list(package.submodule_search_locations or []) if package else []
-        native = self.config["model_type"].replace("-", "_")
-        if roots and not any((Path(root) / "models" / native).is_dir() for root in roots):
+        kind = str(self.whole_config["model_type"])
+        native = kind in causal_kinds() or config_class(kind) is not None
+        if self.remote_code and isinstance(self.folder, Path):
+            for wrong in code_problems(self.folder, self.whole_config, native=native):
+                self._wrong(*wrong)
+        elif not self.remote_code and self.whole_config.get("auto_map") and not native and transformers_folder():
             hint = "read that code, then set model.trust_remote_code = true"
             self._wrong("needs Python code from the model folder", hint)
 
@@ -171,15 +182,17 @@ class ModelCheck:
         if not self.whole_config:
             return
         wrong = kind_problem(self.whole_config, from_scratch=self.from_scratch) if here else None
-        if wrong is None and learns and not self.from_scratch:
-            wrong = quantized_problem(self.whole_config)
+        if wrong is None and not self.from_scratch:
+            wrong = quantized_problem(self.whole_config, learns=learns)
         if wrong:
             self.problems = [problem for problem in self.problems if problem.key != self.key]  # they follow from it
             self._wrong(*wrong)
 
     def check_length(self, max_sequence_tokens: int) -> None:
-        positions = self.config.get("max_position_embeddings")
-        if isinstance(positions, int) and max_sequence_tokens > positions:
+        family = config_class(str(self.config.get("model_type", ""))) or ConfigClass()
+        own = family.value(self.config, "max_position_embeddings") if self.config else None
+        positions = positions_of({**self.config, "max_position_embeddings": own})
+        if positions and max_sequence_tokens > positions:
             message = f"more than the {positions} positions of {self.path}"
             hint = "lower data.max_prompt_tokens or data.max_response_tokens"
             self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))

@@ -141,7 +141,7 @@ def _is_sparse(facts: ModelFacts, config: Mapping[str, Any], layer: int) -> bool
         return True
     if not facts.experts or layer in (config.get("mlp_only_layers") or ()):
         return False
-    return (layer + 1) % int(config.get("decoder_sparse_step", 1)) == 0
+    return (layer + 1) % max(1, int(config.get("decoder_sparse_step", 1))) == 0
 
 
 def _experts(facts: ModelFacts, config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:

@@ -38,18 +38,30 @@ def cut_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def adapter_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Names in `actor.lora.targets` that are no linear layer of the model, where its layers are known."""
-    known = tensors_of_config(config) if spec.actor.lora else None
-    if known is None or spec.actor.lora is None:
+    """Names in `actor.lora.targets` that are no linear layer of the model, or one that is the embedding too, and a rank
+    above the width of every layer that gets an adapter; where the model's layers are known."""
+    lora, known, facts = spec.actor.lora, tensors_of_config(config), model_facts(config)
+    if known is None or lora is None or facts is None:
         return
-    layers = [parameter.name.removesuffix(".weight") for parameter in known.adaptable]
-    for name in spec.actor.lora.targets:
-        if name not in ("all-linear", "lm_head") and not any(f".{layer}".endswith(f".{name}") for layer in layers):
+    head = [parameter for parameter in known.parameters if parameter.name == "lm_head.weight"]
+    layers = {parameter.name.removesuffix(".weight"): parameter.shape for parameter in (*known.adaptable, *head)}
+    value, chosen = show(lora.targets), set[str]()
+    for name in lora.targets:
+        found = {layer for layer in layers if f".{layer}".endswith(f".{name}")}
+        if name == "lm_head" and facts.tied_embeddings:
+            message = "lm_head is tied to the embedding, which would get the adapter too"
+            yield Problem("actor.lora.targets", message, "leave lm_head out", value)
+        elif not found and name != "all-linear":
             message = f"the model has no linear layer {name!r}"
             if name.rpartition(".")[2] in _OF_EXPERTS and _of_experts(known):
                 message = f"{name!r} is of the model's experts, which lie in one tensor per layer: no adapter fits"
-            hint = f"it has {_last_names(layers)}"
-            yield Problem("actor.lora.targets", message, hint, show(spec.actor.lora.targets))
+            hint = f"it has {_last_names(layer for layer in layers if layer != 'lm_head')}"
+            yield Problem("actor.lora.targets", message, hint, value)
+        chosen |= found if name != "all-linear" else layers.keys() - {"lm_head"}
+    widest = max((min(layers[layer]) for layer in chosen), default=0)
+    if chosen and lora.rank > widest:
+        message = f"above the width of every layer that gets an adapter: the widest has {widest}"
+        yield Problem("actor.lora.rank", message, f"use at most {widest}; 8 to 64 are usual", str(lora.rank))
 
 
 def adapter_warnings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:

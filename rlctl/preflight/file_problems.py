@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ from rlctl.preflight.interpreters import interpreter_problems, packages_of
 from rlctl.preflight.machine import machine_problems
 from rlctl.preflight.reward_files import reward_problems
 from rlctl.preflight.role_attention import role_attention_problems
+from rlctl.preflight.sizes import size_problems
 from specs.errors import Problem
 from specs.model_facts import model_facts
+from specs.packages import installed_here
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.roles import ACTOR, ROLES
 from specs.schema.spec import Spec
@@ -30,22 +31,25 @@ from specs.text import show
 
 
 def file_problems(
-    spec: Spec, spec_dir: Path, *, starting: bool = False, run_dir: Path | None = None
+    spec: Spec, spec_dir: Path, *, starting: bool = False, elsewhere: bool = False, run_dir: Path | None = None
 ) -> tuple[list[Problem], list[Problem]]:
     """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`: where
     the run writes, when it is not where the spec says.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
+    Interpreters, engines and launchers that it lacks are errors unless the run is to start `elsewhere`.
     """
     errors, warnings, config = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
     errors += data_errors + reward_problems(spec, spec_dir)
-    errors += interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver())
+    lacking = interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()) + _launchers(spec)
+    (warnings if elsewhere else errors).extend(lacking)
     errors += role_attention_problems(spec, spec_dir)
-    errors += _launchers(spec) + hostfile_problems(spec, spec_dir)
+    errors += hostfile_problems(spec, spec_dir)
     warnings += data_warnings
     (errors if starting else warnings).extend(_devices(spec))
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
+    errors += size_problems(spec, config, here=here and not elsewhere)
     where = run_dir or Path(spec.run.dir).expanduser() / spec.run.name
     machine = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
     return [*errors, *machine[0]], [*warnings, *machine[1]]
@@ -141,7 +145,7 @@ def _launchers(spec: Spec) -> list[Problem]:
         for role, section in spec.sections()
         if ROLES[role].together and section.launcher == "deepspeed" and not section.python
     ]
-    if not wanting or find_spec("deepspeed") is not None:
+    if not wanting or installed_here(("deepspeed",)):
         return []
     hint = "scripts/setup-engine deepspeed adds it, and torchrun starts every engine too"
     return [Problem(f"{role}.launcher", "deepspeed is not installed", hint, '"deepspeed"') for role in wanting]

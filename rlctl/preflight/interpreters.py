@@ -195,11 +195,19 @@ def _foreign(role: RoleName, section: RoleSection, path: str) -> Iterator[Proble
 
 
 def _ours(role: RoleName, section: RoleSection) -> Iterator[Problem]:
-    """Engines with an environment of their own may be installed in ours too; others are part of it."""
-    kind = _own_environment(section)
-    if kind and not look_at(sys.executable).version(kind):
+    """Packages of the role's engine that our interpreter lacks."""
+    engine, needed = engine_of(section), _engine_packages(section)
+    here = Interpreter(versions=installed_here((*WATCHED, *needed)))
+    missing = [package for package in needed if not here.version(package)]
+    if engine is None or not missing:
+        return
+    if kind := _own_environment(section):
         hint = f"{_set_up(kind)}; then write {role}.python = {show(_made_by_setup(kind))}"
-        yield Problem(f"{role}.engine.kind", f"{kind} is not installed where rlctl runs", hint, show(kind))
+    else:
+        hint = engine.where_to_get or f"{sys.executable} -m pip install {' '.join(missing)}"
+    are = "is" if len(missing) == 1 else "are"
+    message = f"{', '.join(missing)} {are} not installed where rlctl runs"
+    yield Problem(f"{role}.engine.kind", message, hint, show(engine.kind))
 
 
 def _own_environment(section: RoleSection) -> str:

@@ -30,6 +30,8 @@ def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
     """What is wrong with `file.py:name`, and a hint."""
     name = path.rpartition(":")[2]
     file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
+    if file.is_symlink() and not file.exists():
+        return f"a symbolic link to {os.readlink(file)}, which does not exist", "repair the link"
     if file.is_dir():
         return f"{file} is a folder", "name a Python file in it"
     if not file.is_file():

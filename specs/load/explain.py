@@ -22,7 +22,7 @@ from specs.load.keys import (
     tables_at,
     value_at,
 )
-from specs.load.synonyms import RENAMED, SECTIONS, SYNONYMS, TWINS
+from specs.load.synonyms import ABSENT, RENAMED, SECTIONS, SYNONYMS, TWINS
 from specs.schema.engines.foreign import foreign_kinds
 from specs.schema.roles import ABSENT_ROLES, ROLES
 from specs.schema.table import Table
@@ -246,6 +246,8 @@ def _where(name: str, here: list[str], parent: Path) -> str:
         return f"its place is {SECTIONS[name]}"
     if of_this_section := SYNONYMS.get(dotted((*parent, name))):
         return f"did you mean `{of_this_section}`?"
+    if name in ABSENT and name not in homes():
+        return ABSENT[name]
     foreign = SYNONYMS.get(name, "")
     if foreign and (last := foreign.rpartition(".")[2]) in here:
         return f"did you mean `{dotted((*parent, last))}`?"

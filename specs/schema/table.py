@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, field_validator
@@ -12,6 +13,7 @@ from specs.errors import Problem
 from specs.text import show
 
 _LARGEST = 2**63 - 1  # TOML 1.0: whole numbers have 64 bits; the parser lets longer ones through
+_VARIABLE = re.compile(r"\$(?:([A-Z_][A-Z0-9_]*)\b|\{(\w+)\})")
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX without its end
 
 
@@ -38,6 +40,11 @@ def usable_path(path: str) -> str:
     if path.startswith("~") and os.path.expanduser(path) == path:
         user = path.partition("/")[0]
         raise unusable(f"this machine has no user {user[1:]!r}", f"write the path without {user}")
+    if variable := _VARIABLE.search(path):
+        name = variable[1] or variable[2]
+        known = os.environ.get(name)
+        hint = f"write {show(path.replace(variable[0], known))}" if known else "write the path itself"
+        raise unusable(f"holds the variable {variable[0]}, which a spec does not replace", hint)
     longest = max(path.split("/"), key=len)
     if len(os.fsencode(longest)) > _NAME_BYTES:
         raise unusable(f"too long: a name in it has {len(os.fsencode(longest))} bytes", f"use at most {_NAME_BYTES}")

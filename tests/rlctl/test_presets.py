@@ -43,10 +43,10 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
     if name == "gsm8k-cpu":  # the person brings the data
         rows = tmp_path / spec.data.train
         rows.parent.mkdir(parents=True)
-        rows.write_text(20 * (json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"))  # 16 are held out
+        rows.write_text(100 * (json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"))  # 16 are held out
     if spec.rollout.python and not Path(spec.rollout.python).exists():
         pytest.skip(f"scripts/setup-engine {spec.rollout.engine.kind} makes {spec.rollout.python}")
-    errors, warnings = file_problems(spec, tmp_path)
+    errors, warnings = file_problems(spec, tmp_path, elsewhere="gpu" in name)
     assert errors == []
     assert "gpu" in name or warnings == []
     assert spec.run.name == name

@@ -1,4 +1,4 @@
-"""The corpus of broken specs (`tests/specs/corpus/*.toml`): from a case to a folder on disk that holds it.
+"""The corpus of specs (`tests/specs/corpus/*.toml`), broken and sound: from a case to a folder on disk that holds it.
 
 A case is a table:
 
@@ -12,6 +12,7 @@ A case is a table:
     model     changes to a sound model folder `model/` beside the spec: file → keys to set (false: the file is removed)
     like      the built-in model that this folder is made of; default: tiny-digits
     without   keys to take out: file of the model → keys
+    absent    packages that are not installed
     errors    dotted key → words of its message or hint: exactly these problems are found, each with a hint
     also      keys that may have problems besides, for what need not be installed
     warnings  the same of warnings; not given: they are not looked at
@@ -24,22 +25,29 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli
 from small_spec import raw_spec
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.presets import presets
+from specs.packages import installed_here
 from specs.safetensors_header import make_header
+from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES
+from specs.schema.engines.engine_table import EngineTable
 
+ALL_TABLES: tuple[type[EngineTable], ...] = (*TRAIN_TABLES, *ROLLOUT_TABLES)
 CORPUS = Path(__file__).parent.parent / "specs" / "corpus"
 Case = dict[str, Any]
 SAID, PROBED = ("errors", "warnings"), ("probe", "probe_warnings")
 KEYS = {
-    *("base", "set", "remove", "text", "override", "files", "model", "like", "without", "also", "sound"),
+    *("base", "set", "remove", "text", "override", "files", "model", "like", "without", "absent", "also", "sound"),
     *SAID,
     *PROBED,
 }
@@ -111,6 +119,42 @@ def _write(place: Path, **what: Any) -> None:
             parquet.write_table(pyarrow.Table.from_pylist(rows), place)
         case _:
             raise ValueError(f"a file of an unknown kind: {what}")
+
+
+class _StandIn(metadata.Distribution):
+    """A package of no importance: only that it is there."""
+
+    def __init__(self, name: str) -> None:
+        self.text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n"
+
+    def read_text(self, filename: str) -> str | None:
+        return self.text if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
+
+
+@contextmanager
+def packages(absent: Sequence[str] = ()) -> Iterator[None]:
+    """Packages of engines that share our interpreter are there, whatever is installed, except those that are absent."""
+    find = metadata.Distribution.from_name
+    shared = {name for table in ALL_TABLES if not table.own_environment for name in table.packages or ()}
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name in absent:
+            raise metadata.PackageNotFoundError(name)
+        try:
+            return find(name)
+        except metadata.PackageNotFoundError:
+            if name in shared:
+                return _StandIn(name)
+            raise
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata.Distribution, "from_name", from_name)
+        installed_here.cache_clear()
+        yield
+    installed_here.cache_clear()
 
 
 def as_toml(raw: dict[str, Any]) -> str:

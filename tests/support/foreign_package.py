@@ -23,7 +23,7 @@ class ToyTable(TrainTable):
     kind: Literal["toy"] = "toy"
     lean: bool = Field(False, description="Hold no second moment.")
 
-    packages: ClassVar = ("numpy", "toy-kernels")
+    packages: ClassVar = ("numpy",)
     attention: ClassVar = "none"
     model_of: ClassVar = "bigram"
     checkpoint_format: ClassVar = "toy"
@@ -43,6 +43,11 @@ class ToyTable(TrainTable):
 
         if self.lean and role == "ref":
             yield Problem(f"{role}.engine.lean", "has no effect: nothing learns", "remove the key", "true")
+
+
+class NeedyTable(ToyTable):
+    kind: Literal["needy"] = "needy"
+    packages: ClassVar = ("numpy", "toy-kernels")
 
 
 class ShoutTable(FakeTrainTable):
@@ -79,6 +84,8 @@ train.shout = shout_engine.engine:ShoutEngine
 table.train.shout = shout_engine.table:ShoutTable
 train.toy = shout_engine.engine:ToyEngine
 table.train.toy = shout_engine.table:ToyTable
+train.needy = shout_engine.engine:ToyEngine
+table.train.needy = shout_engine.table:NeedyTable
 train.plain = shout_engine.engine:PlainEngine
 train.broken = shout_engine.engine:PlainEngine
 table.train.broken = shout_engine.nowhere:Table

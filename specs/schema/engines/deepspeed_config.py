@@ -2,17 +2,17 @@
 
 The spec decides what is trained and how; `[actor.engine.deepspeed]` may add what the spec does not say (bucket sizes,
 logging, …), nested tables merging with what is derived. A key that says otherwise than the spec, that DeepSpeed does
-not know at the top level, or that cuts tensors in a way the engine cannot save, is a problem.
+not know (`deepspeed_keys.py`), or that cuts tensors in a way the engine cannot save, is a problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
+from specs.schema.engines.deepspeed_keys import key_problem, leaves
 from specs.text import show
 
 if TYPE_CHECKING:
@@ -56,24 +56,6 @@ _UNSUPPORTED = {
     "legacy_stage1": "DeepSpeed has dropped it",
     "compute_grad_norm": "a gradient that is not finite must be found",
 }
-# Other top-level keys that DeepSpeed reads and that change nothing of the above.
-_KNOWN = (
-    "aio",
-    "communication_data_type",
-    "comms_logger",
-    "csv_monitor",
-    "disable_allgather",
-    "dump_state",
-    "flops_profiler",
-    "keep_in_fp32_modules",
-    "memory_breakdown",
-    "steps_per_print",
-    "tensorboard",
-    "timers",
-    "wall_clock_breakdown",
-    "wandb",
-    "zero_optimization",
-)
 
 
 @dataclass(frozen=True)
@@ -101,43 +83,35 @@ def deepspeed_problems(
 ) -> Iterator[Problem]:
     """What is wrong with the keys of `[<role>.engine.deepspeed]`."""
     derived = {setting.path: setting for setting in _derived(engine, dtype, optimizer, device)}
-    top_level = sorted({*_KNOWN} | {path.partition(".")[0] for path in (*derived, *_DECIDED_BY)})
-    for name in engine.deepspeed:
-        if name not in top_level:
-            near = get_close_matches(name, top_level, 1)
-            hint = f"did you mean {near[0]}?" if near else "see DeepSpeed's documentation of its configuration"
-            key = f"{role}.engine.deepspeed.{name}"
-            yield Problem(key, "is not a key of DeepSpeed's configuration", hint, show(engine.deepspeed[name]))
-    for path, value in _leaves(engine.deepspeed):
-        if path.partition(".")[0] not in top_level:
-            continue
+    for path, value in leaves(engine.deepspeed):
         yield from _leaf_problems(role, optimizer, path, value, derived)
 
 
 def _leaf_problems(
     role: str, optimizer: Optimizer | None, path: str, value: object, derived: Mapping[str, _Setting]
 ) -> Iterator[Problem]:
-    key = f"{role}.engine.deepspeed.{path}"
+    table = f"{role}.engine.deepspeed"
+    key, setting = f"{table}.{path}", derived.get(path)
+    if setting is not None and value == setting.value and isinstance(value, bool) == isinstance(setting.value, bool):
+        return
     if any(name.startswith(f"{path}.") for name in derived):
         yield Problem(key, "is a table in DeepSpeed's configuration", "write the keys below it", show(value))
         return
-    setting = derived.get(path)
-    if setting is not None and (value == setting.value or not setting.fixed):
-        return
-    by = _decider(path)
+    by = _decider(path) if setting is None or setting.fixed else None
+    parent, _, name = path.partition(".")
+    why = _UNSUPPORTED.get(name.partition(".")[0]) if parent == "zero_optimization" else None
     if by is not None and optimizer is None and by.startswith("{role}.optimizer"):
         yield Problem(key, f"has no effect: {role} does not learn", "remove the key", show(value))
     elif by is not None:
         owner = by.format(role=role)
         said = f"there it makes {path} = {show(setting.value)}" if setting else f"DeepSpeed's {path} is not used"
         yield Problem(key, f"contradicts {owner}: {said}", f"remove the key and set {owner}", show(value))
-    elif setting is not None:
+    elif setting is not None and setting.fixed:
         yield Problem(key, f"rlctl needs {path} = {show(setting.value)}", "remove the key", show(value))
-    else:
-        parent, _, name = path.partition(".")
-        why = _UNSUPPORTED.get(name.partition(".")[0]) if parent == "zero_optimization" else None
-        if why:
-            yield Problem(key, f"is not supported: {why}", "remove the key", show(value))
+    elif why:
+        yield Problem(key, f"is not supported: {why}", "remove the key", show(value))
+    elif wrong := key_problem(table, path, value):
+        yield wrong
 
 
 def _decider(path: str) -> str | None:
@@ -201,12 +175,3 @@ def _merged(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]
         both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
         merged[name] = _merged(merged[name], value) if both else value
     return merged
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in table.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}.")
-        else:
-            yield path, value

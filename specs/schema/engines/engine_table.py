@@ -40,6 +40,8 @@ class EngineTable(Table):
     """Package → other distributions that bring the same one."""
     own_environment: ClassVar[bool | None] = None
     """Whether `scripts/setup-engine KIND` makes an interpreter of its own for it."""
+    where_to_get: ClassVar[str | None] = None
+    """What brings its packages, in words that finish a hint; "": they come with rlctl."""
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = None
     """Who chooses the attention: the spec's `attn_implementation`, the engine itself, or nobody: there is none."""
     model_of: ClassVar[Literal["transformers", "bigram"] | None] = None
@@ -117,10 +119,10 @@ class TrainTable(EngineTable):
 @dataclass(frozen=True)
 class MemoryKey:
     """A key of a rollout engine that decides how much memory it takes: `slots` counts sequences, `share` is a share of
-    the GPU."""
+    the GPU, `GiB` the size of the cache itself."""
 
     name: str
-    unit: Literal["slots", "share"]
+    unit: Literal["slots", "share", "GiB"]
 
 
 class RolloutTable(EngineTable):
@@ -143,6 +145,7 @@ QUESTIONS: dict[str, str] = {
     "packages": "packages it needs",
     "package_aliases": "other names of its packages",
     "own_environment": "whether it has an environment of its own",
+    "where_to_get": "what brings its packages",
     "attention": "attention",
     "model_of": "shape of the model it builds",
     "negligible_memory": "whether it holds next to nothing",

@@ -25,6 +25,7 @@ class _Fake(EngineTable):
     packages: ClassVar[tuple[str, ...] | None] = ()
     package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {}
     own_environment: ClassVar[bool | None] = False
+    where_to_get: ClassVar[str | None] = ""
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "none"
     model_of: ClassVar[Literal["transformers", "bigram"] | None] = "bigram"
     negligible_memory: ClassVar[bool | None] = True

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, Moment, Part
 from specs.model_facts import ModelFacts
 from specs.model_shapes import ModelTensors, ParameterShape
+from specs.schema.roles import ROLES, RoleName
 
 if TYPE_CHECKING:
-    from specs.schema.spec import DType, Lora, Optimizer
+    from specs.schema.spec import DType, Lora, Optimizer, RoleSection, Spec
 
 FP32_BYTES = 4
 ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: graphs, workspaces (an assumption)
@@ -84,6 +85,43 @@ class Replica:
     def awake(self) -> frozenset[Moment]:
         """Phases in which it holds its cache."""
         return _AWAKE if self.colocated else ALWAYS
+
+
+def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrainer:
+    """What a role of this spec asks of its train engine."""
+    section: Any = spec.role(role)
+    return HeldTrainer(
+        tensors=tensors,
+        dtype=section.dtype,
+        ranks=section.processes,
+        device="cuda" if section.devices else "cpu",
+        optimizer=section.optimizer if ROLES[role].learns else None,
+        lora=getattr(section, "lora", None),
+        several_micro_batches=longest_share(spec, section) > section.micro_batch_tokens,
+    )
+
+
+def longest_share(spec: Spec, section: RoleSection) -> int:
+    """Most tokens that a rank of a trainer gets of a mini-batch."""
+    mini_batch_tokens = spec.samples_per_step // spec.algorithm.mini_batches_per_step * spec.max_sequence_tokens
+    return max(spec.max_sequence_tokens, mini_batch_tokens // section.processes)
+
+
+def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocated: bool, gpu_GiB: float) -> Replica:
+    """What a replica of this spec's rollout holds."""
+    rollout = spec.rollout
+    return Replica(
+        parallel=rollout.engine.devices_per_process(),
+        tensors=tensors,
+        facts=facts,
+        dtype=spec.rollout_dtype,
+        sequences=max(-(-spec.samples_per_step // rollout.processes), spec.eval.prompts if spec.eval else 0),
+        max_sequence_tokens=spec.max_sequence_tokens,
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        gpu_GiB=gpu_GiB if rollout.devices else 0.0,
+        colocated=colocated,
+        lora=spec.actor.lora if spec.rollout_applies_adapters else None,
+    )
 
 
 def adapters(tensors: ModelTensors, lora: Lora) -> tuple[ParameterShape, ...]:

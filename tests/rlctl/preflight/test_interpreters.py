@@ -12,10 +12,12 @@ import venv
 from pathlib import Path
 
 import pytest
+from corpus import packages
 from running import preset, rlctl
 
 from rlctl.check.check_command import check
 from rlctl.preflight import interpreters
+from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, look_at
 from specs.errors import Problem
 from specs.load.load import load_spec
@@ -233,3 +235,16 @@ def test_the_set_up_knows_its_engines(repo_root: Path, arguments: list[str]) -> 
     )
     assert done.returncode == 2
     assert "hint: scripts/setup-engine deepspeed, or scripts/setup-engine vllm" in done.stderr
+
+
+# ── engines that are not installed ────────────────────────────────────────────────────────────────
+
+
+def test_elsewhere_what_this_machine_lacks_is_a_warning(tmp_path: Path) -> None:
+    spec = load_spec(preset("zero3-cpu", tmp_path), ["rollout.python=elsewhere/bin/python", "actor.launcher=deepspeed"])
+    keys = ["actor.engine.kind", "actor.launcher", "rollout.python"]
+    with packages(absent=["deepspeed"]):
+        errors, warnings = file_problems(spec, tmp_path)
+        assert (sorted(problem.key for problem in errors), warnings) == (keys, [])
+        errors, warnings = file_problems(spec, tmp_path, elsewhere=True)
+        assert (errors, sorted(problem.key for problem in warnings)) == ([], keys)

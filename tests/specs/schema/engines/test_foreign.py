@@ -80,11 +80,13 @@ def test_a_table_answers_for_its_engine(site: str, spec: Path, tmp_path: Path) -
 
 
 def test_a_package_that_its_table_names_must_be_there(site: str, spec: Path) -> None:
-    """In an interpreter of the role's own, as for engines of rlctl's."""
-    _, found = check(site, spec, "actor.engine.kind=toy", f"actor.python={sys.executable}")
-    (problem,) = found["problems"]  # type: ignore[misc]
-    assert problem["key"] == "actor.python"
-    assert "toy-kernels" in problem["message"]
+    """In ours and in an interpreter of the role's own, as for engines of rlctl's."""
+    for sets, key in (((), "actor.engine.kind"), ((f"actor.python={sys.executable}",), "actor.python")):
+        _, found = check(site, spec, "actor.engine.kind=needy", *sets)
+        (problem,) = found["problems"]  # type: ignore[misc]
+        assert problem["key"] == key
+        assert "toy-kernels" in problem["message"]
+        assert "pip install toy-kernels" in problem["hint"]
 
 
 def test_its_rules_are_asked(site: str, spec: Path) -> None:
@@ -159,7 +161,7 @@ def test_an_unknown_kind_lists_it_and_the_closest(site: str, spec: Path) -> None
         {
             "key": "actor.engine.kind",
             "value": '"shouts"',
-            "message": "unknown kind; known: ddp, fsdp2, zero, zero3, fake, broken, plain, shout, stranger, toy",
+            "message": "unknown kind; known: ddp, fsdp2, zero, zero3, fake, broken, needy, plain, shout, stranger, toy",
             "hint": 'did you mean "shout"?',
         }
     ]

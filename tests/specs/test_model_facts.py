@@ -1,0 +1,37 @@
+"""How far the positions of a model reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specs.model_facts import positions_of
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({}, 0),
+        ({"max_position_embeddings": None}, 0),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {"max_position_embeddings": 131072, "rope_scaling": {**YARN, "original_max_position_embeddings": 32768}},
+            131072,
+        ),
+        (
+            {"max_position_embeddings": 32768, "rope_parameters": {**YARN, "original_max_position_embeddings": 32768}},
+            131072,
+        ),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2}}, 4096),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2048),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        ({"max_position_embeddings": 64, "rope_scaling": None}, 64),
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+    ],
+)
+def test_positions(config: dict[str, Any], positions: int) -> None:
+    assert positions_of(config) == positions
