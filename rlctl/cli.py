@@ -138,6 +138,13 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="Run directory; default: run.dir/run.name.", show_default=False)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
+    accept_changed_files: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changed-files",
+            help="With --resume: go on though data, reward or tokenizer files are not what they were. Recorded.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, role by role.")] = False,
 ) -> None:
     """Train."""
@@ -148,7 +155,7 @@ def train(
         return
     from rlctl.run.train import train as run
 
-    raise typer.Exit(run(spec, overrides or [], run_dir, resume))
+    raise typer.Exit(run(spec, overrides or [], run_dir, resume, accept_changed_files))
 
 
 @app.command("plan")

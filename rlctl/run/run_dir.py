@@ -17,6 +17,7 @@ from typing import IO
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import step_path, steps_in
+from rlctl.run.input_files import Inputs, changes, inputs_of, parsed, size_of, told_progress
 from rlctl.run.resume import differences
 from specs.errors import Problem, RlctlError, RoleFailure, RunDirError
 from specs.json_file import read_object, write_object
@@ -34,6 +35,10 @@ class RunDir:
         self.path = path.absolute()
         self.attempt = 0
         self.changes: list[str] = []  # of the spec since the first attempt, as `key: old → new`
+        self.inputs: Inputs = {}  # what the run reads, as it is now
+        self.accepted: list[str] = []  # what of it is not as it was in the attempt before
+        self.notes: list[str] = []  # what a person should know of this directory
+        self._suffix = ""  # of the files that an attempt leaves, between name and ending
         self.starting_weights: Mapping[str, str] = {}  # role → checksum, as the first attempt built them
         self._lock: IO[str] | None = None
 
@@ -61,16 +66,17 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs" / f"attempt_{self.attempt}"
 
-    def open(self, spec: Spec, spec_path: Path, *, resume: bool) -> None:
-        """Make (or find again) the directory and lock it. Raises RunDirError; then nothing was changed."""
+    def open(self, spec: Spec, spec_path: Path, *, resume: bool, accept_changed_files: bool = False) -> None:
+        """Make (or find again) the directory and lock it. `accept_changed_files`: a resume goes on though files that
+        the run reads are not what they were. Raises RunDirError; then nothing was changed."""
         try:
             with told_as_disk_errors(self.path):
-                self._open(spec, spec_path, resume=resume)
+                self._open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files)
         except BaseException:
             self.release()
             raise
 
-    def _open(self, spec: Spec, spec_path: Path, *, resume: bool) -> None:
+    def _open(self, spec: Spec, spec_path: Path, *, resume: bool, accept_changed_files: bool) -> None:
         begun = self.resolved.is_file()
         if self.path.exists() and not self.path.is_dir():
             raise RunDirError(f"{self.path} is a file", hint="pass another folder with --run-dir")
@@ -93,10 +99,15 @@ class RunDir:
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
         if holds_run:
             self._same_run(spec)
+        self._read_inputs(spec, spec_path.absolute().parent)
+        if holds_run:
+            self._same_inputs(accept_changed_files)
             self.starting_weights = read_starting_weights(self.as_built)
         elif begun:  # it ended before its first step: begin again, keeping the logs
             self.as_built.unlink(missing_ok=True)
             self.resolved.unlink()
+            for record in self.path.glob("inputs.*json"):
+                record.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._take_lock()
@@ -148,6 +159,42 @@ class RunDir:
                 hint=f"put these back as in {self.path / 'spec.toml'}, or start a new run with --run-dir",
             )
 
+    def _read_inputs(self, spec: Spec, spec_dir: Path) -> None:
+        with told_progress(size_of(spec, spec_dir)) as seen:
+            self.inputs = inputs_of(spec, spec_dir, seen)
+
+    def _same_inputs(self, accept: bool) -> None:
+        """Against the attempt before: what it was resumed with, or what the run was started with."""
+        names = {path: re.fullmatch(r"inputs\.attempt_(\d+)\.json", path.name) for path in self.path.glob("inputs.*")}
+        later = {int(name[1]): path for path, name in names.items() if name}
+        record = later[max(later)] if later else self.path / "inputs.json"
+        if not record.exists():
+            self.notes.append("not known whether data and reward files changed: this run did not record them so far")
+            return
+        try:
+            self.accepted = changes(parsed(read_object(record)), self.inputs)
+        except ValueError as error:
+            hint = f"put it back from a copy, or remove it: then this resume cannot tell; {START_ANEW}"
+            raise RunDirError(f"{record}, which says what this run reads, {error}", hint=hint) from None
+        if self.accepted and not accept:
+            raise RunDirError(
+                "files that this run reads are not what they were:\n"
+                + "\n".join(f"  - {line}" for line in self.accepted),
+                hint="put them back, start a new run with --run-dir, or add --accept-changed-files to go on with them "
+                "as they are, which the run directory records",
+            )
+
+    def add_downloaded(self, spec: Spec, spec_dir: Path) -> None:
+        """Record what was not on this host yet when the attempt began."""
+        found = inputs_of(spec, spec_dir, known=self.inputs)
+        if found != self.inputs:
+            self.inputs = found
+            self._record_inputs()
+
+    def _record_inputs(self) -> None:
+        record = {"attempt": self.attempt, "files": self.inputs, "accepted": self.accepted}
+        write_object(self.path / f"inputs{self._suffix}.json", record)
+
     def _begin_attempt(self, spec: Spec, spec_path: Path) -> None:
         names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in (self.path / "logs").glob("attempt_*"))
         self.attempt = max((int(name[1]) for name in names if name), default=0) + 1
@@ -157,6 +204,8 @@ class RunDir:
         if not (copy.exists() and copy.samefile(spec_path)):
             shutil.copyfile(spec_path, copy)
         write_object(self.path / f"resolved{name}.json", spec.resolved())
+        self._suffix = name
+        self._record_inputs()
         self.checkpoints.mkdir(exist_ok=True)
 
     def release(self) -> None:

@@ -123,6 +123,7 @@ class Saver:
             "attempt": self.run.attempt,
             "spec_sha256": checkpoints.spec_hash(spec),
             **about_model(spec, self.spec_dir),
+            "inputs": self.run.inputs,
             "actor_ranks": spec.actor.processes,
             "dtype": spec.actor.dtype,
             "model_path": model_paths(spec, self.spec_dir)[ACTOR],

@@ -33,6 +33,7 @@ from specs.errors import (
     RlctlError,
     RoleFailure,
     SpecError,
+    UsageError,
 )
 from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
@@ -43,8 +44,12 @@ from specs.terminal import json_text
 STOPPED = (Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
 
 
-def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> int:
+def train(
+    spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, accept_changed_files: bool = False
+) -> int:
     """Run the spec to its end. Returns 0; every failure is an RlctlError with its own exit code."""
+    if accept_changed_files and not resume:
+        raise UsageError("--accept-changed-files: only with --resume", hint="a new run reads the files as they are")
     spec = load_spec(spec_path, list(overrides))
     spec_dir = spec_path.absolute().parent
     errors, warnings = file_problems(spec, spec_dir, starting=True, run_dir=run_dir)
@@ -52,13 +57,17 @@ def train(spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resum
         raise SpecError(errors)
     run = RunDir(run_dir or Path(spec.run.dir) / spec.run.name)
     plan = plan_for_hosts(spec, spec_dir, run.path)
-    run.open(spec, spec_path, resume=resume)
+    run.open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files)
     try:
         with told_as_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
             for warning in [*cross_field_warnings(spec), *warnings]:
                 progress.warning(str(warning))
             for change in run.changes:
                 progress.warning(f"resumed with another {change}")
+            for change in run.accepted:
+                progress.warning(f"accepted: {change}")
+            for note in run.notes:
+                progress.warning(note)
             progress.message(f"run directory: {run.path}")
             attempt(spec, spec_dir, run, plan, progress, resume=resume)
     finally:
@@ -88,6 +97,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
         tracker = stack.enter_context(open_tracker(spec, run_dir.path))
         try:
             driver = start(spec, spec_dir, run_dir, plan, groups, window, progress)
+            run_dir.add_downloaded(spec, spec_dir)
             saver = Saver(spec, spec_dir, run_dir, plan, groups, progress)
             done = saver.restore(driver, checkpoint) if checkpoint is not None else 0
             run = Run(spec, run_dir, groups, driver, saver, metrics, tracker, interrupt, progress, done)

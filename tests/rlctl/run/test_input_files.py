@@ -1,0 +1,227 @@
+"""What a run reads belongs to it: a file that was edited between two attempts is named, and refused or accepted."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import redirect_stderr
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from small_spec import raw_spec
+
+from rlctl.cli import main
+from rlctl.run import input_files
+from rlctl.run.input_files import inputs_of, size_of, told_progress
+from rlctl.run.run_dir import RunDir
+from specs.errors import RunDirError, UsageError
+from specs.load.load import spec_from
+from specs.schema.spec import Spec
+from workers.grading.reward_sources import reward_sources
+
+REWARD = """
+import math, json
+import helpers.lists as lists
+
+def score(prompt, completion, row):
+    from words import good
+    return 1.0
+"""
+FILES = {
+    "rows.jsonl": '{"prompt": "a", "answer": "1"}\n',
+    "held.jsonl": '{"prompt": "b", "answer": "2"}\n',
+    "code/rewards.py": REWARD,
+    "code/words.py": "import deeper\ngood = []\n",
+    "code/deeper.py": "import words  # a circle\n",
+    "code/helpers/__init__.py": "",
+    "code/helpers/lists.py": "",
+    "code/math.py": "the standard library's comes first",
+    "code/apart.py": "",
+    "model/tokenizer.json": "{}",
+    "model/model.safetensors": "",
+}
+CHANGED = "  - {key}: {name} has other content"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "spec.toml").write_text("# copied to the run directory, and not read here\n")
+    return tmp_path
+
+
+def spec_of(**sections: dict[str, object]) -> Spec:
+    terms = [{"kind": "exact_match"}, {"kind": "function", "path": "code/rewards.py:score"}]
+    given = {
+        "data": {"train": "rows.jsonl"},
+        "eval": {"every": 1, "data": "held.jsonl"},
+        "reward": {"terms": terms},
+        "model": {"path": "model"},
+    }
+    return spec_from(raw_spec(**given | sections))
+
+
+def attempt(folder: Path, spec: Spec | None = None, *, resume: bool = True, accept: bool = False) -> RunDir:
+    run = RunDir(folder / "run")
+    run.open(spec or spec_of(), folder / "spec.toml", resume=resume, accept_changed_files=accept)
+    run.metrics.write_text('{"step": 1}\n')
+    built = {"actor": [{"model": {"weights_checksum": "1"}, "versions": {}}]}
+    run.as_built.write_text(json.dumps(built))
+    run.release()
+    return run
+
+
+def edit(folder: Path, name: str, text: str | None = None) -> None:
+    """The same size and times: only reading it tells."""
+    file = folder / name
+    before = file.stat()
+    file.write_text(text if text is not None else file.read_text().swapcase() or "# now with words\n")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_what_belongs_to_a_run(folder: Path) -> None:
+    found = inputs_of(spec_of(), folder)
+    assert {key: sorted(marks) for key, marks in found.items()} == {
+        "data.train": ["rows.jsonl"],
+        "eval.data": ["held.jsonl"],
+        "reward.terms.1.path": [
+            *("code/deeper.py", "code/helpers/__init__.py", "code/helpers/lists.py", "code/rewards.py"),
+            "code/words.py",
+        ],
+        "model.path": ["tokenizer.json"],
+    }
+    assert size_of(spec_of(), folder) == sum(one["bytes"] for marks in found.values() for one in marks.values())
+    assert inputs_of(spec_from(raw_spec()), folder) == {}, "what comes with rlctl is rlctl's"
+
+
+def test_code_that_a_model_brings_belongs_to_it(folder: Path) -> None:
+    (folder / "model" / "modeling_mine.py").write_text("")
+    with_code = spec_of(model={"path": "model", "trust_remote_code": True})
+    assert "modeling_mine.py" in inputs_of(with_code, folder)["model.path"]
+    assert "modeling_mine.py" not in inputs_of(spec_of(), folder)["model.path"]
+
+
+def test_a_reward_file_that_does_not_parse_counts_alone(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("import words\n(")
+    assert reward_sources(tmp_path / "rewards.py") == [tmp_path / "rewards.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "shown"),
+    [
+        ("rows.jsonl", "data.train", "rows.jsonl"),
+        ("held.jsonl", "eval.data", "held.jsonl"),
+        ("code/rewards.py", "reward.terms.1.path", "code/rewards.py"),
+        ("code/helpers/lists.py", "reward.terms.1.path", "code/helpers/lists.py"),
+        ("code/deeper.py", "reward.terms.1.path", "code/deeper.py"),
+        ("model/tokenizer.json", "model.path", "tokenizer.json"),
+    ],
+)
+def test_an_edited_file_is_refused_and_nothing_changed(folder: Path, name: str, key: str, shown: str) -> None:
+    attempt(folder, resume=False)
+    attempt(folder)
+    before = {str(path) for path in (folder / "run").rglob("*")}
+    edit(folder, name, FILES[name] + "#" if name == "model/tokenizer.json" else None)
+    with pytest.raises(RunDirError) as caught:
+        attempt(folder)
+    assert CHANGED.format(key=key, name=shown) in caught.value.message
+    assert "--accept-changed-files" in caught.value.hint
+    assert {str(path) for path in (folder / "run").rglob("*")} == before
+
+
+def test_what_is_accepted_is_recorded_and_then_what_counts(folder: Path) -> None:
+    attempt(folder, resume=False)
+    edit(folder, "rows.jsonl", FILES["rows.jsonl"] * 2)
+    accepted = attempt(folder, accept=True).accepted
+    assert accepted == ["data.train: rows.jsonl has other content (31 → 62 bytes)"]
+    record = json.loads((folder / "run" / "inputs.attempt_2.json").read_text())
+    assert (record["attempt"], record["accepted"]) == (2, accepted)
+    assert record["files"]["data.train"]["rows.jsonl"]["bytes"] == 62
+    assert attempt(folder).accepted == [], "the third attempt reads what the second one read"
+    edit(folder, "rows.jsonl", FILES["rows.jsonl"])
+    with pytest.raises(RunDirError, match=r"rows\.jsonl has other content"):
+        attempt(folder)
+
+
+def test_files_that_come_and_go(folder: Path) -> None:
+    attempt(folder, resume=False)
+    (folder / "code" / "words.py").unlink()
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(RunDirError) as caught:
+        attempt(folder)
+    assert "reward.terms.1.path: code/words.py is gone, or no longer read" in caught.value.message
+    assert "model.path: chat_template.jinja is new" in caught.value.message
+
+
+def test_another_source_is_a_change_of_the_spec(folder: Path) -> None:
+    attempt(folder, resume=False)
+    (folder / "other.jsonl").write_text(FILES["held.jsonl"] * 3)
+    run = attempt(folder, spec_of(eval={"every": 1, "data": "other.jsonl"}))
+    assert run.accepted == []
+    assert run.changes == ['eval.data: "held.jsonl" → "other.jsonl"']
+
+
+def test_a_hub_data_set_is_known_by_its_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = folder / "hub" / "datasets--owner--name"
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    spec = spec_of(data={"train": "owner/name"})
+    run = attempt(folder, spec, resume=False)
+    assert "data.train" not in run.inputs
+    for revision in ("aaaa", "bbbb"):
+        (cache / "snapshots" / revision).mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("aaaa")
+    run.add_downloaded(spec, folder)  # it was downloaded when the roles were built
+    attempt(folder, spec)
+    (cache / "refs" / "main").write_text("bbbb")
+    with pytest.raises(RunDirError, match=r"data\.train: owner/name is of another revision \(aaaa → bbbb\)"):
+        attempt(folder, spec)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": {"data.train": {"rows.jsonl": {"bytes": "1"}}}}'])
+def test_a_damaged_record_is_named(folder: Path, content: str) -> None:
+    attempt(folder, resume=False)
+    (folder / "run" / "inputs.json").write_text(content)
+    with pytest.raises(RunDirError, match=r"inputs\.json, which says what this run reads"):
+        attempt(folder)
+
+
+def test_a_run_without_a_record_says_so_and_gets_one(folder: Path) -> None:
+    attempt(folder, resume=False)
+    (folder / "run" / "inputs.json").unlink()
+    assert "not known whether" in attempt(folder).notes[0]
+    edit(folder, "rows.jsonl")
+    with pytest.raises(RunDirError):
+        attempt(folder)
+
+
+def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, seen: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(input_files, "mark", fail)  # a test may run as root, who may read anything
+    with pytest.raises(UsageError, match=r"rows\.jsonl cannot be read: Permission denied"):
+        attempt(folder, resume=False)
+
+
+def test_the_flag_is_for_a_resume(tmp_path: Path) -> None:
+    error = io.StringIO()
+    with redirect_stderr(error):
+        assert main(["train", str(tmp_path / "x.toml"), "--accept-changed-files"]) == 2
+    assert "only with --resume" in error.getvalue()
+
+
+def test_what_takes_longer_than_a_second_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(input_files, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for seconds, said in ((0.4, ""), (0.9, "hashing 4.0 GB of data and reward files …\n")):
+        error = io.StringIO()
+        with redirect_stderr(error), told_progress(4_000_000_000) as seen:
+            for _ in range(2):
+                clock.now += seconds
+                seen(2_000_000_000)
+        assert error.getvalue() == said
