@@ -1,9 +1,9 @@
 """The isolated process that grades samples: `python -m workers.grading.child`.
 
-It speaks JSON lines. The first input line holds the terms, the first output line is `{"ready": true}` or `{"term": ...,
-"error": ..., "hint": ...}`. Each further input line is a job, `{"rows": {key: [prompt, row]}, "items": [[index, key,
-completion, tokens], ...]}`. Each item gives an output line, in order and at once: `{"i":
-index, "t": [value of each term]}`, or `{"i": index, "term": ..., "cause": ..., "text": ...}`.
+It speaks JSON lines. The first input line holds the terms and the sources of their files, the first output line is
+`{"ready": true}` or `{"term": ..., "error": ..., "hint": ...}`. Each further input line is a job, `{"rows": {key:
+[prompt, row]}, "items": [[index, key, completion, tokens], ...]}`. Each item gives an output line, in order and at
+once: `{"i": index, "t": [value of each term]}`, or `{"i": index, "term": ..., "cause": ..., "text": ...}`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO, TextIO, cast
 
 from specs.terminal import VisibleStream
+from workers.grading.kept_sources import keep_sources
 from workers.grading.terms import Sample, Setting, Term, TermError, make_term
 
 PR_SET_PDEATHSIG = 1
@@ -41,7 +42,9 @@ def main() -> None:
     first = requests.readline()
     if not first:
         return
-    terms = _make_terms(json.loads(first), answer)
+    hello = json.loads(first)
+    keep_sources(hello.get("sources", {}))
+    terms = _make_terms(hello, answer)
     if terms is None:
         return
     answer({"ready": True})

@@ -17,6 +17,7 @@ from typing import Any
 from backends import activity
 from specs.errors import RewardError
 from workers.grading.grader_process import GraderProcess, encode
+from workers.grading.kept_sources import read_sources
 from workers.grading.terms import Setting
 
 CAUSES = ("timeouts", "crashes", "exceptions", "bad_values")
@@ -59,7 +60,9 @@ class GraderPool:
         start_timeout_s: float = 120.0,
     ) -> None:
         self.timeout_s, self.start_timeout_s, self.log_path = timeout_s, start_timeout_s, log_path
-        self._hello = encode({"terms": [dict(term) for term in terms], "setting": asdict(setting)})
+        sources = read_sources(terms, setting.base)
+        hello = {"terms": [dict(term) for term in terms], "setting": asdict(setting), "sources": sources}
+        self._hello = encode(hello)
         self._selector = selectors.DefaultSelector()
         self._processes: list[GraderProcess] = []
         self._requests: Sequence[Request] = ()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specs.schema.row_values import gold_answer
+from workers.grading.kept_sources import from_memory
 from workers.grading.signatures import misread
 
 
@@ -163,6 +164,7 @@ def _load_module(path: Path) -> Any:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
+    found = from_memory(found)
     assert found.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     try:

@@ -243,6 +243,29 @@ def test_rewards_do_not_see_the_secret(make_pool: MakePool, monkeypatch: pytest.
     assert pool.grade([request("")]) == [Grade((0.0,))]
 
 
+def test_a_process_that_is_replaced_runs_the_code_that_the_run_started_with(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    """The files are edited meanwhile: for the next run, or half."""
+    (tmp_path / "tables").mkdir()
+    for name, value in (("words.py", 1), ("tables/__init__.py", 10), ("tables/more.py", 100)):
+        (tmp_path / name).write_text(f"VALUE = {value}\n")
+    code = """
+        import os, words, tables
+
+        def score(prompt, completion, row):
+            from tables import more
+            return os._exit(3) if completion == "exit" else words.VALUE + tables.VALUE + more.VALUE
+    """
+    pool = make_pool(code, workers=1)
+    assert pool.grade([request("a")]) == [Grade((111.0,))]
+    for name in ("rewards.py", "words.py", "tables/__init__.py", "tables/more.py"):
+        (tmp_path / name).write_text("VALUE = 2  # (\ndef score(prompt, completion, row): return 9.0")
+    grades = pool.grade([request("exit"), request("a")])
+    assert [grade.cause for grade in grades] == ["crashes", ""]
+    assert grades[1] == Grade((111.0,))
+
+
 def test_what_no_terminal_should_see_is_visible_in_the_logs(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool(NAUGHTY, workers=1)
     grades = pool.grade([request("print-no-text"), request("raise-no-text"), request("half")])
