@@ -197,6 +197,7 @@ class _Hub:
         """File → the answer; those without one in time are left out, and all the others once config.json is refused."""
         deadline = time.monotonic() + seconds
         answers: queue.SimpleQueue[HubAnswer] = queue.SimpleQueue()
+        HubRequest.prepare()
         for name, limit in limits.items():
             ask = HubRequest(f"{self.endpoint}/{quote(hub_id)}/resolve/main/{name}", name, limit, self.token, deadline)
             threading.Thread(target=ask.put_answer, args=(answers,), daemon=True).start()

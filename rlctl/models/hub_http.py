@@ -5,10 +5,12 @@ from __future__ import annotations
 import queue
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
+    import ssl
     from http.client import HTTPMessage
     from urllib.request import Request
 
@@ -40,6 +42,13 @@ class HubRequest:
     def put_answer(self, into: queue.SimpleQueue[HubAnswer]) -> None:
         into.put(self.answer())
 
+    @staticmethod
+    def prepare() -> None:
+        """What the threads of many requests would else all wait for."""
+        import urllib.request  # noqa: F401
+
+        _tls()
+
     def answer(self) -> HubAnswer:
         """Never raises: errors become answers."""
         from http.client import HTTPException
@@ -58,15 +67,14 @@ class HubRequest:
             return HubAnswer(self.name, 0, said=_words(error))
 
     def _answer(self) -> HubAnswer:
-        from urllib.request import Request, build_opener
+        from urllib.request import HTTPSHandler, Request, build_opener
 
         request = Request(self.url, headers={"User-Agent": "rlctl"}, method="GET" if self.limit else "HEAD")
         if self.token:
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         left = self.deadline - time.monotonic()
-        with build_opener(_redirects(self.token, leave=bool(self.limit))).open(
-            request, timeout=min(CONNECT_S, max(0.1, left))
-        ) as response:
+        opener = build_opener(HTTPSHandler(context=_tls()), _redirects(self.token, leave=bool(self.limit)))
+        with opener.open(request, timeout=min(CONNECT_S, max(0.1, left))) as response:
             length = response.headers.get("Content-Length")
             if not self.limit or (length is not None and int(length) > self.limit):
                 return HubAnswer(self.name, TOO_LARGE)
@@ -93,6 +101,16 @@ def _words(error: object) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all requests: reading the certificates of this machine takes longer than a request."""
+    import ssl
+
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def _origin(url: str) -> tuple[str, str]:

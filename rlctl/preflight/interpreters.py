@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import InvalidVersion, Version
-
 from specs.errors import Problem
 from specs.packages import installed_here
 from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES, library_names
@@ -88,6 +85,9 @@ class Interpreter:
 
     def clashes(self) -> list[str]:
         """Demands of the watched packages on one another that what is installed does not meet, in words."""
+        from packaging.requirements import InvalidRequirement, Requirement  # only where a role has its own interpreter
+        from packaging.version import InvalidVersion, Version
+
         environment = {"python_version": self.python.rpartition(".")[0], "python_full_version": self.python}
         found = []
         for name, lines in self.requires.items():

@@ -37,7 +37,7 @@ from small_spec import raw_spec
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.presets import presets
-from specs.packages import installed_here
+from specs.packages import version_here
 from specs.safetensors_header import make_header
 from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES
 from specs.schema.engines.engine_table import EngineTable
@@ -152,9 +152,9 @@ def packages(absent: Sequence[str] = ()) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metadata.Distribution, "from_name", from_name)
-        installed_here.cache_clear()
+        version_here.cache_clear()
         yield
-    installed_here.cache_clear()
+    version_here.cache_clear()
 
 
 def as_toml(raw: dict[str, Any]) -> str:

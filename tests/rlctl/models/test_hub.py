@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,23 @@ def test_presets_give_no_alarm_when_the_hub_is_reached(the_hub: Hub, tmp_path: P
     assert not [str(found) for found in [*errors, *warnings] if found.key.startswith(("model.", "data.chat"))]
     assert errors == []
     assert any(spec.model.path in path for path, _ in the_hub.seen)
+
+
+def test_certificates_are_read_once_for_all_files(
+    the_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ssl.SSLContext] = []
+    make = ssl.create_default_context
+
+    def counted() -> ssl.SSLContext:
+        made.append(make())
+        return made[-1]
+
+    hub_http._tls.cache_clear()
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    check(tmp_path, "org/good")
+    assert len(the_hub.seen) > 5
+    assert len(made) == 1
 
 
 def test_offline_nothing_is_asked(the_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,28 @@
+"""Versions of installed packages, read without parsing all of their metadata."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from specs.packages import installed_here, version_here
+
+
+def test_versions_are_those_of_importlib() -> None:
+    here = {found.metadata["Name"].lower(): found.version for found in metadata.distributions()}
+    assert len(here) > 20
+    assert installed_here(here) == here
+
+
+def test_what_is_not_there_is_left_out() -> None:
+    assert installed_here(("no-such-package", "pydantic")).keys() == {"pydantic"}
+
+
+def test_an_old_package_without_a_dist_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ancient.egg-info").mkdir()
+    text = "Metadata-Version: 1.0\nName: ancient\nVersion: 0.3.dev1\nSummary: Version: 9\n"
+    (tmp_path / "ancient.egg-info" / "PKG-INFO").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version_here("ancient") == "0.3.dev1"
