@@ -72,7 +72,7 @@ class StallWatch:
         """For the person who looks on."""
         at_work = [one for place, each in waiting.items() if (one := self.of(place, each)) is not None]
         units = tuple(dict.fromkeys(one.unit for one in at_work if one.unit))
-        return Moving(dict(self._done), units, self._still_s if waiting else 0.0)
+        return Moving(dict(self._done), units, self._still_s if waiting and self._all_judged(waiting) else 0.0)
 
     @property
     def _still_s(self) -> float:
@@ -86,16 +86,16 @@ class StallWatch:
             self._moved_at += missed_s
         if not waiting:
             self.moved()
-        judged = all(self._is_judged(place, one) for place, one in waiting.items())
-        if not judged or self._still_s <= self.timeout_s:
+        if not self._all_judged(waiting) or self._still_s <= self.timeout_s:
             return None
         stall = self.chain(waiting)
         self.moved()
         return stall
 
-    def _is_judged(self, place: Place, waiting: Waiting) -> bool:
-        activity = self.of(place, waiting)
-        return activity is None or activity.counted
+    def _all_judged(self, waiting: Mapping[Place, Waiting]) -> bool:
+        """Whether everybody would count, were there progress."""
+        said = (self.of(place, one) for place, one in waiting.items())
+        return all(activity is None or activity.counted for activity in said)
 
     def chain(self, waiting: Mapping[Place, Waiting]) -> Stall:
         """Of these, at least one: who computes, or does nothing at all, is waited for by those who say that they

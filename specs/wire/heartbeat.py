@@ -46,7 +46,7 @@ class Activity(BaseModel):
 @dataclass(frozen=True)
 class Moving:
     """What all ranks together have done since the start, by unit; which units those at work count; and for how many
-    seconds nothing has moved."""
+    seconds nothing has moved that should (0: something does, or cannot be seen)."""
 
     done: Mapping[str, int] = field(default_factory=dict)
     units: tuple[str, ...] = ()

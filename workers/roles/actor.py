@@ -15,7 +15,7 @@ from specs.errors import RlctlError
 from specs.wire import bodies
 from specs.wire.messages import Verb
 from workers.roles.trainer import Trainer
-from workers.saved_files import settle
+from workers.saved_files import FileMark, settle
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 from workers.transports.ends import Exporter
 
@@ -81,19 +81,23 @@ class Actor(Trainer):
             hint = "the run directory must lie on a file system that all hosts of the run share"
             raise RlctlError(f"cannot write the checkpoint: this host has no {folder}", hint=hint)
         try:
-            written = [*self.engine.save(folder)]
+            return {"files": self._write(folder, call.body)}, {}
         except (OSError, SafetensorError) as error:
             hint = "older checkpoints are whole: free some space if the disk is full, then use --resume"
             raise RlctlError(f"cannot write the checkpoint {folder}: {error}", hint=hint) from error
-        completions = self.engine.greedy(call.body.proof_prompts, call.body.proof_tokens)
+
+    def _write(self, folder: Path, asked: bodies.Save) -> dict[str, FileMark]:
+        """The engine's files and the proof; their marks."""
+        written = [*self.engine.save(folder)]
+        completions = self.engine.greedy(asked.proof_prompts, asked.proof_tokens)
         if self.rank.rank == 0:
             proof = {
-                "prompts": call.body.proof_prompts,
+                "prompts": asked.proof_prompts,
                 "answers": [{"tokens": written.tokens, "margins": written.margins} for written in completions],
             }
             (folder / PROOF_FILE).write_text(json.dumps(proof))
             written.append(folder / PROOF_FILE)
-        return {"files": settle(folder, written)}, {}
+        return settle(folder, written)
 
     def load(self, call: Request[bodies.Load], emit: Emit) -> Reply:
         self.engine.load(Path(call.body.folder))

@@ -111,6 +111,7 @@ def test_what_cannot_be_judged_is_not(clock: Clock) -> None:
     watch = StallWatch(5.0)
     watch.heard(ROLLOUT, generating(0, counted=False))
     assert not look_for(watch, clock, 60, {ROLLOUT: GENERATE, ACTOR: UPDATE})
+    assert watch.moving({ROLLOUT: GENERATE}).still_s == 0.0, "nor is a person told so"
     assert not look_for(watch, clock, 60, {}), "nobody is waited for"
     assert not look_for(watch, clock, 5, {ACTOR: UPDATE})
 
