@@ -26,6 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from _gpu_parts import PARTS, Part, Size, full_size, toy_size  # noqa: E402
 
+from rlctl.show.visible_streams import visible_streams  # noqa: E402
+
 TOTAL_S = 480.0
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "xxhash")  # by every part that computes
 VERSIONS = ("torch", "transformers", "vllm", "flash-attn", "numpy", "pydantic")
@@ -208,17 +210,18 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+
+    from rlctl.show.screen import Screen
 
     table = Table(*rows[0])
     for row in rows[1:]:
         if row[0]:
             table.add_section()
-        table.add_row(*(escape(cell) for cell in row))
-    Console().print(table)
+        table.add_row(*row)
+    Screen().print(table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with visible_streams():
+        sys.exit(main())
