@@ -166,6 +166,8 @@ this on GPUs, were not tried.
 
 - vLLM with multi-head latent attention (`kv_lora_rank`: DeepSeek V2 and V3, …): it derives matrices when it starts, and
   a sync would leave them as they were.
+- Sequences beyond the first context of a model with LongRoPE (4,096 tokens for Phi 3 and 4 mini): transformers then
+  takes other rotary frequencies for all sequences of a call, and log-probs would depend on the micro-batch.
 - Layers that keep a state instead of keys and values, encoder-decoder models, quantized weights.
 """
 

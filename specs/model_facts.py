@@ -11,6 +11,17 @@ _HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 _TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2", "starcoder2")
 
 
+def tokens_of_one_rope(config: Mapping[str, Any]) -> int:
+    """Tokens up to which positions are rotated in one way; 0: any number. LongRoPE has two sets of frequencies, and
+    transformers takes the long one for a whole call as soon as one of its sequences is longer than this. Log-probs then
+    depend on what else is in the call."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return 0
+    short = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return short if isinstance(short, int) else 0
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """The shape of a decoder. Numbers that the config does not give, and that have no usual default, are 0."""

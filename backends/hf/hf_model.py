@@ -17,7 +17,7 @@ from backends.packed import packed_attention
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
 from specs.errors import ModelError
-from specs.model_facts import positions_of
+from specs.model_facts import positions_of, tokens_of_one_rope
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import ModelConfig
 
@@ -99,9 +99,21 @@ def _check_fits(config: ModelConfig, text: PretrainedConfig) -> None:
             f"model {config.path} takes at most {limit} tokens, but a sequence may have {config.max_sequence_tokens}",
             hint="lower data.max_prompt_tokens or data.max_response_tokens",
         )
+    _check_one_rope(config, text)
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ModelError(f"model {config.path}: layers of kind {', '.join(sorted(unknown))} are not supported")
+
+
+def _check_one_rope(config: ModelConfig, text: PretrainedConfig) -> None:
+    """Raises ModelError where a sequence may be longer than one set of rotary frequencies serves."""
+    short = tokens_of_one_rope(text.to_dict())
+    if 0 < short < config.max_sequence_tokens:
+        raise ModelError(
+            f"model {config.path} rotates positions otherwise beyond {short} tokens (longrope), for the whole call: "
+            f"log-probs would depend on the micro-batch, and a sequence may have {config.max_sequence_tokens}",
+            hint="lower data.max_prompt_tokens or data.max_response_tokens",
+        )
 
 
 def _from_pretrained(

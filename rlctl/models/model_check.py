@@ -20,7 +20,7 @@ from rlctl.models.tokenizer_files import check_tokenizer
 from rlctl.models.weight_files import hub_weight_problems, weight_problems
 from specs.errors import Problem
 from specs.load.keys import closest
-from specs.model_facts import positions_of
+from specs.model_facts import positions_of, tokens_of_one_rope
 from specs.schema.sections import DataSection
 from specs.text import show
 
@@ -193,9 +193,16 @@ class ModelCheck:
         own = family.value(self.config, "max_position_embeddings") if self.config else None
         positions = positions_of({**self.config, "max_position_embeddings": own})
         if positions and max_sequence_tokens > positions:
-            message = f"more than the {positions} positions of {self.path}"
-            hint = "lower data.max_prompt_tokens or data.max_response_tokens"
-            self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))
+            self._too_long(f"more than the {positions} positions of {self.path}", max_sequence_tokens)
+            return
+        short = tokens_of_one_rope(self.config)
+        if 0 < short < max_sequence_tokens:
+            message = f"{self.path} rotates positions otherwise beyond {short} tokens (longrope), for the whole call"
+            self._too_long(f"{message}: log-probs would depend on the micro-batch", max_sequence_tokens)
+
+    def _too_long(self, message: str, max_sequence_tokens: int) -> None:
+        hint = "lower data.max_prompt_tokens or data.max_response_tokens"
+        self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))
 
     def check_chat(self, data: DataSection) -> None:
         """Its chat template, where its files can be looked at."""

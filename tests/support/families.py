@@ -107,12 +107,14 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi 3, Phi 4",
-        "queries, keys and values in one matrix, gate and up in another; rotary embeddings on a part of each head",
+        "queries, keys and values in one matrix, gate and up in another; LongRoPE on a part of each head",
         {
             **LLAMA_LIKE,
             "model_type": "phi3",
             "architectures": ["Phi3ForCausalLM"],
             "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 100,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
             "pad_token_id": 0,
         },
     ),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from train_helpers import GEMMA2, GEMMA3, GPT2, QWEN2, model_config, write_model
 from transformers import PreTrainedModel
@@ -85,6 +86,22 @@ def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
 def test_sequences_longer_than_the_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="at most 128 tokens, but a sequence may have 129"):
         build_model(model_config(write_model(tmp_path, QWEN2), max_sequence_tokens=129), load_weights=True)
+
+
+def test_sequences_that_two_sets_of_rotary_frequencies_share_are_refused(tmp_path: Path) -> None:
+    """LongRoPE: transformers gives a short sequence other logits as soon as a long one is in the same call."""
+    folder = write_model(tmp_path, FAMILIES["phi3"].config)
+    model = build_model(model_config(folder, max_sequence_tokens=100, attn_implementation="eager"), load_weights=True)
+    tokens, one = torch.arange(106)[None] % 23, torch.arange(5)[None]
+    both = torch.cat([one, torch.arange(101)[None]], 1)
+    alone, fits, beside = (
+        model(input_ids=tokens[:, :n], position_ids=at[:, :n], use_cache=False).logits[0, :5]
+        for n, at in ((5, one), (105, both), (106, both))
+    )
+    torch.testing.assert_close(fits, alone)
+    assert (beside - alone).abs().max() > 0.1
+    with pytest.raises(ModelError, match="otherwise beyond 100 tokens"):
+        build_model(model_config(folder, max_sequence_tokens=101), load_weights=True)
 
 
 def test_dropout_is_off(tmp_path: Path) -> None:
