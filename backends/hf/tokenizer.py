@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _CLASS_WITHOUT_TORCH = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 
 
+# What the expressions of a template may raise, besides Jinja's own errors.
+_OF_A_TEMPLATE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
 class ChatTemplateError(ValueError):
     """The chat template refused a list of messages."""
 
@@ -42,7 +46,7 @@ class TextCodec:
             text = self.tokenizer.apply_chat_template(
                 [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (TemplateError, *_OF_A_TEMPLATE) as error:
             raise ChatTemplateError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(text, str)
         return text

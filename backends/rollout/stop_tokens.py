@@ -27,7 +27,7 @@ def stop_tokens(own: Iterable[int], config: RolloutConfig, *, ask_tokenizer: boo
     if config.stop or not ids or (ask_tokenizer and _has_tokenizer(config.model.path)):
         codec = load_codec(config.model.path, trust_remote_code=config.model.trust_remote_code)
         ids |= set(token_ids(codec.tokenizer.eos_token_id))
-        ids |= {_single_token(codec, text) for text in config.stop}
+        ids |= {single_token(codec, text) for text in config.stop}
     return frozenset(ids)
 
 
@@ -36,8 +36,19 @@ def end_tokens_of(folder: Path) -> set[int]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
-            ids |= set(token_ids(json.loads((folder / name).read_text("utf-8")).get("eos_token_id")))
+            content = json.loads((folder / name).read_text("utf-8"))
+            content |= content.get("text_config") or {}  # of a model that is several in one, its language model
+            ids |= set(token_ids(content.get("eos_token_id")))
     return ids
+
+
+def named_end_tokens(path: str, codec: TextCodec) -> set[int]:
+    """What ends a completion of the model at a folder or hub id: end tokens of its configs and of its tokenizer."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(path, "config.json")
+    ids = end_tokens_of(Path(file).parent) if file is not None else set()
+    return ids | set(token_ids(codec.tokenizer.eos_token_id))
 
 
 def _has_tokenizer(path: str) -> bool:
@@ -46,11 +57,18 @@ def _has_tokenizer(path: str) -> bool:
     return not folder.is_dir() or any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
-def _single_token(codec: TextCodec, text: str) -> int:
+def single_token(codec: TextCodec, text: str) -> int:
+    """The token of a stop text. Raises ModelError when it is none, several, or one that stands for other text too."""
     encoded = codec.tokenizer.encode(text, add_special_tokens=False)
     if len(encoded) != 1:
-        raise ModelError(
-            f"the stop text {text!r} is {len(encoded)} tokens under the tokenizer of {codec.model_path}",
-            hint="`rollout.stop` takes texts of exactly one token",
-        )
-    return int(encoded[0])
+        what = f"{len(encoded)} tokens" if encoded else "no token"
+    elif encoded[0] == codec.tokenizer.unk_token_id and text != codec.tokenizer.unk_token:
+        what = "the token for unknown text"
+    elif (read := str(codec.tokenizer.decode(encoded)).strip()) != text.strip():  # it drops characters that it lacks
+        what = f"read as {read!r}"
+    else:
+        return int(encoded[0])
+    raise ModelError(
+        f"the stop text {text!r} is {what} under the tokenizer of {codec.model_path}",
+        hint="`rollout.stop` takes texts of exactly one token",
+    )

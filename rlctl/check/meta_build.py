@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.check.reward_import import MARK
 from rlctl.models.hub import HubFolder, bring, hub_snapshot, look_up, offline
 from rlctl.preflight.file_problems import has_nvidia_driver
 from rlctl.processes.launch import base_environment, python_path
@@ -24,12 +26,14 @@ from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import devices_of_a_process
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.roles import DATA, ROLES, RoleName
 from specs.schema.spec import ModelRole, Spec
 from specs.wire.meta_request import Level, Probed, ProbeRequest, RoleRequest, UpdateShape
+from workers.watchdog import kill_marked
 
 MOST_ANSWERS = 4  # that a rollout writes in its trial update
 _TAIL_LINES = 5
+_KILL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Probe:
 
 def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
     """Ask every role; what goes wrong with one is in its `error`. Leaves no process and no file behind."""
-    requests = _requests(spec, spec_dir, level)
+    requests = requests_of(spec, spec_dir, level)
     with ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
         missing = {role: path for role, asked in requests.items() if (path := _missing(asked.body))}
@@ -138,12 +142,13 @@ _OF_THE_PLACE = (
 # ── what is asked ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _requests(spec: Spec, spec_dir: Path, level: Level) -> dict[RoleName, RoleRequest]:
+def requests_of(spec: Spec, spec_dir: Path, level: Level) -> dict[RoleName, RoleRequest]:
     """What is asked of each role, in the order of the answers; roles without a model have no trial update."""
     bodies = build_bodies(spec, spec_dir, spec_dir / "no-run")  # nothing of a run directory is read or made
     if level == "meta":
         ranks = {role: spec.role(role).processes if ROLES[role].together else 1 for role in spec.roles}
-        return {role: RoleRequest(body=body, ranks=ranks[role]) for role, body in bodies.items()}
+        data = {role: bodies[DATA] if ROLES[role].holds == "scorer" else {} for role in spec.roles}
+        return {role: RoleRequest(body=body, ranks=ranks[role], data=data[role]) for role, body in bodies.items()}
     return {role: _one_update(spec, role, body) for role, body in bodies.items() if ROLES[role].holds_model}
 
 
@@ -191,7 +196,9 @@ class _Child:
             "PYTHONDONTWRITEBYTECODE": "1",
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": _devices(spec, plan, roles),
+            MARK: (mark := secrets.token_hex(8)),
         }
+        self._mark = f"{MARK}={mark}"
         self._failure = ""
         self._process: subprocess.Popen[str]
 
@@ -222,6 +229,7 @@ class _Child:
             yield
         finally:
             _kill(self._process.pid)
+            kill_marked(self._mark, _KILL_S)
             self._process.communicate()
 
     def answers(self, timeout_s: float) -> dict[RoleName, Probed]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ from rlctl.models.as_built_check import NAMES, compare
 from rlctl.models.expected import Expected, models_expected
 from rlctl.preflight.role_attention import role_attention
 from specs.errors import Problem
-from specs.schema.roles import ACTOR, DATA, RoleName
+from specs.schema.roles import DATA, REF, ROLLOUT, RoleName
 from specs.schema.spec import Spec
+from specs.text import show
 from specs.wire.meta_request import Probed
 
 if TYPE_CHECKING:
@@ -41,16 +42,37 @@ def probe_problems(spec: Spec, spec_dir: Path, probe: Probe) -> tuple[list[Probl
         if found.model is not None:
             for what, wanted, actual in compare(asked[role], found.model, found.not_seen):
                 errors.append(Problem(role, f"{what}: expected {wanted}, built {actual}", _ANOTHER))
-    return errors + _tokenizer(probe.found), warnings
+        for finding in found.findings:
+            said = Problem(finding.key, finding.message, finding.hint, finding.value)
+            (errors if finding.refuses else warnings).append(said)
+    path = show(spec.model.path)
+    errors += _beyond(probe.found, path)
+    return errors, [*warnings, *_no_end(probe.found, path)]
 
 
-def _tokenizer(probed: Mapping[RoleName, Probed]) -> list[Problem]:
-    tokens = probed[DATA].tokens if DATA in probed else None
-    actor = probed[ACTOR].model
-    if tokens is None or actor is None or tokens <= actor.vocab_size:
-        return []
-    message = f"the tokenizer has {tokens:,} tokens, the actor's vocabulary {actor.vocab_size:,}"
-    return [Problem(DATA, message, "use the tokenizer that the model was trained with")]
+def _beyond(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
+    """A tokenizer with a token that the model has no row for. Files do not always say: transformers adds special tokens
+    that a tokenizer lacks."""
+    highest = probed[DATA].highest if DATA in probed else None
+    models = [found.model for role, found in probed.items() if found.model is not None and role != REF]
+    if highest is None or not models or highest.id < models[0].vocab_size:
+        return
+    message = f"{show(highest.text)} is token {highest.id}, and the model's vocabulary has {models[0].vocab_size:,}"
+    yield Problem("model.path", message, "name in tokenizer_config.json only tokens that the tokenizer has", path)
+
+
+def _no_end(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
+    """Completions that never end, or that the chat template ends with another token."""
+    ends = probed[ROLLOUT].ends if ROLLOUT in probed else None
+    turn = probed[DATA].turn_end if DATA in probed else None
+    if ends is None:
+        return
+    if not ends:
+        message = "no token ends a completion: each has data.max_response_tokens tokens"
+        yield Problem("model.path", message, "put eos_token_id into its generation_config.json", path)
+    elif turn is not None and turn.id not in ends:
+        message = f"the chat template ends an answer with {show(turn.text)}, which ends no completion"
+        yield Problem("rollout.stop", message, "add it, unless the model was trained to end with another token")
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────

@@ -29,6 +29,7 @@ class RoleRequest(Table):
     shape: UpdateShape | None = None  # asks for a trial update
     loss: dict[str, Any] = Field({})  # of a learner's trial update
     sampling: dict[str, Any] = Field({})  # of a rollout's
+    data: dict[str, Any] = Field({})  # of a role that scores: the data role's body, for rows to score
 
 
 class ProbeRequest(Table):
@@ -47,6 +48,23 @@ class OneUpdate(Table):
     peak_GiB: float
 
 
+class Finding(Table):
+    """Something wrong that shows only in the role's interpreter. `refuses`: no warning, but an error."""
+
+    key: str
+    message: str
+    hint: str
+    value: str = ""
+    refuses: bool = True
+
+
+class Token(Table):
+    """A token of the tokenizer."""
+
+    id: int
+    text: str
+
+
 class Probed(Table):
     """What was found out about one role. `model` is None for a role that holds none, and where an engine cannot say."""
 
@@ -54,6 +72,10 @@ class Probed(Table):
     model: ModelBuilt | None = None
     not_seen: tuple[str, ...] = ()  # fields of `model` that only a real start can show
     tokens: int | None = None  # of the tokenizer, for a role that holds one instead of a model
+    highest: Token | None = None  # of that tokenizer
+    turn_end: Token | None = None  # with which the chat template ends what the assistant says
+    ends: tuple[int, ...] | None = None  # tokens that end a completion, of a role that samples
+    findings: tuple[Finding, ...] = ()
     one_update: OneUpdate | None = None
     seconds: float = 0.0
     error: str = ""

@@ -37,6 +37,7 @@ from small_spec import raw_spec
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.presets import presets
+from specs.errors import Problem
 from specs.packages import version_here
 from specs.safetensors_header import make_header
 from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES
@@ -80,6 +81,15 @@ def edited(raw: dict[str, Any], sets: dict[str, Any], removed: tuple[str, ...] =
         else:
             node[int(last) if isinstance(node, list) else last] = value
     return raw
+
+
+def said_exactly(wanted: dict[str, str], found: list[Problem]) -> None:
+    """Every wanted key is found with its words and a hint, and nothing else is."""
+    listed = "\n".join(map(str, found))
+    assert sorted(wanted) == sorted(problem.key for problem in found), listed
+    for problem in found:
+        assert wanted[problem.key] in str(problem), str(problem)
+        assert problem.hint, str(problem)
 
 
 def write_case(case: Case, folder: Path) -> Path:

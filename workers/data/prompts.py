@@ -70,6 +70,15 @@ def build_table(
 
     Raises DataError on a bad or overlong row where the spec refuses them, and when no row is left.
     """
+    table = read_table(source, rows, data, codec, needs_answer)
+    _refuse_overlong_or_empty(table, data)
+    return table
+
+
+def read_table(
+    source: str, rows: Iterable[DataRow], data: DataSection, codec: TextCodec, needs_answer: bool
+) -> PromptTable:
+    """As `build_table`, but overlong rows are only counted, and the table may be empty."""
     chat = uses_chat(data, codec)
     render = _Renderer(data, codec, chat, needs_answer)
     table, lengths, pieces = PromptTable(source), [0], []
@@ -94,8 +103,7 @@ def build_table(
         if len(pending) >= ENCODE_ROWS:
             flush()
     flush()
-    _refuse_overlong_or_empty(table, data)
-    table.tokens = np.concatenate(pieces)
+    table.tokens = np.concatenate(pieces) if pieces else table.tokens
     table.offsets = np.cumsum(lengths, dtype=np.int64)
     return table
 
@@ -156,19 +164,29 @@ class _Renderer:
             raise _BadRow(f"{column} {said}")
 
     def _text(self, values: Mapping[str, Any]) -> str:
-        prompt = render_template(self.data.template, values) if self.data.template else values[self.data.prompt_column]
+        prompt = prompt_of(values, self.data)
         if not self.chat:
             if isinstance(prompt, str):
                 return prompt
             why = "the tokenizer has no chat template" if self.data.chat != "never" else 'data.chat = "never"'
             raise _BadRow(f"column {self.data.prompt_column!r} is {type(prompt).__name__}, not text, and {why}")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
-        if self.data.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.data.system}, *messages]
         try:
-            return self.codec.render_chat(messages)
+            return self.codec.render_chat(messages_of(prompt, self.data))
         except ChatTemplateError as error:
             raise _BadRow(str(error)) from error
+
+
+def prompt_of(values: Mapping[str, Any], data: DataSection) -> Any:
+    """A row's prompt before any chat template: text, or messages."""
+    return render_template(data.template, values) if data.template else values[data.prompt_column]
+
+
+def messages_of(prompt: Any, data: DataSection) -> list[dict[str, Any]]:
+    """What the chat template is given for a prompt. Raises ValueError where it is not one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    if data.system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": data.system}, *messages]
+    return messages
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:

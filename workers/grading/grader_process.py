@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,7 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from workers.watchdog import kill_marked
+
 KILL_WAIT_S = 10.0
+_MARK = "RLCTL_GRADER"
+_KEPT = ("RLCTL_RUN_ID", "RLCTL_CHECK")  # by which what reward code started is found when a run, or a check, ends
 READ_BYTES = 1 << 16
 
 
@@ -26,8 +31,9 @@ class GraderProcess:
     """
 
     def __init__(self, hello: bytes, log_path: Path, start_timeout_s: float) -> None:
-        env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")}
-        env |= {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": _package_path()}
+        self._mark = secrets.token_hex(8)
+        env = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
+        env |= {_MARK: self._mark, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": _package_path()}
         with open(log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", "-m", "workers.grading.child", str(os.getpid())],
@@ -100,11 +106,12 @@ class GraderProcess:
             return
 
     def kill(self) -> None:
-        """Kill the process and everything in its session; earlier output can still be read."""
+        """Kill the process and all that it started, in other sessions too; earlier output can still be read."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # stuck in a system call: it dies when that returns
             self.process.wait(KILL_WAIT_S)
+        kill_marked(f"{_MARK}={self._mark}", KILL_WAIT_S)
 
     def close(self) -> None:
         self.kill()

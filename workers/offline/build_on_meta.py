@@ -1,4 +1,4 @@
-"""Reports what a role would build, from the role's own interpreter: `python -m workers.offline.build_on_meta`.
+"""Reports what a role would build and read, from the role's own interpreter: `python -m workers.offline.build_on_meta`.
 
 Reads a `ProbeRequest` from standard input and writes a `Probed` per role, one JSON line each, as soon as it is known.
 Output of libraries goes to standard error. Nothing is written to disk and no port is opened.
@@ -11,16 +11,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TextIO
 
 from backends.hf.tokenizer import load_codec
-from backends.protocol import OnMeta, Rank
+from backends.protocol import Rank
 from backends.registry import rollout_engine, train_engine
-from specs.errors import RlctlError
+from backends.rollout.stop_tokens import named_end_tokens, single_token
+from specs.errors import ModelError, RlctlError
 from specs.schema.roles import ROLES
-from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest
-from specs.wire.role_config import TEXT_CONFIGS, RolloutConfig, TrainConfig
+from specs.text import show
+from specs.wire.meta_request import Finding, Probed, ProbeRequest, RoleRequest
+from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, RolloutConfig, TextConfig, TrainConfig
+from workers.offline.first_rows import highest_token, row_findings, turn_end
 from workers.offline.one_update import one_update
+from workers.offline.trial_grading import grading_findings
 from workers.watchdog import die_with_parent, set_process_name
 
 
@@ -30,7 +35,7 @@ def main() -> int:
     replies = _own_stdout()
     request = ProbeRequest.model_validate_json(sys.stdin.read())
     for role, asked in request.roles.items():
-        replies.write(_reply(role, asked).model_dump_json() + "\n")
+        replies.write(reply(role, asked).model_dump_json() + "\n")
         replies.flush()
     return 0
 
@@ -42,7 +47,8 @@ def _own_stdout() -> TextIO:
     return kept
 
 
-def _reply(role: str, asked: RoleRequest) -> Probed:
+def reply(role: str, asked: RoleRequest) -> Probed:
+    """What a role would build, or the error that ends it. Never raises."""
     started = time.monotonic()
     look: Callable[[str, RoleRequest], Probed] = one_update if asked.shape is not None else _on_meta
     try:
@@ -58,21 +64,48 @@ def _reply(role: str, asked: RoleRequest) -> Probed:
 def _on_meta(role: str, asked: RoleRequest) -> Probed:
     """Uses the same code as the role's engine, without memory for weights."""
     if not ROLES[role].holds_model:
-        config = TEXT_CONFIGS[role].model_validate(asked.body)
-        codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
-        return Probed(role=role, tokens=len(codec.tokenizer))
-    rank, found = Rank(0, asked.ranks, 0), None
+        return _texts(role, TEXT_CONFIGS[role].model_validate(asked.body), asked)
+    rank, about = Rank(0, asked.ranks, 0), Probed(role=role)
     if ROLES[role].samples:
         rollout = RolloutConfig.model_validate(asked.body)
+        about = _ends(role, rollout)
+        if about.findings:  # an engine would refuse them too
+            return about
         found = rollout_engine(rollout.engine.kind).on_meta(rollout, rank)
     else:
         trainer = TrainConfig.model_validate(asked.body)
         found = train_engine(trainer.engine.kind).on_meta(trainer, rank)
-    return _seen(role, found)
+    if found is None:
+        return about
+    return about.model_copy(update={"model": found.model, "not_seen": found.not_seen})
 
 
-def _seen(role: str, found: OnMeta | None) -> Probed:
-    return Probed(role=role) if found is None else Probed(role=role, model=found.model, not_seen=found.not_seen)
+def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
+    """A role that reads text: its tokenizer, and what it makes of the first rows."""
+    codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
+    about = Probed(role=role, tokens=len(codec.tokenizer), highest=highest_token(codec))
+    if isinstance(config, DataConfig):
+        end = turn_end(codec) if config.data.chat != "never" else None
+        return about.model_copy(update={"findings": tuple(row_findings(config, codec)), "turn_end": end})
+    if isinstance(config, RewardConfig) and asked.data:
+        findings = grading_findings(config, DataConfig.model_validate(asked.data), codec)
+        return about.model_copy(update={"findings": tuple(findings)})
+    return about
+
+
+def _ends(role: str, config: RolloutConfig) -> Probed:
+    """The tokens that end a completion, and stop texts that are none."""
+    if find_spec("transformers") is None:  # an engine of another package, which reads no tokenizer here
+        return Probed(role=role)
+    path = config.model.path
+    codec = load_codec(path, trust_remote_code=config.model.trust_remote_code)
+    found, ids = [], named_end_tokens(path, codec)
+    for text in config.stop:
+        try:
+            ids.add(single_token(codec, text))
+        except ModelError as error:
+            found.append(Finding(key="rollout.stop", message=error.message, hint=error.hint, value=show(text)))
+    return Probed(role=role, ends=tuple(sorted(ids)), findings=tuple(found))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from corpus import base, edited, write_case
+from process_ends import ended
 
 from rlctl.check.check_command import as_dict, check
 from rlctl.check.findings import examine
@@ -98,18 +99,6 @@ def test_a_reward_that_starts_threads_and_servers_is_no_alarm_and_leaves_nothing
     pids = [int(line) for line in (folder / "pids").read_text().split()]
     assert len(pids) >= 4
     assert all(map(ended, pids))
-
-
-def ended(pid: int) -> bool:
-    """Whether a process is gone, or dead and not yet collected by whoever adopted it."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_without_functions_no_process_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from process_ends import ended
 from running import REPO, preset
 from sabotage import SUPPORT
 from safetensors.numpy import save_file
@@ -207,6 +208,25 @@ def test_the_person_sees_asked_and_got(tmp_path: Path, capsys: pytest.CaptureFix
     out, _ = capsys.readouterr()
     assert "one trial update of" in out
     assert "Weights were random, none was read." in out
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stop text that is several tokens, and a reward that needs another row and leaves a server behind."""
+    source = "import subprocess\n\ndef score(prompt, completion, row):\n"
+    source += "    server = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+    source += "    open('pids', 'a').write(f'{server.pid}\\n')\n    return row['truth']\n"
+    (tmp_path / "rewards.py").write_text(source)
+    reward = 'reward.terms=[{ kind = "function", path = "rewards.py:score" }]'
+    code, found, _ = probe(capsys, preset("fake", tmp_path), 'rollout.stop=["12"]', reward)
+    assert code == 2
+    said = {problem["key"]: problem["message"] for problem in found["problems"]}
+    assert sorted(said) == ["reward.terms.0.path", "rollout.stop"]
+    assert "is 2 tokens" in said["rollout.stop"]
+    assert "KeyError: 'truth'" in said["reward.terms.0.path"]
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2, "called for two rows"
+    assert all(ended(int(pid)) for pid in pids)
 
 
 def test_a_level_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpus import KEYS, PROBED, SAID, Case, base, cases, edited, packages, write_case
+from corpus import KEYS, PROBED, SAID, Case, base, cases, edited, packages, said_exactly, write_case
 
 from rlctl.check.findings import Findings, examine
-from specs.errors import Problem
 
 CASES = dict(cases())
 
@@ -27,15 +26,6 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case]
             return examine(write_case(case, tmp_path), case.get("override", []))
 
     return found
-
-
-def said_exactly(wanted: dict[str, str], found: list[Problem]) -> None:
-    """Every wanted key is found with its words and a hint, and nothing else is."""
-    listed = "\n".join(map(str, found))
-    assert sorted(wanted) == sorted(problem.key for problem in found), listed
-    for problem in found:
-        assert wanted[problem.key] in str(problem), str(problem)
-        assert problem.hint, str(problem)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -31,7 +31,9 @@ NAUGHTY = """
         if do == "sleep":
             time.sleep(600)
         if do == "hang-with-child":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # " + row["mark"]])
+            for own_session in (False, True):
+                command = [sys.executable, "-c", "import time; time.sleep(600)  # " + row["mark"]]
+                subprocess.Popen(command, start_new_session=own_session)
             time.sleep(600)
         if do == "exit":
             os._exit(3)

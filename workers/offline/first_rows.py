@@ -1,0 +1,140 @@
+"""The first rows of a run's data, rendered and tokenised as the data role does it: what of them would be wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from backends.hf.tokenizer import ChatTemplateError, TextCodec
+from specs.errors import DataError
+from specs.schema.sections import is_hub_data
+from specs.text import show
+from specs.wire.meta_request import Finding, Token
+from specs.wire.role_config import DataConfig
+from workers.data.prompts import PromptTable, messages_of, prompt_of, read_table, uses_chat
+from workers.data.row_source import read_rows
+
+ROWS = 256
+_RENDERED = 8  # whose text is compared with their messages
+_MARK = "zq7"  # an assistant's answer that no template writes itself
+_TRAIN, _EVAL = "data.train", "eval.data"
+
+
+def first_tables(config: DataConfig, codec: TextCodec) -> Iterator[tuple[str, PromptTable, bool] | Finding]:
+    """(key, table, whether it is the whole source) of each source that lies on this machine, or why there is none."""
+    sources = [(_TRAIN, config.data.train, config.data.max_rows)]
+    if config.eval is not None and config.eval.data:
+        sources.append((_EVAL, config.eval.data, None))
+    for key, source, most in sources:
+        if is_hub_data(source):
+            continue
+        rows = read_rows(source, split="", base=Path(config.spec_dir), max_rows=most)
+        try:
+            first = list(islice(rows, ROWS))
+            table = read_table(source, first, config.data, codec, config.needs_answer)
+        except DataError as error:
+            yield Finding(key=key, message=error.message, hint=error.hint, value=show(source))
+        else:
+            yield key, table, len(first) < ROWS or next(rows, None) is None
+
+
+def row_findings(config: DataConfig, codec: TextCodec) -> Iterator[Finding]:
+    """What is wrong with the first rows of every source."""
+    for found in first_tables(config, codec):
+        if isinstance(found, Finding):
+            yield found
+            continue
+        key, table, whole = found
+        yield from _lengths(config, key, table, whole)
+        if uses_chat(config.data, codec):
+            yield from _left_out(config, codec, table)
+
+
+# ── how many are left ───────────────────────────────────────────────────────────────────────────────
+
+
+def _lengths(config: DataConfig, key: str, table: PromptTable, whole: bool) -> Iterator[Finding]:
+    """Prompts that are too long, and too few that are left."""
+    data, usable, long = config.data, len(table), table.dropped_overlong
+    rows, left = usable + long + table.dropped_bad, usable - _held_out(config)
+    longest = f"the longest has {table.longest_prompt_tokens}"
+
+    def too_long(message: str, *, refuses: bool = False) -> Finding:
+        value = str(data.max_prompt_tokens)
+        return Finding(key="data.max_prompt_tokens", message=message, hint="raise it", value=value, refuses=refuses)
+
+    def bad(message: str, *, refuses: bool = False) -> Finding:
+        hint = f"fix the rows that are dropped, the first: {table.first_bad}"
+        return Finding(key=key, message=message, hint=hint, value=show(table.source), refuses=refuses)
+
+    if long and data.overlong == "refuse":
+        message = f"{table.first_overlong} tokens, which is longer than data.max_prompt_tokens"
+        yield too_long(f"{message} = {data.max_prompt_tokens}, and data.overlong refuses it", refuses=True)
+    elif long and not usable:
+        yield too_long(f"all of the first {long} prompts of {table.source} are longer; {longest}", refuses=True)
+    elif not usable:
+        yield bad(f"no prompt is left: all of the first {rows} rows are bad", refuses=True)
+    elif whole and key == _TRAIN and left < data.prompts_per_step <= rows - _held_out(config):
+        message = f"leaves {left} usable prompts, and a step draws {data.prompts_per_step}"
+        yield too_long(message) if long else bad(message)
+    elif 2 * long >= rows:
+        yield too_long(f"{long} of the first {rows} prompts of {table.source} are longer, and dropped; {longest}")
+
+
+def _held_out(config: DataConfig) -> int:
+    return config.eval.prompts if config.eval is not None and not config.eval.data else 0
+
+
+# ── what the template makes of them ─────────────────────────────────────────────────────────────────
+
+
+def _left_out(config: DataConfig, codec: TextCodec, table: PromptTable) -> Iterator[Finding]:
+    """Text of messages that is not in the prompt, and parts of messages that are there as Python writes them."""
+    given = [messages_of(prompt_of(row, config.data), config.data) for row in table.rows[:_RENDERED]]
+    pairs = [(message, prompt) for messages, prompt in zip(given, table.prompts, strict=False) for message in messages]
+    hint, key = "repair the chat template, or use the model's own", "model.path"
+    if any(isinstance(message["content"], list) and repr(message["content"]) in prompt for message, prompt in pairs):
+        message = "the chat template prints the parts of a message as Python writes a list"
+        yield Finding(key=key, message=message, hint="write the content of messages as text")
+    texts = [(one["role"] == "system", _word(one["content"]), prompt.casefold()) for one, prompt in pairs]
+    seen = {system: [word in prompt for of, word, prompt in texts if of == system and word] for system in (True, False)}
+    if seen[False] and not any(seen[False]):
+        shown = show(table.prompts[0])
+        yield Finding(
+            key=key, message=f"the chat template leaves the messages' text out: a prompt is {shown}", hint=hint
+        )
+    elif seen[True] and not any(seen[True]):
+        message = "the chat template leaves the system message out"
+        yield Finding(key=key, message=message, hint="put its text into the user's message", refuses=False)
+
+
+def _word(content: Any) -> str:
+    """The longest word of a message, which a template keeps whatever it does with spaces and quotes."""
+    parts: Iterable[Any] = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    words = [word for text in texts if isinstance(text, str) for word in re.findall(r"\w+", text)]
+    return max(words, key=len, default="").casefold()
+
+
+def turn_end(codec: TextCodec) -> Token | None:
+    """The special token that the chat template writes behind what the assistant says; None where it writes none, or
+    does not say."""
+    if not codec.has_chat_template:
+        return None
+    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}, {"role": "user", "content": "2"}]
+    try:
+        _, _, after = codec.render_chat(said).partition(_MARK)
+    except ChatTemplateError:
+        return None
+    ids = codec.encode([after.lstrip()], rendered=True)[0][:1]
+    special = codec.tokenizer.added_tokens_decoder
+    return Token(id=ids[0], text=str(special[ids[0]])) if ids and ids[0] in special else None
+
+
+def highest_token(codec: TextCodec) -> Token:
+    vocabulary = codec.tokenizer.get_vocab()
+    text = max(vocabulary, key=vocabulary.__getitem__)
+    return Token(id=vocabulary[text], text=text)

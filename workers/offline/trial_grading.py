@@ -1,0 +1,98 @@
+"""Terms of a reward, tried on the first rows of the data by the processes that grade in a run: each row's own answer is
+the completion."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from backends.hf.tokenizer import TextCodec
+from specs.schema.rewards import ExactMatch, Function, MathVerify, RewardTerm, compares_answer
+from specs.schema.row_values import gold_answer
+from specs.text import show
+from specs.wire.meta_request import Finding
+from specs.wire.role_config import DataConfig, RewardConfig
+from workers.data.prompts import PromptTable
+from workers.grading.pool import Grade, GraderPool, Request
+from workers.grading.terms import Setting
+from workers.offline.first_rows import first_tables
+
+_ROWS = 64  # whose answers are looked at
+_CALLS = 2  # of a function of the person's, which may cost something
+_TIMEOUT_S = 5.0
+# Errors of code that no retry and no network mends.
+_OF_CODE = (
+    *("TypeError", "NameError", "AttributeError", "KeyError", "IndexError", "UnboundLocalError", "SyntaxError"),
+    *("ModuleNotFoundError", "ImportError", "AssertionError", "ZeroDivisionError", "RecursionError", "ValueError"),
+)
+
+
+def grading_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -> Iterator[Finding]:
+    """What no completion could be right about, and calls of functions that give no score."""
+    found = next(iter(first_tables(data, codec)), None)
+    if found is None or isinstance(found, Finding) or not len(found[1]):
+        return  # the data is on a hub, or the data role says what is wrong with it
+    table = found[1]
+    if compares_answer(config.reward.terms):
+        golds = [gold_answer(row[config.answer_column]) for row in table.rows[:_ROWS]]
+        if any(isinstance(term, ExactMatch) and not term.partial for term in config.reward.terms):
+            yield from _never_equal(golds, config, codec)
+    for number, term in enumerate(config.reward.terms):
+        if isinstance(term, MathVerify):
+            yield from _no_value(number, _grades(term, table, _ROWS, config), golds)
+        elif isinstance(term, Function):
+            yield from _no_score(number, term, _grades(term, table, _CALLS, config), table)
+
+
+def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -> Iterator[Finding]:
+    """Answers that no completion of the run can be equal to."""
+    tokens, most = codec.encode(golds, rendered=True), config.max_response_tokens
+    count = f"the first {len(golds)} answers"
+    back = codec.decode(tokens)
+    if all(len(ids) > most for ids in tokens):
+        message = f"no completion can be as long as any of {count}: the shortest has {min(map(len, tokens))} tokens"
+        yield Finding(key="data.max_response_tokens", message=message, hint="raise it", value=str(most))
+    elif all(gold != written.strip() for gold, written in zip(golds, back, strict=True)):
+        message = f"the tokenizer can write none of {count}: {show(golds[0])} becomes {show(back[0])}"
+        yield Finding(key="data.train", message=message, hint="use a model whose tokenizer knows the characters")
+
+
+def _grades(term: RewardTerm, table: PromptTable, count: int, config: RewardConfig) -> list[Grade]:
+    """The grades that a term alone gives the answers of the first rows; empty text where a row has no answer."""
+    column = config.answer_column
+    rows = zip(table.rows[:count], table.prompts[:count], strict=True)
+    requests = [
+        Request(number, prompt, row, gold_answer(row[column]) if row.get(column) is not None else "", 1)
+        for number, (row, prompt) in enumerate(rows)
+    ]
+    setting = Setting(column, config.max_response_tokens, config.spec_dir)
+    timeout_s = min(config.reward.timeout_s, _TIMEOUT_S)
+    with tempfile.TemporaryDirectory(prefix="rlctl-probe-") as folder:
+        log = Path(folder, "output.log")
+        with GraderPool([term.model_dump()], setting, workers=1, timeout_s=timeout_s, log_path=log) as pool:
+            pool.wait_ready()
+            return pool.grade(requests)
+
+
+def _no_value(number: int, grades: Sequence[Grade], golds: Sequence[str]) -> Iterator[Finding]:
+    without = [gold for gold, grade in zip(golds, grades, strict=True) if grade.cause]
+    if not without:
+        return
+    all_of_them = len(without) == len(golds)
+    how_many = f"any of the first {len(golds)}" if all_of_them else f"{len(without)} of the first {len(golds)}"
+    message = f"math_verify finds no value in {how_many} answers, such as {show(without[0])}"
+    hint = "use exact_match for answers that are words" if all_of_them else "their completions are not graded"
+    yield Finding(key=f"reward.terms.{number}", message=message, hint=hint, refuses=all_of_them)
+
+
+def _no_score(number: int, term: Function, grades: Sequence[Grade], table: PromptTable) -> Iterator[Finding]:
+    """A function that gave no score for any of the rows."""
+    if not all(grade.cause for grade in grades):
+        return
+    last = grades[0].text.strip().splitlines()[-1].removeprefix("reward.terms[0]: ")
+    name = term.path.rpartition(":")[2]
+    of_code = grades[0].cause in ("bad_values", "crashes") or last.partition(":")[0] in _OF_CODE
+    message = f"{name}, called with the first row, gives no score: {last}"
+    hint = f"call it with the row of {table.wheres[0]}"
+    yield Finding(key=f"reward.terms.{number}.path", message=message, hint=hint, value=show(term.path), refuses=of_code)
