@@ -38,17 +38,18 @@ class Dial:
     secret: str
     role: str
     rank: int
-    server_key: str = ""  # CURVE public key of the driver; empty: no encryption (loopback)
+    server_key: str  # CURVE public key of the driver, which only this run's ranks know
 
     @classmethod
     def from_env(cls, role: str, rank: int) -> Dial:
-        """Read RLCTL_ADDRESS, RLCTL_SECRET and RLCTL_CURVE_KEY, and take the secret out of the environment, so that
-        processes started from here do not inherit it."""
+        """Read RLCTL_ADDRESS, RLCTL_SECRET and RLCTL_CURVE_KEY, and take secret and key out of the environment, so that
+        processes started from here do not inherit them."""
         try:
             address, secret = os.environ["RLCTL_ADDRESS"], os.environ.pop("RLCTL_SECRET")
+            server_key = os.environ.pop("RLCTL_CURVE_KEY")
         except KeyError as error:
             raise ChannelError(f"{error.args[0]} is not set", hint="a rank is started by `rlctl train`") from None
-        return cls(address, secret, role, rank, os.environ.get("RLCTL_CURVE_KEY", ""))
+        return cls(address, secret, role, rank, server_key)
 
 
 class Link:
@@ -68,9 +69,8 @@ class Link:
         dealer = self._dealer
         dealer.setsockopt(zmq.SNDHWM, 0)
         dealer.setsockopt(zmq.RCVHWM, 0)
-        if self._dial.server_key:
-            dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
-            dealer.curve_serverkey = self._dial.server_key.encode()
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+        dealer.curve_serverkey = self._dial.server_key.encode()
         dealer.connect(self._dial.address)
         welcome = self._prove(timeout_s)
         self._beat_s, self._silence_s = float(welcome.body["beat_s"]), float(welcome.body["silence_s"])
@@ -154,7 +154,7 @@ class Link:
         self._looked = now
         if ready:
             self._heard = now
-            for frames in receive_all(self._dealer):
+            for frames in receive(self._dealer, self._beat_s):
                 if frames != BEAT_FRAMES:
                     self._take(_parse(frames))
         if now >= self._next_beat:
@@ -191,12 +191,15 @@ def _parse(frames: list[Buffer]) -> Message | ChannelError:
         return error
 
 
-def receive_all(peer: zmq.Socket[bytes]) -> list[list[Buffer]]:
-    """Every message that has arrived. Large frames are views of the received memory, not copies."""
+def receive(peer: zmq.Socket[bytes], limit_s: float) -> list[list[Buffer]]:
+    """Messages that have arrived, as many as can be read in `limit_s`: they may come faster than that. Large frames are
+    views of the received memory, not copies."""
     messages: list[list[Buffer]] = []
-    while True:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
         try:
             frames = peer.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            return messages
+            break
         messages.append([frame.bytes if len(frame) < _SMALL_BYTES else frame.buffer for frame in frames])
+    return messages

@@ -2,8 +2,10 @@
 that sets the same environment.
 
     RLCTL_ADDRESS, RLCTL_SECRET   address of the driver, and the secret that proves that this rank belongs to the run
+    RLCTL_CURVE_KEY               public key of the driver, for which messages are encrypted
     RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun and deepspeed
                                   set them, else SLURM_PROCID and SLURM_NTASKS
+    RLCTL_GROUP_STORE             file in which ranks that are all on one host meet; else at MASTER_ADDR:MASTER_PORT
     RLCTL_GROUP_SIZE              1 for independent replicas (rollout, reward): RANK and WORLD_SIZE are then hidden
     RLCTL_PARENT_PID              the driver, or its deputy on this host: the rank exits when that process ends
     RLCTL_DEVICES                 replaces CUDA_VISIBLE_DEVICES if the launcher overwrote it

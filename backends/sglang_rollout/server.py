@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,28 +36,31 @@ _CONTEXT_MARGIN = 8
 class Server:
     """A running server. `client` speaks to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], client: Client) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], client: Client, folder: Path) -> None:
         self.process, self.client = process, client
+        self._folder = folder  # only this user can enter it
 
     @classmethod
     def start(cls, config: RolloutConfig) -> Server:
         """Returns when the server is healthy. Raises ModelError when it ends instead."""
         key, port = secrets.token_urlsafe(24), _free_port()
-        with tempfile.TemporaryDirectory(prefix="rlctl-sglang-") as folder:
-            # Command lines can be read by every user of the host; a file of mode 0600 cannot.
-            key_file = Path(folder) / "key.yaml"
-            key_file.touch(mode=0o600)
-            key_file.write_text(json.dumps({"api-key": key}))  # JSON is YAML
-            launch = (sys.executable, "-m", "backends.sglang_rollout.server_process", str(os.getpid()), "--")
-            command = [*launch, "--config", str(key_file), *arguments(config, port)]
-            # A session of its own, so that `stop` reaches SGLang's own children too.
-            process = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True)
-            server = cls(process, Client(port, key))
-            try:
-                server._wait_until_healthy()
-            except BaseException:
-                server.stop()
-                raise
+        folder = Path(tempfile.mkdtemp(prefix="rlctl-sglang-"))
+        # Command lines can be read by every user of the host; a file of mode 0600 cannot.
+        key_file = folder / "key.yaml"
+        key_file.touch(mode=0o600)
+        key_file.write_text(json.dumps({"api-key": key}))  # JSON is YAML
+        launch = (sys.executable, "-m", "backends.sglang_rollout.server_process", str(os.getpid()), "--")
+        command = [*launch, "--config", str(key_file), *arguments(config, port)]
+        env = environment(folder)
+        # A session of its own, so that `stop` reaches SGLang's own children too.
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        server = cls(process, Client(port, key), folder)
+        try:
+            server._wait_until_healthy()
+        except BaseException:
+            server.stop()
+            raise
+        key_file.unlink()
         return server
 
     def _wait_until_healthy(self) -> None:
@@ -87,6 +91,7 @@ class Server:
                 os.killpg(self.process.pid, sign)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_LIMIT_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def arguments(config: RolloutConfig, port: int) -> list[str]:
@@ -119,10 +124,12 @@ def arguments(config: RolloutConfig, port: int) -> list[str]:
     return pairs + [f"--{name}" for name, on in flags.items() if on]
 
 
-def _environment() -> dict[str, str]:
-    """The role's, with the two variables that decide what log-probs mean and how long a sequence may be."""
+def environment(folder: Path) -> dict[str, str]:
+    """The role's, with the variables that decide what log-probs mean, how long a sequence may be, and where SGLang's
+    processes meet: by default at a store of torch's, which listens on every interface."""
     return {
         **os.environ,
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/store",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of the distribution sampled from, after the temperature
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the margin; lengths are checked here
     }

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import distributed as dist
 
+from backends.bound_store import bound_store, joined_store
 from backends.protocol import COLLECTIVE_TIMEOUT, Rank
 
 
@@ -23,11 +24,20 @@ def join_group(rank: Rank, device: str, *, even_alone: bool = False) -> None:
     if rank.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    if int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size)) == rank.world_size:
-        # All ranks are on one host: listening on loopback suffices.
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, rank=rank.rank, world_size=rank.world_size)
+    dist.init_process_group(
+        backend, store=meeting_store(rank), timeout=COLLECTIVE_TIMEOUT, rank=rank.rank, world_size=rank.world_size
+    )
+
+
+def meeting_store(rank: Rank) -> dist.Store | None:
+    """Where the ranks first meet: on one host in a file that only this user can read; else at rank 0, which listens at
+    MASTER_ADDR alone. None: torchrun's agents serve it."""
+    if path := os.environ.get("RLCTL_GROUP_STORE"):
+        return dist.FileStore(path, rank.world_size)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank.world_size, COLLECTIVE_TIMEOUT)
+    return bound_store(*where)[0] if rank.rank == 0 else joined_store(*where)
 
 
 def device_index(rank: Rank, visible: int) -> int:

@@ -1,8 +1,7 @@
 """A process group that spans roles: the actor's rank 0 and every rollout. For weights only
 (`workers/transports/process_group.py`).
 
-It is made from torch's process-group classes themselves, so that it lives beside whatever group an engine has. Its
-store listens at the one address that it is given (torch's own way listens everywhere).
+It is made from torch's process-group classes themselves, so that it lives beside whatever group an engine has.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from backends.bound_store import bound_store
 from backends.peer_errors import as_peer_error
 from backends.protocol import COLLECTIVE_TIMEOUT, Buffer
 
@@ -36,13 +36,8 @@ class Meeting:
 
 def host_meeting(address: str, size: int) -> Meeting:
     """Listen for the other `size` - 1 ranks at `address`, on a port that is free."""
-    listener = socket.create_server((address, 0))
-    port, key = listener.getsockname()[1], secrets.token_hex(8)
-    store = dist.TCPStore(
-        address, port, size, is_master=True, timeout=COLLECTIVE_TIMEOUT, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
-    return Meeting(address, port, size, key, store)
+    store, port = bound_store(address, 0, size, COLLECTIVE_TIMEOUT)
+    return Meeting(address, port, size, secrets.token_hex(8), store)
 
 
 class JoinedGroup:

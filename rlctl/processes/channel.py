@@ -6,6 +6,7 @@ The driver may be busy for long (saving, plotting); its ranks still hear it, and
 from __future__ import annotations
 
 import logging
+import resource
 import secrets
 import threading
 import time
@@ -13,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlctl.processes.door import Door
 from rlctl.processes.handshake import Handshake, Member
 from specs.errors import ChannelError
 from specs.wire.wire_tensors import Buffer
@@ -25,6 +27,10 @@ log = logging.getLogger("rlctl.processes.channel")
 _MAX_BEAT_S = 1.0
 _SILENCE_FACTOR = 4.0  # a rank gives a silent driver longer than the driver gives a rank: it may be stopped by Ctrl-Z
 _MIN_SILENCE_S = 60.0
+_BURST_S = 0.05  # for messages that have arrived, before a beat that is due
+_MAX_UNPROVEN = 64  # messages of connections without a proof that are read at a time; more are dropped
+_HANDSHAKE_MS = 3000  # for ZeroMQ's own, before the run's: silent connections are closed; a rank tries again
+_OPEN_FILES = 65536  # silent connections hold one each until then
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,11 @@ class _Peer:
 
 
 class Hub:
-    """Binds a free port of the address `host` at once, and of no other. `curve=True` encrypts, for ranks that are not
-    on this host's loopback.
+    """Binds a free port of the address `host` at once, and of no other.
+
+    Strangers must not cost ranks their beats. The door is shut while nobody is awaited. Connections are encrypted for
+    this run's key (CURVE): whoever lacks it gets no further than ZeroMQ's own thread. Who has it still proves which
+    rank it is, and is heard after the ranks.
 
     `send` and `next` are for the driver's main thread, which uses the socket itself; a second thread beats and
     listens while the first is busy. One lock passes the socket between them.
@@ -76,7 +85,6 @@ class Hub:
         heartbeat_timeout_s: float = 30.0,
         driver_silence_s: float | None = None,
         host: str = "127.0.0.1",
-        curve: bool = False,
         secret: str = "",
     ) -> None:
         import zmq  # here: `rlctl --help` must not pay for it
@@ -87,10 +95,13 @@ class Hub:
         silence_s = driver_silence_s or max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
         self._expected: dict[str, int] = {}
         self._handshake = Handshake(self.secret, self._expected, {"beat_s": self._beat_s, "silence_s": silence_s})
+        _allow_open_files(_OPEN_FILES)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self._server_key = _encrypt(self._router) if curve else ""
-        self.address = f"tcp://{host}:{_bind(self._router, host)}"
+        self._server_key = _encrypt(self._router)
+        self._door = Door(host)
+        self.address = f"tcp://{host}:{self._door.port}"
+        _listen(self._router, self._door, self.address)
         self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
         self._events: deque[Event] = deque()
         self._peers: dict[bytes, _Peer] = {}
@@ -107,12 +118,13 @@ class Hub:
 
     def environment(self) -> dict[str, str]:
         """What a rank needs to dial home."""
-        curve = {"RLCTL_CURVE_KEY": self._server_key} if self._server_key else {}
-        return {"RLCTL_ADDRESS": self.address, "RLCTL_SECRET": self.secret, **curve}
+        return {"RLCTL_ADDRESS": self.address, "RLCTL_SECRET": self.secret, "RLCTL_CURVE_KEY": self._server_key}
 
     def expect(self, role: str, size: int) -> None:
         """Let ranks 0 … size-1 of a role in. Nobody else is."""
-        self._expected[role] = size
+        with self._lock:
+            self._expected[role] = size
+            self._door.open()
 
     def send(self, role: str, rank: int, frames: list[Buffer]) -> None:
         """Send a message's frames to a rank; never waits. To a rank that is gone it is lost."""
@@ -124,6 +136,7 @@ class Hub:
         with self._lock:
             self._peers.pop(self._identities.pop((role, rank), b""), None)
             self._handshake.forget(role, rank)
+            self._door.open()
             self._events = deque(event for event in self._events if _place(event) != (role, rank))
 
     def next(self, timeout_s: float) -> Event | None:
@@ -146,6 +159,7 @@ class Hub:
         self._thread.join(timeout=5)
         with self._lock:
             self._router.close(linger=500)
+            self._door.close()
             self._context.term()
 
     def _stay_alive(self) -> None:
@@ -159,7 +173,7 @@ class Hub:
 
     def _pump(self, until: float) -> None:
         """Take in what comes until the time `until` or the next beat, whichever is first, and beat when it is time."""
-        from workers.connection import receive_all
+        from workers.connection import receive
 
         wait_s = min(until, self._next_beat) - time.monotonic()
         ready = self._router.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 0)
@@ -167,8 +181,11 @@ class Hub:
         self._forgive(now - self._looked - 4 * self._beat_s)
         self._looked = now
         if ready:
-            for identity, *frames in receive_all(self._router):
-                self._hear(bytes(identity), frames, now)
+            arrived = [(bytes(identity), frames) for identity, *frames in receive(self._router, _BURST_S)]
+            proven = [one for one in arrived if one[0] in self._peers]
+            unproven = [one for one in arrived if one[0] not in self._peers]
+            for identity, frames in (*proven, *unproven[:_MAX_UNPROVEN]):
+                self._hear(identity, frames, now)
         if now >= self._next_beat:
             self._beat(now)
             self._next_beat = now + self._beat_s
@@ -187,6 +204,8 @@ class Hub:
             self._peers[identity] = _Peer(outcome.member, now)
             self._identities[outcome.member.role, outcome.member.rank] = identity
             self._events.append(Joined(outcome.member))
+            if len(self._peers) == sum(self._expected.values()):
+                self._door.shut()
         if outcome.reply is not None:
             self._post(identity, outcome.reply.frames())
 
@@ -222,17 +241,26 @@ def _place(event: Event) -> tuple[str, int]:
     return who.role, who.rank
 
 
-def _bind(router: zmq.Socket[bytes], host: str) -> int:
+def _listen(router: zmq.Socket[bytes], door: Door, address: str) -> None:
     import zmq
 
     router.setsockopt(zmq.SNDHWM, 0)
-    router.setsockopt(zmq.RCVHWM, 0)
+    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return router.bind_to_random_port(f"tcp://{host}")
+    router.setsockopt(zmq.USE_FD, door.hand_over())
+    router.bind(address)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit, often 1024, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _encrypt(router: zmq.Socket[bytes]) -> str:
-    """Make CURVE keys for this run; returns the public one. Who connects is proven by the secret, as without CURVE."""
+    """Make CURVE keys for this run; returns the public one, which only its ranks are told."""
     import zmq
 
     if not zmq.has("curve"):

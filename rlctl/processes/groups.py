@@ -151,8 +151,7 @@ class Groups:
         hub: Hub | None = None,
     ) -> None:
         self.plan = plan
-        far = bool(plan.address)
-        self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK, curve=far)
+        self.hub = hub or Hub(heartbeat_timeout_s=heartbeat_timeout_s, host=plan.address or LOOPBACK)
         self.verb_timeout_s = verb_timeout_s
         self.members: dict[tuple[str, int], Member] = {}
         self.busy: list[tuple[float, float]] = []  # when ranks were at work, in no order

@@ -15,6 +15,7 @@ log = logging.getLogger("rlctl.processes.channel")
 
 _MAX_PENDING = 256  # unproven connections remembered; the oldest is forgotten first
 _MAX_UNPROVEN_BYTES = 4096
+_MAX_TOLD = 20  # refusals that are logged
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Handshake:
         except ChannelError as error:
             self.refused += 1
             self._pending.pop(identity, None)
-            log.warning("refused a connection: %s", error.message)
+            if self.refused <= _MAX_TOLD:
+                log.warning("refused a connection: %s", error.message)
             return Outcome(reply=Message(Kind.ERROR, {"message": error.message}))
 
     def forget(self, role: str, rank: int) -> None:

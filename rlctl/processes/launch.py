@@ -6,10 +6,12 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from workers.watchdog import kill_marked, pids_marked
 log = logging.getLogger("rlctl.processes.launch")
 
 _OUR_VARIABLES = (
-    *("RLCTL_LOG_DIR", "RLCTL_DUMP_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_CURVE_KEY"),
+    *("RLCTL_LOG_DIR", "RLCTL_DUMP_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_GROUP_STORE"),
+    "RLCTL_CURVE_KEY",
     "RLCTL_DEVICES",
 )
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
@@ -66,6 +69,7 @@ class Launcher:
         self.run_id = secrets.token_hex(16)
         self._home = dict(home)
         self._spawned = 0
+        self._stores: list[Path] = []
 
     def start(self, plan: RolePlan, *, module: str = "") -> None:
         """Start a role's processes; returns at once. Logs go to `log_dir/<role>/rank<N>.log`.
@@ -77,6 +81,8 @@ class Launcher:
         more = ("--module", module) if module else ()
         env = self._environment(plan)
         port = str(plan.meeting.port or _free_port()) if plan.world_size_of_group > 1 else ""
+        if plan.world_size_of_group > 1 and plan.nodes == 1:
+            env["RLCTL_GROUP_STORE"] = str(self._make_store_folder() / plan.role)
         if plan.launcher == "python":
             for rank in range(plan.processes):
                 self._spawn_rank(plan, rank, more, env | _place(plan, rank, port))
@@ -93,6 +99,12 @@ class Launcher:
         self._spawn(plan.role, plan.ranks_of(0), command, env, log_path, launcher=plan.launcher)
         for node in plan.remote:
             self._start_remote(plan, node, more, env["RLCTL_LOG_DIR"])
+
+    def _make_store_folder(self) -> Path:
+        """A folder that only this user can enter, for the file in which ranks on this host meet (torch's `FileStore`).
+        Not in the run directory: that may be on a network file system, where locks are slow or missing."""
+        self._stores.append(Path(tempfile.mkdtemp(prefix="rlctl-")))
+        return self._stores[-1]
 
     def start_again(self, plan: RolePlan, rank: int, *, module: str = "", remark: str = "") -> None:
         """Start one replica again, after `kill`. Its log continues below a line with the `remark`."""
@@ -162,6 +174,8 @@ class Launcher:
         left = kill_marked(self._mark, _KILL_TIMEOUT_S)
         if left:
             log.error("processes that could not be ended: %s", left)
+        for folder in self._stores:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for every started process to end by itself; False when some did not in time."""

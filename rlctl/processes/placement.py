@@ -149,7 +149,7 @@ class _Planner:
         python = _interpreter(section.python, self.spec_dir)
         meeting = self._meeting(name, section)
         hosts = self._hosts(section)
-        env = _environment(section, name, threads, group_size)
+        env = _environment(section, name, threads, self._kept_on_loopback(name, section))
         commands = [_command(name, section, python, meeting, hosts, node) for node in range(len(hosts))]
         remote_env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, section.devices))}
         return RolePlan(
@@ -170,6 +170,15 @@ class _Planner:
                 if node > 0
             ),
         )
+
+    def _kept_on_loopback(self, name: RoleName, section: RoleSection) -> tuple[str, ...]:
+        """Variables that are to name the loopback interface: by default gloo listens where the host's name points, NCCL
+        at the first interface. NCCL's holds for every group of a process, also one with ranks on other hosts."""
+        if not (ROLES[name].holds_model and _has_loopback_interface()):
+            return ()
+        if not self.address:
+            return ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        return ("GLOO_SOCKET_IFNAME",) if section.nodes == 1 else ()
 
     def _meeting(self, name: RoleName, section: RoleSection) -> Meeting:
         if section.nodes == 1:
@@ -204,12 +213,10 @@ def _command(
     processes = str(section.processes // section.nodes)
     match section.launcher:
         case "torchrun":
-            place: tuple[str, ...] = ("--standalone",)
+            place: tuple[str, ...] = ("--rdzv-endpoint", f"{meeting.address}:{meeting.port_text}")
             if section.nodes > 1:
-                # Static, not c10d: rlctl watches every node itself, and ranks stay where the plan puts them.
-                place = ("--nnodes", str(section.nodes), "--node-rank", str(node))
-                place += ("--master-addr", meeting.address, "--master-port", meeting.port_text)
-            return (python, "-m", "torch.distributed.run", *place, "--nproc-per-node", processes, *worker)
+                place += ("--nnodes", str(section.nodes), "--rdzv-conf", f"node={node}")
+            return (python, "-m", "backends.torchrun", *place, "--nproc-per-node", processes, *worker)
         case "deepspeed":
             # The launcher of one node: DeepSpeed's `runner` would start other hosts itself, out of rlctl's sight, and
             # write their environment into command lines.
@@ -233,8 +240,11 @@ def _world_info(section: RoleSection, role: RoleName, hosts: list[str]) -> str:
     return base64.urlsafe_b64encode(json.dumps(table).encode()).decode()
 
 
-def _environment(section: RoleSection, role: RoleName, threads: int, group_size: int) -> dict[str, str]:
+def _environment(
+    section: RoleSection, role: RoleName, threads: int, kept_on_loopback: tuple[str, ...]
+) -> dict[str, str]:
     env = {
+        **dict.fromkeys(kept_on_loopback, "lo"),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "PYTHONSAFEPATH": "1",
@@ -251,8 +261,6 @@ def _environment(section: RoleSection, role: RoleName, threads: int, group_size:
         env["DS_ACCELERATOR"] = "cpu"  # else it hands out GPUs where there are any
     if section.launcher == "srun":
         env["RLCTL_DEVICES"] = env["CUDA_VISIBLE_DEVICES"]  # SLURM overwrites the other with all of the job's
-    if group_size > 1 and section.nodes == 1 and _has_loopback_interface():
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the host's name points
     env |= section.env
     paths = (str(package_root()), section.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

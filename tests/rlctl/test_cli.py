@@ -121,7 +121,7 @@ def test_dry_run_prints_every_role_and_touches_nothing(tmp_path: Path) -> None:
         "[reward] 1 process on CPU",
         "[rollout] 2 processes on CPU",
         "-m workers.main --role rollout    (× 2)",
-        "-m torch.distributed.run --standalone --nproc-per-node 2 -m workers.main --role actor\n",
+        "-m backends.torchrun --rdzv-endpoint '127.0.0.1:{port}' --nproc-per-node 2 -m workers.main --role actor\n",
         "OMP_WAIT_POLICY=PASSIVE",
     ):
         assert text in done.stdout, done.stdout

@@ -20,7 +20,7 @@ def role_plan(role: Any, processes: int, launcher: str = "python", *, group: boo
     """A role's plan; `group`: its processes count as one group, as those of a trainer."""
     command: tuple[str, ...] = (sys.executable, "-m", "workers.main", "--role", role)
     if launcher == "torchrun":
-        run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+        run = ("-m", "backends.torchrun", "--rdzv-endpoint", "127.0.0.1:{port}", "--nproc-per-node", str(processes))
         command = (sys.executable, *run, *command[1:])
     env = {"PYTHONPATH": f"{package_root()}{os.pathsep}{SUPPORT}", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     size = processes if group or launcher == "torchrun" else 1

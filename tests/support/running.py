@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import warm
+from listeners import none_beyond_loopback
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -21,10 +22,11 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def rlctl(*args: str | Path, cwd: Path = REPO, timeout_s: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
+    """Run to the end; nothing of it may listen where another host could reach it."""
     command = [sys.executable, "-m", "rlctl", *map(str, args)]
     env = environment(PYTHONPATH=env.pop("PYTHONPATH", str(REPO)), **env)
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    with none_beyond_loopback():
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def warm_rlctl(
@@ -33,7 +35,8 @@ def warm_rlctl(
     """The same in a fork of a process that has imported torch (see `warm.py`)."""
     command = [sys.executable, "-m", "rlctl", *map(str, args)]
     env = environment(PYTHONPATH=env.pop("PYTHONPATH", str(REPO)), **env)
-    return warm.run(command, cwd=cwd, env=env, timeout_s=timeout_s)
+    with none_beyond_loopback():
+        return warm.run(command, cwd=cwd, env=env, timeout_s=timeout_s)
 
 
 def warm_python(script: Path, *args: str | Path, timeout_s: float = 150) -> None:

@@ -40,10 +40,11 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 # Modules that may run in a fork. Others, and interpreters and sitecustomize files of a test's own, are really started.
-MODULES = ("rlctl", "workers.main", "workers.offline.", "torch.distributed.run", "sglang.launch_server")
+TORCHRUN = ("torch.distributed.run", "backends.torchrun")
+MODULES = ("rlctl", "workers.main", "workers.offline.", *TORCHRUN, "sglang.launch_server")
 IMPORTED = (
     "transformers.models.qwen2.modeling_qwen2",
-    "torch.distributed.run",
+    "backends.torchrun",
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
     "backends.ddp.engine",
     "backends.fsdp2.engine",
@@ -248,7 +249,7 @@ def become(
     try:
         _take(env, streams, cwd)
         words = [word for word in command[1:] if word != "-u"]
-        if words[:2] in (["-m", "rlctl"], ["-m", "torch.distributed.run"]):
+        if words[0] == "-m" and words[1] in ("rlctl", *TORCHRUN):
             _open_nursery()
         if words[0] == "-m":
             sys.argv = words[1:]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import zmq
+from flood import flooded
 from probe_groups import wait_until
 
 from rlctl.processes.channel import Event, Hub, Joined, Received, Silent
@@ -41,7 +44,7 @@ def test_both_sides_prove_and_then_talk(hub: Hub) -> None:
 
 
 def test_a_wrong_secret_is_refused_on_both_sides(hub: Hub) -> None:
-    link = Link(Dial(hub.address, "not the secret", "actor", 0))
+    link = Link(Dial(hub.address, "not the secret", "actor", 0, _key(hub)))
     with pytest.raises(ChannelError, match="does not have this run's secret"):
         _while_pumping(hub, lambda: link.connect(10))
     link.close()
@@ -69,7 +72,7 @@ def test_a_rank_cannot_skip_or_forge_its_proof(hub: Hub) -> None:
 
 def test_a_second_rank_of_the_same_place_is_refused(hub: Hub) -> None:
     first = _join(hub)
-    second = Link(Dial(hub.address, hub.secret, "actor", 0))
+    second = Link(Dial(hub.address, hub.secret, "actor", 0, _key(hub)))
     with pytest.raises(ChannelError, match="already here"):
         _while_pumping(hub, lambda: second.connect(10))
     second.close()
@@ -96,18 +99,75 @@ def test_a_flood_of_greetings_is_forgotten() -> None:
     assert len(handshake._pending) <= 256
 
 
-def test_curve_encrypts_and_refuses_plain_connections() -> None:
-    hub = Hub(heartbeat_timeout_s=20, curve=True)
+def test_a_flood_of_strangers_costs_no_rank_its_beats() -> None:
+    """Two at a time, of every kind, while another rank is awaited. None is heard, for none has this run's key."""
+    hub = Hub(heartbeat_timeout_s=2)
     try:
-        hub.expect("actor", 1)
-        key = hub.environment()["RLCTL_CURVE_KEY"]
-        plain = Link(Dial(hub.address, hub.secret, "actor", 0))
-        with pytest.raises(ChannelError, match="did not send challenge"):
-            plain.connect(1)
-        plain.close(linger_s=0)
-        _join(hub, key=key).close()
+        hub.expect("actor", 2)
+        link = _join(hub)
+        for kinds in (("hello", "stream"), ("key", "idle")):
+            with flooded(hub.address, kinds, 1.5) as strangers:
+                waits = _echo_times(hub, link, 1.5)
+                sent = [int(stranger.communicate()[0].split()[1]) for stranger in strangers]
+            assert min(sent) > 10, "a flood that was none"
+            assert max(waits) < 1.0
+        assert hub.refused == 0
+        link.close()
     finally:
         hub.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the door is shut by a filter of Linux's")
+def test_the_door_is_open_only_while_a_rank_is_awaited() -> None:
+    hub = Hub(heartbeat_timeout_s=20)
+    try:
+        host, port = hub.address.removeprefix("tcp://").split(":")
+
+        def is_open() -> bool:
+            with suppress(TimeoutError), socket.create_connection((host, int(port)), 0.3):
+                return True
+            return False
+
+        hub.expect("actor", 1)
+        assert is_open()
+        link = _join(hub)
+        assert not is_open()
+        assert max(_echo_times(hub, link, 0.2)) < 1.0, "who is in is heard"
+        hub.expect("rollout", 1)
+        assert is_open()
+        hub.expect("rollout", 0)
+        hub.forget("actor", 0)
+        link.close()
+        assert is_open(), "it is to be started again"
+        _join(hub).close()
+        assert not is_open()
+    finally:
+        hub.close()
+
+
+def test_connections_with_the_key_but_no_proof_are_heard_last_and_a_few_at_a_time(hub: Hub) -> None:
+    """A flood from inside: by a process that was told the key."""
+    link = _join(hub)
+    hello = Message(Kind.HELLO, {"role": "actor", "rank": 1, "pid": 1, "host": "h", "nonce": "n"}).frames()
+    with _stranger(hub) as ask:
+        until = time.monotonic() + 1.5
+        with ThreadPoolExecutor(1) as pool:
+            flood = pool.submit(ask.flood, hello, until)
+            waits = _echo_times(hub, link, 1.5)
+            assert flood.result() > 1000
+    assert max(waits) < 1.0
+    link.close()
+
+
+def test_curve_refuses_plain_connections(hub: Hub) -> None:
+    context = zmq.Context()
+    plain = context.socket(zmq.DEALER)
+    plain.connect(hub.address)
+    plain.send_multipart(Message(Kind.HELLO, {}).frames())
+    assert not plain.poll(500)
+    assert hub.refused == 0
+    plain.close(linger=0)
+    context.term()
 
 
 def test_silence_is_reported_once_and_beats_prevent_it() -> None:
@@ -138,8 +198,23 @@ def test_sending_to_nobody_is_not_an_error(hub: Hub) -> None:
 # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _join(hub: Hub, rank: int = 0, key: str = "") -> Link:
-    link = Link(Dial(hub.address, hub.secret, "actor", rank, key))
+def _key(hub: Hub) -> str:
+    return hub.environment()["RLCTL_CURVE_KEY"]
+
+
+def _echo_times(hub: Hub, link: Link, seconds: float) -> list[float]:
+    """Seconds from a rank's message to the driver's hearing of it, over and over."""
+    waits, until = [], time.monotonic() + seconds
+    while (sent := time.monotonic()) < until:
+        link.send(Message(Kind.ANSWER, {}, Verb.PING, 1))
+        assert isinstance(_next(hub, Received), Received)
+        waits.append(time.monotonic() - sent)
+        time.sleep(0.02)
+    return waits
+
+
+def _join(hub: Hub, rank: int = 0) -> Link:
+    link = Link(Dial(hub.address, hub.secret, "actor", rank, _key(hub)))
     _while_pumping(hub, lambda: link.connect(20))
     event = _next(hub, Joined)
     assert isinstance(event, Joined)
@@ -168,12 +243,15 @@ def _next(hub: Hub, kind: type[Event]) -> Event:
 
 
 class _stranger:
-    """A raw connection that has proven nothing: `ask` sends anything and returns the driver's reply."""
+    """A raw connection with the run's key that has proven nothing: `ask` sends anything and returns the driver's
+    reply."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.curve_publickey, self._dealer.curve_secretkey = zmq.curve_keypair()
+        self._dealer.curve_serverkey = _key(hub).encode()
         self._dealer.connect(hub.address)
 
     def __enter__(self) -> _stranger:
@@ -183,6 +261,15 @@ class _stranger:
         self._dealer.send_multipart(what.frames() if isinstance(what, Message) else what)
         assert wait_until(lambda: self._hub.next(0) is None and self._dealer.poll(10))
         return parse(self._dealer.recv_multipart())
+
+    def flood(self, what: list[bytes], until: float) -> int:
+        """Send as fast as it goes, and never read; how often."""
+        sent = 0
+        while time.monotonic() < until:
+            with suppress(zmq.Again):
+                self._dealer.send_multipart(what, zmq.NOBLOCK)
+                sent += 1
+        return sent
 
     def __exit__(self, *_: object) -> None:
         self._dealer.close(linger=0)

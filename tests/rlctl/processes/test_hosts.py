@@ -142,23 +142,22 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
 def test_a_wrong_key_cannot_connect() -> None:
     import zmq
 
-    hub = Hub(curve=True)
+    hub = Hub()
     try:
         hub.expect("actor", 1)
         env = hub.environment()
         public, _ = zmq.curve_keypair()
-        for key in (public.decode(), ""):
-            link = Link(Dial(env["RLCTL_ADDRESS"], env["RLCTL_SECRET"], "actor", 0, key))
-            with pytest.raises(ChannelError, match="did not send"):
-                link.connect(timeout_s=1)
-            link.close(linger_s=0)
+        link = Link(Dial(env["RLCTL_ADDRESS"], env["RLCTL_SECRET"], "actor", 0, public.decode()))
+        with pytest.raises(ChannelError, match="did not send"):
+            link.connect(timeout_s=1)
+        link.close(linger_s=0)
         assert hub.next(0.1) is None
     finally:
         hub.close()
 
 
 def test_the_channel_listens_on_the_address_it_is_given_and_no_other() -> None:
-    hub = Hub(host="127.0.0.2", curve=True)
+    hub = Hub(host="127.0.0.2")
     try:
         port = int(hub.address.rpartition(":")[2])
         socket.create_connection(("127.0.0.2", port), timeout=2).close()

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listeners import listeners
 from probe_groups import SUPPORT, probe_groups
 from running import preset, rlctl
+from strangers import disturb_all
 from test_placement import plan as make
 
 from rlctl.processes.launch import remote_script
@@ -121,8 +123,11 @@ def test_a_death_under_srun_ends_the_run(tmp_path: Path) -> None:
         groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
 
 
-def test_a_second_node_and_the_death_of_its_rank(tmp_path: Path) -> None:
+def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path) -> None:
+    before = set(listeners())
     with probe_groups(tmp_path, on_two_nodes("torchrun")) as groups:
+        check_places(places(groups), ["0", "0"], "1")
+        assert disturb_all(before, tmp_path, at_least=2) == 1, "the store of torchrun's agents"
         check_places(places(groups), ["0", "0"], "1")
         with pytest.raises(RoleFailure, match="SIGKILL") as caught:
             groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
@@ -197,7 +202,7 @@ def test_the_dry_run_names_every_host(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "node 0   this host, ranks 0 to 1" in done.stdout
     assert "node 1   two, ranks 2 to 3, through: ssh -o BatchMode=yes two" in done.stdout
-    assert "--node-rank 1 --master-addr '{address}' --master-port 29400" in done.stdout
+    assert "--rdzv-endpoint '{address}:29400' --nnodes 2 --rdzv-conf node=1" in done.stdout
     checked = rlctl("check-config", spec, *far, "--json")
     assert checked.returncode == 0, checked.stderr
     assert json.loads(checked.stdout)["roles"]["actor"]["nodes"] == 2

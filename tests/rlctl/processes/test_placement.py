@@ -71,7 +71,7 @@ def test_commands() -> None:
     assert made.role("rollout").command == ("/envs/v/bin/python", "-m", "workers.main", "--role", "rollout")
     assert made.role("actor").python == sys.executable
     assert made.role("actor").command == (
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(sys.executable, "-m", "backends.torchrun", "--rdzv-endpoint", "127.0.0.1:{port}", "--nproc-per-node", "2"),
         *("-m", "workers.main", "--role", "actor"),
     )
 
@@ -83,6 +83,8 @@ def test_environment_and_what_the_user_adds() -> None:
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     assert env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert env["PYTHONSAFEPATH"] == "1"
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert plan(actor={"env": {"NCCL_SOCKET_IFNAME": "ib0"}}).role("actor").env["NCCL_SOCKET_IFNAME"] == "ib0"
     assert "HF_HUB_OFFLINE" not in env
 
 
@@ -125,14 +127,16 @@ def test_planning_imports_nothing_heavy(repo_root: Path) -> None:
 
 def test_nodes_of_a_torchrun_group(tmp_path: Path) -> None:
     role = _two_nodes(tmp_path, "torchrun", devices=[0, 1]).role("actor")
-    place = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "29400")
+    place = ("--rdzv-endpoint", "10.0.0.1:29400", "--nnodes", "2", "--rdzv-conf", "node=0")
     worker = ("--nproc-per-node", "2", "-m", "workers.main", "--role", "actor")
-    assert role.command == (sys.executable, "-m", "torch.distributed.run", *place, *worker)
+    assert role.command == (sys.executable, "-m", "backends.torchrun", *place, *worker)
     (there,) = role.remote
-    assert there.command == tuple("1" if word == "0" else word for word in role.command)
+    assert there.command == tuple("node=1" if word == "node=0" else word for word in role.command)
     assert (there.host, there.shell) == ("b", ("ssh", "-o", "BatchMode=yes", "b"))
     assert there.env["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert "GLOO_SOCKET_IFNAME" not in role.env  # each host finds its own
+    rollout = _two_nodes(tmp_path, "torchrun", devices=[0, 1]).role("rollout")
+    assert (rollout.env["GLOO_SOCKET_IFNAME"], rollout.env.get("NCCL_SOCKET_IFNAME")) == ("lo", None)
     assert [role.host_of(rank) for rank in range(4)] == ["", "", "b", "b"]
     assert role.ranks_of(1) == (2, 3)
 
