@@ -16,7 +16,7 @@ from typing import Any
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
-    "float": (float, int),  # JSON has 10000 for 10000.0
+    "float": (float,),  # transformers refuses 1 for 1.0
     "bool": (bool,),
     "str": (str,),
     "None": (type(None),),
@@ -50,6 +50,8 @@ class ConfigField:
     @property
     def words(self) -> str:
         names = [WORDS[one] for one in WORDS if one in self.types and not (one is int and float in self.types)]
+        if float in self.types and int not in self.types:
+            names[names.index(WORDS[float])] = "a number with a point"
         return " or ".join(names) or "null"
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlctl.models.config_class import ConfigClass, activations, config_class, rope_types
+from rlctl.models.config_class import ConfigClass, ConfigField, activations, config_class, rope_types
 from specs.model_facts import model_facts
 from specs.text import show
 
@@ -21,9 +21,11 @@ Wrong = tuple[str, str]  # what is wrong, and a hint
 _ABOVE_ZERO = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim"),
     *("intermediate_size", "moe_intermediate_size", "max_position_embeddings", "sliding_window", "decoder_sparse_step"),
-    *("num_experts_per_tok", "n_embd", "n_head", "n_layer", "n_positions", "d_model", "ffn_dim"),
+    *("num_experts_per_tok", "n_embd", "n_head", "n_layer", "n_positions", "d_model", "ffn_dim", "n_inner"),
+    "word_embed_proj_dim",
 )
 _NOT_BELOW_ZERO = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "initializer_range")
+_SHARES = ("partial_rotary_factor", "rotary_pct")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _DTYPE = re.compile(r"float(16|32|64)?|bfloat16|half|double|float8_\w+")
 
@@ -31,8 +33,9 @@ _DTYPE = re.compile(r"float(16|32|64)?|bfloat16|half|double|float8_\w+")
 def value_problems(config: Mapping[str, Any]) -> Iterator[Wrong]:
     """Everything that is wrong with single keys. `config`: with what `text_config` says of the language model."""
     family = config_class(str(config.get("model_type", ""))) or ConfigClass()
-    used = {name: value for name, value in config.items() if name != "sliding_window" or _slides(config)}
-    wrong_types = {name: wrong for name, value in used.items() if (wrong := _type_problem(family, name, value))}
+    slides = _slides(config)
+    found = ((name, _type_problem(family, name, value, slides=slides)) for name, value in config.items())
+    wrong_types = {name: wrong for name, wrong in found if wrong}
     yield from wrong_types.values()
     rest = {name: value for name, value in config.items() if name not in wrong_types}
     for checks in (_ranges, _dtype, _names_of_functions, _pad_token, _experts, _rope):
@@ -46,17 +49,25 @@ def _in(name: str) -> str:
 # ── types and ranges ──────────────────────────────────────────────────────────────────────────────
 
 
-def _type_problem(family: ConfigClass, name: str, value: Any) -> Wrong | None:
-    known, value_is_list = family.fields.get(name), isinstance(value, list)
+def _type_problem(family: ConfigClass, name: str, value: Any, *, slides: bool) -> Wrong | None:
+    known = family.fields.get(name)
     if isinstance(value, float) and not math.isfinite(value):
         return f"{_in(name)} is {value}", AGAIN
-    if name in _ABOVE_ZERO and not value_is_list and value is not None and (type(value) is not int or value < 1):
+    if name in _ABOVE_ZERO and (slides or name != "sliding_window") and not _is_size(value, known):
         return f"{_in(name)} must be a whole number above 0, not {value!r}", AGAIN
-    if known is None or known.takes(value) or (value_is_list and int in known.types):
-        return None  # some families have a list with a number for each layer
+    if known is None or known.takes(value):
+        return None
     if name in ("rope_parameters", "rope_scaling", "eos_token_id"):
         return None  # said elsewhere, in words of their own
-    return f"{_in(name)} must be {known.words}, not {_json(value)}", AGAIN
+    hint = f"write {float(value)} there" if type(value) is int and float in known.types else AGAIN
+    return f"{_in(name)} must be {known.words}, not {_json(value)}", hint
+
+
+def _is_size(value: Any, known: ConfigField | None) -> bool:
+    """Whether it counts something. Some families have a list with a number for each layer, or null for a default."""
+    if isinstance(value, list) or value is None:
+        return known is None or known.takes(value)
+    return type(value) is int and value > 0
 
 
 def _slides(config: Mapping[str, Any]) -> bool:
@@ -73,6 +84,10 @@ def _ranges(config: Mapping[str, Any], family: ConfigClass) -> Iterator[Wrong]:
         value = config.get(name)
         if isinstance(value, int | float) and value < 0:
             yield f"{_in(name)} must be at least 0, not {value}", AGAIN
+    for name in family.fields:
+        value = config.get(name)
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
+            yield f"{_in(name)} must be between 0 and 1, not {value}", "write 0.0 there: rlctl trains without dropout"
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if isinstance(kinds, list) and isinstance(layers, int) and len(kinds) != layers:
         yield f"layer_types in config.json names {len(kinds)} layers, and num_hidden_layers is {layers}", AGAIN
@@ -115,12 +130,11 @@ def _experts(config: Mapping[str, Any], family: ConfigClass) -> Iterator[Wrong]:
 def _rope(config: Mapping[str, Any], family: ConfigClass) -> Iterator[Wrong]:
     if family.fields and "rope_parameters" not in family.fields:
         return  # positions of another kind
-    theta = config.get("rope_theta")
-    if theta is not None:
-        yield from _above_zero("rope_theta", theta)
-    yield from _rotated(config, family)
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(name)
+    if "rope_theta" in config and not (isinstance(given, Mapping) and "rope_theta" in given):
+        yield from _above_zero("rope_theta", config["rope_theta"])
+    yield from _rotated(config, family)
     if given is None:
         return
     if not isinstance(given, Mapping):
@@ -163,16 +177,22 @@ def _above_zero(name: str, value: Any) -> Iterator[Wrong]:
 
 
 def _share(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
-    """Share of a head that is rotated."""
-    found = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
-    return float(found) if isinstance(found, int | float) else 1.0
+    """Share of a head that is rotated; 1 where it cannot be told."""
+    found = [of[name] for of in (rope, config) for name in _SHARES if name in of]
+    return float(found[0]) if found and isinstance(found[0], int | float) else 1.0
 
 
 def _rotated(config: Mapping[str, Any], family: ConfigClass) -> Iterator[Wrong]:
     """Rotary positions turn pairs of numbers in a head."""
     facts, share = model_facts(config), _share(config, {})
-    if not 0 < share <= 1:
-        yield f"{_in('partial_rotary_factor')} must be above 0 and at most 1, not {share:g}", AGAIN
+    wrong = {name: config[name] for name in _SHARES if name in config and not _is_share(config[name])}
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        yield f"{_in(name)} must be a number above 0 and at most 1, not {_json(value)}", AGAIN
     elif family.fields and facts is not None and facts.head_dim % 2 and int(facts.head_dim * share) == facts.head_dim:
         message = f"its heads have {facts.head_dim} numbers each, and rotary positions need an even count"
         yield message, "config.json is not the one that the model was trained with: copy it again"
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1

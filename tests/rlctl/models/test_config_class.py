@@ -68,11 +68,12 @@ def test_names_of_a_family() -> None:
 
 
 def test_what_a_field_takes() -> None:
-    number, size = ConfigField((float, int)), ConfigField((int, type(None)))
+    number, size, share = ConfigField((float, int)), ConfigField((int, type(None))), ConfigField((float,))
     assert [number.takes(value) for value in (1, 0.5, "1", True, None)] == [True, True, False, False, False]
     assert [size.takes(value) for value in (1, None, 0.5, False)] == [True, True, False, False]
+    assert [share.takes(value) for value in (0.5, 1, None)] == [True, False, False]
     assert ConfigField(()).takes({"anything": 1})
-    assert (number.words, size.words) == ("a number", "a whole number")
+    assert (number.words, size.words, share.words) == ("a number", "a whole number", "a number with a point")
 
 
 @pytest.mark.parametrize(
