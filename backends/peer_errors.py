@@ -17,7 +17,11 @@ _GLOO = {
     "Connection closed by peer": Cause.PEER_GONE,
     "Connection reset by peer": Cause.PEER_GONE,
     "Broken pipe": Cause.PEER_GONE,
+    "Connection refused": Cause.PEER_GONE,
+    "Socket closed": Cause.PEER_GONE,
+    "Application timeout caused pair closure": Cause.PEER_LATE,  # an operation before this one waited too long
     "Timed out waiting": Cause.PEER_LATE,
+    "Connect timeout": Cause.PEER_LATE,
     "timed out": Cause.PEER_LATE,
 }
 _STORE_SERVER = "The server socket"  # rank 0 could not open its own: the one network error that no peer explains

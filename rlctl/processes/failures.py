@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from rlctl.processes.launch import Started, describe_exit
-from rlctl.processes.torchrun_report import first_failure
+from rlctl.processes.torchrun_report import codes_of_failures
 from specs.errors import Cause
 from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Verb
 
 ROOT_CAUSE_GRACE_S = 2.0  # how long a failure that may be secondary waits for its root cause
+# The same where a launcher stands between: it ends the other ranks before it says which one failed.
+LAUNCHER_GRACE_S = 20.0
 
 # Verbs in which ranks of several roles wait for each other: the end of one breaks the connections of the others.
 JOINED_VERBS = frozenset({Verb.EXPORT_BUCKET, Verb.EXPORT_END, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET, Verb.IMPORT_END})
@@ -25,7 +28,9 @@ class Weight(IntEnum):
     """The rank with the lowest is blamed."""
 
     ROOT = 0  # no failure elsewhere explains it
-    EXIT = 1  # an exit code: it may follow from another rank's end, or from an error that is still on its way
+    # An exit code, SIGTERM, or a process that aborted itself: it may follow from another rank's end, or from an error
+    # that is still on its way.
+    EXIT = 1
     SECONDARY = 2  # a peer was gone or late
 
 
@@ -58,11 +63,11 @@ class Blame:
 
     def __init__(self) -> None:
         self._evidence: list[Evidence] = []
-        self._until = 0.0
+        self._until: dict[Weight, float] = {}  # when the first evidence of a weight is blamed if none better came
 
     def add(self, evidence: Evidence, grace_s: float = ROOT_CAUSE_GRACE_S) -> None:
-        if not self._evidence:
-            self._until = time.monotonic() + grace_s
+        until = time.monotonic() + grace_s
+        self._until[evidence.weight] = min(until, self._until.get(evidence.weight, until))
         self._evidence.append(evidence)
 
     @property
@@ -74,9 +79,11 @@ class Blame:
         if not self._evidence:
             return None
         first = min(self._evidence, key=lambda evidence: evidence.weight)
-        if first.weight > Weight.ROOT and time.monotonic() < self._until:
+        if first.weight > Weight.ROOT and time.monotonic() < self._until[first.weight]:
             return None
         self._evidence = [evidence for evidence in self._evidence if evidence.permanent]
+        left = {evidence.weight for evidence in self._evidence}
+        self._until = {weight: until for weight, until in self._until.items() if weight in left}
         return first
 
 
@@ -86,9 +93,9 @@ class HeldErrors:
     def __init__(self) -> None:
         self._held: list[tuple[Evidence, int, float]] = []
 
-    def hold(self, error: Evidence, call: int) -> None:
+    def hold(self, error: Evidence, call: int, grace_s: float = ROOT_CAUSE_GRACE_S) -> None:
         """An error in call number `call`."""
-        self._held.append((error, call, time.monotonic() + ROOT_CAUSE_GRACE_S))
+        self._held.append((error, call, time.monotonic() + grace_s))
 
     def take_all(self) -> list[tuple[Evidence, int]]:
         """(error, call) of each: there is a loss that explains them."""
@@ -118,14 +125,39 @@ def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool) -> Eviden
     )
 
 
-def from_end(started: Started, code: int) -> Evidence:
-    """Evidence of a process that ended. A signal is a root cause, an exit code perhaps not."""
-    role, rank, message = started.role, started.ranks[0], describe_exit(code)
-    weight = Weight.ROOT if code < 0 else Weight.EXIT
+def from_end(started: Started, code: int, first: Sequence[int] = ()) -> Evidence:
+    """Evidence of a process that ended. `first`: of a launcher's ranks, those that were seen to end before others."""
+    role, rank = started.role, started.ranks[0]
     if not started.is_launcher:
-        hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
-        return Evidence(role, rank, Cause.ENDED, message, weight, hint=hint)
-    if blamed := first_failure(started.log_path):
-        return Evidence(role, blamed[0], Cause.ENDED, describe_exit(blamed[1]))
-    message = f"{started.launcher}: {message}"
+        return from_rank_end(role, rank, code)
+    report = codes_of_failures(started.log_path)
+    of_first = [rank for rank in report if rank in first] or list(report)
+    if of_first:
+        blamed = min(of_first, key=lambda rank: _order(report[rank]))
+        return from_rank_end(role, blamed, report[blamed], reported=True)
+    message = f"{started.launcher}: {describe_exit(code)}"
+    weight = Weight.ROOT if code < 0 else Weight.EXIT
     return Evidence(role, rank, Cause.ENDED, message, weight, log_name=started.log_path.name)
+
+
+def from_rank_end(role: str, rank: int, code: int | None, *, reported: bool = False) -> Evidence:
+    """Evidence of a rank's process that ended. A signal is a root cause, unless it is one that follows from others; an
+    exit code perhaps not, unless its launcher reports it as the first. None: only its launcher knows how it ended."""
+    if code is None:
+        return Evidence(role, rank, Cause.ENDED, "its process ended", Weight.EXIT)
+    root = reported or _order(code) == 0
+    hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
+    return Evidence(role, rank, Cause.ENDED, describe_exit(code), Weight.ROOT if root else Weight.EXIT, hint=hint)
+
+
+def first_to_end(codes: Mapping[int, int | None]) -> int:
+    """Of ranks below a launcher that were seen to have ended at the same time, the one that probably was the first."""
+    return min(codes, key=lambda rank: _order(codes[rank]))
+
+
+def _order(code: int | None) -> int:
+    """Which of several ends came first. A launcher has taken the code of that one (None) and then ends the others with
+    SIGTERM; a process aborts itself when its peer is gone."""
+    if code is None:
+        return 1
+    return 2 if code >= 0 else 3 if code in (-signal.SIGABRT, -signal.SIGTERM) else 0

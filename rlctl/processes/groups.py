@@ -18,16 +18,20 @@ from rlctl.processes.calls import Blobs, Bodies, Call, frames_by_rank
 from rlctl.processes.channel import Event, Hub, Joined, Silent
 from rlctl.processes.failures import (
     JOINED_VERBS,
+    LAUNCHER_GRACE_S,
     ROOT_CAUSE_GRACE_S,
     Blame,
     Evidence,
     HeldErrors,
+    first_to_end,
     from_end,
     from_error,
+    from_rank_end,
 )
 from rlctl.processes.handshake import Member
 from rlctl.processes.launch import Launcher, tail
 from rlctl.processes.placement import LOOPBACK, Plan
+from rlctl.processes.rank_processes import RankProcesses
 from rlctl.processes.rank_states import Place, RankState, RankStates
 from rlctl.processes.stall_watch import Stall, StallWatch, Waiting
 from specs.errors import Cause, ChannelError, RoleFailure
@@ -166,6 +170,8 @@ class Groups:
         self.ranks = RankStates()  # no restarts unless allowed (rlctl/loop/recovery.py)
         self._held = HeldErrors()
         self._ended: set[str] = set()
+        self._below_launchers = RankProcesses()
+        self._ended_first: dict[str, list[int]] = {}  # role → of ranks below a launcher, those seen to end first
         self._ticked_at = 0.0
         self._closed = False
         self._overdue = False  # a rank did not answer in time
@@ -272,6 +278,9 @@ class Groups:
             place = event.member.role, event.member.rank
             self.members[place] = event.member
             self.ranks.joined(place)
+            for started in self.launcher.started:
+                if started.is_launcher and place[0] == started.role and place[1] in started.ranks:
+                    self._below_launchers.watch(place, event.member.pid, started.process.pid)
             self.watch.moved()
             return
         if isinstance(event, Silent):
@@ -304,21 +313,40 @@ class Groups:
             alone = self.plan.role(role).world_size_of_group == 1 and not joined
             evidence = from_error(role, rank, error, alone=alone)
             if joined and evidence.is_secondary:
-                self._held.hold(evidence, message.call)
+                self._held.hold(evidence, message.call, self._grace_s([plan.role for plan in self.plan.roles]))
             else:
-                self._assess(evidence)
+                self._assess(evidence, blame_s=self._grace_s([role]))
+
+    def _grace_s(self, roles: Sequence[str]) -> float:
+        """How long a rank's error waits for the end of another rank of these roles."""
+        seen_at_once = (
+            plan.launcher == "python" or all((role, rank) in self._below_launchers for rank in range(plan.processes))
+            for role in roles
+            for plan in [self.plan.role(role)]
+        )
+        return ROOT_CAUSE_GRACE_S if all(seen_at_once) else LAUNCHER_GRACE_S
 
     def _check_exits(self) -> None:
+        ended: dict[str, dict[int, int | None]] = {}
+        for (role, rank), code in self._below_launchers.newly_ended():
+            ended.setdefault(role, {})[rank] = code
+        for role, codes in ended.items():
+            if role not in self._ended_first:  # later ones follow from these: their launcher ends them
+                self._ended_first[role] = list(codes)
+                rank = first_to_end(codes)
+                blame_s = LAUNCHER_GRACE_S if codes[rank] is None else _EXIT_GRACE_S
+                self._assess(from_rank_end(role, rank, codes[rank]), _EXIT_GRACE_S, blame_s)
         for started in self.launcher.started:
             code = started.process.poll()
             if code is not None and started.mark not in self._ended:
                 self._ended.add(started.mark)
-                self._assess(from_end(started, code), _EXIT_GRACE_S)
+                self._assess(from_end(started, code, self._ended_first.get(started.role, ())), _EXIT_GRACE_S)
 
-    def _assess(self, evidence: Evidence, grace_s: float = 0.0) -> None:
-        """Either the loss of a rank that will be started again, or a failure that ends the run."""
+    def _assess(self, evidence: Evidence, grace_s: float = 0.0, blame_s: float = 0.0) -> None:
+        """Either the loss of a rank that will be started again, which counts after `grace_s`, or a failure that ends
+        the run, after `blame_s` where a better cause may come."""
         if not self.ranks.failed(evidence, grace_s):
-            self._blame.add(evidence, grace_s or ROOT_CAUSE_GRACE_S)
+            self._blame.add(evidence, blame_s or grace_s or ROOT_CAUSE_GRACE_S)
 
     def _handle_losses(self) -> None:
         for evidence in self.ranks.newly_lost():

@@ -1,4 +1,4 @@
-"""What torchrun says at its end about the rank that failed first. The text is torchrun's: read from torch 2.13.0."""
+"""What torchrun says at its end about the ranks that failed. The text is torchrun's: read from torch 2.13.0."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from pathlib import Path
 
 from rlctl.processes.launch import tail
 
-_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+_ROOT_CAUSE = "Root Cause"
+_FAILURE = re.compile(r"^\s*rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL | re.MULTILINE)
+_REPORT = "Failures:"
 
 
-def first_failure(log_path: Path) -> tuple[int, int] | None:
-    """(rank, exit code) of the first failure in torchrun's closing report; None where there is no report."""
-    found = _ROOT_CAUSE.findall(tail(log_path, lines=200))
-    return (int(found[-1][0]), int(found[-1][1])) if found else None
+def codes_of_failures(log_path: Path) -> dict[int, int]:
+    """Rank → exit code in torchrun's closing report, the one that it saw first at the beginning; empty where there is
+    no report. What ended between two of its looks it has in the order of ranks."""
+    text = tail(log_path, lines=200)
+    others, _, root = text.rpartition(_ROOT_CAUSE)
+    failures = [*_FAILURE.findall(root)[:1], *_FAILURE.findall(others.rpartition(_REPORT)[2])] if others else []
+    codes: dict[int, int] = {}
+    for rank, code in failures:
+        codes.setdefault(int(rank), int(code))
+    return codes

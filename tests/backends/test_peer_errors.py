@@ -22,6 +22,10 @@ NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {}
         (RuntimeError(f"{SOURCE}pair.cc:553] Connection closed by peer [127.0.0.1]:29908."), Cause.PEER_GONE),
         (RuntimeError(f"{SOURCE}pair.cc:600] write [127.0.0.1]:1: Broken pipe"), Cause.PEER_GONE),
         (RuntimeError(f"{SOURCE}unbound_buffer.cc:78] Timed out waiting 6000ms for recv"), Cause.PEER_LATE),
+        (RuntimeError(f"{SOURCE}pair.cc:537] Read error [127.0.0.1]:7591: Connection reset by peer"), Cause.PEER_GONE),
+        (RuntimeError(f"{SOURCE}pair.cc:99] Connect timeout [127.0.0.1]:1"), Cause.PEER_LATE),
+        (RuntimeError(f"{SOURCE}pair.cc:1] SO_ERROR: Connection refused, remote=[127.0.0.1]:1"), Cause.PEER_GONE),
+        (RuntimeError(f"{SOURCE}pair.cc:700] Application timeout caused pair closure"), Cause.PEER_LATE),
         (RuntimeError(f"{SOURCE}pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"), Cause.RAISED),
         (RuntimeError("Connection closed by peer: a reward server said so"), Cause.RAISED),  # not gloo's
         (ValueError(f"{SOURCE}pair.cc:553] Connection closed by peer"), Cause.RAISED),

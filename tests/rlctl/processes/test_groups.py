@@ -206,6 +206,17 @@ def test_torchrun_group_blames_the_rank_that_was_killed(tmp_path: Path) -> None:
     assert (tmp_path / "actor" / "rank1.log").exists()
 
 
+@pytest.mark.usefixtures("warm_children")
+def test_a_launcher_that_is_slow_to_say_so_does_not_blame_the_peer(tmp_path: Path) -> None:
+    """torchrun ends the other ranks before it says who failed; one of these has told by then that it lost a peer."""
+    with probe_groups(tmp_path, role_plan("actor", 2, "torchrun")) as groups:
+        (torchrun,) = groups.launcher.started
+        torchrun.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(RoleFailure, match="SIGKILL") as caught:
+            groups["actor"].call(Verb.PING, [{"do": "lose a peer"}, {"sleep_s": 0.1, "then": "kill"}])
+        assert caught.value.rank == 1
+
+
 def test_closing_is_polite_and_twice_is_fine(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2)) as groups:
         groups["actor"].call(Verb.PING)

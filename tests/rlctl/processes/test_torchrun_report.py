@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlctl.processes.torchrun_report import first_failure
+from rlctl.processes.torchrun_report import codes_of_failures
 
 REPORT = """\
 W1122 01:26:10.123000 4711 torch/distributed/elastic/multiprocessing/api.py:1014] Sending process 4712 closing signal SIGTERM
@@ -35,14 +35,21 @@ Root Cause (first observed failure):
 """  # noqa: E501
 
 
-def test_the_root_cause_is_read_and_not_the_other_failures(tmp_path: Path) -> None:
+def test_the_root_cause_comes_first_and_others_are_known(tmp_path: Path) -> None:
     log = tmp_path / "launcher.log"
     log.write_text("rank 7 says: exitcode  : 3\n" + REPORT)
-    assert first_failure(log) == (1, -9)
+    assert list(codes_of_failures(log).items()) == [(1, -9), (0, 1)]
+
+
+def test_a_lone_failure(tmp_path: Path) -> None:
+    log = tmp_path / "launcher.log"
+    others, _, root = REPORT.partition("[1]:")
+    log.write_text(others + "  <NO_OTHER_FAILURES>\n" + root[root.index("-----") :])
+    assert codes_of_failures(log) == {1: -9}
 
 
 def test_without_a_report_nobody_is_named(tmp_path: Path) -> None:
     log = tmp_path / "launcher.log"
     log.write_text("killed before it could say anything\n")
-    assert first_failure(log) is None
-    assert first_failure(tmp_path / "none") is None
+    assert codes_of_failures(log) == {}
+    assert codes_of_failures(tmp_path / "none") == {}
