@@ -144,6 +144,7 @@ it with a few thousand parameters, on CPUs, with weights from disk:
   (`tests/backends/test_protocol_sharded.py`).
 - **torch**: the trainer's weights after a step arrive to the bit; scores are those of the stock model, greedy
   completions those of its `generate` (`tests/backends/torch_rollout/test_torch_rollout_families.py`).
+- `check-config` finds nothing wrong with any of them (`tests/specs/load/test_load_corpus.py`).
 - **vllm**: scores of synced weights on the CPU (`tests/backends/vllm_rollout/test_vllm_rollout.py`). SGLang was not
   tried with real models ([sglang.md](sglang.md)).
 
@@ -154,6 +155,8 @@ this on GPUs, were not tried.
 ## Mixtures of experts
 
 - The loss has no term that balances the experts; the router learns from the policy gradient alone.
+- Where rounding decides between two experts, sampler and trainer may choose differently: expect a larger
+  `rollout/logprob_gap` in bf16 than of a dense model.
 - Files hold expert by expert what the model computes with as two tensors per layer. Ranks of `fsdp2` and `zero` stage 3
   read their rows of them straight from files that name them `experts.N.gate_proj`, `up_proj` and `down_proj` (Qwen,
   DeepSeek, GLM, …). With other names (Mixtral) each rank loads the whole model on its host first; its log says so.

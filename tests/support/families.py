@@ -116,6 +116,7 @@ FAMILIES = {
             "original_max_position_embeddings": 100,
             "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
             "pad_token_id": 0,
+            "eos_token_id": 2,
         },
     ),
     "qwen3_moe": Family(

@@ -3,11 +3,13 @@ one nothing."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from corpus import KEYS, PROBED, SAID, Case, base, cases, edited, packages, said_exactly, write_case
+from families import FAMILIES
 
 from rlctl.check.findings import Findings, examine
 
@@ -59,3 +61,12 @@ def test_edits_change_a_copy() -> None:
     before = base()
     assert edited(base(), {"run.steps": 3, "reward.terms.0.weight": 2.0})["run"]["steps"] == 3
     assert base() == before
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_that_runs_is_not_refused(name: str, findings: Callable[[Case], Findings]) -> None:
+    """Those of docs/models.md, as they run there: only what the sampler refuses is refused."""
+    config = FAMILIES[name].config
+    found = findings({"set": {"model.path": "./model"}, "model": {"config.json": json.dumps(config)}})
+    refused = FAMILIES[name].torch
+    said_exactly({"model.attn_implementation": refused} if refused else {}, found.problems)
