@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     engines = ["fake"] if asked.short else asked.engines.split(",")
     faults = SHORT if asked.short else chosen(engines, LAUNCHED, asked.faults, asked.seed)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 220)
     folder = Path(tempfile.mkdtemp(prefix="rlctl-chaos-"))
     started = time.monotonic()
     lines = try_all(faults, engines, folder, started + 60 * asked.minutes, asked.jobs, console)
@@ -85,10 +85,10 @@ def cells(line: Line) -> list[str]:
 
 
 def table_of(lines: Sequence[Line]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, expand=True)
     for name in ("fault", "phase", "engine", "outcome", "s", "named", "leftovers", ""):
-        width = 80 if name == "named" else 40
-        table.add_column(name, no_wrap=True, max_width=width, justify="right" if name == "s" else "left")
+        share = {"named": 3, "leftovers": 1, "outcome": 1}.get(name)
+        table.add_column(name, no_wrap=True, ratio=share, justify="right" if name == "s" else "left")
     for line in sorted(lines, key=lambda line: (not line.bad, line.fault.engine, line.fault.phase, line.fault.kind)):
         table.add_row(*cells(line), style="red" if line.bad else "")
     return table

@@ -143,7 +143,7 @@ def all_faults(engine: str, launched: bool) -> list[Fault]:
     return [*signals, *bursts, *others, *stuck, *disks, *[replace(one, phase="every step") for one in rewards]]
 
 
-DISKS_KIB = (24, 64, 128, 160, 192)
+DISKS_KIB = (24, 40, 64, 80, 96)
 
 
 def chosen(engines: Sequence[str], launched: Sequence[str], count: int, seed: int) -> list[Fault]:
