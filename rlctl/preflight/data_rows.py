@@ -174,6 +174,8 @@ def _unusable(row: Mapping[str, Any], spec: Spec, chat: bool) -> Fault | None:
             return Fault(f"column {name!r} is null")
         if said := not_a_value(value):
             return Fault(f"column {name!r} is {said}")
+        if isinstance(value, dict | list) and name in template_columns(data.template):
+            return Fault(f"column {name!r} is {_type(value)}, which data.template cannot write", _NAME_ANOTHER)
         if name == data.prompt_column and not data.template and not isinstance(value, str | list):
             return Fault(f"column {name!r} is {_type(value)}; a prompt is text or a list of messages", _NAME_ANOTHER)
         if name == data.answer_column and not isinstance(value, str | int | float):

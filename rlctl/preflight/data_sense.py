@@ -29,6 +29,7 @@ def sense_problems(spec: Spec, spec_dir: Path, looked: Mapping[str, Looked]) -> 
     if any(found.fault for found in looked.values()):  # which is said, and more of it is seen by the probe
         return errors, []
     warnings = [*_few_rows(spec, spec_dir), *_holds_answer(spec, looked)]
+    warnings += [problem for key, found in looked.items() for problem in _one_prompt(key, found, spec)]
     if not errors:
         warnings += _same_prompts(spec, looked)
     return errors, warnings
@@ -84,6 +85,16 @@ def _prompt(row: Mapping[str, Any], spec: Spec) -> str:
         return render_template(spec.data.template, row)
     prompt = row[spec.data.prompt_column]
     return prompt if isinstance(prompt, str) else repr(prompt)
+
+
+def _one_prompt(key: str, found: Looked, spec: Spec) -> Iterator[Problem]:
+    """Rows that all ask the same, although they differ."""
+    rows = found.rows
+    if len({repr(row) for row in rows}) >= _FEW and len({_prompt(row, spec) for row in rows}) == 1:
+        message = f"its first {len(rows)} prompts are all the same, and their rows are not"
+        source = spec.data.train if key == "data.train" or spec.eval is None else spec.eval.data
+        hint = "check data.prompt_column and data.template"
+        yield Problem(key, message, hint, show(source))
 
 
 # ── prompts that hold their answer ──────────────────────────────────────────────────────────────────

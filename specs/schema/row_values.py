@@ -29,6 +29,9 @@ def blank_answer(value: Any) -> str:
     return f"is empty{after}, so that an empty completion would be right"
 
 
+_ASSISTANTS = ("assistant", "gpt", "model", "bot", "ai", "chatbot")
+
+
 def ends_with_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation ends with a message of the assistant: the one that the model is to write."""
-    return messages[-1].get("role") == "assistant"
+    """Whether a conversation ends with a message of the assistant, by any name: the one that the model is to write."""
+    return messages[-1].get("role") in _ASSISTANTS

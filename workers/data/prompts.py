@@ -132,6 +132,7 @@ class _Renderer:
         columns = template_columns(data.template) if data.template else (data.prompt_column,)
         self.columns = tuple(dict.fromkeys((*columns, data.answer_column) if needs_answer else columns))
         self.needs_answer = needs_answer
+        self.in_template = template_columns(data.template)
 
     def __call__(self, row: DataRow) -> str:
         if row.problem:
@@ -153,6 +154,8 @@ class _Renderer:
                 raise _BadRow(f"{lacks}; the row has {', '.join(map(repr, values)) or 'none'}")
             if said := not_a_value(values[column]):
                 raise _BadRow(f"column {column!r} is {said}")
+            if self.data.template and isinstance(values[column], dict | list) and column in self.in_template:
+                raise _BadRow(f"column {column!r} is {type(values[column]).__name__}, which no template can write")
         if self.needs_answer:
             self._check_answer(values[self.data.answer_column])
 

@@ -96,7 +96,10 @@ def _left_out(config: DataConfig, codec: TextCodec, table: PromptTable) -> Itera
     given = [messages_of(prompt_of(row, config.data), config.data) for row in table.rows[:_RENDERED]]
     pairs = [(message, prompt) for messages, prompt in zip(given, table.prompts, strict=False) for message in messages]
     hint, key = "repair the chat template, or use the model's own", "model.path"
-    if any(isinstance(message["content"], list) and repr(message["content"]) in prompt for message, prompt in pairs):
+    if any(repr(message) in prompt for message, prompt in pairs):
+        message = "the chat template prints messages as Python writes them"
+        yield Finding(key=key, message=message, hint=hint)
+    elif any(isinstance(message["content"], list) and repr(message["content"]) in prompt for message, prompt in pairs):
         message = "the chat template prints the parts of a message as Python writes a list"
         yield Finding(key=key, message=message, hint="write the content of messages as text")
     texts = [(one["role"] == "system", _word(one["content"]), prompt.casefold()) for one, prompt in pairs]

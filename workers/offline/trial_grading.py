@@ -1,5 +1,5 @@
-"""Terms of a reward, tried on the first rows of the data by the processes that grade in a run: each row's own answer is
-the completion."""
+"""Terms of a reward, tried on the first rows of the data by the processes that grade in a run. The completion is each
+row's own answer; a function is called with an empty one too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from workers.grading.terms import Setting
 from workers.offline.first_rows import first_tables
 
 _ROWS = 64  # whose answers are looked at
-_CALLS = 2  # of a function of the person's, which may cost something
 _TIMEOUT_S = 5.0
 # Errors of code that no retry and no network mends.
 _OF_CODE = (
@@ -40,9 +39,12 @@ def grading_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -
             yield from _never_equal(golds, config, codec)
     for number, term in enumerate(config.reward.terms):
         if isinstance(term, MathVerify):
-            yield from _no_value(number, _grades(term, table, _ROWS, config), golds)
+            yield from _no_value(number, _graded(term, table, golds, config), golds)
         elif isinstance(term, Function):
-            yield from _no_score(number, term, _grades(term, table, _CALLS, config), table)
+            answer = table.rows[0].get(config.answer_column)
+            # Two calls: each may cost something.
+            completions = ["" if answer is None else gold_answer(answer), ""]
+            yield from _no_score(number, term, _graded(term, table, completions, config), table)
 
 
 def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -> Iterator[Finding]:
@@ -58,15 +60,15 @@ def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -
         yield Finding(key="data.train", message=message, hint="use a model whose tokenizer knows the characters")
 
 
-def _grades(term: RewardTerm, table: PromptTable, count: int, config: RewardConfig) -> list[Grade]:
-    """The grades that a term alone gives the answers of the first rows; empty text where a row has no answer."""
-    column = config.answer_column
-    rows = zip(table.rows[:count], table.prompts[:count], strict=True)
+def _graded(term: RewardTerm, table: PromptTable, completions: Sequence[str], config: RewardConfig) -> list[Grade]:
+    """The grades that a term alone gives these completions, one for each of the first rows; the last row is given
+    again where there are fewer."""
+    last = len(table) - 1
     requests = [
-        Request(number, prompt, row, gold_answer(row[column]) if row.get(column) is not None else "", 1)
-        for number, (row, prompt) in enumerate(rows)
+        Request(number, table.prompts[min(number, last)], table.rows[min(number, last)], completion, len(completion))
+        for number, completion in enumerate(completions)
     ]
-    setting = Setting(column, config.max_response_tokens, config.spec_dir)
+    setting = Setting(config.answer_column, config.max_response_tokens, config.spec_dir)
     timeout_s = min(config.reward.timeout_s, _TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="rlctl-probe-") as folder:
         log = Path(folder, "output.log")
@@ -87,12 +89,15 @@ def _no_value(number: int, grades: Sequence[Grade], golds: Sequence[str]) -> Ite
 
 
 def _no_score(number: int, term: Function, grades: Sequence[Grade], table: PromptTable) -> Iterator[Finding]:
-    """A function that gave no score for any of the rows."""
-    if not all(grade.cause for grade in grades):
+    """A function that gave no score for the row's own answer, or for an empty completion."""
+    failed = [grade for grade in grades if grade.cause]
+    if not failed:
         return
-    last = grades[0].text.strip().splitlines()[-1].removeprefix("reward.terms[0]: ")
-    name = term.path.rpartition(":")[2]
-    of_code = grades[0].cause in ("bad_values", "crashes") or last.partition(":")[0] in _OF_CODE
-    message = f"{name}, called with the first row, gives no score: {last}"
+    last = failed[0].text.strip().splitlines()[-1].removeprefix("reward.terms[0]: ")
+    of_code = failed[0].cause in ("bad_values", "crashes") or last.partition(":")[0] in _OF_CODE
+    name, every = term.path.rpartition(":")[2], len(failed) == len(grades)
+    what = "the first row" if every else "an empty completion" if grades[0] not in failed else "a row's own answer"
+    message = f"{name}, called with {what}, gives no score: {last}"
     hint = f"call it with the row of {table.wheres[0]}"
-    yield Finding(key=f"reward.terms.{number}.path", message=message, hint=hint, value=show(term.path), refuses=of_code)
+    key, value = f"reward.terms.{number}.path", show(term.path)
+    yield Finding(key=key, message=message, hint=hint, value=value, refuses=of_code and every)

@@ -322,6 +322,12 @@ def test_messages_that_end_with_the_answer(tmp_path: Path, chat_codec: TextCodec
         table_of(tmp_path, chat_codec)
 
 
+def test_a_template_takes_no_list(tmp_path: Path, codec: TextCodec) -> None:
+    write_jsonl(tmp_path, [{"question": ["a", "b"], "parts": ["c"]}])
+    with pytest.raises(DataError, match="column 'question' is list, which no template can write"):
+        table_of(tmp_path, codec, template="Say {question}")
+
+
 def test_chat_that_the_tokenizer_cannot_do(tmp_path: Path, codec: TextCodec) -> None:
     write_jsonl(tmp_path, [{"prompt": "text"}])
     with pytest.raises(DataError, match="has no chat template"):
