@@ -46,7 +46,7 @@ def main() -> None:
         spec = Path(folder, "spec.toml")
         spec.write_text((ROOT / "specs" / "presets" / f"{args.preset}.toml").read_text())
         flooded, alone = Path(folder, "flooded"), Path(folder, "alone")
-        paces = disturbed(spec, flooded, args)
+        paces, costs = disturbed(spec, flooded, args)
         steps = len(numbers(flooded))
         with training(spec, alone) as process:
             wait_for_steps(process, alone, steps)
@@ -56,6 +56,7 @@ def main() -> None:
         "kinds": args.kinds,
         "flooded_s": args.window_s * args.rounds,
         "steps_per_s": {where: [round(pace, 3) for pace in found] for where, found in paces.items()},
+        "driver_cpu_ms_per_step": {where: [round(cost, 2) for cost in found] for where, found in costs.items()},
         "pace_flooded_to_quiet": round(driver / quiet, 3),
         "pace_flooded_to_nobody": round(driver / nobody, 3),
         "steps": steps,
@@ -64,11 +65,12 @@ def main() -> None:
     print(json.dumps(report, indent=1))
 
 
-def disturbed(spec: Path, run: Path, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Steps per second in each window."""
+def disturbed(spec: Path, run: Path, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Steps per second in each window, and the driver's CPU milliseconds per step, whatever else the machine does."""
     from flood import flooded
 
     paces: dict[str, list[float]] = {"quiet": [], "nobody": [], "driver": []}
+    costs: dict[str, list[float]] = {where: [] for where in paces}
     with socket.create_server(("127.0.0.1", 0)) as door, training(spec, run) as process:
         threading.Thread(target=swallow, args=(door,), daemon=True).start()
         wait_for_steps(process, run, 2)
@@ -76,9 +78,11 @@ def disturbed(spec: Path, run: Path, args: argparse.Namespace) -> dict[str, list
         for _ in range(args.rounds):
             for where, port in ports.items():
                 with flooded(f"tcp://127.0.0.1:{port}", tuple(args.kinds) if port else (), args.window_s):
+                    before, since = cpu_ms(process.pid), len(numbers(run))
                     paces[where].append(pace(run, args.window_s))
+                    costs[where].append((cpu_ms(process.pid) - before) / max(1, len(numbers(run)) - since))
                 assert process.poll() is None, "the run ended"
-    return paces
+    return paces, costs
 
 
 @contextmanager
@@ -114,6 +118,10 @@ def pace(run: Path, window_s: float) -> float:
             latest, at = count, time.monotonic()
         time.sleep(0.01)
     return (latest - first) / (at - since) if latest > first else 0.0
+
+
+def cpu_ms(pid: int) -> float:
+    return 1e3 * float(sum(psutil.Process(pid).cpu_times()[:2]))
 
 
 def port_of(pid: int) -> int:
