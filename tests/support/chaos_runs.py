@@ -26,6 +26,7 @@ from workers.watchdog import pids_marked
 
 START_S = 90.0  # until the run is held
 BOUND_S = 75.0  # from the fault to the end of the run, restarts included; on a busy machine
+FOUND_S = 10.0  # until the process that is to be hit is there
 GONE_S = 15.0  # until the last process is gone
 STOPPED_S = 1.5  # how long a stopped driver is stopped
 
@@ -167,9 +168,12 @@ class Disturbed:
             (self.plot / "go").touch()
             time.sleep(fault.late_s)
         if fault.kind in SIGNALS:
-            victim = driver.pid if fault.victim == "driver" else self._find(driver.pid)
-            with suppress(ProcessLookupError):
-                os.kill(victim, signal.Signals[fault.kind])
+            _wait(lambda: self._find(driver.pid) is not None, FOUND_S)  # graders start a little later than their role
+            if (victim := self._find(driver.pid)) is None:
+                self.line.bad.append(f"no process is {fault.victim}")
+            else:
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.Signals[fault.kind])
         elif fault.kind.startswith("Ctrl-C"):
             for _ in range(int(fault.kind.rpartition("×")[2])):
                 driver.send_signal(signal.SIGINT)
@@ -188,6 +192,8 @@ class Disturbed:
             return fault.kind == "SIGSTOP"
         if (fault.victim, fault.phase) == ("grader", "build"):  # too early, it says that rewards cannot be loaded
             return self.code == 0
+        if (fault.victim, fault.kind) == ("launcher", "SIGSTOP"):  # its ranks do not need it
+            return True
         return fault.restarts or fault.victim == "grader"
 
     def _with_hostile_rewards(self) -> None:
@@ -254,14 +260,16 @@ class Disturbed:
                     _, slash, name = row.partition(" /dev/shm/")
                     self.memory.update([name] if slash and "(deleted)" not in name else [])
 
-    def _find(self, driver: int) -> int:
+    def _find(self, driver: int) -> int | None:
         """The victim's pid."""
         wanted = self.fault.victim
+        if wanted == "driver":
+            return driver
         for process in psutil.Process(driver).children(recursive=True):
             with suppress(psutil.Error, OSError):
                 if wanted == _part_of(process):
                     return process.pid
-        raise AssertionError(f"no process is {wanted}")
+        return None
 
     def _watch(self, driver: subprocess.Popen[bytes], hit: float) -> None:
         """Until the run ends, within its bound, and with all its processes."""
@@ -365,9 +373,9 @@ def _take_terminal() -> None:
 def _part_of(process: psutil.Process) -> str:
     """ "actor 1", "launcher", "grader"."""
     words = process.cmdline()
-    if "torch.distributed.run" in words or "workers.node" in words:
-        return "launcher"
     if "workers.main" in words:
+        if any("workers.main" in child.cmdline() for child in process.children()):
+            return "launcher"
         rank = Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem.removeprefix("rank")
         return f"{words[words.index('--role') + 1]} {rank}"
     return "grader" if "workers.grading.child" in words else ""
