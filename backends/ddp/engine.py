@@ -40,7 +40,7 @@ class DdpTrainEngine(HfTrainEngine):
         assert isinstance(config.engine, DdpTable)
         model = self._hold_model(partial(build_model, load_weights=True)).model
         self.flat = _flatten(model, config)
-        self.policy = Policy(model, config.engine.logits_chunk_tokens)
+        self.policy = Policy(model, config.engine.logits_chunk(on_gpu=self.device.type == "cuda"))
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)
         self.offloading = Offloader()
         self.gradients_are_zero = True

@@ -91,8 +91,8 @@ class HfTrainEngine(TrainEngine):
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
         """As `__init__` goes about it, up to where memory is needed."""
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
-        table: Any = config.engine  # each engine of this family has a table with `logits_chunk_tokens`
-        policy = Policy(held.model, table.logits_chunk_tokens)
+        table: Any = config.engine  # each engine of this family has a table with `logits_chunk`
+        policy = Policy(held.model, table.logits_chunk(on_gpu=config.model.device != "cpu"))
         return cls._wrapped_on_meta(policy, config, rank)
 
     @classmethod

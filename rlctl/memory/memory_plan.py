@@ -16,6 +16,7 @@ from specs.memory_parts import DTYPE_BYTES, GIB, MOMENTS, Moment, Part
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
 from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
+from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.mesh import devices_of_a_process
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import ModelRole, Spec
@@ -105,6 +106,7 @@ def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str
 
 
 def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: str, tokens: int) -> Pass:
+    engine = getattr(section, "engine", None)
     return Pass(
         facts=model.facts,
         config=model.config,
@@ -112,7 +114,7 @@ def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: 
         device=device,
         tokens=tokens,
         longest=spec.max_sequence_tokens,
-        logits_chunk=int(getattr(getattr(section, "engine", None), "logits_chunk_tokens", tokens)),
+        logits_chunk=engine.logits_chunk(on_gpu=device != "cpu") if isinstance(engine, TrainedHere) else tokens,
         attention=spec.attention(role),
         recompute=bool(getattr(section, "gradient_checkpointing", False)),
         trains_head=getattr(section, "lora", None) is None,

@@ -16,7 +16,6 @@ from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB
 from specs.errors import UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, MOMENTS, Part, total
-from specs.schema.engines.held_model import ASLEEP_GIB
 from specs.terminal import json_text
 
 if TYPE_CHECKING:
@@ -76,8 +75,8 @@ def assumptions(plan: MemoryPlan) -> list[str]:
         said.append(f"a process takes {CONTEXT_GIB:g} GiB of a GPU for its CUDA context, and NCCL some more")
     if any(role.device == "cpu" for role in plan.roles):
         said.append(f"a process on the CPU takes {PROCESS_GIB:g} GiB for Python, torch and transformers")
-    if any(part.name == "left while asleep" for role in plan.roles for part in role.parts):
-        said.append(f"a sampler keeps {ASLEEP_GIB:g} GiB of a GPU while it sleeps")
+    for nbytes in {part.nbytes for role in plan.roles for part in role.parts if part.name == "left while asleep"}:
+        said.append(f"a sampler is taken to keep {nbytes / GIB:g} GiB of a GPU while it sleeps")
     if plan.roles:
         said.append("reward processes, the driver and the system are not counted")
     return said

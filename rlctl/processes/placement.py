@@ -7,12 +7,14 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlctl.preflight.hostfile import Host, read_hostfile
 from specs.errors import Problem, SpecError
-from specs.schema.roles import ROLES, RoleName
+from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
+from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.sections import ClusterSection
 from specs.schema.spec import RoleSection, Spec
 
@@ -104,7 +106,9 @@ def make_plan(spec: Spec, spec_dir: Path, *, cores: int | None = None, address: 
     several = any(spec.role(name).nodes > 1 for name in spec.roles)
     beyond = (address or cluster.address or UNKNOWN_ADDRESS) if several else ""
     hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser()) if cluster.hostfile else []
-    planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once=2 if _work_at_once(spec) else 1)
+    at_once = 2 if _work_at_once(spec) else 1
+    for_transport = _without_expandable_segments() if choose_transport(spec)[0] == "cuda_ipc" else {}
+    planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once, for_transport)
     return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), _colocated(spec), beyond)
 
 
@@ -138,6 +142,7 @@ class _Planner:
     address: str
     hosts: list[Host]
     at_once: int  # roles with CPU work at the same time, beside judging
+    for_transport: Mapping[str, str]  # variables of the actor
 
     def role(self, name: RoleName, section: RoleSection) -> RolePlan:
         group_size = section.processes if ROLES[name].together else 1
@@ -149,7 +154,8 @@ class _Planner:
         python = _interpreter(section.python, self.spec_dir)
         meeting = self._meeting(name, section)
         hosts = self._hosts(section)
-        env = _environment(section, name, threads, self._kept_on_loopback(name, section))
+        own = _environment(section, name, threads, self._kept_on_loopback(name, section))
+        env = {**self.for_transport, **own} if name == ACTOR else own
         commands = [_command(name, section, python, meeting, hosts, node) for node in range(len(hosts))]
         remote_env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, section.devices))}
         return RolePlan(
@@ -252,6 +258,8 @@ def _environment(
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(_visible(device, role) for device in section.devices),
     }
+    if section.devices and "CUDA_DEVICE_ORDER" not in os.environ:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own order begins with the fastest
     if not section.devices:
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # idle roles must not spin: 7-10x on a shared small machine
         env["GOMP_SPINCOUNT"] = SPIN_COUNT
@@ -265,6 +273,17 @@ def _environment(
     paths = (str(package_root()), section.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return env
+
+
+def _without_expandable_segments() -> dict[str, str]:
+    """Variables of this process that ask torch for memory which another process may not be able to map."""
+    changed = {}
+    for name in ALLOCATOR_VARIABLES:
+        options = [option.strip() for option in os.environ.get(name, "").split(",")]
+        kept = [option for option in options if not option.startswith("expandable_segments")]
+        if kept != options:
+            changed[name] = ",".join(kept)
+    return changed
 
 
 def _visible(device: int, role: RoleName) -> str:

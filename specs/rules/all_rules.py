@@ -12,7 +12,7 @@ from specs.errors import Problem
 from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
-from specs.rules.engine_rules import engine_problems
+from specs.rules.engine_rules import engine_problems, engine_warnings
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
@@ -49,6 +49,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
         *run_ahead_warnings(spec),
         *_never_due(spec),
         *straddling_warnings(spec),
+        *engine_warnings(spec),
     ]
 
 

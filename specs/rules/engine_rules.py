@@ -28,6 +28,12 @@ def engine_problems(spec: Spec) -> Iterator[Problem]:
         yield from engine.problems(spec, role, section)
 
 
+def engine_warnings(spec: Spec) -> Iterator[Problem]:
+    for role, section in spec.sections():
+        if (engine := engine_of(section)) is not None:
+            yield from engine.warnings(spec, role, section)
+
+
 def _cut_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) -> Iterator[Problem]:
     each = devices_of_a_process(section)
     key = f"{role}.engine.tensor_parallel"

@@ -10,6 +10,8 @@ from specs.schema.roles import ACTOR, ROLLOUT
 from specs.schema.spec import Spec, TransportKind
 from specs.text import show
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch's memory on a GPU
+
 
 def same_host(spec: Spec) -> bool:
     """Whether every replica is on the host of the actor's rank 0, which is the driver's."""
@@ -41,6 +43,8 @@ def transport_problems(spec: Spec) -> Iterator[Problem]:
         yield Problem("sync.transport", message, 'write "folder" or "auto"', show(sync.transport))
     if transport == "cuda_ipc" and not same_gpu(spec):
         yield _not_one_gpu(spec)
+    if transport == "cuda_ipc":
+        yield from _expandable_segments(spec)
     if "folder" in sync.model_fields_set and transport != "folder":
         message = f'has no effect: the transport is "{transport}"'
         yield Problem("sync.folder", message, 'set sync.transport = "folder", or remove the key', show(sync.folder))
@@ -49,6 +53,15 @@ def transport_problems(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             "sync.bucket_MiB", message, "remove the key, or choose another sync.transport", show(sync.bucket_MiB)
         )
+
+
+def _expandable_segments(spec: Spec) -> Iterator[Problem]:
+    """Such memory is shared by a file descriptor taken out of the other process, which containers forbid."""
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in spec.actor.env.get(name, "").lower():
+            message = "memory in expandable segments cannot be shared with the rollout"
+            hint = 'leave expandable_segments out, or write sync.transport = "shm"'
+            yield Problem(f"actor.env.{name}", message, hint, show(spec.actor.env[name]))
 
 
 def _not_one_gpu(spec: Spec) -> Problem:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
-
 from specs.memory_parts import ADAM_BYTES, Part
 from specs.model_shapes import ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
@@ -26,9 +24,6 @@ class DdpTable(TrainedHere):
     """Every rank holds the whole model; gradients are summed once per optimizer step."""
 
     kind: Literal["ddp"] = "ddp"
-    logits_chunk_tokens: int = Field(
-        4096, gt=0, description="Response tokens whose logits exist at the same time; lower it for large vocabularies."
-    )
 
     engine_class: ClassVar[str | None] = "backends.ddp.engine:DdpTrainEngine"
 

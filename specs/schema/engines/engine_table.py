@@ -76,6 +76,10 @@ class EngineTable(Table):
         """What is wrong with `section`, whose engine this is, by the spec alone."""
         return ()
 
+    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
+        """What works and is seldom meant, or is worth knowing before it runs."""
+        return ()
+
     def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
         """What of the model it cannot run."""
         return ()
@@ -156,6 +160,7 @@ QUESTIONS: dict[str, str] = {
     "shared_memory_MiB": "shared memory of its libraries",
     "alone": "its keys for a trial of one process",
     "problems": "its rules",
+    "warnings": "its warnings",
     "model_problems": "models it cannot run",
     "installed_problems": "builds of its packages",
     "checkpoint_format": "checkpoint format",

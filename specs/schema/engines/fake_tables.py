@@ -45,6 +45,9 @@ class _Fake(EngineTable):
     def alone(self) -> Self:
         return self
 
+    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
+        return ()
+
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
         """All roles or none, and what a numpy model on the CPU has no use for."""
         held = [(name, other) for name, other in spec.sections() if ROLES[name].holds_model]

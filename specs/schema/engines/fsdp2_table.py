@@ -45,9 +45,6 @@ class Fsdp2Table(TrainedHere):
         False,
         description="Reduce gradients after every micro-batch: less memory (no whole gradient is kept), more traffic.",
     )
-    logits_chunk_tokens: int = Field(
-        4096, gt=0, description="Response tokens whose logits exist at the same time; lower it for large vocabularies."
-    )
 
     engine_class: ClassVar[str | None] = "backends.fsdp2.engine:Fsdp2TrainEngine"
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specs.schema.spec import DType, Lora, Optimizer, RoleSection, Spec
 
 FP32_BYTES = 4
-ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: graphs, workspaces (an assumption)
+ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: workspaces, kernels (an assumption)
 NCCL_SHARED_MEMORY_MIB = 1024  # what NVIDIA's instructions for NCCL in a container give it (docker run --shm-size=1g)
 _AWAKE: frozenset[Moment] = frozenset({"rollout"})
 
@@ -160,11 +160,13 @@ def replica_weights(replica: Replica, *, kept: bool = False, adapter_bytes: int 
         yield Part("adapters", adapter_bytes, awake)
 
 
-def share_of_gpu(replica: Replica, nbytes: int, *, kept: bool = False, adapter_bytes: int = 0) -> Iterator[Part]:
+def share_of_gpu(
+    replica: Replica, nbytes: int, *, kept: bool = False, adapter_bytes: int = 0, asleep_GiB: float = ASLEEP_GIB
+) -> Iterator[Part]:
     """A replica that was told to take `nbytes` of each GPU: weights, and the rest for its cache."""
     yield from replica_weights(replica, kept=kept, adapter_bytes=adapter_bytes)
     rest = max(0, nbytes - replica.weights - adapter_bytes)
     yield Part("KV cache and the rest of its share", rest, replica.awake, exact=True)
     if replica.colocated:
         asleep: frozenset[Moment] = frozenset({"train", "optimizer", "sync"})
-        yield Part("left while asleep", int(ASLEEP_GIB * GIB), asleep)
+        yield Part("left while asleep", int(asleep_GiB * GIB), asleep)

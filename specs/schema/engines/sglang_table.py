@@ -82,6 +82,9 @@ class SglangTable(RolloutTable):
     def alone(self) -> Self:
         return self
 
+    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
+        return ()
+
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
         """Where it runs, and what its log-probs describe."""
         if not section.devices:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from specs.schema.engines.engine_table import EngineTable, TrainTable
 from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from specs.errors import Problem
     from specs.model_facts import ModelFacts
     from specs.schema.roles import RoleName
-    from specs.schema.spec import RoleSection
+    from specs.schema.spec import RoleSection, Spec
 
 HUGGING_FACE = ("torch", "transformers", "accelerate", "packaging")
 
@@ -31,6 +33,9 @@ class BuiltHere(EngineTable):
     def devices_per_process(self) -> int:
         return 1
 
+    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
+        return ()
+
     def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
         return ()
 
@@ -43,9 +48,20 @@ class BuiltHere(EngineTable):
 class TrainedHere(BuiltHere, TrainTable):
     """A train engine on top of `backends/train/engine.py`, which computes, saves and exports."""
 
+    logits_chunk_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="Response tokens whose logits exist at the same time; lower it for large vocabularies. Unset: 4096 "
+        "on the CPU, 1024 on a GPU.",
+    )
+
     checkpoint_format: ClassVar[str | None] = "tensor shards"  # backends/train/tensor_shards.py
     checkpoint_bytes: ClassVar[int | None] = 12  # the fp32 weight and both moments
     resumes_reshaped: ClassVar[bool | None] = True
+
+    def logits_chunk(self, *, on_gpu: bool) -> int:
+        """`logits_chunk_tokens` in effect. On a GPU 4096 of them would hold 11 GB for a vocabulary of 152k."""
+        return self.logits_chunk_tokens or (1024 if on_gpu else 4096)
 
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
         return NCCL_SHARED_MEMORY_MIB if on_gpu and processes > 1 else 0

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # vLLM 0.32, vllm/config/lora.py: ranks that it makes room for. A rank in between takes the room of the next one.
 LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_KV_CACHE_GIB = 1.0
+GRAPHS_GIB = 1.5  # CUDA graphs of some 50 batch sizes, which stay while it sleeps (an assumption)
 _RING_MIB = 240  # vLLM 0.32, vllm/distributed/device_communicators/shm_broadcast.py: 10 chunks of 24 MiB
 # vLLM 0.32, vllm/v1/attention/backends/cpu_attn.py
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -112,6 +113,13 @@ class VllmTable(RolloutTable):
                 yield no_effect(f"{role}.engine.gpu_memory_utilization", self, why)
         yield from _adapter_problems(spec, role, section, self)
 
+    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+        """fp32 that is not."""
+        if section.devices and spec.dtype(role) == "fp32":
+            message = "vLLM's attention multiplies in TF32 on a GPU (flash attention takes no fp32), to about 1e-3"
+            hint = f'set {role}.dtype = "bf16", or raise rollout.max_probe_gap and max_logprob_gap'
+            yield Problem(f"{role}.dtype", message, hint, '"fp32"')
+
     def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
         """Heads that vLLM has no kernel for on the CPU, and weights that it computes from in another form than the one
         that a sync writes: derived from them (MLA) or packed (experts on the CPU) when it starts, and never again."""
@@ -151,13 +159,15 @@ class VllmTable(RolloutTable):
         room = _adapter_bytes(replica)
         if replica.gpu_GiB and self.kv_cache_GiB is None:
             share = int(self.gpu_memory_utilization * replica.gpu_GiB * GIB)
-            yield from share_of_gpu(replica, share, kept=kept, adapter_bytes=room)
+            asleep_GiB = ASLEEP_GIB + (0 if self.enforce_eager else GRAPHS_GIB)
+            yield from share_of_gpu(replica, share, kept=kept, adapter_bytes=room, asleep_GiB=asleep_GiB)
             return
         yield from replica_weights(replica, kept=kept, adapter_bytes=room)
         cache_GiB = CPU_KV_CACHE_GIB if self.kv_cache_GiB is None else self.kv_cache_GiB
         yield Part("KV cache", int(cache_GiB * GIB), replica.awake, exact=True)
         if replica.gpu_GiB:
-            yield Part("activations, graphs", int(ASLEEP_GIB * GIB))
+            graphs_GiB = 0 if self.enforce_eager else GRAPHS_GIB
+            yield Part("activations, graphs", int((ASLEEP_GIB + graphs_GiB) * GIB))
 
     def memory_key(self, *, on_gpu: bool) -> MemoryKey | None:
         if self.kv_cache_GiB is not None:

@@ -29,9 +29,6 @@ class ZeroTable(TrainedHere):
     stage: Literal[1, 2, 3] = Field(3, description="What is cut across ranks. `zero3` is `zero` with stage 3.")
     offload_optimizer: bool = Field(False, description="Keep optimizer state in host memory and step there.")
     offload_parameters: bool = Field(False, description="Keep parameters in host memory; stage 3 only.")
-    logits_chunk_tokens: int = Field(
-        4096, gt=0, description="Response tokens whose logits exist at the same time; lower it for large vocabularies."
-    )
     deepspeed: dict[str, Any] = Field(
         {},
         description="More keys for DeepSpeed's configuration (`rlctl train --dry-run` shows all of it). A key that the "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_spec import raw_spec
+from small_spec import only_problem, raw_spec
 
 from rlctl.processes.placement import Plan, make_plan, package_root, usable_cores
 from specs.errors import SpecError
@@ -170,6 +170,31 @@ def test_two_groups_on_two_nodes_meet_at_two_ports(tmp_path: Path) -> None:
     made = _two_nodes(tmp_path, "torchrun", algorithm={"kl_coef": 0.1})
     assert [made.role(name).meeting.port for name in ("actor", "ref")] == [29400, 29401]
     assert made.hosts == ("b",)
+
+
+def test_gpus_are_numbered_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    made = plan(actor={"devices": [0]}, rollout={"devices": [1]})
+    assert [made.role(role).env.get("CUDA_DEVICE_ORDER") for role in ("data", "rollout", "actor")] == [
+        None,
+        "PCI_BUS_ID",
+        "PCI_BUS_ID",
+    ]
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")  # the person's own
+    assert "CUDA_DEVICE_ORDER" not in plan(actor={"devices": [0]}).role("actor").env
+
+
+def test_memory_that_another_process_maps_is_not_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu = {"actor": {"devices": [0]}, "rollout": {"devices": [0]}}
+    asked = "max_split_size_mb:64, expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", asked)
+    shared = plan(**one_gpu, sync={"transport": "cuda_ipc"})
+    assert shared.role("actor").env["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in shared.role("rollout").env
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in plan(**one_gpu).role("actor").env
+    own = {"actor": {"devices": [0], "env": {"PYTORCH_CUDA_ALLOC_CONF": asked}}, "rollout": {"devices": [0]}}
+    found = only_problem(raw_spec(**own, sync={"transport": "cuda_ipc"}))
+    assert found.key == "actor.env.PYTORCH_CUDA_ALLOC_CONF"
 
 
 def _two_nodes(tmp_path: Path, launcher: str, devices: Any = (), **sections: Any) -> Plan:
