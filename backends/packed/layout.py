@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.packed.row_ops import RowCopies, copy_rows, take_rows
+from backends.packed.row_ops import Put, RowCopies, copy_rows, take_rows
 
 
 class PackedLayout:
@@ -29,8 +29,14 @@ class PackedLayout:
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device | str = "cpu", parents: Sequence[int] | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        parents: Sequence[int] | None = None,
+        put: Put | None = None,
     ) -> None:
+        """`put` brings arrays to the device, each by itself if unset."""
+        put = put or (lambda array: torch.from_numpy(array).to(device))
         self.lengths = list(lengths)
         self.mask: Tensor | None = torch.zeros(1, 1, 1, 1, device=device)  # 4-D: passed through, so no T×T mask is made
         plan = _PadPlan(
@@ -38,9 +44,8 @@ class PackedLayout:
         )
         self.groups = plan.groups
         self.identity = np.array_equal(plan.index_P, np.arange(len(plan.inverse_T)))
-        self.copies = RowCopies(plan.index_P, len(plan.inverse_T), device, plan.real_P) if plan.shared else None
-        self.index_P = torch.from_numpy(plan.index_P).to(device)
-        self.inverse_T = torch.from_numpy(plan.inverse_T).to(device)
+        self.copies = RowCopies(plan.index_P, len(plan.inverse_T), put, plan.real_P) if plan.shared else None
+        self.index_P, self.inverse_T = put(plan.index_P), put(plan.inverse_T)
 
     def attend(
         self,

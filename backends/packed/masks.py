@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PretrainedConfig, PreTrainedModel
 
+from backends.packed.staging import Staging
+
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names for kinds of layers
 Mask = TypeVar("Mask")
 
@@ -28,14 +30,15 @@ class PackedRows:
         positions_T: NDArray[np.int64],
         lengths: Sequence[int],
         parents: Sequence[int] | None,
-        device: torch.device,
+        staging: Staging,
     ) -> None:
         segment_T = np.repeat(np.arange(len(lengths)), lengths)
         continued = np.full(len(lengths), -1) if parents is None else np.asarray(parents)
-        self.length, self.device = len(segment_T), device
+        self.length, self.device = len(segment_T), staging.device
         self.segment_T, self.parent_T, self.position_T = (
-            torch.from_numpy(column).to(device) for column in (segment_T, continued[segment_T], positions_T)
+            staging.put(column) for column in (segment_T, continued[segment_T], positions_T)
         )
+        staging.send()  # masks are made of them at once
 
     def sees(self, window: int | None) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
         """Whether the token in row `query` sees the one in row `key`; as flex_attention wants it."""

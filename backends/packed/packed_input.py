@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from backends.packed.layout import PackedLayout
 from backends.packed.masks import PackedRows, additive_masks, block_masks
 from backends.packed.packed_attention import use_layout
+from backends.packed.staging import Staging
 from specs.attention import FLASH
 from specs.errors import ModelError
 
@@ -48,41 +49,42 @@ def _implementation(model: PreTrainedModel) -> str:
 
 def packed_row(
     model: PreTrainedModel,
-    device: torch.device,
+    staging: Staging,
     tokens_T: NDArray[np.int64],
     positions_T: NDArray[np.int64],
     lengths: Sequence[int],
     parents: Sequence[int] | None = None,
 ) -> PackedInput:
-    """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one.
+    """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one. They
+    are there when `staging` is sent.
 
     Raises ModelError for an attention that cannot keep sequences apart.
     """
     implementation = _implementation(model)
     inputs: dict[str, Any] = {
-        "input_ids": torch.from_numpy(tokens_T).to(device)[None],
-        "position_ids": torch.from_numpy(positions_T).to(device)[None],
+        "input_ids": staging.put(tokens_T)[None],
+        "position_ids": staging.put(positions_T)[None],
         "use_cache": False,  # with a cache, transformers forgets that the row is packed
     }
     if implementation == "sdpa":
-        layout = PackedLayout(lengths, device, parents)
+        layout = PackedLayout(lengths, staging.device, parents, staging.put)
         return PackedInput({**inputs, "attention_mask": layout.mask}, layout)
     if implementation in FLASH:
         assert parents is None or max(parents) < 0, "can_share_prompts"
-        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, device)}, None)
+        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, staging)}, None)
     if implementation not in _MASKS:
         raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
-    masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, device))
+    masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, staging))
     # For some masks torch 2.13 makes C++ that does not compile out of flex_attention.
-    unfused = implementation == "flex_attention" and device.type == "cpu"
+    unfused = implementation == "flex_attention" and staging.device.type == "cpu"
     return PackedInput({**inputs, "attention_mask": masks}, None, unfused)
 
 
 _MASKS = {"eager": additive_masks, "flex_attention": block_masks}
 
 
-def _varlen(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+def _varlen(lengths: Sequence[int], staging: Staging) -> dict[str, Any]:
     """Where sequences begin and end, as transformers hands it to the kernels. Lengths on the host: no device waits."""
-    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    ends = staging.put(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

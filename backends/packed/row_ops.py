@@ -5,6 +5,7 @@ Suffixes: T tokens of the row, P rows after padding, N copies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+
+Put = Callable[[NDArray[Any]], Tensor]  # an array as a tensor on the device
 
 
 def take_rows(x_P: Tensor, rows_T: Tensor) -> Tensor:
@@ -37,22 +40,23 @@ class _TakeRows(torch.autograd.Function):
 class RowCopies:
     """Which of `rows` rows to copy, any number of times each, and for the backward pass where the copies of each are.
 
-    Copies where `real` is False take no part in the backward pass: their gradient must be zero.
+    Copies where `real` is False take no part in the backward pass: their gradient must be zero. `put` brings arrays to
+    the device.
     """
 
     def __init__(
         self,
         index_N: NDArray[np.int64],
         rows: int,
-        device: torch.device | str = "cpu",
+        put: Put = torch.from_numpy,
         real: NDArray[np.bool_] | None = None,
     ) -> None:
         places = np.arange(len(index_N)) if real is None else np.flatnonzero(real)
         source = index_N[places]
         counts = np.bincount(source, minlength=rows)
-        self.index_N = torch.from_numpy(index_N).to(device)
-        self.places = torch.from_numpy(places[np.argsort(source, kind="stable")]).to(device)
-        self.offset_T = torch.from_numpy(np.cumsum(counts) - counts).to(device)
+        self.index_N = put(index_N)
+        self.places = put(places[np.argsort(source, kind="stable")])
+        self.offset_T = put(np.cumsum(counts) - counts)
 
 
 def copy_rows(x_T: Tensor, copies: RowCopies) -> Tensor:

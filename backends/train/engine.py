@@ -34,6 +34,7 @@ from backends.packed.packing import (
     update_counts,
 )
 from backends.packed.row_ops import RowCopies
+from backends.packed.staging import Staging
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, TrainEngine, Weight, WeightSpec
 from backends.train import weight_export
 from backends.train.hf_weights import stream_into
@@ -152,13 +153,10 @@ class HfTrainEngine(TrainEngine):
         share = can_share_prompts(self.policy.model)
         return micro_batches(batch, self.config.micro_batch_tokens, share_prompts=share)
 
-    def _row(self, micro: MicroBatch) -> PackedInput:
-        return packed_row(
-            self.policy.model, self.device, micro.tokens_T, micro.positions_T, micro.lengths, micro.parents
-        )
-
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
+        """A micro-batch's row, and the rows of it whose targets count."""
+        row = packed_row(self.policy.model, staging, micro.tokens_T, micro.positions_T, micro.lengths, micro.parents)
+        return row, RowCopies(micro.hidden_N, micro.num_tokens, staging.put)
 
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
         with self._without_adapters() if not adapters else nullcontext():
@@ -174,9 +172,11 @@ class HfTrainEngine(TrainEngine):
         micros = self._micro_batches(batch)
         for number in range(self._rounds(len(micros))):
             micro = micros[number] if number < len(micros) else _NOTHING
-            row, rows_N = self._row(micro), RowCopies(micro.hidden_N, micro.num_tokens, self.device)
+            staging = Staging(self.device)
+            row, rows_N = self._row(micro, staging)
+            task = LogprobTask(staging.put(micro.target_N), self.config.temperature)
+            staging.send()
             with row.attending():
-                task = LogprobTask(self._tensor(micro.target_N), self.config.temperature)
                 logprob_N: Tensor = self._run(row, rows_N, task)
             if micro is not _NOTHING:
                 logprob_T[micro.column_N] = logprob_N.cpu().numpy()
@@ -196,21 +196,25 @@ class HfTrainEngine(TrainEngine):
             last = number == rounds - 1
             if number < len(micros):
                 micro = micros[number]
-                columns = self._columns(batch, micro, weight_T, of_sequence_T, loss)
-                _, micro_sums, micro_maxima = self._forward_backward(micro, columns, loss, last)
+                staging = Staging(self.device)
+                columns = self._columns(batch, micro, weight_T, of_sequence_T, loss, staging)
+                _, micro_sums, micro_maxima = self._forward_backward(micro, columns, loss, last, staging)
                 sums += micro_sums
                 maxima = torch.maximum(maxima, micro_maxima) if number else micro_maxima
             else:
-                self._forward_backward(_NOTHING, self._no_columns(loss), loss, last)
+                self._forward_backward(_NOTHING, self._no_columns(loss), loss, last, Staging(self.device))
         read = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
             **update_counts(batch, micros),
         }
 
-    def _forward_backward(self, micro: MicroBatch, columns: TokenColumns, loss: Loss, last: bool) -> LossResult:
-        row, rows_N = self._row(micro), RowCopies(micro.hidden_N, micro.num_tokens, self.device)
-        task = LossTask(self._tensor(micro.target_N), self.config.temperature, columns, loss)
+    def _forward_backward(
+        self, micro: MicroBatch, columns: TokenColumns, loss: Loss, last: bool, staging: Staging
+    ) -> LossResult:
+        row, rows_N = self._row(micro, staging)
+        task = LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
+        staging.send()
         with row.attending():
             result: LossResult = self._run(row, rows_N, task)
             self._backward(result[0], last=last)
@@ -224,17 +228,18 @@ class HfTrainEngine(TrainEngine):
         weight_T: NDArray[np.float32],
         of_sequence_T: Mapping[str, NDArray[np.float32]],
         loss: Loss,
+        staging: Staging,
     ) -> TokenColumns:
         def column(name: str) -> Tensor:
-            return self._tensor(batch[name][micro.column_N].astype(np.float32))
+            return staging.put(batch[name][micro.column_N].astype(np.float32))
 
         return TokenColumns(
-            weight_N=self._tensor(weight_T[micro.column_N]),
+            weight_N=staging.put(weight_T[micro.column_N]),
             advantage_N=column("advantage_T"),
             rollout_logprob_N=column("rollout_logprob_T"),
             old_logprob_N=column("old_logprob_T") if "old_logprob_T" in loss.columns else None,
             ref_logprob_N=column("ref_logprob_T") if "ref_logprob_T" in loss.columns else None,
-            of_sequence={name: self._tensor(value_T[micro.column_N]) for name, value_T in of_sequence_T.items()},
+            of_sequence={name: staging.put(value_T[micro.column_N]) for name, value_T in of_sequence_T.items()},
         )
 
     def _no_columns(self, loss: Loss) -> TokenColumns:
@@ -260,9 +265,12 @@ class HfTrainEngine(TrainEngine):
         lengths = [len(sequence) for sequence in sequences]
         positions_T = np.concatenate([np.arange(length) for length in lengths])
         tokens_T = np.concatenate(sequences).astype(np.int64)
-        row = packed_row(self.policy.model, self.device, tokens_T, positions_T, lengths)
+        staging = Staging(self.device)
+        row = packed_row(self.policy.model, staging, tokens_T, positions_T, lengths)
+        rows_B = RowCopies(np.cumsum(lengths) - 1, len(tokens_T), staging.put)
+        staging.send()
         with row.attending():
-            logits_BV: Tensor = self._run(row, RowCopies(np.cumsum(lengths) - 1, len(tokens_T), self.device), None)
+            logits_BV: Tensor = self._run(row, rows_B, None)
         return logits_BV
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────

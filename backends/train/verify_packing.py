@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
 from backends.packed.row_ops import RowCopies
+from backends.packed.staging import Staging
 from specs.errors import ModelError
 
 Run = Callable[[PackedInput, RowCopies | None, None], Tensor]
@@ -34,9 +35,11 @@ def verify_packing(
     parents = _PARENTS if can_share_prompts(model) else [-1] * len(_LENGTHS)
     prefixes = [range(0) if parent < 0 else _rows(parent) for parent in parents]
     positions_T = np.concatenate([len(prefix) + np.arange(n) for prefix, n in zip(prefixes, _LENGTHS, strict=True)])
-    row = packed_row(model, device, tokens_T, positions_T, _LENGTHS, parents)
+    staging = Staging(device)
+    row = packed_row(model, staging, tokens_T, positions_T, _LENGTHS, parents)
     sequences = [torch.from_numpy(tokens_T[[*prefix, *_rows(i)]]).to(device) for i, prefix in enumerate(prefixes)]
-    every_T = RowCopies(np.arange(len(tokens_T)), len(tokens_T), device)
+    every_T = RowCopies(np.arange(len(tokens_T)), len(tokens_T), staging.put)
+    staging.send()
     try:
         with row.attending():
             ours = run(row, every_T, None)

@@ -29,6 +29,7 @@ from backends.packed.layout import PackedLayout, causal_attention, wants_a_key_p
 from backends.packed.packed_attention import use_layout
 from backends.packed.packed_input import packed_row
 from backends.packed.row_ops import RowCopies, copy_rows, take_rows
+from backends.packed.staging import Staging
 from specs.errors import ModelError
 
 LENGTHS = [7, 1, 12, 7, 9, 3]
@@ -52,7 +53,7 @@ def packed_and_single(folder: Path, config: dict[str, Any], implementation: str)
     model = build_model(model_config(folder, attn_implementation=implementation), load_weights=True)
     tokens = np.random.default_rng(0).integers(0, config["vocab_size"], sum(LENGTHS))
     positions = np.concatenate([np.arange(length) for length in LENGTHS])
-    row = packed_row(model, model.device, tokens, positions, LENGTHS)
+    row = packed_row(model, Staging(model.device), tokens, positions, LENGTHS)
     with row.attending():
         packed = model(**row.inputs).logits[0]
     parts = torch.from_numpy(tokens).split(LENGTHS)

@@ -33,6 +33,7 @@ from transformers import modeling_flash_attention_utils as flash
 from backends.hf.attention_choice import functions_called
 from backends.hf.hf_model import build_model
 from backends.packed.packed_input import can_share_prompts, packed_row
+from backends.packed.staging import Staging
 from backends.protocol import Rank, TrainEngine
 from backends.torch_rollout.engine import TorchRolloutEngine
 from rlctl.models.paths import BUILTIN_FOLDER
@@ -199,7 +200,7 @@ def test_flash_attention_is_told_where_sequences_end(
     single = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
     model.config._attn_implementation = implementation  # building it so would want a GPU and the package
     assert not can_share_prompts(model)
-    row = packed_row(model, model.device, tokens, np.concatenate([np.arange(n) for n in LENGTHS]), LENGTHS)
+    row = packed_row(model, Staging(model.device), tokens, np.concatenate([np.arange(n) for n in LENGTHS]), LENGTHS)
     with row.attending():
         packed = model(**row.inputs).logits[0]
     torch.testing.assert_close(packed, single, atol=2e-5, rtol=1e-4)
@@ -216,4 +217,4 @@ def test_an_attention_that_cannot_keep_sequences_apart_is_refused(tmp_path: Path
     model = build_model(model_config(write_model(tmp_path, QWEN2)), load_weights=True)
     model.config._attn_implementation = "paged|eager"
     with pytest.raises(ModelError, match=r"paged\|eager attention cannot keep the sequences of a packed row apart"):
-        packed_row(model, model.device, np.arange(4), np.array([0, 1, 0, 1]), [2, 2])
+        packed_row(model, Staging(model.device), np.arange(4), np.array([0, 1, 0, 1]), [2, 2])
