@@ -208,6 +208,7 @@ def test_adapters_that_the_sampler_applies(planned: Any) -> None:
     rollout = plan["roles"]["rollout"]
     rounding = part(plan, "rollout", "weights, asleep, rounding of pinned memory")
     assert rollout["host_phases"]["train"] == part(plan, "rollout", "weights") + rounding
+    assert rounding == pytest.approx(0.44 * part(plan, "rollout", "weights"), abs=1)
     assert rollout["host_phases"]["rollout"] == rollout["host_phases"]["sync"] == 0
     assert rollout["phases"]["rollout"] == merged["roles"]["rollout"]["phases"]["rollout"], "one share, cut otherwise"
     assert merged["roles"]["rollout"]["host_phases"]["train"] == 0
