@@ -32,18 +32,18 @@ from workers.transports.shm_segment import Segment, folders
 
 PATIENCE_S = 300.0  # for one block, or one reader; a peer that stands still for so long will not go on
 SPIN_S = 200e-6  # before an end sleeps: one that works is done sooner, and waking takes as long on a virtual machine
-BLOCKS_PER_SIGN = 4  # in shared memory, where no block is written twice: a sign takes as long as a tenth of a block
-_SIGN = b"\0"
+BLOCKS_PER_SIGNAL = 4  # in memory of the reader, where no block is written twice: a signal costs a tenth of a block
+_SIGNAL = b"\0"
 _RING, _HERE, _AS_BEFORE = b"r", b"h", b"a"  # where a lone reader wants the weights of this pass
 _MEETING = "rlctl-"  # the sockets at which ends meet begin so
 
 
 class _Stream:
     """Where an end stands in the stream of a pass. Both cut it alike: a weight begins at a multiple of `ALIGNMENT`, and
-    no piece of it goes beyond a block. A sign is due for each unit of `unit_bytes`, and for what is left at the end."""
+    no piece of it goes beyond a block. A signal is due for each unit of `unit_bytes`, and for the rest at the end."""
 
     def __init__(self, unit_bytes: int) -> None:
-        self._unit_bytes, self._next, self._signs = unit_bytes, 0, 0
+        self._unit_bytes, self._next, self._signals = unit_bytes, 0, 0
         self.unit_end = 0  # of the unit that the end has come to: a piece from here on is of the next one
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -56,10 +56,10 @@ class _Stream:
             self._next += size
 
     def go_on(self) -> tuple[int, int]:
-        """To the unit of the next piece: its number, and the signs due for those that are complete since the last."""
+        """To the unit of the next piece: its number, and the signals due for those that are complete since the last."""
         unit = self._next // self._unit_bytes
         self.unit_end = (unit + 1) * self._unit_bytes
-        due, self._signs = unit - self._signs, unit
+        due, self._signals = unit - self._signals, unit
         return unit, due
 
     def finish(self) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class _Reaching:
 
 
 class _Peer:
-    """The other end, which says one sign for each unit of the stream. `name` is what errors call it.
+    """The other end, which sends one signal for each unit of the stream. `name` is what errors call it.
 
     All that waits for it or writes to it raises PeerGone when it has left, PeerLate when it does not go on."""
 
@@ -95,30 +95,30 @@ class _Peer:
         self._socket, self._name, self._reaching = connected, name, _Reaching(name)
         self._events = select.poll()
         self._events.register(connected, select.POLLIN)
-        self._heard = 0
+        self._received = 0
 
-    def say(self, signs: int) -> None:
-        if signs:
+    def send(self, signals: int) -> None:
+        if signals:
             with self._reaching:
-                self._socket.send(_SIGN * signs)  # never waits: at most BLOCKS of them are unheard
+                self._socket.send(_SIGNAL * signals)  # never waits: at most BLOCKS of them are unread
 
-    def hear(self, signs: int) -> None:
-        """Wait until that many signs were heard in this pass."""
-        while self._heard < signs:
+    def wait_for(self, signals: int) -> None:
+        """Wait until that many signals have come in this pass."""
+        while self._received < signals:
             self._wait()
             with self._reaching:
-                self._heard += len(self._known(self._socket.recv(BLOCKS)))
+                self._received += len(self._known(self._socket.recv(BLOCKS)))
 
-    def forget_signs(self) -> None:
+    def reset(self) -> None:
         """Reset the counts at the start of a pass."""
-        self._heard = 0
+        self._received = 0
 
-    def say_place(self, place: bytes, descriptors: Sequence[int] = ()) -> None:
+    def send_place(self, place: bytes, descriptors: Sequence[int] = ()) -> None:
         with self._reaching:
             socket.send_fds(self._socket, [place], descriptors)
 
-    def hear_place(self) -> tuple[bytes, list[int]]:
-        """What the other end's `say_place` was given. Before the first sign of a pass."""
+    def receive_place(self) -> tuple[bytes, list[int]]:
+        """What the other end's `send_place` was given. Before the first signal of a pass."""
         self._wait()
         with self._reaching:
             place, descriptors, *_ = socket.recv_fds(self._socket, 1, 2)
@@ -128,17 +128,17 @@ class _Peer:
         if self._spin():
             return
         with activity.waiting_for(self._name):
-            heard = self._events.poll(PATIENCE_S * 1e3)
-        if not heard:
+            ready = self._events.poll(PATIENCE_S * 1e3)
+        if not ready:
             raise PeerLate(self._name, f"has not touched the transport for {PATIENCE_S:g} s")
 
-    def _known(self, heard: bytes) -> bytes:
-        if not heard:
+    def _known(self, received: bytes) -> bytes:
+        if not received:
             raise PeerGone(self._name, "left the transport")
-        return heard
+        return received
 
     def _spin(self) -> bool:
-        """Poll briefly for a sign, and yield the core to others meanwhile."""
+        """Poll briefly for a signal, and yield the core to others meanwhile."""
         until = time.perf_counter() + SPIN_S
         while not self._events.poll(0):
             if time.perf_counter() > until:
@@ -198,22 +198,22 @@ class ShmWriter(BlockWriter):
         start = 0
         for first, size in stream.pieces(nbytes):
             if first >= stream.unit_end:
-                unit, signs = stream.go_on()
-                self._say_and_hear(signs, unit - BLOCKS + 1)
+                unit, signals = stream.go_on()
+                self._send_and_wait(signals, unit - BLOCKS + 1)
             yield _piece(self.segment, first, size) if place_U is None else place_U[start : start + size]
             start += size
 
     def flush(self) -> None:
         stream = self._stream or self._meet_readers()
-        units, signs = stream.finish()
-        self._say_and_hear(signs, units)
+        units, signals = stream.finish()
+        self._send_and_wait(signals, units)
 
-    def _say_and_hear(self, signs: int, done: int) -> None:
+    def _send_and_wait(self, signals: int, done: int) -> None:
         """Tell of the units that are filled, and wait until so many are done with."""
         for peer in self._readers:
-            peer.say(signs)
+            peer.send(signals)
         for peer in self._readers:
-            peer.hear(done)
+            peer.wait_for(done)
 
     def _meet_readers(self) -> _Stream:
         assert self.segment is not None, "begin comes first"
@@ -223,12 +223,12 @@ class ShmWriter(BlockWriter):
                 with _Reaching(name):
                     connected, _ = self._listener.accept()
                 self._readers.append(_Peer(connected, name))
-                self._readers[-1].say_place(_RING, [self.segment.descriptor])
+                self._readers[-1].send_place(_RING, [self.segment.descriptor])
             self._stop_listening()
         for peer in self._readers:
-            peer.forget_signs()
+            peer.reset()
         if self._expected == 1:
-            self._learn_place(*self._readers[0].hear_place())
+            self._learn_place(*self._readers[0].receive_place())
         self._stream = _stream(in_place=self._shared is not None)
         return self._stream
 
@@ -276,9 +276,9 @@ class ShmReader(BlockReader):
             self.close()
             self._meet_writer(offer["meeting"])
         assert self._peer is not None
-        self._peer.forget_signs()
+        self._peer.reset()
         if offer["alone"]:  # else the writer's copies would be one after the other
-            self._say_place(self._peer, share())
+            self._send_place(self._peer, share())
         self._stream = _stream(in_place=self.in_place)
 
     def _meet_writer(self, meeting: str) -> None:
@@ -290,16 +290,16 @@ class ShmReader(BlockReader):
             raise SyncError(f"the rollout cannot reach the actor at {meeting}: {error.strerror}", hint=hint) from None
         self._peer, self._meeting = _Peer(connected, "the actor"), meeting
 
-    def _say_place(self, peer: _Peer, shared: WeightMemory | None) -> None:
+    def _send_place(self, peer: _Peer, shared: WeightMemory | None) -> None:
         if shared is None:
-            peer.say_place(_RING)
+            peer.send_place(_RING)
         elif shared is self._shared:
-            peer.say_place(_AS_BEFORE)
+            peer.send_place(_AS_BEFORE)
         else:
             with os.fdopen(os.memfd_create("rlctl-places"), "w", encoding="utf-8") as table:
                 json.dump(dict(shared.place), table)
                 table.flush()
-                peer.say_place(_HERE, [shared.descriptor, table.fileno()])
+                peer.send_place(_HERE, [shared.descriptor, table.fileno()])
         self._shared = shared
 
     def blocks(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
@@ -313,22 +313,22 @@ class ShmReader(BlockReader):
     def _arriving(self, nbytes: int) -> Iterator[tuple[int, int]]:
         assert self._peer is not None, "begin comes first"
         if self.segment is None:
-            _, descriptors = self._peer.hear_place()
+            _, descriptors = self._peer.receive_place()
             if not descriptors:
                 hint = "raise the number of files that a process may have open (ulimit -n)"
                 raise SyncError("the actor's shared memory did not come with its message", hint=hint)
             self.segment = Segment.of(descriptors[0], BLOCKS * BLOCK_BYTES)
         for first, size in self._stream.pieces(nbytes):
             if first >= self._stream.unit_end:
-                unit, signs = self._stream.go_on()
-                self._peer.say(signs)
-                self._peer.hear(unit + 1)
+                unit, signals = self._stream.go_on()
+                self._peer.send(signals)
+                self._peer.wait_for(unit + 1)
             yield first, size
 
     def flush(self) -> None:
         assert self._peer is not None, "begin comes first"
-        _, signs = self._stream.finish()
-        self._peer.say(signs)
+        _, signals = self._stream.finish()
+        self._peer.send(signals)
 
     def close(self) -> None:
         if self._peer is not None:
@@ -341,7 +341,7 @@ class ShmReader(BlockReader):
 
 
 def _stream(*, in_place: bool) -> _Stream:
-    return _Stream(BLOCKS_PER_SIGN * BLOCK_BYTES if in_place else BLOCK_BYTES)
+    return _Stream(BLOCKS_PER_SIGNAL * BLOCK_BYTES if in_place else BLOCK_BYTES)
 
 
 def _piece(segment: Segment, first: int, size: int) -> NDArray[np.uint8]:
