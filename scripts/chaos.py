@@ -10,6 +10,7 @@ behind, and reach the numbers of the undisturbed run, by itself or by `--resume`
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
@@ -23,8 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from chaos_faults import Fault, chosen  # noqa: E402
 from chaos_runs import ENGINES, LAUNCHED, Line, Stage, try_fault  # noqa: E402
-from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+from rlctl.show.screen import Screen  # noqa: E402
 
 SHORT = [
     Fault("fake", "rollout", "SIGKILL", "rollout 1"),
@@ -45,20 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     engines = ["fake"] if asked.short else asked.engines.split(",")
     faults = SHORT if asked.short else chosen(engines, LAUNCHED, asked.faults, asked.seed)
-    console = Console(width=None if sys.stdout.isatty() else 220)
+    screen = Screen(width=None if sys.stdout.isatty() else 220)
     folder = Path(tempfile.mkdtemp(prefix="rlctl-chaos-"))
     started = time.monotonic()
-    lines = try_all(faults, engines, folder, started + 60 * asked.minutes, asked.jobs, console)
-    console.print(table_of(lines))
-    console.print(totals(lines, faults, time.monotonic() - started))
+    lines = try_all(faults, engines, folder, started + 60 * asked.minutes, asked.jobs, screen)
+    screen.print(table_of(lines))
+    screen.print(totals(lines, faults, time.monotonic() - started))
     bad = [line for line in lines if line.bad]
     if bad:
-        console.print(f"[red]{len(bad)} are bad[/]; what they left: {folder}")
+        screen.print(Text(f"{len(bad)} are bad", style="red"), f"what they left: {folder}", sep="; ")
+    else:
+        shutil.rmtree(folder)
     return 1 if bad or len(lines) < len(faults) else 0
 
 
 def try_all(
-    faults: Sequence[Fault], engines: Sequence[str], folder: Path, until: float, jobs: int, console: Console
+    faults: Sequence[Fault], engines: Sequence[str], folder: Path, until: float, jobs: int, screen: Screen
 ) -> list[Line]:
     stages = {engine: Stage(engine, folder / engine) for engine in engines}
 
@@ -68,7 +73,7 @@ def try_all(
         line = try_fault(stages[faults[number].engine], faults[number], folder / f"{number:03d}")
         if line.bad or not sys.stdout.isatty():
             told = "  ".join((f"{number + 1}/{len(faults)}", *cells(line)))
-            console.print(told, soft_wrap=True, markup=False, highlight=False)
+            screen.print(told, soft_wrap=True)
             sys.stdout.flush()
         return line
 

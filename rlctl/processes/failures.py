@@ -140,11 +140,17 @@ def from_end(started: Started, code: int, first: Sequence[int] = ()) -> Evidence
     return Evidence(role, rank, Cause.ENDED, message, weight, log_name=started.log_path.name)
 
 
-def from_rank_end(role: str, rank: int, code: int | None, *, reported: bool = False) -> Evidence:
+def from_rank_end(
+    role: str, rank: int, code: int | None, *, reported: bool = False, others: Sequence[int] = ()
+) -> Evidence:
     """Evidence of a rank's process that ended. A signal is a root cause, unless it is one that follows from others; an
-    exit code perhaps not, unless its launcher reports it as the first. None: only its launcher knows how it ended."""
+    exit code perhaps not, unless its launcher reports it as the first. None: only its launcher knows how it ended.
+    `others`: ranks that were seen to have ended at the same time; which of them was first is then not known either."""
     if code is None:
-        return Evidence(role, rank, Cause.ENDED, "its process ended", Weight.EXIT)
+        message = "its process ended"
+        if others:
+            message += f", and so did that of rank {', '.join(map(str, others))}: which was first is not known"
+        return Evidence(role, rank, Cause.ENDED, message, Weight.EXIT)
     root = reported or _order(code) == 0
     hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
     return Evidence(role, rank, Cause.ENDED, describe_exit(code), Weight.ROOT if root else Weight.EXIT, hint=hint)

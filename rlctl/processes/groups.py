@@ -335,7 +335,8 @@ class Groups:
                 self._ended_first[role] = list(codes)
                 rank = first_to_end(codes)
                 blame_s = LAUNCHER_GRACE_S if codes[rank] is None else _EXIT_GRACE_S
-                self._assess(from_rank_end(role, rank, codes[rank]), _EXIT_GRACE_S, blame_s)
+                others = [other for other, code in codes.items() if other != rank and code is None]
+                self._assess(from_rank_end(role, rank, codes[rank], others=others), _EXIT_GRACE_S, blame_s)
         for started in self.launcher.started:
             code = started.process.poll()
             if code is not None and started.mark not in self._ended:

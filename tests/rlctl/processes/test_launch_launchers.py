@@ -95,10 +95,9 @@ def test_deepspeed_starts_ranks_and_a_death_ends_them_all(tmp_path: Path) -> Non
     with probe_groups(tmp_path, probe_plan("deepspeed"), start_timeout_s=120) as groups:
         check_places(places(groups), ["0", "1"], "2")
         started = time.monotonic()
-        with pytest.raises(RoleFailure, match="deepspeed: its process ended") as caught:
+        with pytest.raises(RoleFailure, match=r"actor rank 1, .*its process was ended by SIGKILL"):
             groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
         assert time.monotonic() - started < BOUND_S
-        assert "return code = -9" in str(caught.value)
     assert (tmp_path / "actor" / "rank1.log").exists()
 
 
@@ -118,8 +117,9 @@ def test_srun_gives_ranks_their_places_and_devices(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("srun")
 def test_a_death_under_srun_ends_the_run(tmp_path: Path) -> None:
-    ended = pytest.raises(RoleFailure, match="srun: its process ended with exit code 137")
-    with probe_groups(tmp_path, probe_plan("srun")) as groups, ended:
+    """This one waits for its ranks itself: which ended first is seen, or said to be not known."""
+    first = pytest.raises(RoleFailure, match=r"rank (1, .*SIGKILL|1, .*process ended\n|0, .*so did that of rank 1:)")
+    with probe_groups(tmp_path, probe_plan("srun")) as groups, first:
         groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
 
 
