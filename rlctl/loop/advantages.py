@@ -1,4 +1,5 @@
-"""Advantages: pure numpy, on the driver. `ADVANTAGES` has a function for each advantage table.
+"""Advantages: pure numpy, on the driver. `ADVANTAGES` has a function for each table that gives all tokens of a rollout
+the same advantage; those of single tokens are in `token_advantages.py`.
 
 A rollout is one attempt at a task; its samples share its score, and it counts once. R: rollouts, G: groups.
 """
@@ -13,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
+from rlctl.loop.token_advantages import TOKEN_ADVANTAGES, WHITEN_EPS, LossTokens
 from specs.errors import RlctlError
 from specs.schema.algorithms.algorithm import Advantage
 from specs.schema.algorithms.algorithm_tables import GroupCentredWhitened, GroupRelative, LeaveOneOut, LengthWeighted
 from specs.wire.batch import Batch
 
 GROUP_EPS = 1e-6
-WHITEN_EPS = 1e-8
 Scores = NDArray[np.float64]
 
 
@@ -38,9 +39,46 @@ class Scored:
         return np.asarray((sum_G / np.where(weight_G == 0, 1, weight_G))[self.group_R], dtype=np.float64)
 
 
+def columns(
+    table: Advantage,
+    batch: Batch,
+    score_B: NDArray[np.float32],
+    valid_B: NDArray[np.bool_],
+    penalty_T: NDArray[Any] | None = None,
+) -> dict[str, NDArray[np.float32]]:
+    """`advantage_T`, and `return_T` where the table estimates it; 0 off the loss mask.
+
+    The reward of a sample stands at its last loss token; `penalty_T` is taken off at every loss token, so that a
+    rollout's score is what is left. Samples with `valid_B` false (aborted, or their grading failed) are left out of all
+    statistics and get advantage 0. Raises RlctlError for a table without a function.
+    """
+    if type(table) in TOKEN_ADVANTAGES:
+        tokens = LossTokens.of(table, batch, score_B, valid_B, penalty_T)
+        return tokens.spread(TOKEN_ADVANTAGES[type(table)](table, tokens))
+    group_B, rollout_B = (batch[name].astype(np.int64) for name in ("group_B", "rollout_B"))
+    left_B = score_B if penalty_T is None else _left_of(score_B, penalty_T, batch, rollout_B, valid_B)
+    tokens_B = batch.sum_by_sequence("loss_mask_T")
+    return {"advantage_T": per_token(advantages_of(table, left_B, group_B, rollout_B, valid_B, tokens_B), batch)}
+
+
+def _left_of(
+    score_B: NDArray[Any],
+    penalty_T: NDArray[Any],
+    batch: Batch,
+    rollout_B: NDArray[np.int64],
+    valid_B: NDArray[np.bool_],
+) -> NDArray[np.float64]:
+    """Scores less the penalties of all valid samples of the rollout."""
+    sample_T = np.repeat(np.arange(len(batch)), batch["length_B"])
+    counts_T = (batch["loss_mask_T"] > 0) & valid_B[sample_T]
+    penalty_B = np.bincount(sample_T[counts_T], penalty_T[counts_T], len(batch))
+    index_B = Rollouts.of(rollout_B).index_B
+    return np.asarray(score_B - np.bincount(index_B, penalty_B)[index_B])
+
+
 def advantages_of(
     table: Advantage,
-    score_B: NDArray[np.float32],
+    score_B: NDArray[Any],
     group_B: NDArray[np.int64],
     rollout_B: NDArray[np.int64],
     valid_B: NDArray[np.bool_],
@@ -48,13 +86,11 @@ def advantages_of(
 ) -> NDArray[np.float32]:
     """Advantage of each sample, that of its rollout. `tokens_B`: loss tokens.
 
-    Samples with `valid_B` false (aborted, or their grading failed) are left out of all statistics and get advantage 0.
-    So does a group with fewer valid rollouts than the table's `min_group`. Raises RlctlError for a table without a
-    function.
+    A group with fewer valid rollouts than the table's `min_group` gets 0, as samples with `valid_B` false do.
     """
     if type(table) not in ADVANTAGES:
-        known = ", ".join(str(one.model_fields["kind"].default) for one in ADVANTAGES)
-        hint = f"ADVANTAGES in rlctl/loop/advantages.py has {known}"
+        known = ", ".join(str(one.model_fields["kind"].default) for one in (*ADVANTAGES, *TOKEN_ADVANTAGES))
+        hint = f"ADVANTAGES in rlctl/loop/advantages.py and TOKEN_ADVANTAGES in token_advantages.py have {known}"
         raise RlctlError(f"no function for the advantage {table.model_dump()['kind']}", hint=hint)
     advantage_B = np.zeros(len(score_B), dtype=np.float64)
     rollouts = Rollouts.of(rollout_B[valid_B])
@@ -66,14 +102,6 @@ def advantages_of(
         comparable_R = np.bincount(group_R)[group_R] >= table.min_group
         advantage_B[valid_B] = np.where(comparable_R, advantage_R, 0.0)[rollouts.index_B]
     return advantage_B.astype(np.float32)
-
-
-def advantages(
-    table: Advantage, batch: Batch, score_B: NDArray[np.float32], valid_B: NDArray[np.bool_]
-) -> NDArray[np.float32]:
-    """As `advantages_of`, of a batch's samples."""
-    group_B, rollout_B = (batch[name].astype(np.int64) for name in ("group_B", "rollout_B"))
-    return advantages_of(table, score_B, group_B, rollout_B, valid_B, batch.sum_by_sequence("loss_mask_T"))
 
 
 # ── the advantages, by table ──────────────────────────────────────────────────────────────────────

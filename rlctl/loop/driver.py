@@ -146,9 +146,9 @@ class Driver:
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     def add_logprobs(self, batch: Batch, step: int) -> Batch:
-        """The batch with the log-probs that the loss needs: the actor's before the update, and the reference's."""
+        """The batch with the log-probs that advantage and loss read: the actor's before the update, the reference's."""
         wanted: dict[str, tuple[Group, bool]] = {}  # column → who computes it, and whether with adapters
-        if self.spec.ratio_against == "trainer":
+        if "old_logprob_T" in self.spec.columns_read:
             wanted["old_logprob_T"] = (self.actor, True)
         if self.ref is not None:
             wanted["ref_logprob_T"] = (self.ref, True)
@@ -175,8 +175,8 @@ class Driver:
         return out_T
 
     def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
-        advantage_B = advantages.advantages(self.spec.algorithm.advantage, batch, scored.reward_B, scored.scored_B)
-        return batch.with_columns(advantage_T=advantages.per_token(advantage_B, batch))
+        table = self.spec.algorithm.advantage
+        return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B))
 
     def update(self, batch: Batch, step: int) -> list[list[RankReport]]:
         """All optimizer steps of this step; returns each rank's report for each. Raises LogprobGapError before the
@@ -186,7 +186,7 @@ class Driver:
         loss = self.spec.loss
         batch.require(loss.columns, Verb.UPDATE)
         needed = batch.only(loss.columns)
-        if self.spec.ratio_against == "trainer":
+        if "old_logprob_T" in batch:
             self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), step)
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, step, epoch)
@@ -200,7 +200,7 @@ class Driver:
                     step=step,
                 )
                 sums = [bodies.Updated.of(reply).sums for reply in replies]
-                if not reports and self.spec.ratio_against != "trainer":
+                if not reports and "old_logprob_T" not in batch:
                     self.check_gap(batch, Gap.of_sums(sums), step)
                 if found := finite_check.check_sums(sums, step):
                     raise self.not_finite(found, batch.select(chosen), step)

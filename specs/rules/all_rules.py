@@ -131,12 +131,10 @@ def _reference(spec: Spec) -> Iterator[Problem]:
     if spec.ref_is_actor and spec.ref is not None:
         message = "has no effect: with actor.lora the reference is the actor without its adapters"
         yield Problem("[ref]", message, "remove the section, or name another model in ref.model")
-    if spec.needs_ref:
-        return
-    if spec.ref is not None:
+    if spec.ref is not None and not spec.needs_ref:
         hint = "set algorithm.kl_coef above 0, or remove the section"
         yield Problem("[ref]", "has no effect: algorithm.kl_coef is 0, so no reference is loaded", hint)
-    if "kl_estimator" in spec.algorithm.model_fields_set:
+    if not spec.loss.needs_ref and "kl_estimator" in spec.algorithm.model_fields_set:
         yield no_effect("algorithm.kl_estimator", spec.algorithm, "algorithm.kl_coef is 0")
 
 

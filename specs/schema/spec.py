@@ -227,9 +227,14 @@ class Spec(Table):
         return self.algorithm.loss(self.ratio_against)
 
     @property
+    def columns_read(self) -> frozenset[str]:
+        """Columns of the batch that the advantage or the loss reads."""
+        return frozenset((*self.algorithm.advantage.columns, *self.loss.columns))
+
+    @property
     def needs_ref(self) -> bool:
-        """Whether the loss compares the actor with a reference."""
-        return self.loss.needs_ref
+        """Whether the advantage or the loss compares the actor with a reference."""
+        return "ref_logprob_T" in self.columns_read
 
     @property
     def ref_is_actor(self) -> bool:

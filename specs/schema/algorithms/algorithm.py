@@ -38,10 +38,13 @@ class LossMetric:
 
 
 class Advantage(Table):
-    """How scores become advantages; its function is in `rlctl/loop/advantages.py`. `kind` names it."""
+    """How scores become advantages. `kind` names it. Its function is in `rlctl/loop/advantages.py` where all tokens of
+    a rollout share one, else in `rlctl/loop/token_advantages.py`."""
 
     min_group: ClassVar[int] = 1
     why_min_group: ClassVar[str] = ""  # what a smaller group means; the message of check-config
+    # Columns of the batch that it reads besides scores, groups and masks.
+    columns: ClassVar[tuple[str, ...]] = ()
 
 
 class LossKeys(Table):

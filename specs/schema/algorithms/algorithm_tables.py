@@ -70,6 +70,19 @@ class GroupCentredWhitened(Advantage):
     why_min_group: ClassVar[str] = "with one completion per prompt every score is its own baseline"
 
 
+class ReturnToGoKeys(Table):
+    """Keys of the return-to-go."""
+
+    discount: float = Field(1.0, ge=0, le=1, description="γ: what a reward one token later is worth.")
+
+
+class ReturnToGo(ReturnToGoKeys, Advantage):
+    """Discounted sum of the rewards from a token on, then mean 0 and standard deviation 1 over all loss tokens of the
+    step (REINFORCE++, Hu et al. 2025). It needs no group."""
+
+    kind: Literal["return_to_go"] = "return_to_go"
+
+
 # ── losses ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -195,6 +208,15 @@ class Gspo(GspoKeys, GroupRelativeKeys, Algorithm):
     loss_table: ClassVar[type[Loss]] = GspoLoss
 
 
+class ReinforcePlusPlus(PpoClipKeys, ReturnToGoKeys, Algorithm):
+    """REINFORCE++ (Hu et al. 2025): no critic and no groups; the step's own mean is the baseline."""
+
+    kind: Literal["reinforce++"]
+
+    advantage_table: ClassVar[type[Advantage]] = ReturnToGo
+    loss_table: ClassVar[type[Loss]] = PpoClip
+
+
 class ReinforcePlusPlusBaseline(PpoClipKeys, Algorithm):
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): advantages are normalised over the step, not in
     the group, where a small group's standard deviation is mostly noise."""
@@ -239,11 +261,12 @@ class Sapo(SapoKeys, GroupRelativeKeys, Algorithm):
 # ── the unions ────────────────────────────────────────────────────────────────────────────────────
 
 AdvantageTable = Annotated[
-    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened, Field(discriminator="kind")
+    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened | ReturnToGo, Field(discriminator="kind")
 ]
 LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss, Field(discriminator="kind")]
 AlgorithmTable = Annotated[
-    Grpo | DrGrpo | Rloo | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo, Field(discriminator="kind")
+    Grpo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo,
+    Field(discriminator="kind"),
 ]
 
 

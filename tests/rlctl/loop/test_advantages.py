@@ -5,7 +5,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from rlctl.loop.advantages import ADVANTAGES, advantages, advantages_of, per_token, silent_group_share
+from rlctl.loop.advantages import ADVANTAGES, advantages_of, columns, per_token, silent_group_share
+from rlctl.loop.token_advantages import TOKEN_ADVANTAGES
 from specs.errors import RlctlError
 from specs.load.keys import tables_of
 from specs.schema.algorithms.algorithm_tables import (
@@ -177,7 +178,7 @@ def test_lonely_and_equal_groups_give_no_signal(table):
 
 @pytest.mark.parametrize("table", tables_of(AdvantageTable))
 def test_every_advantage_table_has_its_function(table):
-    assert table in ADVANTAGES
+    assert (table in ADVANTAGES) != (table in TOKEN_ADVANTAGES)
 
 
 class Unheard(LeaveOneOut):
@@ -185,13 +186,13 @@ class Unheard(LeaveOneOut):
 
 
 def test_an_advantage_without_a_function_is_named():
-    with pytest.raises(RlctlError, match=r"(?s)advantage unheard.*advantages.py has group_relative, leave_one_out"):
+    with pytest.raises(RlctlError, match=r"(?s)advantage unheard.*have group_relative, leave_one_out.*return_to_go"):
         of(Unheard(), [1.0, 2.0], [1, 1])
 
 
-def test_of_a_batch_with_holes_in_its_masks():
-    """The samples of rollout 1 branch; what a tool said gets no advantage."""
-    batch = Batch(
+def branching():
+    """The samples of rollout 1 branch; there are holes in their masks."""
+    return Batch(
         {
             "tokens_T": np.arange(9),
             "loss_mask_T": np.array([0, 1, 0, 1, 0, 1, 0, 0, 1], np.uint8),
@@ -201,8 +202,23 @@ def test_of_a_batch_with_holes_in_its_masks():
             "id_B": np.array([0, 1, 2]),
         }
     )
-    advantage_B = advantages(LeaveOneOut(), batch, np.array([3.0, 3.0, 1.0], np.float32), np.ones(3, bool))
-    assert per_token(advantage_B, batch).tolist() == [0, 2, 0, 2, 0, 2, 0, 0, -2]
+
+
+def test_of_a_batch_with_holes_in_its_masks():
+    """What a tool said gets no advantage."""
+    made = columns(LeaveOneOut(), branching(), np.array([3.0, 3.0, 1.0], np.float32), np.ones(3, bool))
+    assert {name: column_T.tolist() for name, column_T in made.items()} == {"advantage_T": [0, 2, 0, 2, 0, 2, 0, 0, -2]}
+
+
+def test_penalties_are_taken_off_the_score_of_the_whole_rollout():
+    """0.25 at each of the three loss tokens of rollout 1, 1 at the only one of rollout 2; others do not count."""
+    penalty_T = np.array([50, 0.25, 50, 0.25, 50, 0.25, 50, 50, 1])
+    scores = np.array([3.0, 3.0, 1.0], np.float32)
+    made = columns(LeaveOneOut(), branching(), scores, np.ones(3, bool), penalty_T)
+    assert made["advantage_T"][[1, 3, 5, 8]].tolist() == [2.25, 2.25, 2.25, -2.25]
+    # a branch whose grading failed costs nothing
+    made = columns(LeaveOneOut(), branching(), scores, np.array([False, True, True]), penalty_T)
+    assert made["advantage_T"][[1, 3, 5, 8]].tolist() == [0, 0, 2.75, -2.75]
 
 
 def test_per_token_and_silent_groups():
