@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specs.schema.algorithms.algorithm import Loss
+from specs.errors import ModelError
+from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.spec import DType, WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
@@ -106,7 +107,7 @@ class OnMeta:
 
 
 class TrainEngine(ABC):
-    """Holds a model that computes log-probs and, with an optimizer, learns."""
+    """Holds a model that computes log-probs, or values and scores, and, with an optimizer, learns."""
 
     # Whether `forward` and `forward_backward` count their micro-batches (`backends/activity.py`). Only then can no
     # progress be told from slow progress, and `run.stall_timeout_s` holds for them.
@@ -132,10 +133,30 @@ class TrainEngine(ABC):
         is 1, else 0. No gradients. Splits into micro-batches by itself. All ranks call it; they may differ in work.
         `adapters` False: of the model without its LoRA adapters. An empty batch gives an empty array."""
 
+    def values(self, batch: Batch) -> NDArray[np.float32]:
+        """`value_T` of this rank's sequences, fp32: where `loss_mask_T` is 1, what a value head (`ModelConfig.head`)
+        says at the token before, so from all that was known when the token was drawn; else 0. Otherwise as `forward`.
+        """
+        raise self._no_scalar_head()
+
+    def scores(self, batch: Batch) -> NDArray[np.float32]:
+        """`score_B` of this rank's sequences, fp32: what the head says at each one's last token; 0 for one without
+        tokens. Reads `tokens_T` alone. Otherwise as `forward`."""
+        raise self._no_scalar_head()
+
+    def _no_scalar_head(self) -> ModelError:
+        return ModelError(
+            f"{type(self).__name__} has no head that gives values or scores",
+            hint="critics and reward models need an engine that builds one: set engine.kind of the role",
+        )
+
+    def _no_lm_head(self) -> ModelError:
+        return ModelError("a model with a value head has no log-probs and writes nothing")
+
     @abstractmethod
-    def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
-        """Accumulate gradients of this rank's share of the loss. Needs the columns that `loss.columns` names;
-        `loss.anchor` says against whose log-probs the ratio is taken. Returns what `loss.metrics` declares, as sums
+    def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
+        """Accumulate gradients of this rank's share of the loss: a `Loss`, or, of a model with a value head, a
+        `ValueLoss`. Needs the columns that `loss.columns` names. Returns what `loss.metrics` declares, as sums
         over this rank's tokens or maxima, and the counts of `ENGINE_SUMS` and `ENGINE_MAXIMA`; the caller joins ranks
         and divides. All ranks call it with the same loss; they may differ in work. An empty batch is legal."""
 
@@ -178,7 +199,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
-        """Greedy continuation of each prompt by the training forward pass: the proof that an export must repeat."""
+        """Greedy continuation of each prompt by the training forward pass: the proof that an export must repeat. That
+        of a model that writes nothing are its `scores`."""
 
     def close(self) -> None:
         """Release devices and process groups."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specs.errors import RlctlError
-from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm import AnyLoss
 
 Array = Any  # torch.Tensor, or NDArray[np.float64] in the fake engine
 
@@ -30,7 +30,17 @@ class TokenValues:
     rollout_logprob_N: Array
 
 
-SOURCES: Mapping[str, Callable[[TokenValues], Array]] = {
+@dataclass(frozen=True)
+class ValueTokens:
+    """Of a value loss. Detached; each is [N]."""
+
+    loss_N: Array  # weighted: their sum is the rank's share of the global loss
+    value_N: Array
+    return_N: Array
+    clipped_N: Array  # bool: the clip decided
+
+
+SOURCES: Mapping[str, Callable[[Any], Array]] = {
     "loss": lambda token: token.loss_N,
     "entropy": lambda token: token.entropy_N,
     "kl": lambda token: token.kl_N,
@@ -39,10 +49,12 @@ SOURCES: Mapping[str, Callable[[TokenValues], Array]] = {
     "logprob_gap_max": lambda token: abs(token.rollout_logprob_N - token.trainer_logprob_N),
     "approx_kl": lambda token: token.ratio_N - 1.0 - token.log_ratio_N,  # k3 of KL(anchor ‖ current), Schulman 2020
     "ratio": lambda token: token.ratio_N,
+    "value": lambda token: token.value_N,
+    "return": lambda token: token.return_N,
 }
 
 
-def token_values(names: Iterable[str], tokens: TokenValues) -> list[Array]:
+def token_values(names: Iterable[str], tokens: TokenValues | ValueTokens) -> list[Array]:
     """Of each name its [N]. Raises RlctlError for one that has no function."""
     names = list(names)
     if missing := [name for name in names if name not in SOURCES]:
@@ -53,7 +65,7 @@ def token_values(names: Iterable[str], tokens: TokenValues) -> list[Array]:
     return [SOURCES[name](tokens) for name in names]
 
 
-def no_function(loss: Loss, table: Mapping[type[Loss], Any], where: str) -> RlctlError:
+def no_function(loss: AnyLoss, table: Mapping[type[Any], Any], where: str) -> RlctlError:
     """The error of a loss that an engine cannot compute."""
     known = ", ".join(str(one.model_fields["kind"].default) for one in table)
     return RlctlError(f"no function for the loss {loss.model_dump()['kind']}", hint=f"{where} has {known}")

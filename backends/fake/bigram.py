@@ -17,14 +17,20 @@ from backends.protocol import Weight, WeightSpec
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from specs.errors import ModelError
 from specs.wire.as_built import ModelBuilt
-from specs.wire.role_config import ModelConfig
+from specs.wire.role_config import HeadKind, ModelConfig
 
 Parameters = dict[str, NDArray[np.float32]]
 ITEM_BYTES = {"fp32": 4, "bf16": 2}
 
 
-def shapes(vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights, in the order of the stream."""
+SCORE = "score.weight"
+
+
+def shapes(vocab_size: int, head: HeadKind = "lm") -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights, in the order of the stream. A model that gives one number for each token has a
+    table of them."""
+    if head != "lm":
+        return {SCORE: (1, vocab_size)}
     return {"bigram.weight": (vocab_size, vocab_size), "bias.weight": (vocab_size,)}
 
 
@@ -40,9 +46,15 @@ def read_vocab_size(config: ModelConfig) -> int:
 
 
 def read_parameters(config: ModelConfig) -> Parameters:
-    """Weights drawn from the seed, or read from the folder's `model.safetensors`. Raises ModelError."""
-    wanted = shapes(read_vocab_size(config))
+    """Weights drawn from the seed, or read from the folder's `model.safetensors`; a new table of values is of zeros.
+    Raises ModelError."""
+    vocab_size = read_vocab_size(config)
+    wanted = shapes(vocab_size, config.head)
     if config.from_scratch:
+        if config.head == "reward":
+            raise ModelError(f"model {config.path}: a reward model drawn at random says nothing")
+        if config.head == "value":
+            return {name: np.zeros(shape, np.float32) for name, shape in wanted.items()}
         rng = np.random.default_rng(config.seed)
         return {name: rng.normal(0.0, 0.02, shape).astype(np.float32) for name, shape in wanted.items()}
     path = Path(config.path) / "model.safetensors"
@@ -50,8 +62,12 @@ def read_parameters(config: ModelConfig) -> Parameters:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: {error}", hint="set model.from_scratch = true for random weights") from None
-    if {name: value.shape for name, value in found.items()} != wanted:
-        raise ModelError(f"{path} does not hold a bigram model of this vocabulary")
+    shapes_found = {name: value.shape for name, value in found.items()}
+    if config.head == "value" and shapes_found == shapes(vocab_size):  # what samples has no values yet
+        return {name: np.zeros(shape, np.float32) for name, shape in wanted.items()}
+    if shapes_found != wanted:
+        what = "bigram model" if config.head == "lm" else "table of values"
+        raise ModelError(f"{path} does not hold a {what} of this vocabulary")
     return {name: found[name].astype(np.float32) for name in wanted}
 
 
@@ -64,13 +80,17 @@ def log_softmax(parameters: Parameters, previous_N: NDArray[np.int64], temperatu
     return out
 
 
+def vocab_size_of(parameters: Parameters) -> int:
+    return int(next(iter(parameters.values())).shape[-1])
+
+
 def describe(parameters: Parameters, config: ModelConfig, *, learns: bool, checksum: bool) -> ModelBuilt:
     """Description of the model; it has no attention."""
     size = sum(value.size for value in parameters.values())
     digests = ((name, checksum_bytes(wire_bytes(value, "fp32"))) for name, value in parameters.items())
-    vocab_size = parameters["bias.weight"].shape[0]
+    vocab_size = vocab_size_of(parameters)
     return ModelBuilt(
-        model_class="Bigram",
+        model_class="Bigram" if SCORE not in parameters else "BigramForSequenceClassification",
         path=config.path,
         parameters=size,
         trainable_parameters=size if learns else 0,
@@ -114,9 +134,9 @@ class BigramWeight(Weight):
         return self.checksum()
 
 
-def weight_specs(vocab_size: int, dtype: str) -> list[WeightSpec]:
+def weight_specs(vocab_size: int, dtype: str, head: HeadKind = "lm") -> list[WeightSpec]:
     """The stream's specs, in order."""
     return [
         WeightSpec(name, dtype, shape, int(np.prod(shape)) * ITEM_BYTES[dtype])
-        for name, shape in shapes(vocab_size).items()
+        for name, shape in shapes(vocab_size, head).items()
     ]

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.packed.packing import log_ratio_T, sequence_T
-from backends.token_metrics import TokenValues, no_function, token_values
+from backends.token_metrics import TokenValues, ValueTokens, no_function, token_values
 from specs.schema.algorithms.algorithm import Loss
-from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss
+from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss, ValueLoss
 from specs.wire.batch import Batch
 
 Column = NDArray[np.float64]
@@ -82,6 +82,23 @@ def fake_policy_loss(logprob_N: Column, entropy_N: Column, columns: FakeColumns,
         {name: float(value_N.sum()) for name, value_N in sums},
         {name: float(value_N.max()) for name, value_N in maxima},
     )
+
+
+def fake_value_loss(
+    value_N: Column, weight_N: Column, old_value_N: Column, return_N: Column, loss: ValueLoss
+) -> tuple[float, Column, dict[str, float]]:
+    """The loss, its derivative by the values, and what the table declares (Schulman et al. 2017)."""
+    error_N = value_N - return_N
+    loss_N, clipped_N = 0.5 * error_N**2, np.zeros(len(value_N), dtype=np.bool_)
+    if loss.value_clip is not None:
+        near_N = old_value_N + np.clip(value_N - old_value_N, -loss.value_clip, loss.value_clip)
+        clipped_N = (near_N - return_N) ** 2 > error_N**2
+        loss_N = np.where(clipped_N, 0.5 * (near_N - return_N) ** 2, loss_N)
+    weighted_N = weight_N * loss_N
+    tokens = ValueTokens(weighted_N, value_N, return_N, clipped_N)
+    sums = zip(loss.summed(), token_values(loss.summed(), tokens), strict=True)
+    by_value_N = np.where(clipped_N, 0.0, weight_N * error_N)
+    return float(weighted_N.sum()), by_value_N, {name: float(value.sum()) for name, value in sums}
 
 
 def _kl(d_N: Column, estimator: str) -> tuple[Column, Column]:

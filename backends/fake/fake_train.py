@@ -13,13 +13,28 @@ from safetensors.numpy import load_file, save_file
 
 from backends import activity
 from backends.fake import bigram as bigram
-from backends.fake.fake_losses import FakeColumns, FakeTerms, fake_policy_loss, fake_sequence_columns
-from backends.packed.packing import MicroBatch, by_token, check_update, loss_weight_T, micro_batches, update_counts
+from backends.fake.fake_losses import (
+    FakeColumns,
+    FakeTerms,
+    fake_policy_loss,
+    fake_sequence_columns,
+    fake_value_loss,
+)
+from backends.packed.packing import (
+    MicroBatch,
+    by_token,
+    check_update,
+    last_token_micro_batches,
+    loss_weight_T,
+    micro_batches,
+    update_counts,
+)
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.train.lr_schedule import lr_at
 from backends.train.trainer_state import TrainerState
 from specs.errors import CheckpointError, ModelError
-from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm import AnyLoss, Loss
+from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.spec import DType, WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
@@ -52,7 +67,7 @@ class FakeTrainEngine(TrainEngine):
 
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
-        shapes = bigram.shapes(bigram.read_vocab_size(config.model))
+        shapes = bigram.shapes(bigram.read_vocab_size(config.model), config.model.head)
         unset = {name: np.empty(shape, dtype=np.float32) for name, shape in shapes.items()}
         learns = config.optimizer is not None
         return OnMeta(bigram.describe(unset, config.model, learns=learns, checksum=False))
@@ -67,6 +82,8 @@ class FakeTrainEngine(TrainEngine):
         return bigram.log_softmax(self.parameters, micro.tokens_T[micro.hidden_N], self.config.temperature)
 
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
+        if self.config.model.head != "lm":
+            raise self._no_lm_head()
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
         for micro in micro_batches(batch, self.config.micro_batch_tokens):
             logp_NV = self._log_softmax(micro)
@@ -74,7 +91,35 @@ class FakeTrainEngine(TrainEngine):
             activity.count("micro-batch")
         return logprob_T
 
-    def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
+    def values(self, batch: Batch) -> NDArray[np.float32]:
+        value_V = self._value_V()
+        value_T = np.zeros(batch.num_tokens, dtype=np.float32)
+        for micro in micro_batches(batch, self.config.micro_batch_tokens):
+            value_T[micro.column_N] = value_V[micro.tokens_T[micro.hidden_N]]
+            activity.count("micro-batch")
+        return value_T
+
+    def scores(self, batch: Batch) -> NDArray[np.float32]:
+        value_V = self._value_V()
+        score_B = np.zeros(len(batch), dtype=np.float32)
+        for micro in last_token_micro_batches(batch, self.config.micro_batch_tokens):
+            score_B[micro.column_N] = value_V[micro.tokens_T[micro.hidden_N]]
+            activity.count("micro-batch")
+        return score_B
+
+    def _value_V(self) -> NDArray[np.float32]:
+        """The number that belongs to each token."""
+        if self.config.model.head == "lm":
+            raise self._no_scalar_head()
+        value_V: NDArray[np.float32] = self.parameters[bigram.SCORE][0]
+        return value_V
+
+    def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
+        if isinstance(loss, ValueLoss):
+            return self._value_forward_backward(batch, loss, scale)
+        assert isinstance(loss, Loss)
+        if self.config.model.head != "lm":
+            raise self._no_lm_head()
         check_update(batch, loss)
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         of_sequence = fake_sequence_columns(batch, loss, lambda: self.forward(batch))
@@ -86,6 +131,22 @@ class FakeTrainEngine(TrainEngine):
             **{name: max((terms.maxima[name] for terms in done), default=0.0) for name in loss.maxima()},
             **update_counts(batch, micros),
         }
+
+    def _value_forward_backward(self, batch: Batch, loss: ValueLoss, scale: LossScale) -> Mapping[str, float]:
+        check_update(batch, loss)
+        value_V = self._value_V().astype(np.float64)
+        weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
+        sums = dict.fromkeys(loss.summed(), 0.0)
+        micros = micro_batches(batch, self.config.micro_batch_tokens)
+        for micro in micros:
+            columns = (column_T[micro.column_N] for column_T in (weight_T, batch["value_T"], batch["return_T"]))
+            weight_N, old_N, return_N = (column_N.astype(np.float64) for column_N in columns)
+            token_N = micro.tokens_T[micro.hidden_N]
+            _, by_value_N, found = fake_value_loss(value_V[token_N], weight_N, old_N, return_N, loss)
+            np.add.at(self.grads[bigram.SCORE][0], token_N, by_value_N)
+            sums = {name: value + found[name] for name, value in sums.items()}
+            activity.count("micro-batch")
+        return {**sums, **update_counts(batch, micros)}
 
     def _forward_backward(
         self,
@@ -121,6 +182,8 @@ class FakeTrainEngine(TrainEngine):
         return terms
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
+        if self.config.model.head != "lm":
+            raise self._no_lm_head()
         completions = [GreedyCompletion([], []) for _ in prompts]
         for prompt, written in zip(prompts, completions, strict=True):
             last = prompt[-1]
@@ -172,7 +235,7 @@ class FakeTrainEngine(TrainEngine):
 
     def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
         assert form == "merged", "no linear layers, no adapters"
-        return bigram.weight_specs(len(self.parameters["bias.weight"]), dtype)
+        return bigram.weight_specs(bigram.vocab_size_of(self.parameters), dtype, self.config.model.head)
 
     def offload(self) -> None:
         """Nothing to move: everything is in host memory."""

@@ -7,14 +7,14 @@ that several sequences begin with, or what one of these adds to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.protocol import LossScale
 from specs.errors import BatchError
-from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.wire.batch import Batch
 
 
@@ -78,9 +78,41 @@ def micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> l
     micro-batch begin with is computed once in it. Raises BatchError when a whole sequence is over the limit, computed
     or not.
     """
-    offsets, length_B = batch.offsets, batch["length_B"]
+    _refuse_too_long(batch, limit)
+    return _cut(batch, limit, share_prompts)
+
+
+def last_token_micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> list[MicroBatch]:
+    """Cut a batch (needs `tokens_T`) into micro-batches that compute all of it, of at most `limit` tokens.
+
+    `hidden_N`: the row of each sequence's last token. `column_N`: the sequence's index. Sequences without tokens are
+    left out. Raises BatchError when one is over the limit.
+    """
+    _refuse_too_long(batch, limit)
+    length_B, ends = batch["length_B"].astype(np.int64), batch.offsets[1:]
+    has_B = length_B > 0
+    # One more token, which nothing computes: what the last one would predict.
+    asked = Batch(
+        {
+            "length_B": length_B + has_B,
+            "tokens_T": np.insert(batch["tokens_T"], ends[has_B], 0),
+            "loss_mask_T": np.insert(np.zeros(batch.num_tokens, dtype=np.int8), ends[has_B], 1),
+        }
+    )
+    last_B = asked.offsets[1:] - 1
+    return [
+        replace(micro, column_N=np.searchsorted(last_B, micro.column_N)) for micro in _cut(asked, limit, share_prompts)
+    ]
+
+
+def _refuse_too_long(batch: Batch, limit: int) -> None:
+    length_B = batch["length_B"]
     if len(batch) and length_B.max() > limit:
         pack(length_B.tolist(), limit)
+
+
+def _cut(batch: Batch, limit: int, share_prompts: bool) -> list[MicroBatch]:
+    offsets, length_B = batch.offsets, batch["length_B"]
     mask_T = batch["loss_mask_T"] != 0
     if mask_T[offsets[:-1][length_B > 0]].any():
         raise BatchError("loss_mask_T marks the first token of a sequence, which no token predicts")
@@ -225,7 +257,7 @@ def update_counts(batch: Batch, micros: Sequence[MicroBatch]) -> dict[str, float
     }
 
 
-def check_update(batch: Batch, loss: Loss) -> None:
+def check_update(batch: Batch, loss: AnyLoss) -> None:
     """Raise BatchError unless the batch has every column that `forward_backward` needs."""
     batch.require(loss.columns, "update")
 

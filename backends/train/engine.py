@@ -47,7 +47,7 @@ from backends.train.rng import read_rng, write_rng
 from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainable import HeldModel, Make, hold_model
 from backends.train.trainer_state import TrainerState
-from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.spec import DType, WeightForm
 from specs.wire.batch import Batch
 from specs.wire.role_config import TrainConfig
@@ -183,8 +183,10 @@ class HfTrainEngine(TrainEngine):
             activity.count("micro-batch")
         return logprob_T
 
-    def forward_backward(self, batch: Batch, loss: Loss, scale: LossScale) -> Mapping[str, float]:
+    def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
+        if not isinstance(loss, Loss):
+            raise self._no_scalar_head()
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         found = sequence_columns(batch, loss, lambda: self._logprobs(batch))
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}

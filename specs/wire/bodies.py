@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, PlainValidator, SerializeAsAny, Strict, ValidationError
 
 from specs.errors import ChannelError, RlctlError
-from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.algorithms.algorithm_tables import read_loss
 from specs.schema.spec import DType, TransportKind, WeightForm
 from specs.wire.messages import Message, Verb
@@ -133,15 +133,15 @@ class Scale(Body):
     max_response_tokens: int
 
 
-def _loss(raw: Any) -> Loss:
+def _loss(raw: Any) -> AnyLoss:
     try:
-        return raw if isinstance(raw, Loss) else read_loss(raw)
+        return raw if isinstance(raw, AnyLoss) else read_loss(raw)
     except RlctlError as error:
         raise ValueError(error.message) from None
 
 
 class Update(Body):
-    loss: Annotated[SerializeAsAny[Loss], PlainValidator(_loss)]
+    loss: Annotated[SerializeAsAny[AnyLoss], PlainValidator(_loss)]
     scale: Scale
 
 
@@ -272,6 +272,8 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.SLEEP: (Sleep,),
     Verb.WAKE: (Wake,),
     Verb.LOGPROBS: (Logprobs,),
+    Verb.VALUES: (Nothing,),
+    Verb.SCORES: (Nothing,),
     Verb.UPDATE: (Update,),
     Verb.STEP: (Nothing,),
     Verb.OFFLOAD: (Nothing,),

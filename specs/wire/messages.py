@@ -35,8 +35,10 @@ class Verb(StrEnum):
     GENERATE = "generate"
     SLEEP = "sleep"
     WAKE = "wake"
-    # actor, ref
+    # actor, ref, critic, models that score
     LOGPROBS = "logprobs"
+    VALUES = "values"  # of a critic: what it predicts before each loss token
+    SCORES = "scores"  # of a reward model: of each whole sequence
     UPDATE = "update"  # loss and gradients of a mini-batch
     STEP = "step"  # the optimizer step with these gradients
     OFFLOAD = "offload"
@@ -82,9 +84,12 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),
     Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("reward_B", "scored_B")),
     Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
+    Verb.VALUES: Columns(needs=("tokens_T", "loss_mask_T"), gives=("value_T",)),
+    Verb.SCORES: Columns(needs=("tokens_T",), gives=("score_B",)),
     Verb.UPDATE: Columns(
-        needs=("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T"),
-        optional=("old_logprob_T", "ref_logprob_T"),  # the loss says which (`Loss.columns`)
+        needs=("tokens_T", "loss_mask_T"),
+        # the loss says which (`AnyLoss.columns`)
+        optional=("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "value_T", "return_T"),
     ),
     Verb.PROBE: Columns(needs=("tokens_T",), gives=("logprob_T",)),
 }

@@ -5,6 +5,8 @@ Travels as the body of the `build` verb. Paths are absolute; every default is re
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from specs.attention import Attention
@@ -13,6 +15,10 @@ from specs.schema.roles import DATA, REWARD, ROLLOUT, RoleName
 from specs.schema.sections import DataSection, EvalSection
 from specs.schema.spec import DType, Lora, Optimizer, RewardSection
 from specs.schema.table import Table
+
+# What a model ends in: logits of the next token; or one number for each token, which is a critic's value of what comes
+# after it, or, at a sequence's last token, a reward model's score.
+HeadKind = Literal["lm", "value", "reward"]
 
 
 class ModelConfig(Table):
@@ -28,10 +34,11 @@ class ModelConfig(Table):
     max_sequence_tokens: int
     computes_in: DType | None = None  # of the forward pass, where the weights are held in another than `dtype`
     learns: bool = False  # whether a backward pass is computed
+    head: HeadKind = "lm"  # "value" is made, of zeros, where the files have none; "reward" must be there
 
 
 class TrainConfig(Table):
-    """Build request of actor and ref. `optimizer` is None for a role that never learns."""
+    """Build request of a role with a train engine. `optimizer` is None for a role that never learns."""
 
     role: RoleName
     model: ModelConfig

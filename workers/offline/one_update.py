@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from backends import memory
 from backends.protocol import LossScale, Rank, RolloutEngine, TrainEngine, WeightSpec
 from backends.registry import rollout_engine, train_engine
-from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.algorithms.algorithm_tables import read_loss
 from specs.schema.roles import ROLES
 from specs.wire.batch import Batch
@@ -45,7 +45,7 @@ def _train(role: str, asked: RoleRequest, shape: UpdateShape) -> Probed:
     try:
         batch = _completions(shape, built.vocab_size)
         if config.optimizer is None:
-            engine.forward(batch)
+            (engine.forward if config.model.head == "lm" else engine.scores)(batch)
         else:
             _learn(engine, batch, read_loss(asked.loss), shape)
         ended = time.monotonic()
@@ -55,7 +55,7 @@ def _train(role: str, asked: RoleRequest, shape: UpdateShape) -> Probed:
     return Probed(role=role, model=built, not_seen=("mesh",), one_update=took)
 
 
-def _learn(engine: TrainEngine, batch: Batch, loss: Loss, shape: UpdateShape) -> None:
+def _learn(engine: TrainEngine, batch: Batch, loss: AnyLoss, shape: UpdateShape) -> None:
     tokens = shape.sequences * shape.response_tokens
     engine.forward_backward(batch, loss, LossScale(tokens, shape.sequences, shape.response_tokens))
     engine.optim_step()
@@ -77,6 +77,7 @@ def _completions(shape: UpdateShape, vocab_size: int) -> Batch:
             "loss_mask_T": mask_T,
             "advantage_T": np.where(mask_T, rng.standard_normal(len(tokens_T)), 0).astype(np.float32),
             **dict.fromkeys(("rollout_logprob_T", "old_logprob_T", "ref_logprob_T"), logprob_T),
+            **dict.fromkeys(("value_T", "return_T"), np.zeros(len(tokens_T), dtype=np.float32)),
         }
     )
 

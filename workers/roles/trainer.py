@@ -1,4 +1,4 @@
-"""Base of actor and ref: build a train engine, and compute log-probs."""
+"""Base of every role with a train engine: build it, and compute log-probs, values or scores."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ class Trainer(EngineRank[TrainEngine]):
         logprob_T = self.engine.forward(call.batch, adapters=call.body.adapters)
         return {"used_GiB": self.used_GiB}, {"logprob_T": logprob_T}
 
+    def values(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        """What the value head says before each loss token."""
+        self.describe(call)
+        return {"used_GiB": self.used_GiB}, {"value_T": self.engine.values(call.batch)}
+
+    def scores(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
+        """What the head says of each sequence."""
+        self.describe(call)
+        return {"used_GiB": self.used_GiB}, {"score_B": self.engine.scores(call.batch)}
+
     def describe(self, call: Request[Any]) -> None:
         """Say what the verb has to do, for the heartbeat."""
         samples = amount(len(call.batch), "sample")
@@ -45,6 +55,8 @@ class Trainer(EngineRank[TrainEngine]):
         verbs: Mapping[Verb, TypedHandler] = {
             Verb.BUILD: self.build,
             Verb.LOGPROBS: self.logprobs,
+            Verb.VALUES: self.values,
+            Verb.SCORES: self.scores,
             Verb.OFFLOAD: self.offload,
             Verb.ONLOAD: self.onload,
             Verb.CLOSE: self.close,

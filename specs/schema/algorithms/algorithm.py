@@ -48,7 +48,7 @@ class Advantage(Table):
 
 
 class LossKeys(Table):
-    """Keys that every loss has."""
+    """Keys that every policy loss has."""
 
     loss_aggregation: Aggregation = Field("token-mean", description=AGGREGATION)
     kl_coef: float = Field(0.0, ge=0, description="Weight of KL(actor ‖ ref) in the loss. 0: no reference is loaded.")
@@ -60,12 +60,35 @@ class LossKeys(Table):
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
 
 
-class Loss(LossKeys):
-    """A loss as it travels to the trainers: Σ weight · (policy loss + kl_coef·KL - entropy_coef·entropy) over tokens.
+class AnyLoss(Table):
+    """A loss as it travels to a trainer: Σ weight · token loss over the mini-batch. `kind` names it.
 
-    `kind` names it. Its function is in `backends/train/losses.py`, and in `backends/fake/fake_losses.py` with its
-    derivatives written out.
+    Its function is in `backends/train/`, and in `backends/fake/fake_losses.py` with its derivatives written out.
     """
+
+    kind: str
+    loss_aggregation: Aggregation = Field("token-mean", description=AGGREGATION)
+
+    metrics: ClassVar[tuple[LossMetric, ...]] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the batch that an update with this loss reads."""
+        raise NotImplementedError
+
+    @classmethod
+    def summed(cls) -> tuple[str, ...]:
+        """Sources that an engine adds up over its loss tokens, in the order of its report."""
+        return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce != "token_max"))
+
+    @classmethod
+    def maxima(cls) -> tuple[str, ...]:
+        """Sources of which an engine reports the maximum over its loss tokens."""
+        return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce == "token_max"))
+
+
+class Loss(LossKeys, AnyLoss):
+    """The loss of a policy: a token's is policy loss + kl_coef·KL - entropy_coef·entropy."""
 
     anchor: Anchor
 
@@ -95,16 +118,6 @@ class Loss(LossKeys):
     def seldom_meant(self) -> Mapping[str, str]:
         """Keys whose values work but are seldom meant, and why; check-config warns of them."""
         return {}
-
-    @classmethod
-    def summed(cls) -> tuple[str, ...]:
-        """Sources that an engine adds up over its loss tokens, in the order of its report."""
-        return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce != "token_max"))
-
-    @classmethod
-    def maxima(cls) -> tuple[str, ...]:
-        """Sources of which an engine reports the maximum over its loss tokens."""
-        return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce == "token_max"))
 
 
 class Algorithm(Table):

@@ -13,7 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from specs.errors import RlctlError
-from specs.schema.algorithms.algorithm import AGGREGATION, Advantage, Aggregation, Algorithm, Loss, LossKeys, LossMetric
+from specs.schema.algorithms.algorithm import (
+    AGGREGATION,
+    Advantage,
+    Aggregation,
+    Algorithm,
+    AnyLoss,
+    Loss,
+    LossKeys,
+    LossMetric,
+)
 from specs.schema.table import Table
 
 SCALE = (
@@ -166,6 +175,34 @@ class SapoLoss(SapoKeys, Loss):
     metrics: ClassVar[tuple[LossMetric, ...]] = tuple(one for one in PpoClip.metrics if one.source != "clipped")
 
 
+class ValueLossKeys(Table):
+    """Keys of the clipped value loss."""
+
+    value_clip: float | None = Field(
+        None,
+        gt=0,
+        description="How far from its value before the step a value may move before it gains nothing; unset: any way.",
+    )
+
+
+class ValueLoss(ValueLossKeys, AnyLoss):
+    """Half the squared error of a critic's values V against returns R; with `value_clip` c the larger of it and that
+    of V_old + clip(V - V_old, ±c) (Schulman et al. 2017 have it in their code; Engstrom et al. 2020, eq. 3)."""
+
+    kind: Literal["clipped_value"] = "clipped_value"
+
+    metrics: ClassVar[tuple[LossMetric, ...]] = (
+        LossMetric("critic/loss", "loss", "update_mean"),
+        LossMetric("critic/clip_fraction", "clipped", "token_mean"),
+        LossMetric("critic/value_mean", "value", "token_mean"),
+        LossMetric("critic/return_mean", "return", "token_mean"),
+    )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("tokens_T", "loss_mask_T", "value_T", "return_T")
+
+
 # ── algorithms: named settings ────────────────────────────────────────────────────────────────────
 
 
@@ -263,7 +300,7 @@ class Sapo(SapoKeys, GroupRelativeKeys, Algorithm):
 AdvantageTable = Annotated[
     GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened | ReturnToGo, Field(discriminator="kind")
 ]
-LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss, Field(discriminator="kind")]
+LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss | ValueLoss, Field(discriminator="kind")]
 AlgorithmTable = Annotated[
     Grpo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo,
     Field(discriminator="kind"),
@@ -271,11 +308,11 @@ AlgorithmTable = Annotated[
 
 
 @cache
-def _losses() -> TypeAdapter[Loss]:
+def _losses() -> TypeAdapter[AnyLoss]:
     return TypeAdapter(LossTable)
 
 
-def read_loss(raw: Any) -> Loss:
+def read_loss(raw: Any) -> AnyLoss:
     """The loss that travelled as `raw`. Raises RlctlError for one that is not known here, or is not whole."""
     try:
         return _losses().validate_python(raw)

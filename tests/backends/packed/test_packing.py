@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_helpers import make_batch, make_grouped_batch
 
-from backends.packed.packing import MicroBatch, micro_batches, pack
+from backends.packed.packing import MicroBatch, last_token_micro_batches, micro_batches, pack
 from specs.errors import BatchError
 from specs.wire.batch import Batch
 
@@ -145,3 +145,23 @@ def test_the_first_token_cannot_be_learned() -> None:
     batch = Batch({"length_B": np.array([2]), "tokens_T": np.array([1, 2]), "loss_mask_T": np.array([1, 1])})
     with pytest.raises(BatchError, match="first token"):
         micro_batches(batch, 10)
+
+
+def test_last_tokens_fill_the_limit_and_no_more() -> None:
+    """A sequence of exactly the limit fits, each computed token once, and empty ones are left out."""
+    tokens_T = np.arange(100, 117, dtype=np.int32)
+    batch = Batch({"length_B": np.array([0, 8, 0, 3, 1, 5, 0]), "tokens_T": tokens_T})
+    micros = last_token_micro_batches(batch, 8)
+    assert max(micro.num_tokens for micro in micros) == 8
+    last = {
+        int(i): int(micro.tokens_T[row])
+        for micro in micros
+        for i, row in zip(micro.column_N, micro.hidden_N, strict=True)
+    }
+    assert last == {1: 107, 3: 110, 4: 111, 5: 116}
+    assert sorted(np.concatenate([micro.tokens_T for micro in micros]).tolist()) == tokens_T.tolist()
+    with pytest.raises(BatchError, match="sequence 1 has 8 tokens"):
+        last_token_micro_batches(batch, 7)
+    twice = Batch({"length_B": np.array([3, 3]), "tokens_T": np.array([1, 2, 3, 1, 2, 3], dtype=np.int32)})
+    (micro,) = last_token_micro_batches(twice, 8, share_prompts=True)
+    assert (micro.num_tokens, micro.hidden_N.tolist(), sorted(micro.column_N.tolist())) == (3, [2, 2], [0, 1])
