@@ -62,7 +62,7 @@ def write_batch_script(spec: Path, *, force: bool) -> Path:
     actor = load_spec(spec, []).actor
     each = actor.processes // actor.nodes
     gpus = f"#SBATCH --gpus-per-node={len(actor.devices)}\n" if actor.devices else ""
-    values = {"{name}": spec.stem, "{nodes}": str(actor.nodes), "{each}": str(each), "{gpus}": gpus}
+    values = {"{name}": shlex.quote(spec.stem), "{nodes}": str(actor.nodes), "{each}": str(each), "{gpus}": gpus}
     text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
     for word, value in values.items():
         text = text.replace(word, value)

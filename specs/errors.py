@@ -169,8 +169,8 @@ class ExportError(RlctlError):
 class RoleFailure(RlctlError):
     """A rank died, raised, hung or missed a deadline.
 
-    `role`, `rank`, `host` (of a role on several), `step`, `verb` and `cause` name it; `log_path` and `log_tail` show
-    its last words; `dumps` are files of torch's flight recorder.
+    `role`, `rank`, `host` (of a role on several), `step`, `verb` (empty: none) and `cause` name it; `log_path`
+    and `log_tail` show its last words; `dumps` are files of torch's flight recorder.
     """
 
     def __init__(
@@ -192,7 +192,8 @@ class RoleFailure(RlctlError):
         self.cause, self.log_path, self.log_tail, self.dumps = cause, log_path, log_tail, tuple(dumps)
         self.remote_kind = remote_kind
         place = f"{role} rank {rank}" + (f" on {host}" if host else "")
-        where = f"{place}, verb {verb}" + ("" if step is None else f", step {step}")
+        where = f"{place}, verb {verb}" if verb else f"{place}, idle"
+        where += "" if step is None else f", step {step}"
         lines = [f"{where}: {cause}"]
         if log_tail:
             lines += ["", "last log lines:", *(f"  | {line}" for line in log_tail.splitlines())]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.model_check import ModelCheck
-from rlctl.models.tensor_parallel import adapter_problems, adapter_warnings, cut_problems
+from rlctl.models.shapes_fit import adapter_problems, adapter_warnings, cut_problems
 from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
 from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data

@@ -431,7 +431,7 @@ class Groups:
         group = self._groups[role]
         call = group.line[0] if group.line else None
         joined = (role, rank) in self.members
-        verb = str(call.verb) if call else "none in flight" if joined else "start"
+        verb = str(call.verb) if call else "" if joined else "start"
         steps = [other.line[0].step for other in self._groups.values() if other.line]
         step = call.step if call else next((step for step in steps if step is not None), None)
         if call is not None and not evidence.permanent:

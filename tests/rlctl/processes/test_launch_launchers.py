@@ -168,6 +168,7 @@ def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path
     env["SLURM_SUBMIT_DIR"] = str(tmp_path)
     told = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
     assert told[:2] == ["train", "my run.toml"]
+    assert "#SBATCH --job-name='my run'\n" in (tmp_path / "my run.sbatch").read_text()
     assert {"actor.launcher=srun", "actor.nodes=3", "actor.processes=3", "--resume"} <= set(told)
     again = rlctl("init", "my run.toml", "--force", "--launcher", "mpi", cwd=tmp_path)
     assert again.returncode == 2

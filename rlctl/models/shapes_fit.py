@@ -1,4 +1,4 @@
-"""Whether a model's heads, widths and experts divide by the tensor-parallel size that the spec asks for.
+"""Whether the shapes of a model fit what the spec asks: parts of a sampler across GPUs, adapters of the actor.
 
 FSDP2 and ZeRO cut by rows and elements, so any number of ranks will do; samplers cut by heads.
 """
