@@ -33,6 +33,8 @@ Generated from the tables of `specs/schema/spec.py` by `scripts/make_docs.py`; d
 A run is one TOML file. `rlctl init SPEC.toml --preset NAME` writes a commented one, `rlctl check-config SPEC` says
 what it means and what is wrong with it, and `--set a.b=c` changes a key for one call: the value is read as TOML, and as
 plain text where it is not TOML. Entries of a list are counted from 0: `--set reward.terms.0.weight=2`.
+Another `kind`, as in `--set algorithm.kind=gspo`, drops what the file wrote for its own: a key that the new kind lacks,
+or has another default for, is not used, and a line says so. What `--set` itself sets always stays.
 
 Types are strict: `"8"` is not 8, `true` is not 1, `1.0` is not a whole number (a whole number is a number, though). A
 key that the schema does not know is an error, and so is one that has no effect under the chosen engine or algorithm.

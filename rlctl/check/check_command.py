@@ -72,6 +72,7 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "ok": findings.ok,
         "problems": [_problem(problem) for problem in findings.problems],
         "warnings": [_problem(problem) for problem in findings.warnings],
+        "notes": list(findings.notes),
         "roles": listed,
         "probe": findings.probe.level if findings.probe else None,
         "placement": placement(spec) if spec and plan else {},

@@ -20,7 +20,8 @@ from specs.schema.spec import Spec
 def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
     """Print command, environment and devices of every role. Raises SpecError as `train` would, but where only engines,
     interpreters or GPUs are missing here: that is a warning."""
-    spec = load_spec(spec_path, overrides)
+    notes: list[str] = []
+    spec = load_spec(spec_path, overrides, notes.append)
     spec_dir = spec_path.absolute().parent
     errors, warnings = file_problems(spec, spec_dir, elsewhere=True)
     if errors:
@@ -34,6 +35,8 @@ def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
     print(f"weights travel from actor to rollout by {transport} ({why})")
     if most := spec.rollout.max_staleness:
         print(f"sampling runs ahead of learning by up to {_count(most, 'step', 'steps')}")
+    for note in notes:
+        print(f"\nnote: {note}")
     for warning in warnings:
         print(f"\nwarning: {warning}")
 

@@ -29,6 +29,7 @@ class Findings:
     spec: Spec | None = None
     plan: Plan | None = None
     probe: Probe | None = None
+    notes: Sequence[str] = ()  # what of the file does not hold with these overrides
 
     @property
     def ok(self) -> bool:
@@ -42,18 +43,19 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     except SpecError as error:
         return Findings(error.problems, [])
     spec, spec_dir = parsed.spec, spec_path.absolute().parent
+    notes = [str(dropped) for dropped in parsed.dropped]
     if spec is None:
-        return Findings(parsed.problems, [])
+        return Findings(parsed.problems, [], notes=notes)
     problems, warnings = _looked_up(spec, spec_dir, elsewhere)
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
-        return Findings([*parsed.problems, *parsed.more(problems)], [])
+        return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes)
     warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
     try:
         plan = make_plan(spec, spec_dir)
     except SpecError as error:
         more = [problem for problem in error.problems if problem not in problems]
-        return Findings([*problems, *more], warnings, spec)
-    return Findings(problems, warnings, spec, plan)
+        return Findings([*problems, *more], warnings, spec, notes=notes)
+    return Findings(problems, warnings, spec, plan, notes=notes)
 
 
 def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Problem], list[Problem]]:

@@ -47,6 +47,9 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
         out.print()
         if findings.probe:
             _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
+    for note in findings.notes:
+        out.print(Text.assemble(("note:", "bold"), f" {note}"), soft_wrap=True)
+        out.print()
     for warning in findings.warnings:
         _print_problem(out, "warning", "yellow", warning)
     problems = Screen(stderr=True)

@@ -31,9 +31,9 @@ def plan_command(
     spec_path: Path, overrides: Sequence[str], *, gpu_GiB: float | None, host_GiB: float | None, as_json: bool
 ) -> int:
     """Print the plan. Returns 0 also when it does not fit: that is an answer. Raises SpecError for a broken spec."""
-    spec = load_spec(spec_path, list(overrides))
+    notes: list[str] = []
+    spec = load_spec(spec_path, list(overrides), notes.append)
     on_gpus = any(spec.role(role).devices for role in spec.roles)
-    notes = []
     for option, value in (("--gpu-GiB", gpu_GiB), ("--host-GiB", host_GiB)):
         if value is not None and value <= 0:
             raise UsageError(f"{option} {value:g}: must be above 0", hint=f"e.g. {option} 80")

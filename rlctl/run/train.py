@@ -50,7 +50,8 @@ def train(
     """Run the spec to its end. Returns 0; every failure is an RlctlError with its own exit code."""
     if accept_changed_files and not resume:
         raise UsageError("--accept-changed-files: only with --resume", hint="a new run reads the files as they are")
-    spec = load_spec(spec_path, list(overrides))
+    notes: list[str] = []
+    spec = load_spec(spec_path, list(overrides), notes.append)
     spec_dir = spec_path.absolute().parent
     errors, warnings = file_problems(spec, spec_dir, starting=True, run_dir=run_dir)
     if errors:
@@ -60,6 +61,8 @@ def train(
     run.open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files)
     try:
         with told_as_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
+            for note in notes:
+                progress.message(f"note: {note}")
             for warning in [*cross_field_warnings(spec), *warnings]:
                 progress.warning(str(warning))
             for change in run.changes:

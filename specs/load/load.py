@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from specs.errors import Problem, SpecError
 from specs.load.explain import explain
-from specs.load.overrides import apply_overrides, fill_engine_kinds
+from specs.load.kind_change import Dropped
+from specs.load.overrides import apply_overrides
 from specs.load.repair import repaired
 from specs.rules.all_rules import cross_field_problems
 from specs.schema.engines.foreign import tuples
@@ -24,18 +25,21 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
+def load_spec(path: Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda _: None) -> Spec:
     """Read and check a spec. Raises SpecError holding all problems: syntax; keys, types, bounds; rules across keys.
+    `note` is told in a line what of the file does not hold with these overrides.
 
     Nothing is coerced: "8" is not 8, true is not 1, 1.0 is not a whole number. Files that the spec names are not looked
     at; `rlctl/preflight/file_problems.py` does that.
     """
-    return spec_from(read_toml(path), overrides)
+    return spec_from(read_toml(path), overrides, note)
 
 
-def spec_from(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Spec:
+def spec_from(raw: dict[str, Any], overrides: Sequence[str] = (), note: Callable[[str], None] = lambda _: None) -> Spec:
     """As `load_spec`, from parsed tables; `raw` may be changed."""
     parsed = parse(raw, overrides)
+    for dropped in parsed.dropped:
+        note(str(dropped))
     if parsed.problems:
         raise SpecError(parsed.problems)
     assert parsed.spec is not None
@@ -50,6 +54,7 @@ class Parsed:
     spec: Spec | None
     problems: list[Problem]
     doubts: Callable[[Problem], bool] = lambda _: False
+    dropped: Sequence[Dropped] = ()  # keys of the file that went with the kind that `--set` replaced
 
     def more(self, found: Sequence[Problem]) -> list[Problem]:
         """New problems in `found` that the repair did not cause."""
@@ -59,11 +64,14 @@ class Parsed:
 
 def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Parsed:
     """Tables to a spec, with every problem of keys, types, bounds and rules; `raw` may be changed."""
-    problems = apply_overrides(raw, overrides)
+    problems, dropped = apply_overrides(raw, overrides)
+    return replace(_parsed(raw, problems), dropped=dropped)
+
+
+def _parsed(raw: dict[str, Any], problems: list[Problem]) -> Parsed:
     version = raw.get("schema", SCHEMA_VERSION)
     if type(version) is not int or version != SCHEMA_VERSION:
         return Parsed(None, [*problems, _other_schema(version)])
-    fill_engine_kinds(raw)
     try:
         # Strict: TOML has types of its own, so nothing needs guessing. TOML arrays are the schema's tuples.
         spec = Spec.model_validate(tuples(raw), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,23 +10,41 @@ from typing import Any
 import tomli
 
 from specs.errors import Problem
+from specs.load.keys import Path
+from specs.load.kind_change import Dropped, drop_keys_of_old_kinds
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 
 
-def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Change `raw` in place, in order. Returns what could not be applied; the schema finds unknown keys later."""
-    problems = []
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[list[Problem], list[Dropped]]:
+    """Change `raw` in place, in order. Returns what could not be applied, and the keys of the file that went because
+    another `kind` was set; the schema finds unknown keys later."""
+    fill_engine_kinds(raw)
+    file, problems, paths = copy.deepcopy(raw) if overrides else raw, [], []
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not key or not all(part.strip() for part in key.split(".")):
             problems.append(Problem(f"--set {text}", "not of the form key=value", "write e.g. --set run.steps=10"))
             continue
-        problem = _assign(raw, [part.strip() for part in key.split(".")], parse_value(value), text)
+        parts = [part.strip() for part in key.split(".")]
+        problem = _assign(raw, parts, parse_value(value), text)
         if problem:
             problems.append(problem)
-    return problems
+        else:
+            paths.append(_path(raw, parts))
+    fill_engine_kinds(raw)
+    return problems, drop_keys_of_old_kinds(file, raw, paths)
+
+
+def _path(raw: dict[str, Any], parts: Sequence[str]) -> Path:
+    """As the schema's tools take it: numbers where a list is."""
+    path: list[str | int] = []
+    node: Any = raw
+    for part in parts:
+        path.append(int(part) if isinstance(node, list) else part)
+        node = node[path[-1]]
+    return tuple(path)
 
 
 def parse_value(text: str) -> Any:

@@ -1,0 +1,98 @@
+"""A whole run in this process: the roles' real handlers, started, synced and stepped by the run's own code, without
+processes and sockets. For what the steps compute; only the graders are processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from local_group import LocalGroup
+
+from backends.protocol import Rank
+from rlctl.loop.driver import Driver, StepRecord, UpdateWindow
+from rlctl.processes.placement import make_plan
+from rlctl.run.checkpoints import Checkpoint
+from rlctl.run.run_dir import RunDir
+from rlctl.run.saving import Saver, find_checkpoint
+from rlctl.run.startup import start
+from specs.load.load import load_spec
+from specs.schema.spec import Spec
+from specs.wire.messages import Verb
+
+
+class LocalGroups(dict[str, LocalGroup]):
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.ranks = SimpleNamespace(allow_restarts=lambda policy: None, lost=lambda role: (), restarts=0)
+
+    def start(self, roles: Sequence[str]) -> None:
+        for role in roles:
+            handlers, size = import_module(f"workers.roles.{role}").handlers, self.spec.role(role).processes
+            self[role] = LocalGroup(role, [handlers(Rank(rank, size)) for rank in range(size)])
+
+    def close(self) -> None:
+        for group in self.values():
+            if Verb.CLOSE in group.handlers[0]:
+                group.call(Verb.CLOSE)
+
+
+@dataclass
+class Said:
+    """Stands in for the progress line, and keeps what it is told."""
+
+    warnings: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: None
+
+
+@dataclass
+class LocalRun:
+    spec: Spec
+    driver: Driver
+    saver: Saver
+    said: Said
+    done: int
+
+    def steps(self, until: int, *, save: Sequence[int] = ()) -> list[StepRecord]:
+        """Those that are left up to `until`, as `rlctl train` makes them."""
+        records = []
+        if self.done == 0:
+            self.driver.begin(0)
+        for step in range(self.done + 1, until + 1):
+            records.append(self.driver.step(step))
+            self.done = step
+            if step in save:
+                self.saver.save(self.driver, step)
+        return records
+
+
+@contextmanager
+def local_run(spec_path: Path, run_path: Path, *overrides: str, resume: bool = False) -> Iterator[LocalRun]:
+    spec, spec_dir, said = load_spec(spec_path, overrides), spec_path.absolute().parent, Said()
+    run, plan, groups = RunDir(run_path), make_plan(spec, spec_dir), LocalGroups(spec)
+    run.open(spec, spec_path, resume=resume)
+    try:
+        checkpoint: Checkpoint | None = find_checkpoint(spec, spec_dir, run, said) if resume else None
+        driver = start(spec, spec_dir, run, plan, groups, UpdateWindow(), said)
+        saver = Saver(spec, spec_dir, run, plan, groups, said)
+        done = saver.restore(driver, checkpoint) if checkpoint else 0
+        if done:
+            driver.begin(done)
+        yield LocalRun(spec, driver, saver, said, done)
+    finally:
+        groups.close()
+        run.release()
