@@ -61,7 +61,7 @@ class DdpTrainEngine(HfTrainEngine):
         join_group(rank, config.model.device)
         return cls(config, rank)
 
-    def built(self) -> ModelBuilt:
+    def _built(self) -> ModelBuilt:
         return describe(self.policy.model, self.config.model, checksum=True)
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────

@@ -101,6 +101,8 @@ def describe(parameters: Parameters, config: ModelConfig, *, learns: bool, check
         attn_implementation="none",
         attn_function="none",
         tied_embeddings=False,
+        head="score" if SCORE in parameters else "lm",
+        new_head=checksum and SCORE in parameters and not parameters[SCORE].any(),
         weights_checksum=checksum_weights(digests) if checksum else "",
     )
 

@@ -70,7 +70,8 @@ class FakeTrainEngine(TrainEngine):
         shapes = bigram.shapes(bigram.read_vocab_size(config.model), config.model.head)
         unset = {name: np.empty(shape, dtype=np.float32) for name, shape in shapes.items()}
         learns = config.optimizer is not None
-        return OnMeta(bigram.describe(unset, config.model, learns=learns, checksum=False))
+        not_seen = () if config.model.head == "lm" else ("new_head",)
+        return OnMeta(bigram.describe(unset, config.model, learns=learns, checksum=False), not_seen)
 
     def built(self) -> ModelBuilt:
         learns = self.config.optimizer is not None

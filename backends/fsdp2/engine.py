@@ -79,7 +79,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         join_group(rank, config.model.device, even_alone=True)
         return cls(config, rank)
 
-    def built(self) -> ModelBuilt:
+    def _built(self) -> ModelBuilt:
         """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
         digests = [
             (base_name(name), checksum_bytes(tensor_bytes(self._computed(name, full))))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap
+from backends.hf.score_layer import (
+    auto_class,
+    has_score_layer,
+    make_score_layer,
+    score_names,
+    wrong_score_layer,
+)
 from backends.packed import packed_attention
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, wire_dtype
@@ -89,6 +97,8 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         # Log-probs must not be random: sampler and trainer would never agree.
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(text, name, 0.0)
+    if config.head != "lm":
+        hf_config.num_labels = 1
     return hf_config
 
 
@@ -119,20 +129,22 @@ def _check_one_rope(config: ModelConfig, text: PretrainedConfig) -> None:
 def _from_pretrained(
     config: ModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, implementation: str
 ) -> PreTrainedModel:
+    made_by = auto_class(config, hf_config)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = made_by.from_pretrained(
             config.path,
             config=hf_config,
             dtype=dtype,
             attn_implementation=implementation,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=config.head != "lm",  # said in our own words
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise _unusable(config, error) from None
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # because of `output_loading_info`
     # transformers fills a missing weight with random numbers and only warns.
-    missing = sorted(info["missing_keys"])
+    missing = sorted(set(info["missing_keys"]) - {*_new_head(config, model, info)})
     if missing:
         raise ModelError(
             f"model {config.path} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}",
@@ -141,10 +153,25 @@ def _from_pretrained(
     return model
 
 
+def _new_head(config: ModelConfig, model: PreTrainedModel, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a score layer that the files do not have. Raises ModelError for one of another width, or of a reward
+    model."""
+    for name, found, _ in info["mismatched_keys"]:
+        if name in score_names(model):
+            raise wrong_score_layer(config.path, name, found)
+        raise ModelError(f"model {config.path}: {name} has shape {list(found)} on disk, config.json makes it another")
+    new = tuple(name for name in score_names(model) if name in info["missing_keys"])
+    if new:
+        make_score_layer(config, model)
+    return new
+
+
 def _from_config(
     config: ModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, implementation: str, *, draw: bool
 ) -> PreTrainedModel:
-    """Weights drawn from the seed on CPU in fp32 (the same in every process), or left unset."""
+    """Weights drawn from the seed on CPU in fp32 (the same in every process; a value head is of zeros), or left
+    unset."""
+    made_by = auto_class(config, hf_config)
     model: PreTrainedModel
     kwargs: dict[str, Any] = {
         "dtype": torch.float32,
@@ -155,10 +182,12 @@ def _from_config(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             if draw:
-                model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+                model = made_by.from_config(hf_config, **kwargs)
+                if has_score_layer(model):
+                    make_score_layer(config, model)
             else:
                 with no_init_weights():
-                    model = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+                    model = made_by.from_config(hf_config, **kwargs)
                 model.tie_weights()
     except (ValueError, KeyError, ImportError) as error:
         raise _unusable(config, error) from None
@@ -229,5 +258,6 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
         attn_implementation=",".join(in_effect(model)),
         attn_function=",".join(functions_called(model)),
         tied_embeddings=tied,
+        head="score" if has_score_layer(model) else "lm",
         weights_checksum=checksum_weights(digests) if checksum else "",
     )

@@ -9,7 +9,7 @@ T: tokens of a micro-batch's row, N: its loss tokens, E: hidden size, V: vocabul
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +23,13 @@ from torch import Tensor
 from backends import activity
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_without_memory, describe
+from backends.hf.score_layer import has_score_layer, score_names
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
 from backends.packed.packing import (
     MicroBatch,
     by_token,
     check_update,
+    last_token_micro_batches,
     loss_weight_T,
     micro_batches,
     pack,
@@ -42,13 +44,17 @@ from backends.train.lm_head import LogprobTask, LossResult, LossTask
 from backends.train.lora import Adapters
 from backends.train.losses import TokenColumns, sequence_columns
 from backends.train.lr_schedule import lr_at
-from backends.train.policy import Policy
+from backends.train.policy import Policy, Task
 from backends.train.rng import read_rng, write_rng
+from backends.train.score_head import ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainable import HeldModel, Make, hold_model
 from backends.train.trainer_state import TrainerState
+from backends.train.value_loss import ValueColumns
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
+from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.spec import DType, WeightForm
+from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import TrainConfig
 
@@ -67,7 +73,8 @@ _NOTHING = MicroBatch(
 
 
 class HfTrainEngine(TrainEngine):
-    """Any Hugging Face causal language model. A subclass sets `policy` and implements the hooks below."""
+    """Any Hugging Face causal language model, or one of its family that gives values or scores. A subclass sets
+    `policy` and implements the hooks below."""
 
     counts_progress = True
     policy: Policy
@@ -94,19 +101,31 @@ class HfTrainEngine(TrainEngine):
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
         table: Any = config.engine  # each engine of this family has a table with `logits_chunk`
         policy = Policy(held.model, table.logits_chunk(on_gpu=config.model.device != "cpu"))
-        return cls._wrapped_on_meta(policy, config, rank)
+        said = cls._wrapped_on_meta(policy, config, rank)
+        return said if config.model.head == "lm" else replace(said, not_seen=(*said.not_seen, "new_head"))
 
     @classmethod
     def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
         """Wrap `policy`, whose parameters have no memory, as far as that goes, and say what it is."""
         return OnMeta(describe(policy.model, config.model, checksum=False))
 
+    def built(self) -> ModelBuilt:
+        about = self._built()
+        if not has_score_layer(self.policy.model):
+            return about
+        weights = [weight for _, weight in self._full_weights(score_names(self.policy.model))]
+        return about.model_copy(update={"new_head": not any(bool(weight.any()) for weight in weights)})
+
+    @abstractmethod
+    def _built(self) -> ModelBuilt:
+        """What the model is, its head aside. All ranks call it together."""
+
     def _read_weights(self, aliases: Mapping[str, Sequence[str]]) -> None:
         """Fill this rank's memory: the model's own weights from disk, adapters as they start. `aliases`: those of the
         model before it got adapters."""
         shards = list(self._weight_shards())
         own = (replace(shard, name=base_name(shard.name)) for shard in shards if not is_adapter(shard.name))
-        stream_into(self.config.model, aliases, own)
+        stream_into(self.config.model, aliases, own, score_names(self.policy.model))
         if self.adapters is not None:
             self.adapters.fill(shard for shard in shards if is_adapter(shard.name))
 
@@ -117,7 +136,7 @@ class HfTrainEngine(TrainEngine):
         returns the most that any of them has; the missing ones compute nothing of value."""
         return micro_batches
 
-    def _run(self, row: PackedInput, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
+    def _run(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """`policy`, through whatever the engine wraps around it."""
         return self.policy(row, rows_N, task)
 
@@ -159,6 +178,8 @@ class HfTrainEngine(TrainEngine):
         return row, RowCopies(micro.hidden_N, micro.num_tokens, staging.put)
 
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
+        if has_score_layer(self.policy.model):
+            raise self._no_lm_head()
         with self._without_adapters() if not adapters else nullcontext():
             return self._logprobs(batch)
 
@@ -166,29 +187,53 @@ class HfTrainEngine(TrainEngine):
         assert self.adapters is not None, "this model has no adapters"
         return self.adapters.off()
 
-    @torch.no_grad()
     def _logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
-        micros = self._micro_batches(batch)
+        def task(micro: MicroBatch, staging: Staging) -> LogprobTask:
+            return LogprobTask(staging.put(micro.target_N), self.config.temperature)
+
+        return self._told(self._micro_batches(batch), batch.num_tokens, task)
+
+    def values(self, batch: Batch) -> NDArray[np.float32]:
+        if not has_score_layer(self.policy.model):
+            raise self._no_scalar_head()
+        return self._told(self._micro_batches(batch), batch.num_tokens, lambda *_: ValueTask())
+
+    def scores(self, batch: Batch) -> NDArray[np.float32]:
+        if not has_score_layer(self.policy.model):
+            raise self._no_scalar_head()
+        share = can_share_prompts(self.policy.model)
+        micros = last_token_micro_batches(batch, self.config.micro_batch_tokens, share_prompts=share)
+        return self._told(micros, len(batch), lambda *_: ValueTask())
+
+    @torch.no_grad()
+    def _told(
+        self, micros: Sequence[MicroBatch], columns: int, task_of: Callable[[MicroBatch, Staging], Task]
+    ) -> NDArray[np.float32]:
+        """What the head says at the rows of each micro-batch, in their columns; 0 in the others."""
+        told = np.zeros(columns, dtype=np.float32)
         for number in range(self._rounds(len(micros))):
             micro = micros[number] if number < len(micros) else _NOTHING
             staging = Staging(self.device)
             row, rows_N = self._row(micro, staging)
-            task = LogprobTask(staging.put(micro.target_N), self.config.temperature)
+            task = task_of(micro, staging)
             staging.send()
             with row.attending():
-                logprob_N: Tensor = self._run(row, rows_N, task)
+                told_N: Tensor = self._run(row, rows_N, task)
             if micro is not _NOTHING:
-                logprob_T[micro.column_N] = logprob_N.cpu().numpy()
+                told[micro.column_N] = told_N.cpu().numpy()
             activity.count("micro-batch")
-        return logprob_T
+        return told
+
+    def _check_head(self, loss: AnyLoss) -> None:
+        """Raises ModelError for a loss that this model's head cannot have."""
+        if has_score_layer(self.policy.model) != isinstance(loss, ValueLoss):
+            raise self._no_scalar_head() if isinstance(loss, ValueLoss) else self._no_lm_head()
 
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
-        if not isinstance(loss, Loss):
-            raise self._no_scalar_head()
+        self._check_head(loss)
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
-        found = sequence_columns(batch, loss, lambda: self._logprobs(batch))
+        found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
         sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
         maxima = torch.zeros(len(loss.maxima()), device=self.device)
@@ -212,10 +257,17 @@ class HfTrainEngine(TrainEngine):
         }
 
     def _forward_backward(
-        self, micro: MicroBatch, columns: TokenColumns, loss: Loss, last: bool, staging: Staging
+        self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, last: bool, staging: Staging
     ) -> LossResult:
         row, rows_N = self._row(micro, staging)
-        task = LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
+        task: Task
+        if isinstance(loss, ValueLoss):
+            assert isinstance(columns, ValueColumns)
+            task = ValueLossTask(columns, loss)
+        else:
+            assert isinstance(columns, TokenColumns)
+            assert isinstance(loss, Loss)
+            task = LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
         staging.send()
         with row.attending():
             result: LossResult = self._run(row, rows_N, task)
@@ -229,14 +281,17 @@ class HfTrainEngine(TrainEngine):
         micro: MicroBatch,
         weight_T: NDArray[np.float32],
         of_sequence_T: Mapping[str, NDArray[np.float32]],
-        loss: Loss,
+        loss: AnyLoss,
         staging: Staging,
-    ) -> TokenColumns:
+    ) -> TokenColumns | ValueColumns:
         def column(name: str) -> Tensor:
             return staging.put(batch[name][micro.column_N].astype(np.float32))
 
+        weight_N = staging.put(weight_T[micro.column_N])
+        if isinstance(loss, ValueLoss):
+            return ValueColumns(weight_N, old_value_N=column("value_T"), return_N=column("return_T"))
         return TokenColumns(
-            weight_N=staging.put(weight_T[micro.column_N]),
+            weight_N=weight_N,
             advantage_N=column("advantage_T"),
             rollout_logprob_N=column("rollout_logprob_T"),
             old_logprob_N=column("old_logprob_T") if "old_logprob_T" in loss.columns else None,
@@ -244,14 +299,18 @@ class HfTrainEngine(TrainEngine):
             of_sequence={name: staging.put(value_T[micro.column_N]) for name, value_T in of_sequence_T.items()},
         )
 
-    def _no_columns(self, loss: Loss) -> TokenColumns:
+    def _no_columns(self, loss: AnyLoss) -> TokenColumns | ValueColumns:
         """Of `_NOTHING`: its loss and all its gradients are zero."""
         zero_N = torch.zeros(1, device=self.device)
+        if not isinstance(loss, Loss):
+            return ValueColumns(zero_N, zero_N, zero_N)
         old_N, ref_N = (zero_N if name in loss.columns else None for name in ("old_logprob_T", "ref_logprob_T"))
         return TokenColumns(zero_N, zero_N, zero_N, old_N, ref_N, dict.fromkeys(loss.sequence_columns, zero_N))
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
+        if has_score_layer(self.policy.model):
+            raise self._no_lm_head()
         completions = [GreedyCompletion([], []) for _ in prompts]
         for _ in range(new_tokens):
             sequences = [[*prompt, *written.tokens] for prompt, written in zip(prompts, completions, strict=True)]

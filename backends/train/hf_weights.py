@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from backends.hf.hf_model import build_model
+from backends.hf.score_layer import no_score_layer, wrong_score_layer
 from backends.train.tensor_shards import Shard
 from backends.weights.tensor_bytes import named_weights
 from specs.errors import ModelError
@@ -40,24 +41,37 @@ def aliases_of(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 @torch.no_grad()
-def stream_into(config: ModelConfig, aliases: Mapping[str, Sequence[str]], shards: Iterable[Shard]) -> None:
+def stream_into(
+    config: ModelConfig, aliases: Mapping[str, Sequence[str]], shards: Iterable[Shard], head: Collection[str] = ()
+) -> None:
     """Fill the shards' memory, cast to its dtype, with the weights that `build_model` would give the model.
 
-    `aliases`: `aliases_of` the model. Each rank may call this with other shards, or none. Raises ModelError naming
-    weights that are missing, of another shape, or tied in `config.json` but different on disk.
+    `aliases`: `aliases_of` the model. `head`: names of a score layer, which the files may lack where it is to give
+    values: it starts from zeros. Each rank may call this with other shards, or none. Raises ModelError naming weights
+    that are missing, of another shape, or tied in `config.json` but different on disk.
     """
     if config.from_scratch:
         return _from_whole_model(config, shards)
     files = ModelFiles.find(config)
     if files is not None:
         files.join_experts(name for each in aliases.values() for name in each)
-    if files is None or files.are_named_otherwise(aliases):
+    given, new = aliases, set[str]()
+    if files is not None:
+        new = {name for name in head if name not in files.names}
+        given = {name: each for name, each in aliases.items() if name not in new}
+        files.check_head(set(head) - new)
+    if files is None or files.are_named_otherwise(given):
         why = "its weight names are not the model's" if files else "it has no safetensors"
         print(f"{config.path}: {why}, so the whole model is loaded on the host first", file=sys.stderr, flush=True)
         return _from_whole_model(config, shards)
-    files.check_names(aliases)
+    files.check_names(given)
+    if new and config.head == "reward":
+        raise no_score_layer(config.path)
     for shard in shards:
-        files.fill(shard, [name for name in aliases[shard.name] if name in files.names])
+        if shard.name in new:
+            shard.flat.zero_()
+        else:
+            files.fill(shard, [name for name in aliases[shard.name] if name in files.names])
 
 
 def _from_whole_model(config: ModelConfig, shards: Iterable[Shard]) -> None:
@@ -137,6 +151,11 @@ class ModelFiles:
                 f"model {self.path} lacks {len(missing)} weights, first {missing[0]}",
                 hint="is it a causal language model, and are all its weight files there?",
             )
+
+    def check_head(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (shape := self.shape(name))[0] != 1:
+                raise wrong_score_layer(self.path, name, shape)
 
     def _missing(self, aliases: Mapping[str, Sequence[str]]) -> list[str]:
         return sorted(name for name, each in aliases.items() if self.names.isdisjoint(each))

@@ -10,7 +10,7 @@ N: rows (loss tokens), E: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,24 @@ class Head:
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
         text = model.config.get_text_config()
+        self.model = model
         self.linear: nn.Linear = model.get_output_embeddings()
         self.chunk = chunk
         self.scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere
         self.scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
         self.linear.forward = self._forward
+
+    def answer(self, hidden_NE: Tensor, task: LogprobTask | LossTask | None) -> Any:
+        """What the task asks; without one the logits [N, V]."""
+        if task is None:
+            return self(hidden_NE)
+        return self.logprob(hidden_NE, task) if isinstance(task, LogprobTask) else self.loss(hidden_NE, task)
+
+    def by_own_forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits [T, V] of the model's own forward pass of one sequence."""
+        logits: Tensor = self.model(**inputs).logits[0].float()
+        return logits
 
     def __call__(self, hidden_NE: Tensor) -> Tensor:
         return self.logits(self.linear(hidden_NE))

@@ -7,10 +7,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.train.lm_head import Head, LogprobTask, LossTask
 from backends.train.rms_norm import use_fast_norms
+from backends.train.score_head import ScoreHead, ValueLossTask, ValueTask
+
+Task = LossTask | LogprobTask | ValueLossTask | ValueTask
 
 
 class Policy(nn.Module):
@@ -19,18 +23,14 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, logits_chunk_tokens: int) -> None:
         super().__init__()
         self.model = model
-        self.head = Head(model, logits_chunk_tokens)
+        self.head: Any = ScoreHead(model) if has_score_layer(model) else Head(model, logits_chunk_tokens)
         use_fast_norms(model)
 
-    def forward(self, row: PackedInput, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
-        """The task at rows `rows_N` of a packed row: `LossResult` or log-probs [N]; without a task the logits [N, V];
-        without rows the logits [T, V] of the model's own forward pass."""
+    def forward(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
+        """The task at rows `rows_N` of a packed row: `LossResult`, log-probs or values [N]; without a task the logits
+        [N, V]; without rows the logits [T, V] of the model's own forward pass. A score head gives in the place of
+        logits what enters it, [N, E] and [T, E]."""
         if rows_N is None:
-            return self.model(**row.inputs).logits[0].float()
+            return self.head.by_own_forward(row.inputs)
         hidden_TE = self.model.base_model(**row.inputs)[0][0]
-        hidden_NE = copy_rows(hidden_TE, rows_N)
-        if task is None:
-            return self.head(hidden_NE)
-        if isinstance(task, LogprobTask):
-            return self.head.logprob(hidden_NE, task)
-        return self.head.loss(hidden_NE, task)
+        return self.head.answer(copy_rows(hidden_TE, rows_N), task)

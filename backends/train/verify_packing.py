@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
 from backends.packed.row_ops import RowCopies
 from backends.packed.staging import Staging
@@ -24,7 +25,8 @@ _PARENTS = (-1, -1, 1, 1)  # the last two segments are completions of the second
 def verify_packing(
     run: Run, model: PreTrainedModel, device: torch.device, *, computes_in: torch.dtype | None = None
 ) -> None:
-    """Packed rows and the chunked head must give the logits of the model's own forward pass, one sequence at a time.
+    """Packed rows and the chunked head must give the logits of the model's own forward pass, one sequence at a time; of
+    a model that gives scores, what enters its head must be the same.
 
     `run` is `Policy.forward` through the engine; all ranks call this together. `computes_in`: precision of the forward
     pass, where that is not the parameters' own. Catches models that mix sequences of a row (state space layers, biases
@@ -51,9 +53,10 @@ def verify_packing(
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise ModelError(f"{type(model).__name__} does not run on packed sequences: {error}") from error
     gap = _relative_gap(ours, torch.cat(single))
+    what = "hidden states" if has_score_layer(model) else "logits"
     if not gap < (1e-3 if (computes_in or model.dtype) == torch.float32 else 0.1):
         raise ModelError(
-            f"{type(model).__name__} gives other logits on packed sequences than one by one (relative gap {gap:.2g})",
+            f"{type(model).__name__} gives other {what} on packed sequences than one by one (relative gap {gap:.2g})",
             hint="this architecture is not supported by this engine: it mixes sequences, or its head is special",
         )
 

@@ -20,9 +20,8 @@ from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies
 from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import HfTrainEngine, TensorKind
-from backends.train.lm_head import LogprobTask, LossTask
 from backends.train.offload import Offloader, storages_of
-from backends.train.policy import Policy
+from backends.train.policy import Policy, Task
 from backends.train.role_group import most_of_any_rank
 from backends.train.tensor_shards import Shard, whole
 from backends.train.verify_packing import verify_packing
@@ -82,7 +81,7 @@ class ZeroTrainEngine(HfTrainEngine):
     def build(cls, config: TrainConfig, rank: Rank) -> ZeroTrainEngine:
         return cls(config, rank)
 
-    def built(self) -> ModelBuilt:
+    def _built(self) -> ModelBuilt:
         model, parts = self.policy.model, self.parts
         mesh = {"shard": self.rank.world_size if parts is None else parts.shards}
         if not isinstance(parts, CutParameters):
@@ -105,7 +104,7 @@ class ZeroTrainEngine(HfTrainEngine):
         """At least one, so that DeepSpeed has seen a backward pass before it steps."""
         return most_of_any_rank(max(1, micro_batches), self.device)
 
-    def _run(self, row: PackedInput, rows_N: RowCopies | None, task: LossTask | LogprobTask | None) -> Any:
+    def _run(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         return (self.deepspeed or self.policy)(row, rows_N, task)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:

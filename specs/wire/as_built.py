@@ -23,6 +23,8 @@ class ModelBuilt(Table):
     attn_function: str  # module and name of the function that is really called
     tied_embeddings: bool
     mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: nothing is cut
+    head: str = "lm"  # or "score": one number for each token
+    new_head: bool = False  # its weights are all zero: the checkpoint had none
     weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync
 
 

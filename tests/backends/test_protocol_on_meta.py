@@ -43,8 +43,9 @@ def seen(model: ModelBuilt, not_seen: tuple[str, ...]) -> dict[str, Any]:
         (GEMMA3, {**BF16, **FROZEN}),
         (LLAMA, {**BF16, **ADAPTERS}),
         (QWEN2, {"model": {"attn_implementation": "eager"}}),
+        (QWEN2, {"model": {"head": "value", "dtype": "bf16"}}),
     ],
-    ids=["tied", "frozen", "bf16", "bf16 frozen", "adapters", "eager"],
+    ids=["tied", "frozen", "bf16", "bf16 frozen", "adapters", "eager", "critic"],
 )
 def test_a_trainer(tmp_path: Path, kind: str, model: dict[str, Any], changes: dict[str, Any]) -> None:
     config = train_config(write_model(tmp_path, model), kind, **changes)
@@ -52,14 +53,15 @@ def test_a_trainer(tmp_path: Path, kind: str, model: dict[str, Any], changes: di
     assert said is not None
     built = build_engine(config).built()
     assert seen(said.model, said.not_seen) == seen(built, said.not_seen)
-    assert said.not_seen == ()
+    assert said.not_seen == (("new_head",) if "ForSequence" in built.model_class else ())
 
 
-def test_the_fake_one(tmp_path: Path) -> None:
-    config = train_config(write_model(tmp_path, QWEN2), "fake")
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_the_fake_one(tmp_path: Path, head: str) -> None:
+    config = train_config(write_model(tmp_path, QWEN2), "fake", model={"head": head})
     said = train_engine("fake").on_meta(config, Rank())
     assert said is not None
-    assert seen(said.model, ()) == seen(build_engine(config).built(), ())
+    assert seen(said.model, said.not_seen) == seen(build_engine(config).built(), said.not_seen)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("torch", "fp32"), ("torch", "bf16"), ("fake", "fp32")])

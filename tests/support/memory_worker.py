@@ -58,7 +58,7 @@ def measure(model: Path, changes: dict[str, Any], rank: Rank) -> dict[str, int]:
         engine.forward(mine)
         held = between = alive()
     else:
-        engine.forward_backward(mine, loss_of(0), scale_of(batch))
+        engine.forward_backward(mine, loss_of(engine, 0), scale_of(batch))
         held = alive()
         engine.optim_step()
         between = alive()

@@ -28,13 +28,16 @@ from train_helpers import grpo, gspo, make_batch, scale_of, train_config, weight
 from backends.protocol import Rank, TrainEngine  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
 from backends.train.offload import Offloader  # noqa: E402
-from specs.schema.algorithms.algorithm import Loss  # noqa: E402
+from specs.schema.algorithms.algorithm import AnyLoss  # noqa: E402
+from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
 from specs.schema.engines.fsdp2_table import Fsdp2Table  # noqa: E402
 from specs.schema.engines.zero_table import ZeroTable  # noqa: E402
 from specs.wire.batch import Batch, balanced_shards  # noqa: E402
 
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
+VALUES: dict[str, Any] = {"role": "critic", "model": {"head": "value"}}
+VALUES_BF16: dict[str, Any] = {"role": "critic", "model": {"head": "value", "dtype": "bf16"}}
 # Changes to `train_config`, by the name of a case. One that starts with "4:" runs on four ranks, others on two.
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"engine": DdpTable()},
@@ -45,6 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2 offload": {"engine": Fsdp2Table(offload="cpu")},
     "fsdp2 sync every micro-batch": {"engine": Fsdp2Table(sync_every_micro_batch=True)},
     "fsdp2 recompute": {"engine": Fsdp2Table(reshard_after_forward=False), "gradient_checkpointing": True},
+    "ddp critic": {"engine": DdpTable(), **VALUES},
+    "ddp critic bf16": {"engine": DdpTable(), **VALUES_BF16},
+    "fsdp2 critic": {"engine": Fsdp2Table(), **VALUES},
+    "fsdp2 critic bf16": {"engine": Fsdp2Table(), **VALUES_BF16},
     "4:fsdp2 2x2": {"engine": Fsdp2Table(shard=2, replicate=2)},
     "4:fsdp2 2x2 sync every micro-batch": {
         "engine": Fsdp2Table(shard=2, replicate=2, sync_every_micro_batch=True),
@@ -61,6 +68,9 @@ if find_spec("deepspeed") is not None:
         "zero3": {"engine": ZeroTable(**ZERO3)},
         "zero2 bf16": {"engine": ZeroTable(stage=2), **BF16},
         "zero3 bf16": {"engine": ZeroTable(**ZERO3), **BF16},
+        "zero1 critic": {"engine": ZeroTable(stage=1), **VALUES},
+        "zero3 critic": {"engine": ZeroTable(**ZERO3), **VALUES},
+        "zero3 critic bf16": {"engine": ZeroTable(**ZERO3), **VALUES_BF16},
         "zero2 offload": {"engine": ZeroTable(stage=2, **ON_HOST)},
         "zero3 offload": {"engine": ZeroTable(**ZERO3, **ON_HOST, offload_parameters=True)},
         "zero3 recompute": {"engine": ZeroTable(**ZERO3), "gradient_checkpointing": True},
@@ -81,13 +91,16 @@ class OffloadsAll(Offloader):
 def shares(step: int, rank: Rank) -> tuple[Batch, list[int]]:
     """The batch of a step, and which of its sequences are this rank's."""
     batch = make_batch(1 if step == EMPTY_STEP else 12, seed=step)
+    batch = batch.with_columns(value_T=batch["ref_logprob_T"] + 3, return_T=batch["advantage_T"])
     if step == UNEVEN_STEP and rank.world_size > 1:
         return batch, [list(range(11)), [11], [], []][rank.rank]
     return batch, balanced_shards(batch["length_B"], rank.world_size)[rank.rank].tolist()
 
 
-def loss_of(step: int) -> Loss:
+def loss_of(engine: Any, step: int) -> AnyLoss:
     """Where ranks differ in work, one that makes a pass without gradients first."""
+    if engine.config.model.head == "value":
+        return ValueLoss(value_clip=0.3, loss_aggregation=LOSS["loss_aggregation"])
     return gspo(**LOSS) if step in (EMPTY_STEP, UNEVEN_STEP) else grpo(**LOSS)
 
 
@@ -95,8 +108,8 @@ def step_of(engine: TrainEngine, step: int, rank: Rank, between: Callable[[], No
     """An optimizer step; `between`: what happens before gradients are used."""
     batch, mine = shares(step, rank)
     part = batch.select(mine)
-    logprob_T = engine.forward(part)
-    sums = engine.forward_backward(part, loss_of(step), scale_of(batch))
+    told_T = told(engine, part)
+    sums = engine.forward_backward(part, loss_of(engine, step), scale_of(batch))
     between()
     result = engine.optim_step()
     return {
@@ -104,10 +117,26 @@ def step_of(engine: TrainEngine, step: int, rank: Rank, between: Callable[[], No
         "micro_batches": sums["micro_batches"],
         "grad_norm": result.grad_norm,
         "skipped": result.skipped,
-        "logprobs": dict(
-            zip(batch.token_index(np.array(mine, dtype=np.int64)).tolist(), logprob_T.tolist(), strict=True)
-        ),
+        "told": dict(zip(batch.token_index(np.array(mine, dtype=np.int64)).tolist(), told_T.tolist(), strict=True)),
     }
+
+
+def told(engine: Any, batch: Batch) -> Any:
+    """Log-probs, or a critic's values."""
+    return engine.values(batch) if engine.config.model.head == "value" else engine.forward(batch)
+
+
+def proof(engine: Any, rank: Rank) -> list[Any]:
+    """What is the same on all ranks: greedy tokens, or, put together from ranks that differ in work, scores."""
+    if engine.config.model.head == "lm":
+        return [answer.tokens for answer in engine.greedy([[1, 2, 3], [4]], 4)]
+    batch, mine = shares(UNEVEN_STEP, rank)
+    own = dict(zip(mine, engine.scores(batch.select(mine)).tolist(), strict=True))
+    everyone: list[Any] = [own] * rank.world_size
+    if rank.world_size > 1:
+        torch.distributed.all_gather_object(everyone, own)
+    scores = {i: score for each in everyone for i, score in each.items()}
+    return [scores[i] for i in sorted(scores)]
 
 
 def bad_step(engine: TrainEngine, rank: Rank) -> bool:
@@ -115,7 +144,8 @@ def bad_step(engine: TrainEngine, rank: Rank) -> bool:
     batch, mine = shares(0, rank)
     if rank.rank == rank.world_size - 1:
         batch["advantage_T"][:] = float("inf")
-    engine.forward_backward(batch.select(mine), loss_of(0), scale_of(batch))
+        batch["return_T"][:] = float("inf")
+    engine.forward_backward(batch.select(mine), loss_of(engine, 0), scale_of(batch))
     return engine.optim_step().skipped
 
 
@@ -155,14 +185,14 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     mesh = engine.built().mesh
     report = resume(engine, Path(job["load"])) if "load" in job else train(engine, job, rank)
     unchanged = engine.built().weights_checksum == report["checksum"]
-    greedy = [answer.tokens for answer in engine.greedy([[1, 2, 3], [4]], 4)]
+    proven = proof(engine, rank)
     report["history"].append(step_of(engine, STEPS, rank, lambda: None))
     weights, end = weights_of(engine), engine.built().weights_checksum
     out = Path(job["out"])
     out.mkdir(parents=True, exist_ok=True)
     if rank.rank == 0:
         np.savez(out / "weights.npz", **weights)
-    report |= {"mesh": mesh, "unchanged": unchanged, "greedy": greedy, "end": end}
+    report |= {"mesh": mesh, "unchanged": unchanged, "proof": proven, "end": end}
     (out / f"rank{rank.rank}.json").write_text(json.dumps(report))
     return engine
 

@@ -1,0 +1,84 @@
+"""The layer of a sequence-classification model that gives one number for each token: a critic's values, a reward
+model's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+from specs.errors import ModelError
+from specs.wire.role_config import ModelConfig
+
+
+def auto_class(config: ModelConfig, hf_config: PretrainedConfig) -> Any:
+    """The class of transformers that makes a model with the head that `config` asks for. Raises ModelError for a family
+    that has none."""
+    if config.head == "lm":
+        return AutoModelForCausalLM
+    own_code = getattr(hf_config, "auto_map", None) or {}
+    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and (
+        AutoModelForSequenceClassification.__name__ not in own_code
+    ):
+        raise ModelError(
+            f"model {config.path}: transformers {transformers.__version__} has no sequence-classification class for "
+            f"{hf_config.model_type} models, so it cannot have a {config.head} head",
+            hint="give the role a model of another family (qwen2, qwen3, llama, gemma3_text, mistral, … have one)",
+        )
+    return AutoModelForSequenceClassification
+
+
+def has_score_layer(model: PreTrainedModel) -> bool:
+    """Whether it ends in one number for each token, not in logits."""
+    return model.get_output_embeddings() is None
+
+
+def score_layer(model: PreTrainedModel) -> tuple[str, nn.Linear]:
+    """Name and module of the layer behind the backbone. Raises ModelError where the class has more there."""
+    behind = [(name, module) for name, module in model.named_children() if module is not model.base_model]
+    found = [(name, module) for name, module in behind if any(True for _ in module.parameters())]
+    if len(found) == 1 and isinstance(found[0][1], nn.Linear) and found[0][1].out_features == 1:
+        return found[0][0], found[0][1]
+    raise ModelError(
+        f"{type(model).__name__} has {', '.join(name for name, _ in found) or 'nothing'} behind its backbone; a critic "
+        "or reward model needs one linear layer with one output there",
+        hint="give the role a model of another family (qwen2, qwen3, llama, gemma3_text, mistral, … have one)",
+    )
+
+
+def score_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of that layer's weights; none of a language model."""
+    if not has_score_layer(model):
+        return ()
+    name, layer = score_layer(model)
+    return tuple(f"{name}.{weight}" for weight, _ in layer.named_parameters())
+
+
+@torch.no_grad()
+def make_score_layer(config: ModelConfig, model: PreTrainedModel) -> None:
+    """A new head: of zeros, so that every value is 0 before the first update. Raises ModelError for a reward model, of
+    which random scores would be a silent mistake."""
+    if config.head == "reward":
+        raise no_score_layer(config.path)
+    _, layer = score_layer(model)
+    for parameter in layer.parameters():
+        parameter.zero_()
+
+
+def no_score_layer(path: str) -> ModelError:
+    return ModelError(
+        f"model {path} has no head that gives scores: it would be drawn at random",
+        hint="a reward model is a sequence-classification checkpoint with one output (num_labels 1)",
+    )
+
+
+def wrong_score_layer(path: str, name: str, shape: Iterable[int]) -> ModelError:
+    return ModelError(
+        f"model {path}: its head {name} has shape {list(shape)}; a critic or reward model has one output",
+        hint="use a checkpoint with num_labels 1 (one score), or a causal language model, which gets a new value head",
+    )
