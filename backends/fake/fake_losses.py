@@ -105,6 +105,8 @@ def _kl(d_N: Column, estimator: str) -> tuple[Column, Column]:
     """Estimate and its derivative by the log-prob, from d = ref - logprob."""
     if estimator == "k2":
         return 0.5 * d_N**2, -d_N
+    if estimator == "k1-straight-through":
+        return -d_N, -d_N
     exp_N = np.exp(np.clip(d_N, -20, 20))
     k3_N = exp_N - d_N - 1
     value_N = np.clip(k3_N, -10, 10)

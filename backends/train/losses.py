@@ -87,11 +87,14 @@ def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, estimator: str) -> Ten
     """Estimate of KL(actor ‖ ref) at each token sampled by the actor, from d = ref - logprob (Schulman 2020).
 
     k2: d²/2. k3: exp(d) - d - 1, with d clamped to ±20 inside the exponential and the whole to ±10.
-    k3-straight-through: the value of k3 with the gradient of k2, which is the gradient of the true KL in expectation.
+    Straight-through: the value of k1 = -d or k3 with the gradient of k2, which is that of the true KL in expectation.
+    k1 alone has none in expectation: `specs/rules/algorithm_rules.py` refuses it here.
     """
     d_N = ref_logprob_N - logprob_N
     if estimator == "k2":
         return 0.5 * d_N.square()
+    if estimator == "k1-straight-through":
+        return -d_N.detach() + 0.5 * (d_N.square() - d_N.detach().square())
     k3_N = (d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - d_N - 1.0).clamp(-MAX_KL, MAX_KL)
     if estimator == "k3":
         return k3_N

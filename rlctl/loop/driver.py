@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from rlctl.loop import advantages, finite_check, step_metrics
 from rlctl.loop.clock import Clock
+from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
 from rlctl.loop.recovery import SteadySync
 from rlctl.loop.residency import Residency
@@ -74,6 +76,7 @@ class Driver:
         self.actor = groups["actor"]
         self.ref = groups.get("ref")
         self.clock = Clock()
+        self.kl = KlController(spec.algorithm)
         self.sampler = Sampler(spec, groups["data"], groups["rollout"], groups["reward"], self.clock, sync.restore)
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(lambda text: progress.warning(text))
@@ -128,6 +131,7 @@ class Driver:
         # Against the sampler the gap of later updates also holds what this step has learned.
         gaps = updates[:1] if self.spec.ratio_against == "sampler" else updates
         metrics = step_metrics.collect(step, batch, scored, self.spec.loss, updates, gaps, synced, self.clock.metrics())
+        metrics |= self.kl.after_step(metrics, len(Rollouts.of(batch["rollout_B"]).first_R))
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.reward_failures.see(scored.failures, len(batch), step)
         self.note_skipped(metrics["actor/skipped_updates"], len(updates), step)
@@ -175,15 +179,15 @@ class Driver:
         return out_T
 
     def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
-        table = self.spec.algorithm.advantage
-        return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B))
+        table, penalty_T = self.spec.algorithm.advantage, self.kl.penalty_T(batch)
+        return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B, penalty_T))
 
     def update(self, batch: Batch, step: int) -> list[list[RankReport]]:
         """All optimizer steps of this step; returns each rank's report for each. Raises LogprobGapError before the
         first one when sampler and trainer disagree, NotFiniteError before the one whose loss is not a number."""
         algorithm = self.spec.algorithm
         reports: list[list[RankReport]] = []
-        loss = self.spec.loss
+        loss = self.kl.in_loss(self.spec.loss)
         batch.require(loss.columns, Verb.UPDATE)
         needed = batch.only(loss.columns)
         if "old_logprob_T" in batch:
@@ -233,6 +237,17 @@ class Driver:
             num_sequences=int((tokens_B > 0).sum()),
             max_response_tokens=self.spec.data.max_response_tokens,
         )
+
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the driver's files of a checkpoint; returns its state."""
+        return {**self.queue.save(folder), **self.kl.save()}
+
+    def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
+        """Go on from what `save` left; returns how many samples drawn ahead were too old, by step."""
+        self.kl.restore(state)
+        return self.queue.restore(folder, state)
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 

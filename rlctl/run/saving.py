@@ -86,7 +86,7 @@ class Saver:
             step,
             about=self._about(),
             write_roles={folder: partial(write_role, role) for role, folder in self._folders()},
-            write_driver=driver.queue.save,
+            write_driver=driver.save,
             keep=self.spec.checkpoint.keep,
         )
 
@@ -94,7 +94,7 @@ class Saver:
         """Put the roles back into the state after the checkpoint's step, which it returns."""
         for role, folder in self._folders():
             self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / folder)))
-        too_old = driver.queue.restore(checkpoint.path / "driver", checkpoint.state)
+        too_old = driver.restore(checkpoint.path / "driver", checkpoint.state)
         self.saved = checkpoint.step
         self.progress.start_at(checkpoint.step)
         self.progress.message(f"resumed from {checkpoint.path}")

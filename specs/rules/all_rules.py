@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from specs.errors import Problem
+from specs.rules.algorithm_rules import algorithm_problems
 from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
@@ -127,17 +128,6 @@ def _lengths(spec: Spec) -> Iterator[Problem]:
 # ── algorithm and optimizer ───────────────────────────────────────────────────────────────────────
 
 
-def _reference(spec: Spec) -> Iterator[Problem]:
-    if spec.ref_is_actor and spec.ref is not None:
-        message = "has no effect: with actor.lora the reference is the actor without its adapters"
-        yield Problem("[ref]", message, "remove the section, or name another model in ref.model")
-    if spec.ref is not None and not spec.needs_ref:
-        hint = "set algorithm.kl_coef above 0, or remove the section"
-        yield Problem("[ref]", "has no effect: algorithm.kl_coef is 0, so no reference is loaded", hint)
-    if not spec.loss.needs_ref and "kl_estimator" in spec.algorithm.model_fields_set:
-        yield no_effect("algorithm.kl_estimator", spec.algorithm, "algorithm.kl_coef is 0")
-
-
 def _lora(spec: Spec) -> Iterator[Problem]:
     lora = spec.actor.lora
     if lora is None:
@@ -235,7 +225,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _lengths,
     data_problems,
     reward_section_problems,
-    _reference,
+    algorithm_problems,
     _lora,
     _optimizer,
     _logprob_gap,

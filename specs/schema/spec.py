@@ -228,12 +228,13 @@ class Spec(Table):
 
     @property
     def columns_read(self) -> frozenset[str]:
-        """Columns of the batch that the advantage or the loss reads."""
-        return frozenset((*self.algorithm.advantage.columns, *self.loss.columns))
+        """Columns of the batch that the advantage, the penalty in the reward or the loss reads."""
+        algorithm = self.algorithm
+        return frozenset((*algorithm.advantage.columns, *algorithm.penalty_columns, *self.loss.columns))
 
     @property
     def needs_ref(self) -> bool:
-        """Whether the advantage or the loss compares the actor with a reference."""
+        """Whether the advantage, the reward or the loss compares the actor with a reference."""
         return "ref_logprob_T" in self.columns_read
 
     @property

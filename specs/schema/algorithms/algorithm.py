@@ -20,6 +20,18 @@ Reduction = Literal["token_mean", "token_max", "update_mean"]
 
 T = TypeVar("T", bound=Table)
 
+# Where the KL stands: a term of the loss, with a gradient of its own; or taken off the reward at each loss token.
+KlPlace = Literal["loss", "reward"]
+KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through"]
+
+KL_IN = (
+    "Where the KL stands: a term of the `loss`, or taken off the `reward` at each loss token, before advantages are "
+    "computed."
+)
+KL_ESTIMATOR = (
+    "Estimator of the KL at a token (Schulman 2020). `k1` is for the reward alone: as a loss its gradient is zero in "
+    "expectation. `…-straight-through`, for the loss alone, has the value of its estimator and the gradient of k2."
+)
 AGGREGATION = "How token losses become one number, over the whole mini-batch of all ranks."
 
 
@@ -47,16 +59,28 @@ class Advantage(Table):
     columns: ClassVar[tuple[str, ...]] = ()
 
 
+class KlKeys(Table):
+    """Keys of the KL that holds the actor near a reference. They stand here and nowhere else: the loss gets what is
+    its part."""
+
+    kl_coef: float = Field(0.0, ge=0, description="β, weight of KL(actor ‖ ref). 0: no reference is loaded.")
+    kl_in: KlPlace = Field("loss", description=KL_IN)
+    kl_estimator: KlEstimator = Field("k3", description=KL_ESTIMATOR)
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Mean KL per loss token that β is steered to, from `kl_coef` on (Ziegler et al. 2019); unset: β "
+        "stays.",
+    )
+    kl_horizon: int = Field(
+        10_000, gt=0, description="Rollouts in which β changes by at most 20 %: a larger number steers more slowly."
+    )
+
+
 class LossKeys(Table):
     """Keys that every policy loss has."""
 
     loss_aggregation: Aggregation = Field("token-mean", description=AGGREGATION)
-    kl_coef: float = Field(0.0, ge=0, description="Weight of KL(actor ‖ ref) in the loss. 0: no reference is loaded.")
-    kl_estimator: Literal["k2", "k3", "k3-straight-through"] = Field(
-        "k3",
-        description="Estimator of the KL (Schulman 2020). k1 is absent: as a loss its gradient is zero in expectation. "
-        "`k3-straight-through` has the value of k3 and the gradient of k2.",
-    )
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
 
 
@@ -91,6 +115,8 @@ class Loss(LossKeys, AnyLoss):
     """The loss of a policy: a token's is policy loss + kl_coef·KL - entropy_coef·entropy."""
 
     anchor: Anchor
+    kl_coef: float = Field(0.0, ge=0)
+    kl_estimator: KlEstimator = "k3"
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         LossMetric("actor/loss", "loss", "update_mean"),
@@ -120,7 +146,7 @@ class Loss(LossKeys, AnyLoss):
         return {}
 
 
-class Algorithm(Table):
+class Algorithm(KlKeys):
     """A named setting of an advantage and a loss. Its keys are theirs, side by side under `[algorithm]`."""
 
     advantage_table: ClassVar[type[Advantage]]
@@ -151,10 +177,16 @@ class Algorithm(Table):
         return _filled(self.advantage_table, self)
 
     def loss(self, anchor: Anchor) -> Loss:
-        return _filled(self.loss_table, self, anchor=anchor)
+        no_kl = {"kl_coef": 0.0, "kl_estimator": "k3"} if self.kl_in == "reward" else {}
+        return _filled(self.loss_table, self, anchor=anchor, **no_kl)
+
+    @property
+    def penalty_columns(self) -> tuple[str, ...]:
+        """Columns of the batch that the penalty in the reward is computed from."""
+        return ("old_logprob_T", "ref_logprob_T") if self.kl_in == "reward" and self.kl_coef else ()
 
 
 def _filled(table: type[T], keys: Table, **more: Any) -> T:
-    """`table` with what `keys` says under the same names."""
+    """`table` with what `keys` says under the same names, or `more`."""
     shared = (table.model_fields.keys() & type(keys).model_fields.keys()) - {"kind"}
-    return table(**{name: getattr(keys, name) for name in shared}, **more)
+    return table(**{**{name: getattr(keys, name) for name in shared}, **more})

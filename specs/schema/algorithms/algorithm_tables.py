@@ -15,10 +15,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from specs.errors import RlctlError
 from specs.schema.algorithms.algorithm import (
     AGGREGATION,
+    KL_ESTIMATOR,
+    KL_IN,
     Advantage,
     Aggregation,
     Algorithm,
     AnyLoss,
+    KlEstimator,
+    KlPlace,
     Loss,
     LossKeys,
     LossMetric,
@@ -246,9 +250,12 @@ class Gspo(GspoKeys, GroupRelativeKeys, Algorithm):
 
 
 class ReinforcePlusPlus(PpoClipKeys, ReturnToGoKeys, Algorithm):
-    """REINFORCE++ (Hu et al. 2025): no critic and no groups; the step's own mean is the baseline."""
+    """REINFORCE++ (Hu et al. 2025): no critic and no groups; the step's own mean is the baseline. A KL is taken off the
+    reward at each token."""
 
     kind: Literal["reinforce++"]
+    kl_in: KlPlace = Field("reward", description=KL_IN)
+    kl_estimator: KlEstimator = Field("k1", description=KL_ESTIMATOR)
 
     advantage_table: ClassVar[type[Advantage]] = ReturnToGo
     loss_table: ClassVar[type[Loss]] = PpoClip

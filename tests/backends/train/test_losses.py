@@ -83,6 +83,7 @@ def test_ratio_is_bounded() -> None:
         ("k3", -0.5, math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
         ("k3", 5.0, 10.0, 0.0),  # exp(5) - 6 is over the bound
         ("k3-straight-through", 0.5, math.exp(0.5) - 1.5, -0.5),
+        ("k1-straight-through", 0.5, -0.5, -0.5),
     ],
 )
 def test_kl_estimators_by_hand(estimator: str, d: float, value: float, slope: float) -> None:
@@ -93,13 +94,14 @@ def test_kl_estimators_by_hand(estimator: str, d: float, value: float, slope: fl
     assert logprob.grad.item() == pytest.approx(slope)
 
 
-def test_kl_gradient_is_right_in_expectation() -> None:
-    """E over the actor of the straight-through form's gradient is the gradient of KL(actor ‖ ref)."""
+@pytest.mark.parametrize("estimator", ["k2", "k1-straight-through", "k3-straight-through"])
+def test_kl_gradient_is_right_in_expectation(estimator: str) -> None:
+    """E over the actor of the straight-through forms' gradient is the gradient of KL(actor ‖ ref), and k2's is."""
     logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
     ref = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5], dtype=torch.float64), 0)
     logp = torch.log_softmax(logits, 0)
     (true_grad,) = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)
-    sampled = (logp.detach().exp() * kl_estimate(logp, ref, "k3-straight-through")).sum()
+    sampled = (logp.detach().exp() * kl_estimate(logp, ref, estimator)).sum()
     (estimated,) = torch.autograd.grad(sampled, logits)
     torch.testing.assert_close(estimated, true_grad)
 
@@ -110,6 +112,7 @@ SETTINGS = [
     {"kl_coef": 0.3, "kl_estimator": "k2"},
     {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
     {"kl_coef": 0.3, "kl_estimator": "k3-straight-through", "entropy_coef": -0.1},
+    {"kl_coef": 0.3, "kl_estimator": "k1-straight-through"},
 ]
 
 

@@ -85,6 +85,8 @@ def test_replicas_and_shared_devices_do_not_change_the_run(spec, tmp_path):
 
 def test_six_steps_are_three_and_three(spec, tmp_path):
     options = ("--set", "run.steps=6", "--set", "checkpoint.every=3", "--set", "algorithm.mini_batches_per_step=2")
+    steered = ("kl_coef=0.3", 'kl_in="reward"', "kl_target=1e-4", "kl_horizon=64")  # its weight is part of a checkpoint
+    options += tuple(word for key in steered for word in ("--set", f"algorithm.{key}"))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert warm_rlctl("train", spec, "--run-dir", whole, *options).returncode == 0
     assert warm_rlctl("train", spec, "--run-dir", halves, *options).returncode == 0
@@ -101,6 +103,9 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     assert "step_000003" in again.stdout
     assert trajectory(halves) == trajectory(whole)
     assert len(trajectory(halves)) == 6
+    coefs = [[line["actor/kl_coef"] for line in metrics(run) if line["step"]] for run in (halves, whole)]
+    assert coefs[0] == coefs[1]
+    assert len(set(coefs[0])) == 6
     assert (halves / "logs" / "attempt_2").is_dir()
     kept = {"step_000003", "step_000006", "torn_step_000006", "step_000009x", "step_000003 (copy)", "backup"}
     assert {path.name for path in (halves / "checkpoints").iterdir()} == kept

@@ -14,7 +14,16 @@ pytestmark = pytest.mark.slow
 LORA = (
     *("--set", "run.steps=3", "--set", "checkpoint.every=3", "--set", "data.prompts_per_step=8"),
     *("--set", "algorithm.group_size=4", "--set", "algorithm.mini_batches_per_step=2"),
-    *("--set", "algorithm.kl_coef=0.01", "--set", "eval.every=3", "--set", "eval.prompts=8"),
+    *(
+        "--set",
+        "algorithm.kl_coef=0.01",
+        "--set",
+        'algorithm.kl_in="reward"',
+        "--set",
+        "eval.every=3",
+        "--set",
+        "eval.prompts=8",
+    ),
     *("--set", "model.from_scratch=false", "--set", "actor.lora.rank=8"),
 )
 

@@ -18,6 +18,7 @@ import pytest
 from test_spec_dead_keys import KEYS, ONE_VALUE, has_test, observed, specs_that_differ
 
 from rlctl.loop.advantages import columns as advantage_columns
+from rlctl.loop.kl_control import KlController
 from rlctl.processes.role_configs import build_bodies
 from specs.errors import SpecError
 from specs.load.keys import tables_of
@@ -109,18 +110,22 @@ def algorithm(spec: Spec) -> Any:
         of_sequence={name: ratio_N for name in loss.sequence_columns},
     )
     total, *_ = policy_loss(ratio_N, zero_N + 1.0, columns, loss)
-    return float(total), {name: column_T.tolist() for name, column_T in advantages_of_six(spec).items()}
+    controller = KlController(spec.algorithm)
+    advantages = {name: column_T.tolist() for name, column_T in advantages_of_six(spec, controller).items()}
+    controller.after_step({"actor/kl": 1.0}, 6)
+    return float(total), advantages, controller.coef
 
 
-def advantages_of_six(spec: Spec) -> dict[str, Any]:
+def advantages_of_six(spec: Spec, controller: KlController) -> dict[str, Any]:
     """Columns that the driver makes of two groups of three, of uneven lengths."""
     length_B, order_B = np.array([4, 1, 7, 3, 2, 5]), np.arange(6)
     columns: dict[str, Any] = {"length_B": length_B, "group_B": order_B // 3, "rollout_B": order_B}
     table = spec.algorithm.advantage
-    columns |= {name: np.sin(np.arange(length_B.sum())) for name in table.columns}
+    read = (*table.columns, *spec.algorithm.penalty_columns)
+    columns |= {name: np.sin(np.arange(length_B.sum()) * (1 + len(name))) for name in read}
     batch = Batch({**columns, "loss_mask_T": np.ones(length_B.sum(), dtype=np.uint8)})
     scores = np.array([1, 0, 0, 4, 1, 1], dtype=np.float32)
-    return advantage_columns(table, batch, scores, np.ones(6, dtype=bool))
+    return advantage_columns(table, batch, scores, np.ones(6, dtype=bool), controller.penalty_T(batch))
 
 
 def optimizer(spec: Spec) -> Any:

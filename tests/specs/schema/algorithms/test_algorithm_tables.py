@@ -78,7 +78,7 @@ def test_the_settings_of_the_papers() -> None:
 def test_the_anchor_and_the_columns_it_needs(
     table: type[Algorithm], updates: dict[str, Any], runs_ahead: bool, anchor: str, more: tuple[str, ...]
 ) -> None:
-    algorithm = table.model_validate({"kind": kind_of(table), "group_size": 4, **updates})
+    algorithm = table.model_validate({"kind": kind_of(table), "group_size": 4, "kl_in": "loss", **updates})
     loss = algorithm.loss(algorithm.ratio_against(runs_ahead=runs_ahead))
     assert loss.anchor == anchor
     assert loss.columns == (*BASE, *more)

@@ -1,0 +1,89 @@
+"""The KL between actor and reference as the driver sees it: its estimate at each sampled token, the penalty in the
+reward, and the controller of its weight β."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.rollouts import Rollouts
+from specs.errors import CheckpointError
+from specs.schema.algorithms.algorithm import Algorithm, KlEstimator, Loss
+from specs.wire.batch import Batch
+
+MAX_LOG_RATIO, MAX_KL, MAX_ERROR = 20.0, 10.0, 0.2
+STATE = "kl_coef"  # of a checkpoint's driver state
+
+
+def token_kl(estimator: KlEstimator, logprob_T: NDArray[Any], ref_logprob_T: NDArray[Any]) -> NDArray[np.float64]:
+    """Estimate of KL(actor ‖ ref) at each token that the actor sampled, from d = ref - logprob (Schulman 2020).
+
+    k1: -d. k2: d²/2. k3: exp(d) - d - 1, with d clamped to ±20 in the exponential and the whole to ±10. A
+    straight-through estimator has the value of its own.
+    """
+    d_T: NDArray[np.float64] = np.asarray(ref_logprob_T, dtype=np.float64) - logprob_T
+    name = estimator.partition("-")[0]
+    if name == "k1":
+        return np.asarray(-d_T)
+    if name == "k2":
+        return np.asarray(0.5 * d_T**2)
+    exp_T = np.exp(np.clip(d_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return np.asarray(np.clip(exp_T - d_T - 1.0, -MAX_KL, MAX_KL))
+
+
+class KlController:
+    """β of a run: fixed, or with `kl_target` steered after each step by the KL that was measured in it:
+    β ·= 1 + clip(KL / target - 1, ±0.2) · rollouts / horizon (Ziegler et al. 2019, §2.2, whose KL is of a whole
+    completion; here it is the mean over loss tokens, as `actor/kl`)."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+        self.coef = algorithm.kl_coef
+        self._measured: dict[str, float] = {}
+
+    def penalty_T(self, batch: Batch) -> NDArray[np.float64] | None:
+        """β · KL at each loss token, 0 elsewhere; None where the KL is not in the reward."""
+        if not self.algorithm.penalty_columns:
+            return None
+        mask_T = batch["loss_mask_T"] > 0
+        kl_T = token_kl(self.algorithm.kl_estimator, batch["old_logprob_T"], batch["ref_logprob_T"])
+        kl_T = np.where(mask_T, kl_T, 0.0)
+        rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
+        self._measured = {
+            "actor/kl": float(kl_T.sum() / max(int(mask_T.sum()), 1)),
+            "reward/kl_penalty": float(self.coef * kl_T.sum() / max(rollouts, 1)),
+        }
+        return self.coef * kl_T
+
+    def in_loss(self, loss: Loss) -> Loss:
+        """The loss with the weight of now."""
+        return loss.model_copy(update={"kl_coef": self.coef}) if loss.needs_ref else loss
+
+    def after_step(self, metrics: Mapping[str, Any], rollouts: int) -> dict[str, float]:
+        """Steer by the step's KL; what it adds to the step's metrics, with the weight that the step had."""
+        if not self.coef:
+            return {}
+        found = {**self._measured, "actor/kl_coef": self.coef}
+        target = self.algorithm.kl_target
+        if target is not None:
+            error = float(np.clip(found.get("actor/kl", metrics["actor/kl"]) / target - 1.0, -MAX_ERROR, MAX_ERROR))
+            self.coef *= 1.0 + error * rollouts / self.algorithm.kl_horizon
+        return found
+
+    def save(self) -> dict[str, float]:
+        """What a checkpoint keeps of it."""
+        return {} if self.algorithm.kl_target is None else {STATE: self.coef}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `save` returned. Raises CheckpointError where it is not there."""
+        if self.algorithm.kl_target is not None:
+            try:
+                self.coef = float(state[STATE])
+            except (KeyError, TypeError, ValueError):
+                raise CheckpointError(
+                    f"the checkpoint's driver state has no {STATE}, which algorithm.kl_target steers",
+                    hint="it was written without algorithm.kl_target: start a new run with --run-dir",
+                ) from None

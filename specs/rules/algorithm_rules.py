@@ -1,0 +1,49 @@
+"""What the pieces of an algorithm ask of one another, and of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.spec import Spec
+from specs.schema.table import no_effect
+from specs.text import show
+
+
+def algorithm_problems(spec: Spec) -> Iterator[Problem]:
+    """Combinations that make no sense, and keys without effect."""
+    yield from _reference(spec)
+    yield from _kl(spec)
+
+
+def _reference(spec: Spec) -> Iterator[Problem]:
+    if spec.ref_is_actor and spec.ref is not None:
+        message = "has no effect: with actor.lora the reference is the actor without its adapters"
+        yield Problem("[ref]", message, "remove the section, or name another model in ref.model")
+    if spec.ref is not None and not spec.needs_ref:
+        hint = "set algorithm.kl_coef above 0, or remove the section"
+        yield Problem("[ref]", "has no effect: algorithm.kl_coef is 0, so no reference is loaded", hint)
+
+
+def _kl(spec: Spec) -> Iterator[Problem]:
+    algorithm = spec.algorithm
+    estimator, in_reward = algorithm.kl_estimator, algorithm.kl_in == "reward"
+    said = algorithm.model_fields_set
+    if not algorithm.kl_coef:
+        for key in ("kl_in", "kl_estimator", "kl_target", "kl_horizon"):
+            if key in said:
+                yield no_effect(f"algorithm.{key}", algorithm, "algorithm.kl_coef is 0")
+        return
+    if "kl_horizon" in said and algorithm.kl_target is None:
+        yield no_effect("algorithm.kl_horizon", algorithm, "without algorithm.kl_target the weight stays")
+    if algorithm.kl_target is not None and algorithm.kl_horizon < spec.samples_per_step:
+        message = f"a step has {spec.samples_per_step} rollouts: the weight would change by more than 20 % in one"
+        hint = f"use at least {spec.samples_per_step}"
+        yield Problem("algorithm.kl_horizon", message, hint, show(algorithm.kl_horizon))
+    if estimator == "k1" and not in_reward:
+        message = "as a loss its gradient is zero in expectation (the mean of ∇ log p over the policy's own samples)"
+        hint = 'use k2, k3 or k3-straight-through, or set algorithm.kl_in = "reward"'
+        yield Problem("algorithm.kl_estimator", message, hint, show(estimator))
+    if estimator.endswith("straight-through") and in_reward:
+        message = "has the gradient of another estimator, and no gradient passes through a reward"
+        yield Problem("algorithm.kl_estimator", message, f"use {estimator[:2]}", show(estimator))

@@ -1,0 +1,155 @@
+"""The KL in the reward and its weight, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_driver_learning import drawn, driver_of
+
+from backends.fake.fake_losses import FakeColumns, fake_policy_loss
+from rlctl.loop.kl_control import KlController, token_kl
+from rlctl.loop.sampling import Scored
+from specs.errors import CheckpointError
+from specs.schema.algorithms.algorithm import KlEstimator
+from specs.schema.algorithms.algorithm_tables import Grpo, PpoClip, ReinforcePlusPlus
+from specs.wire.batch import Batch
+
+IN_REWARD = {"kind": "grpo", "group_size": 2, "kl_coef": 0.5, "kl_in": "reward"}
+
+
+def two_rollouts() -> Batch:
+    """Masks 0 1 0 1 and 0 1; log-probs that differ from the reference's by 1, 2 and -1 at loss tokens."""
+    columns = {
+        "length_B": np.array([4, 2]),
+        "loss_mask_T": np.array([0, 1, 0, 1, 0, 1], np.uint8),
+        "old_logprob_T": np.array([7.0, -1.0, 7.0, -2.0, 7.0, -3.0], np.float32),
+        "ref_logprob_T": np.array([0.0, -2.0, 0.0, -4.0, np.nan, -2.0], np.float32),
+        "group_B": np.array([4, 4]),
+        "rollout_B": np.array([0, 1]),
+    }
+    return Batch(columns)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values"),
+    [
+        ("k1", [1.0, 2.0, -1.0]),
+        ("k2", [0.5, 2.0, 0.5]),
+        ("k3", [math.exp(-1), math.exp(-2) + 1, math.e - 2]),
+        ("k1-straight-through", [1.0, 2.0, -1.0]),
+    ],
+)
+def test_the_penalty_by_hand(estimator: KlEstimator, values: list[float]) -> None:
+    controller = KlController(Grpo.model_validate({**IN_REWARD, "kl_estimator": estimator}))
+    penalty_T = controller.penalty_T(two_rollouts())
+    assert penalty_T is not None
+    half = [0.5 * value for value in values]
+    assert penalty_T.tolist() == pytest.approx([0, half[0], 0, half[1], 0, half[2]], rel=1e-6)
+    found = controller.after_step({}, 2)
+    assert found == pytest.approx(
+        {"actor/kl": sum(values) / 3, "reward/kl_penalty": sum(half) / 2, "actor/kl_coef": 0.5}
+    )
+
+
+def test_k3_is_bounded_as_the_losses_is() -> None:
+    far = np.array([-900.0, -30.0, 0.0, 5.0, 900.0])
+    values = [fake_kl(float(d), "k3") for d in far]
+    assert token_kl("k3", np.zeros(5), far).tolist() == pytest.approx(values)
+    assert max(np.abs(values)) == 10
+
+
+def fake_kl(d: float, estimator: KlEstimator) -> float:
+    """The KL that the fake engine puts into a loss whose every other term is 0."""
+    one, zero = np.ones(1), np.zeros(1)
+    columns = FakeColumns(one, zero, zero, None, zero + d)
+    return fake_policy_loss(zero, zero, columns, PpoClip(anchor="current", kl_coef=1.0, kl_estimator=estimator)).loss
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k1-straight-through", "k3-straight-through"])
+def test_the_driver_and_the_losses_mean_the_same(estimator: KlEstimator) -> None:
+    for d in (-3.0, -0.1, 0.0, 0.4, 2.0):
+        assert token_kl(estimator, np.zeros(1), np.array([d]))[0] == pytest.approx(fake_kl(d, estimator))
+
+
+def test_the_weight_by_hand() -> None:
+    """Ziegler et al. 2019: at twice the target and more β grows by 20 % of rollouts / horizon, at half of it and less
+    it falls by as much, in between by the relative error."""
+    keys = {"kind": "grpo", "group_size": 2, "kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 400}
+    controller, seen = KlController(Grpo.model_validate(keys)), []
+    for kl in (0.3, 0.05, 0.11, 0.1, -4.0):
+        seen.append(controller.after_step({"actor/kl": kl}, 100)["actor/kl_coef"])
+    want = [0.5, 0.5 * 1.05, 0.5 * 1.05 * 0.95, 0.5 * 1.05 * 0.95 * 1.025, 0.5 * 1.05 * 0.95 * 1.025]
+    assert seen == pytest.approx(want)
+    assert controller.coef == pytest.approx(want[-1] * 0.95)
+    assert controller.in_loss(PpoClip(anchor="current", kl_coef=0.5)).kl_coef == controller.coef
+    assert KlController(Grpo.model_validate({**keys, "kl_target": None})).coef == 0.5
+
+
+def test_without_a_target_the_weight_stays_and_without_a_weight_nothing_is_said() -> None:
+    fixed = KlController(Grpo.model_validate(IN_REWARD))
+    fixed.penalty_T(two_rollouts())
+    assert fixed.after_step({}, 1000)["actor/kl_coef"] == fixed.coef == 0.5
+    assert fixed.save() == {}
+    off = KlController(Grpo(kind="grpo", group_size=2))
+    assert off.penalty_T(two_rollouts()) is None
+    assert off.after_step({"actor/kl": 0.0}, 1000) == {}
+
+
+def test_the_weight_goes_through_a_checkpoint_to_the_bit() -> None:
+    algorithm = Grpo.model_validate({**IN_REWARD, "kl_target": 0.1, "kl_horizon": 777})
+    controller = KlController(algorithm)
+    controller.after_step({"actor/kl": 0.1 + 1e-9}, 13)
+    again = KlController(algorithm)
+    again.restore(json.loads(json.dumps({"step": 3, **controller.save()})))
+    assert again.coef == controller.coef != 0.5
+    with pytest.raises(CheckpointError, match="no kl_coef"):
+        again.restore({"step": 3})
+
+
+def test_reinforce_plus_plus_has_its_kl_in_the_reward() -> None:
+    table = ReinforcePlusPlus(kind="reinforce++", group_size=1, kl_coef=0.1)
+    assert (table.kl_in, table.kl_estimator) == ("reward", "k1")
+    assert table.penalty_columns == ("old_logprob_T", "ref_logprob_T")
+    loss = table.loss("current")
+    assert (loss.kl_coef, loss.needs_ref) == (0.0, False)
+
+
+def slow(kind: str, batch: Batch, scored: Scored, penalty_T: np.ndarray) -> list[float]:
+    """Advantages at the loss tokens of graded samples, in order: token by token."""
+    rewards, groups = [], []
+    for index, (mask, penalty) in enumerate(
+        zip(batch.sequences("loss_mask_T"), np.split(penalty_T, batch.offsets[1:-1]), strict=True)
+    ):
+        if scored.scored_B[index]:
+            taken = [-float(value) for value, on in zip(penalty, mask, strict=True) if on]
+            rewards.append((taken, float(scored.reward_B[index])))
+            groups.append(int(batch["group_B"][index]))
+    if kind == "grpo":
+        sums = [sum(taken) + score for taken, score in rewards]
+        out = []
+        for (taken, _), total, group in zip(rewards, sums, groups, strict=True):
+            peers = [one for one, other in zip(sums, groups, strict=True) if other == group]
+            out += [(total - np.mean(peers)) / (np.std(peers, ddof=1) + 1e-6)] * len(taken)
+        return out
+    returns = [
+        sum(taken[t:]) + score for taken, score in rewards for t in range(len(taken))
+    ]  # the score stands at the last token, so it is in the return of each
+    return [(one - np.mean(returns)) / np.std(returns, ddof=1) for one in returns]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce++"])
+def test_what_is_taken_off_the_reward_moves_the_advantages(tmp_path: Path, kind: str) -> None:
+    """Against a slow loop: off a rollout's score, or off what follows a token. Holes in the masks count nothing."""
+    keys = ("kl_coef=0.5", 'kl_in="reward"', 'kl_estimator="k1"', f'kind="{kind}"')
+    driver, _ = driver_of(tmp_path, *(f"algorithm.{key}" for key in keys))
+    batch, scored = drawn()
+    ref_T = np.random.default_rng(0).normal(size=batch.num_tokens).astype(np.float32)
+    got_T = driver.add_advantages(batch.with_columns(ref_logprob_T=ref_T), scored)["advantage_T"]
+    chosen_T = (batch["loss_mask_T"] > 0) & np.repeat(scored.scored_B, batch["length_B"])
+    assert not got_T[~chosen_T].any()
+    penalty_T = 0.5 * (batch["old_logprob_T"] - ref_T)
+    assert got_T[chosen_T] == pytest.approx(np.array(slow(kind, batch, scored, penalty_T)), rel=1e-4, abs=1e-4)
