@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from backends.export.adapter_export import (
@@ -24,14 +24,18 @@ from backends.export.adapter_export import (
     merged_weights,
 )
 from backends.export.hf_folder import FolderReader, write_folder
+from backends.hf.score_layer import auto_class, has_score_layer, score_layer
 from backends.train.tensor_shards import ShardReader
 from backends.weights.tensor_bytes import named_weights
 from backends.weights.tensor_files import LazyTensor
 from specs.errors import CheckpointError, ExportError
+from specs.wire.role_config import HeadKind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A greedy choice counts as decided when it led by more than this many nats: rounding cannot change it.
 DECIDED = {"fp32": 1e-3, "bf16": 0.25}
+# How far a value may be from the trainer's, as a share of the largest, by the coarser precision of the two.
+VALUE_GAP = {"fp32": 1e-3, "bf16": 0.05}
 
 # (what is being done, bytes of it that are done, bytes of it in all)
 Progress = Callable[[str, int, int], None]
@@ -45,6 +49,7 @@ class Source:
     model_path: str
     dtype: str
     trust_remote_code: bool
+    head: HeadKind = "lm"  # "value": a critic, which becomes a sequence-classification model with one output
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Proof:
     greedy_tokens: int  # compared with the trainer's
     undecided_tokens: int  # skipped: the trainer's two best tokens were too close
     loaded: str  # "memory", or "disk" where it was larger than the memory allowed
+    values: int = 0  # compared with the trainer's, of a critic
 
 
 def trained_weights(source: Source) -> list[LazyTensor]:
@@ -86,18 +92,25 @@ def write_model(source: Source, out: Path, shard_bytes: int, progress: Progress)
     published = as_published(model, weights)
     write_folder(out, published, shard_bytes, _counting(published, "writing", progress))
     AutoTokenizer.from_pretrained(source.model_path, trust_remote_code=source.trust_remote_code).save_pretrained(out)
-    _generation_config(source.model_path, model.config).save_pretrained(out)
+    if source.head == "lm":
+        _generation_config(source.model_path, model.config).save_pretrained(out)
 
 
 def _on_meta(source: Source) -> PreTrainedModel:
     """The model without memory: its names, shapes and conversions."""
     trust = source.trust_remote_code
     config = AutoConfig.from_pretrained(source.model_path, trust_remote_code=trust)
+    if source.head != "lm":
+        config.num_labels = 1
     model: PreTrainedModel
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[source.dtype], trust_remote_code=trust)
+        model = _auto(source, config).from_config(config, dtype=DTYPES[source.dtype], trust_remote_code=trust)
     model.tie_weights()
     return model
+
+
+def _auto(source: Source, config: PretrainedConfig) -> Any:
+    return auto_class(source.head, config, source.model_path)
 
 
 def _check_fits(model: PreTrainedModel, weights: Sequence[LazyTensor], path: str) -> None:
@@ -199,10 +212,15 @@ def prove(source: Source, out: Path, proof_file: Path, memory_bytes: int, progre
         if in_memory:
             _compare_loaded(model, weights)
         AutoTokenizer.from_pretrained(out, trust_remote_code=source.trust_remote_code)
-        compared, undecided = _greedy(model, json.loads(proof_file.read_text()), DECIDED[source.dtype])
+        proof = json.loads(proof_file.read_text())
+        compared = undecided = values = 0
+        if has_score_layer(model):
+            values = _values(model, proof, source.dtype)
+        else:
+            compared, undecided = _greedy(model, proof, DECIDED[source.dtype])
         # Of the model on meta: one that is partly on the disk shows tied parameters twice.
         parameters = sum(parameter.numel() for parameter in meta.parameters())
-        return Proof(len(published), parameters, compared, undecided, "memory" if in_memory else "disk")
+        return Proof(len(published), parameters, compared, undecided, "memory" if in_memory else "disk", values)
 
 
 def prove_adapters(source: Source, out: Path, proof_file: Path) -> Proof:
@@ -238,7 +256,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _load(source: Source, out: Path, where: dict[str, Any]) -> PreTrainedModel:
-    loaded = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(out, trust_remote_code=source.trust_remote_code)
+    loaded = _auto(source, config).from_pretrained(
         out,
         dtype=DTYPES[source.dtype],
         trust_remote_code=source.trust_remote_code,
@@ -284,3 +303,28 @@ def _greedy(model: PreTrainedModel, proof: dict[str, Any], decided: float) -> tu
                     f"greedy token {place} differs: the trainer chose {token} (ahead by {margin:.3g}), the export {got}"
                 )
     return compared, undecided
+
+
+@torch.no_grad()
+def _values(model: PreTrainedModel, proof: dict[str, Any], dtype: str) -> int:
+    """The trainer's value before each token of the prompts but the first must be this model's too: what its own forward
+    pass gets from its head at the token before."""
+    said: list[Tensor] = []
+    _, layer = score_layer(model)
+    handle = layer.register_forward_hook(lambda _module, _inputs, out: said.append(out[0, :, 0].float().cpu()))
+    model.eval()
+    for prompt in proof["prompts"]:
+        model(torch.tensor([prompt]), use_cache=False)
+    handle.remove()
+    coarser = "bf16" if "bf16" in (dtype, proof["dtype"]) else "fp32"
+    largest = max((abs(value) for values in proof["values"] for value in values), default=0.0)
+    compared = 0
+    for number, (values, got_T) in enumerate(zip(proof["values"], said, strict=True)):
+        for place, (value, got) in enumerate(zip(values, got_T[:-1].tolist(), strict=True), start=1):
+            if not abs(got - value) <= VALUE_GAP[coarser] * largest:
+                raise ExportError(
+                    f"the value before token {place} of proof prompt {number} differs: the trainer said {value:.6g}, "
+                    f"the export {got:.6g}"
+                )
+            compared += 1
+    return compared

@@ -129,7 +129,7 @@ def _check_one_rope(config: ModelConfig, text: PretrainedConfig) -> None:
 def _from_pretrained(
     config: ModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, implementation: str
 ) -> PreTrainedModel:
-    made_by = auto_class(config, hf_config)
+    made_by = auto_class(config.head, hf_config, config.path)
     try:
         loaded = made_by.from_pretrained(
             config.path,
@@ -171,7 +171,7 @@ def _from_config(
 ) -> PreTrainedModel:
     """Weights drawn from the seed on CPU in fp32 (the same in every process; a value head is of zeros), or left
     unset."""
-    made_by = auto_class(config, hf_config)
+    made_by = auto_class(config.head, hf_config, config.path)
     model: PreTrainedModel
     kwargs: dict[str, Any] = {
         "dtype": torch.float32,

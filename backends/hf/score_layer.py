@@ -13,21 +13,20 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from specs.errors import ModelError
-from specs.wire.role_config import ModelConfig
+from specs.wire.role_config import HeadKind, ModelConfig
 
 
-def auto_class(config: ModelConfig, hf_config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a model with the head that `config` asks for. Raises ModelError for a family
-    that has none."""
-    if config.head == "lm":
+def auto_class(head: HeadKind, hf_config: PretrainedConfig, path: str) -> Any:
+    """The class of transformers that makes a model with that head. Raises ModelError for a family that has none."""
+    if head == "lm":
         return AutoModelForCausalLM
     own_code = getattr(hf_config, "auto_map", None) or {}
     if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and (
         AutoModelForSequenceClassification.__name__ not in own_code
     ):
         raise ModelError(
-            f"model {config.path}: transformers {transformers.__version__} has no sequence-classification class for "
-            f"{hf_config.model_type} models, so it cannot have a {config.head} head",
+            f"model {path}: transformers {transformers.__version__} has no sequence-classification class for "
+            f"{hf_config.model_type} models, so it cannot have a {head} head",
             hint="give the role a model of another family (qwen2, qwen3, llama, gemma3_text, mistral, … have one)",
         )
     return AutoModelForSequenceClassification

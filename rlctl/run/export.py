@@ -142,6 +142,7 @@ def _export(
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],
             "dtype": dtype,
+            "head": "lm",
             "adapter_only": adapter_only,
             "out": str(model),
             "shard_bytes": int(limits.shard_GB * 1e9),

@@ -1,4 +1,4 @@
-"""The process behind `rlctl export-checkpoint`: runs in the interpreter that trained the actor.
+"""The process behind `rlctl export-checkpoint`: runs in the interpreter that trained the role.
 
 Started as `python -m workers.offline.export_model REQUEST.json`; writes `{"proof": …}` or `{"error": …}` to the file
 that the request names, so that output of a library is never mistaken for the reply, and `{"what", "done",
@@ -48,7 +48,7 @@ def main(request_path: str) -> int:
 
         checkpoint = Path(request["checkpoint"])
         trust = bool(request["trust_remote_code"])
-        source = Source(checkpoint, request["model_path"], request["dtype"], trust)
+        source = Source(checkpoint, request["model_path"], request["dtype"], trust, request["head"])
         progress = ProgressFile(Path(request["progress"]))
         proof_file = Path(request["proof_file"])
         if request["adapter_only"]:

@@ -82,7 +82,14 @@ def test_a_full_disk_is_told_and_makes_room_for_the_telling(tmp_path, monkeypatc
     monkeypatch.setattr(export_model, "die_with_parent", lambda: None)
     names = ("checkpoint", "out", "model_path", "proof_file", "answer", "progress")
     request = {name: str(tmp_path / name) for name in names}
-    request |= {"dtype": "fp32", "trust_remote_code": False, "adapter_only": False, "shard_bytes": 1, "memory_bytes": 1}
+    request |= {
+        "head": "lm",
+        "dtype": "fp32",
+        "trust_remote_code": False,
+        "adapter_only": False,
+        "shard_bytes": 1,
+        "memory_bytes": 1,
+    }
     (tmp_path / "out").mkdir()
     (tmp_path / "request.json").write_text(json.dumps(request))
     if number != errno.ENOSPC:  # the traceback is wanted

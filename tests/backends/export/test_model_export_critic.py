@@ -1,0 +1,123 @@
+"""A critic's checkpoint as a folder that transformers loads, proven by its values, and as another critic's start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stock_model import write_family
+from train_helpers import build_engine, largest_gap, make_batch, scale_of, train_config, weights_of
+from transformers import AutoModelForSequenceClassification
+
+from backends.export.model_export import Source, prove, write_model
+from backends.protocol import TrainEngine
+from specs.errors import ExportError
+from specs.schema.algorithms.algorithm_tables import ValueLoss
+from specs.wire.batch import Batch
+
+PROMPTS = [[3, 1, 4, 1, 5], [5, 9]]
+MANY = 2**40  # bytes of memory: everything fits
+
+
+def critic(folder: Path, dtype: str = "fp32", kind: str = "ddp") -> TrainEngine:
+    model = {"head": "value", "from_scratch": False, "dtype": dtype}
+    return build_engine(train_config(folder, kind, model=model, role="critic"))
+
+
+def of_prompts() -> Batch:
+    tokens_T = np.concatenate(PROMPTS).astype(np.int32)
+    batch = Batch({"length_B": np.array([len(prompt) for prompt in PROMPTS]), "tokens_T": tokens_T})
+    mask_T = np.ones(len(tokens_T), dtype=np.int8)
+    mask_T[batch.offsets[:-1]] = 0
+    return batch.with_columns(loss_mask_T=mask_T)
+
+
+def trained(folder: Path, dtype: str = "fp32", kind: str = "ddp", family: str = "llama") -> tuple[TrainEngine, Path]:
+    """A critic after three updates, and what it saved."""
+    engine = critic(write_family(folder / "model", family), dtype, kind)
+    for step in range(3):
+        batch = make_batch(seed=step)
+        batch = batch.with_columns(value_T=batch["ref_logprob_T"], return_T=batch["advantage_T"])
+        engine.forward_backward(batch, ValueLoss(), scale_of(batch))
+        engine.optim_step()
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    engine.save(checkpoint)
+    batch = of_prompts()
+    values = [piece[1:].tolist() for piece in np.split(engine.values(batch), batch.offsets[1:-1])]
+    (checkpoint / "value_proof.json").write_text(json.dumps({"prompts": PROMPTS, "values": values, "dtype": dtype}))
+    return engine, checkpoint
+
+
+def source_of(checkpoint: Path, dtype: str = "fp32") -> Source:
+    return Source(checkpoint, str(checkpoint.parent / "model"), dtype, False, "value")
+
+
+def proven(source: Source, out: Path, memory_bytes: int = MANY) -> Any:
+    return prove(source, out, source.checkpoint / "value_proof.json", memory_bytes, lambda *_: None)
+
+
+def exported(checkpoint: Path, dtype: str = "fp32") -> Path:
+    out = checkpoint.parent / "out"
+    out.mkdir()
+    write_model(source_of(checkpoint, dtype), out, 10_000, lambda *_: None)
+    return out
+
+
+@pytest.mark.parametrize(("kind", "family"), [("ddp", "llama"), ("fsdp2", "gemma3_text"), ("ddp", "qwen3_moe")])
+def test_it_loads_as_a_classifier_with_one_output_and_starts_another_critic(
+    tmp_path: Path, kind: str, family: str
+) -> None:
+    engine, checkpoint = trained(tmp_path, kind=kind, family=family)
+    out = exported(checkpoint)
+    proof = proven(source_of(checkpoint), out)
+    assert (proof.values, proof.greedy_tokens, proof.loaded) == (5, 0, "memory")
+    assert proof.parameters == engine.built().parameters
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    assert model.config.num_labels == 1
+    assert not (out / "generation_config.json").exists()
+    model.config.pad_token_id = None
+    scores = [model(input_ids=torch.tensor([prompt])).logits.item() for prompt in PROMPTS]
+    np.testing.assert_allclose(engine.scores(of_prompts()), scores, atol=2e-5)
+    assert abs(scores[0] - scores[1]) > 1e-3
+    again = critic(out, kind=kind)
+    assert not again.built().new_head
+    assert largest_gap(weights_of(again), weights_of(engine)) == 0
+    np.testing.assert_array_equal(again.values(of_prompts()), engine.values(of_prompts()))
+
+
+def test_a_bf16_critic_is_proven_to_its_precision(tmp_path: Path) -> None:
+    _, checkpoint = trained(tmp_path, "bf16")
+    assert proven(source_of(checkpoint, "bf16"), exported(checkpoint, "bf16")).values == 5
+
+
+def test_one_larger_than_memory_is_proven_from_the_disk(tmp_path: Path) -> None:
+    _, checkpoint = trained(tmp_path)
+    proof = proven(source_of(checkpoint), exported(checkpoint), 60_000)
+    assert (proof.loaded, proof.values) == ("disk", 5)
+
+
+def test_other_values_are_found(tmp_path: Path) -> None:
+    _, checkpoint = trained(tmp_path)
+    out, path = exported(checkpoint), checkpoint / "value_proof.json"
+    proof = json.loads(path.read_text())
+    proof["values"][0][2] += 0.01 * max(abs(value) for values in proof["values"] for value in values)
+    path.write_text(json.dumps(proof))
+    with pytest.raises(ExportError, match="the value before token 3 of proof prompt 0 differs"):
+        proven(source_of(checkpoint), out)
+
+
+def test_another_head_is_found(tmp_path: Path) -> None:
+    _, checkpoint = trained(tmp_path)
+    out = exported(checkpoint)
+    path = next(path for path in out.glob("*.safetensors") if "score.weight" in load_file(path))
+    weights = load_file(path)
+    weights["score.weight"][0, 3] *= 1.0001
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ExportError, match=r"score\.weight has other values"):
+        proven(source_of(checkpoint), out)
