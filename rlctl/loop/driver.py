@@ -81,7 +81,7 @@ class Driver:
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(lambda text: progress.warning(text))
         self.eval_prompts: Prompts | None = None
-        self.said_skipped = False
+        self.said_skipped = self.said_no_signal = False
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -134,6 +134,7 @@ class Driver:
         metrics |= self.kl.after_step(metrics, len(Rollouts.of(batch["rollout_B"]).first_R))
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.reward_failures.see(scored.failures, len(batch), step)
+        self.note_no_signal(scored, step)
         self.note_skipped(metrics["actor/skipped_updates"], len(updates), step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
         return StepRecord(metrics, scored.samples)
@@ -145,6 +146,16 @@ class Driver:
             self.progress.warning(
                 f"step {step}: {skipped} of {updates} optimizer steps left out, the gradient was not finite. "
                 "Said once; actor/skipped_updates counts on"
+            )
+
+    def note_no_signal(self, scored: Scored, step: int) -> None:
+        """Warn, once in an attempt, of a step for which dynamic sampling found nothing to learn from."""
+        thrown = scored.thrown
+        if thrown is not None and not thrown.signal and not self.said_no_signal:
+            self.said_no_signal = True
+            self.progress.warning(
+                f"step {step}: in every group all scores are equal, after {thrown.refills} refills too: nothing to "
+                "learn. Said once; rollout/thrown_groups and reward/silent_groups count on"
             )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,9 @@ synced, and the n batches after it go out together:
 So the schedule follows from the step alone, never from who was quicker: a run repeats, and a resumed run goes on, to
 the bit. Staleness is 1 to n in turn, and only every n-th step syncs.
 
+With dynamic sampling a batch is refilled when it is taken, or before the weights that it was drawn with go: batches in
+line one after the other, so that the prompts of refills follow from the step and the scores alone.
+
 What waits in the queue belongs to a checkpoint, in its driver folder:
 
     driver/state.json                  cursor, and for each batch its step, its cursors and what grading said
@@ -28,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Prompts, Sampler, Scored
+from rlctl.loop.dynamic_sampling import missing_groups, with_signal
+from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Prompts, Sampler, Scored, Thrown
 from specs.errors import CheckpointError
 from specs.schema.spec import Spec
 from specs.wire.batch import Batch
@@ -41,8 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Planned:
-    """The batch of one step: still being sampled (`generation`), or drawn. `start` and `end`: the data cursor before
-    and after it."""
+    """The batch of one step: still being sampled (`generation`), or drawn and refilled. `start` and `end`: the data
+    cursor before and after it, refills apart."""
 
     step: int
     start: int
@@ -50,16 +54,10 @@ class Planned:
     generation: Generation | None = None
     drawn: Drawn | None = None
 
-    def finish(self) -> Drawn:
-        """Wait for samples and scores."""
-        if self.drawn is None:
-            assert self.generation is not None
-            self.drawn = self.generation.finish()
-        return self.drawn
-
     def drop_stale(self, max_staleness: int) -> int:
         """Keep of a finished batch what is fresh in its step. Returns how many samples went."""
-        drawn = self.finish()
+        drawn = self.drawn
+        assert drawn is not None
         self.drawn = drawn.fresh(self.step, max_staleness)
         return len(drawn.batch) - len(self.drawn.batch)
 
@@ -103,18 +101,43 @@ class SampleQueue:
         self._send_out(step)
         planned = self.line[0]
         assert planned.step == step, f"step {step} cannot train on the batch of step {planned.step}"
+        self._finish(planned)
         self.dropped += planned.drop_stale(self.max_staleness)
-        return planned.finish()
+        return self._finish(planned)
 
     def trained(self) -> None:
         """The step that took the first batch in line is over."""
         self.line.popleft()
 
     def wait_until_sampled(self) -> None:
-        """Wait until nothing is being sampled."""
+        """Wait until nothing is being sampled, and nothing will be before weights are sent."""
         for planned in self.line:
             if planned.generation is not None and planned.drawn is None:
-                planned.generation.wait()
+                if self.spec.algorithm.dynamic_sampling:
+                    self._finish(planned)
+                else:
+                    planned.generation.wait()
+
+    def _finish(self, planned: Planned) -> Drawn:
+        """Wait for samples and scores; with dynamic sampling also for those of refills."""
+        if planned.drawn is None:
+            assert planned.generation is not None
+            planned.drawn = planned.generation.finish()
+            if self.spec.algorithm.dynamic_sampling:
+                planned.drawn = self._refilled(planned.generation, planned.drawn)
+        return planned.drawn
+
+    def _refilled(self, generation: Generation, drawn: Drawn) -> Drawn:
+        """As many groups with signal as there are prompts in a step, if the refills suffice."""
+        spec, refills = self.spec, 0
+        algorithm, wanted = spec.algorithm, spec.data.prompts_per_step
+        while refills < algorithm.max_refills and (count := missing_groups(drawn, wanted)):
+            prompts = Prompts.of(self.sampler.ask(self.position, count, generation.step).result()[0])
+            self.position, refills = self.position + count, refills + 1
+            generation.extend(prompts)
+            drawn = generation.finish()
+        least = -(-algorithm.mini_batches_per_step * spec.actor.processes // algorithm.group_size)
+        return with_signal(drawn, least, refills)
 
     def _send_out(self, step: int) -> None:
         done = step - 1
@@ -128,26 +151,28 @@ class SampleQueue:
             generation = self.sampler.start(prompts[index], self.sampler.training(), batch_step, show=SAMPLES_SHOWN)
             self.line.append(Planned(batch_step, self.position, ends[index], generation))
             self.position = ends[index]
-        if self.max_staleness:
+        if self.max_staleness and not self.spec.algorithm.dynamic_sampling:  # refills would move the cursor
             self._request_prompts(min(self.max_staleness, self.spec.run.steps - last), step)
 
     def _request_prompts(self, batches: int, step: int) -> None:
         """Those to send out next: drawn while others are sampled, so that nobody waits for them."""
         self._prompts = None
         if batches > 0:
-            call = self.sampler.ask_for_steps(self.position, batches, step)
-            self._prompts = (self.position, batches, call)
+            self._prompts = (self.position, batches, self._ask(batches, step))
 
     def _draw(self, batches: int, step: int) -> tuple[list[Prompts], list[int]]:
         """Prompts of so many steps, and the cursor after each."""
         if self._prompts is None or self._prompts[:2] != (self.position, batches):
-            self._prompts = (self.position, batches, self.sampler.ask_for_steps(self.position, batches, step))
+            self._prompts = (self.position, batches, self._ask(batches, step))
         answer, self._prompts = self._prompts[2].result()[0], None
         each = self.spec.data.prompts_per_step
         ends = [self.position + each * (index + 1) for index in range(batches)]
         assert PromptsDrawn.of(answer).position == ends[-1], "the training data has no end"
         prompts = Prompts.of(answer)
         return [prompts.select(chosen) for chosen in np.split(np.arange(len(prompts.batch)), batches)], ends
+
+    def _ask(self, batches: int, step: int) -> Call:
+        return self.sampler.ask(self.position, batches * self.spec.data.prompts_per_step, step)
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 
@@ -181,33 +206,33 @@ class SampleQueue:
         """Wait for everything in line and write it to `folder`; returns what `state.json` says of it. Without running
         ahead there is nothing to keep but the cursor: an unfinished step is drawn again, with the same weights."""
         waiting = tuple(self.line) if self.max_staleness else ()
-        return {"position": self.cursor, "ahead": [_write(folder, planned) for planned in waiting]}
+        ahead = [_write(folder, planned, self._finish(planned)) for planned in waiting]
+        return {"position": self.cursor, "next": self.position if waiting else self.cursor, "ahead": ahead}
 
     def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
         """Go on from what `save` wrote. A batch that would be too old in its step is left out with all after it: their
         prompts are drawn again. Returns how many samples that were, by step. Raises CheckpointError."""
         kept = [_read(folder, entry) for entry in state.get("ahead", ())]
-        self.position, self.line = int(state["position"]), deque()
+        self.position, self.line = int(state.get("next", kept[-1].end if kept else state["position"])), deque()
         left_out: dict[int, int] = {}
         for planned in kept:
-            drawn = planned.finish()
+            drawn = self._finish(planned)
             if left_out or not len(drawn.fresh(planned.step, self.max_staleness).batch):
+                self.position = planned.start if not left_out else self.position
                 left_out[planned.step] = len(drawn.batch)
             else:
                 self.line.append(planned)
-                self.position = planned.end
         self.dropped = sum(left_out.values())
         return left_out
 
 
-def _write(folder: Path, planned: Planned) -> dict[str, Any]:
+def _write(folder: Path, planned: Planned, drawn: Drawn) -> dict[str, Any]:
     from safetensors.numpy import save_file
 
-    drawn = planned.finish()
     batch, scored = drawn.batch, drawn.scored
     columns = {**batch.columns, "reward_B": scored.reward_B, "scored_B": scored.scored_B}
     save_file({name: np.ascontiguousarray(column) for name, column in columns.items()}, _file(folder, planned.step))
-    graded = {key: value for key, value in asdict(scored).items() if key in ("failures", "terms", "samples")}
+    graded = {key: value for key, value in asdict(scored).items() if key in ("failures", "terms", "samples", "thrown")}
     return {"step": planned.step, "start": planned.start, "end": planned.end, **graded}
 
 
@@ -222,7 +247,8 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
-    scored = Scored(*scores, dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]))
+    thrown = Thrown(**entry["thrown"]) if entry.get("thrown") else None
+    scored = Scored(*scores, dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]), thrown)
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
 
 

@@ -45,6 +45,10 @@ class Prompts:
         batch = self.batch.select(indices)
         return Prompts(batch, self.rows_of(batch))
 
+    @staticmethod
+    def concat(first: Prompts, second: Prompts) -> Prompts:
+        return Prompts(Batch.concat([first.batch, second.batch]), {**first.rows, **second.rows})
+
     def rows_of(self, batch: Batch) -> dict[str, Row]:
         """The rows of some of the samples, each once."""
         return {key: self.rows[key] for key in map(str, np.unique(batch["row_B"]).tolist())}
@@ -67,15 +71,10 @@ class Sampler:
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.clock, self.restore = clock, restore
 
-    def ask_for_steps(self, position: int, steps: int, step: int) -> Call:
-        """Have the prompts of so many steps drawn, each repeated for its group; the answer also has the cursor after
-        them."""
-        request = bodies.Prompts(
-            what="train",
-            position=position,
-            count=steps * self.spec.data.prompts_per_step,
-            group_size=self.spec.algorithm.group_size,
-        )
+    def ask(self, position: int, count: int, step: int) -> Call:
+        """Have so many prompts drawn, each repeated for its group; the answer also has the cursor after them."""
+        size = self.spec.algorithm.group_size
+        request = bodies.Prompts(what="train", position=position, count=count, group_size=size)
         return self.data.post(Verb.PROMPTS, request, step=step)
 
     def held_out(self, count: int, step: int) -> Prompts:
@@ -133,6 +132,11 @@ class Generation:
             on_part=self._take,
         )
 
+    def extend(self, more: Prompts) -> None:
+        """Send out further prompts, whose samples belong to the same batch. Everything before them is here."""
+        self.prompts = Prompts.concat(self.prompts, more)
+        self._call = self._send(more.batch)
+
     def wait(self) -> None:
         """Until every completion is here, though perhaps not graded."""
         self._write_all()
@@ -178,6 +182,19 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Thrown:
+    """What dynamic sampling threw away of a step (rlctl/loop/dynamic_sampling.py)."""
+
+    refills: int  # how often prompts were drawn again
+    groups: int  # thrown away
+    signal: int  # groups whose scores differ, of those that stayed
+    reward_R: list[float]  # scores of the rollouts that were thrown away
+
+    def metrics(self) -> dict[str, int]:
+        return {"rollout/refills": self.refills, "rollout/thrown_groups": self.groups}
+
+
+@dataclass(frozen=True)
 class Scored:
     """Scores in the order of sample ids, and what grading had to say."""
 
@@ -186,6 +203,7 @@ class Scored:
     failures: dict[str, int]
     terms: dict[str, float]  # term_<i>: its mean over the rollouts that were graded
     samples: list[dict[str, Any]]
+    thrown: Thrown | None = None  # None without dynamic sampling
 
     @staticmethod
     def gather(parts: Sequence[Batch], calls: Sequence[Call]) -> Scored:

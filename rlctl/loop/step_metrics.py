@@ -50,13 +50,19 @@ def collect(
     the clock says of the step."""
     rollouts = Rollouts.of(batch["rollout_B"])
     tokens_R = rollouts.sums(batch.sum_by_sequence("loss_mask_T"))
-    reward_R = scored.by_rollout(batch["rollout_B"])
+    reward_R, thrown = scored.by_rollout(batch["rollout_B"]), scored.thrown
+    silent = silent_group_share(scored.reward_B, batch["group_B"].astype(np.int64))
+    if thrown is not None:  # what the policy gets, not what it learns from
+        reward_R = np.concatenate([reward_R, np.array(thrown.reward_R, dtype=np.float32)])
+        groups = len(np.unique(batch["group_B"]))
+        silent = (silent * groups + thrown.groups) / (groups + thrown.groups)
     return {
         "step": step,
         "reward/mean": float(reward_R.mean(dtype=np.float64)),
         "reward/std": float(reward_R.std(dtype=np.float64)),
-        "reward/silent_groups": silent_group_share(scored.reward_B, batch["group_B"].astype(np.int64)),
+        "reward/silent_groups": silent,
         **{f"reward/{name}": value for name, value in scored.terms.items()},
+        **(thrown.metrics() if thrown else {}),
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
         **update_metrics(loss, updates, gaps),
         "rollout/length_mean": float(tokens_R.mean()),

@@ -14,6 +14,7 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
     """Combinations that make no sense, and keys without effect."""
     yield from _reference(spec)
     yield from _kl(spec)
+    yield from _dynamic_sampling(spec)
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:
@@ -47,3 +48,15 @@ def _kl(spec: Spec) -> Iterator[Problem]:
     if estimator.endswith("straight-through") and in_reward:
         message = "has the gradient of another estimator, and no gradient passes through a reward"
         yield Problem("algorithm.kl_estimator", message, f"use {estimator[:2]}", show(estimator))
+
+
+def _dynamic_sampling(spec: Spec) -> Iterator[Problem]:
+    algorithm = spec.algorithm
+    if not algorithm.dynamic_sampling:
+        if "max_refills" in algorithm.model_fields_set:
+            yield no_effect("algorithm.max_refills", algorithm, "algorithm.dynamic_sampling is false")
+    elif not algorithm.advantage.equal_is_silent:
+        kind = algorithm.advantage.model_dump()["kind"]
+        message = f"the advantage {kind} learns from a group of equal scores too: none may be thrown away"
+        hint = "set algorithm.dynamic_sampling = false, or choose an algorithm that compares the scores of a group"
+        yield Problem("algorithm.dynamic_sampling", message, hint, "true")

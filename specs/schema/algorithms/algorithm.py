@@ -55,6 +55,8 @@ class Advantage(Table):
 
     min_group: ClassVar[int] = 1
     why_min_group: ClassVar[str] = ""  # what a smaller group means; the message of check-config
+    # Whether a group whose scores are all equal has advantages of 0, so that dynamic sampling may throw it away.
+    equal_is_silent: ClassVar[bool] = False
     # Columns of the batch that it reads besides scores, groups and masks.
     columns: ClassVar[tuple[str, ...]] = ()
 
@@ -158,6 +160,14 @@ class Algorithm(KlKeys):
         1, ge=1, description="Optimizer steps that one pass over the step's samples makes."
     )
     epochs_per_step: int = Field(1, ge=1, description="Passes over the step's samples.")
+    dynamic_sampling: bool = Field(
+        False,
+        description="Throw away groups whose scores are all equal, and draw prompts in their place (DAPO, Yu et al. "
+        "2025).",
+    )
+    max_refills: int = Field(
+        4, ge=0, description="How often a step draws prompts in the place of groups that were thrown away; 0: never."
+    )
 
     @property
     def on_policy(self) -> bool:

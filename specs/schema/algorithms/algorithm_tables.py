@@ -34,6 +34,8 @@ SCALE = (
     "PPO, Zihe Liu et al. 2025), or not (`none`: Dr.GRPO, Zichen Liu et al. 2025)."
 )
 
+DYNAMIC = Algorithm.model_fields["dynamic_sampling"].description
+
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -49,6 +51,7 @@ class GroupRelative(GroupRelativeKeys, Advantage):
     kind: Literal["group_relative"] = "group_relative"
 
     min_group: ClassVar[int] = 2
+    equal_is_silent: ClassVar[bool] = True
     why_min_group: ClassVar[str] = "with one completion per prompt every advantage is 0"
 
 
@@ -58,6 +61,7 @@ class LeaveOneOut(Advantage):
     kind: Literal["leave_one_out"] = "leave_one_out"
 
     min_group: ClassVar[int] = 2
+    equal_is_silent: ClassVar[bool] = True
     why_min_group: ClassVar[str] = (
         "the baseline is the mean score of the group's other completions, and there are none (Ahmadian et al. 2024)"
     )
@@ -70,6 +74,7 @@ class LengthWeighted(Advantage):
     kind: Literal["length_weighted"] = "length_weighted"
 
     min_group: ClassVar[int] = 2
+    equal_is_silent: ClassVar[bool] = True
     why_min_group: ClassVar[str] = "with one completion per prompt every advantage is 0"
 
 
@@ -80,6 +85,7 @@ class GroupCentredWhitened(Advantage):
     kind: Literal["group_centred_whitened"] = "group_centred_whitened"
 
     min_group: ClassVar[int] = 2
+    equal_is_silent: ClassVar[bool] = True
     why_min_group: ClassVar[str] = "with one completion per prompt every score is its own baseline"
 
 
@@ -219,6 +225,15 @@ class Grpo(PpoClipKeys, GroupRelativeKeys, Algorithm):
     loss_table: ClassVar[type[Loss]] = PpoClip
 
 
+class Dapo(Grpo):
+    """GRPO with the choices of DAPO (Yu et al. 2025): the clip is higher than low, the loss is a mean over tokens, no
+    reference, and groups of equal scores are drawn anew. Its overlong shaping is the reward term `overlong`."""
+
+    kind: Literal["dapo"]  # type: ignore[assignment]
+    clip_high: float = Field(0.28, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
+    dynamic_sampling: bool = Field(True, description=DYNAMIC)
+
+
 class DrGrpo(Grpo):
     """GRPO without its two biases (Zichen Liu et al. 2025): no division by the group's standard deviation, and a
     completion's tokens are divided by `data.max_response_tokens`, not by how many they are."""
@@ -309,7 +324,7 @@ AdvantageTable = Annotated[
 ]
 LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss | ValueLoss, Field(discriminator="kind")]
 AlgorithmTable = Annotated[
-    Grpo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo,
+    Grpo | Dapo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo,
     Field(discriminator="kind"),
 ]
 

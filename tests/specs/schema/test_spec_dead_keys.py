@@ -49,6 +49,10 @@ AT_RUN_TIME = {
     "checkpoint.every": "tests/rlctl/run/test_train_fake.py::test_six_steps_are_three_and_three",
     "checkpoint.keep": "tests/rlctl/run/test_checkpoints.py::test_keeps_the_newest",
     "sync.bucket_MiB": "tests/rlctl/loop/test_sync.py::test_any_bucket_size",
+    "algorithm.dynamic_sampling": "tests/rlctl/loop/test_dynamic_sampling.py::"
+    "test_a_step_learns_from_groups_with_signal_alone",
+    "algorithm.max_refills": "tests/rlctl/loop/test_dynamic_sampling.py::"
+    "test_the_bound_on_refills_holds_and_zero_draws_none",
     "tracking.kind": "tests/rlctl/show/test_tracking.py::test_tensorboard_files_hold_the_values",
     "tracking.project": "tests/rlctl/show/test_tracking.py::test_wandb_is_told_the_project_and_the_values",
 }

@@ -36,6 +36,8 @@ REWARD = "tests/workers/roles/test_reward.py"
 POOL = "tests/workers/grading/test_pool.py"
 LORA = "tests/backends/train/test_lora.py"
 
+DYNAMIC = "tests/rlctl/loop/test_dynamic_sampling.py"
+
 # Table.key → the test that fails when the role does not read it.
 NAMED = {
     "DataSection.train": f"{DATA}::test_a_source_that_cannot_be_read",
@@ -61,6 +63,14 @@ NAMED = {
     **{
         f"{table}.weight": f"{REWARD}::test_from_build_to_score"
         for table in ("ExactMatch", "MathVerify", "Regex", "Overlong", "Function")
+    },
+    **{
+        f"{table.__name__}.{key}": f"{DYNAMIC}::test_{test}"
+        for table in tables_of(AlgorithmTable)
+        for key, test in (
+            ("dynamic_sampling", "a_step_learns_from_groups_with_signal_alone"),
+            ("max_refills", "the_bound_on_refills_holds_and_zero_draws_none"),
+        )
     },
     "Function.path": f"{POOL}::test_a_reward_that_cannot_be_loaded_is_named",
     "Lora.rank": f"{LORA}::test_as_built_counts_adapters_apart",

@@ -1,0 +1,45 @@
+"""Dynamic sampling (DAPO, Yu et al. 2025, §3.2): groups whose scores are all equal teach nothing. They are thrown away,
+and prompts are drawn in their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.rollouts import Rollouts, first_valid
+from rlctl.loop.sampling import Drawn, Scored, Thrown
+
+
+def signal_of(group_B: NDArray[Any], rollout_B: NDArray[Any], scored: Scored) -> NDArray[np.bool_]:
+    """Of each sample whether the rollouts of its group that could be graded differ in score."""
+    first = first_valid(rollout_B, scored.scored_B)
+    if not len(first):
+        return np.zeros(len(group_B), dtype=bool)
+    groups, index_R = np.unique(group_B[first], return_inverse=True)
+    low_G, high_G = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
+    np.minimum.at(low_G, index_R, scored.reward_B[first])
+    np.maximum.at(high_G, index_R, scored.reward_B[first])
+    return np.isin(group_B, groups[low_G < high_G])
+
+
+def missing_groups(drawn: Drawn, wanted: int) -> int:
+    """How many groups with signal are to be drawn yet."""
+    group_B = drawn.batch["group_B"]
+    return max(wanted - len(np.unique(group_B[signal_of(group_B, drawn.batch["rollout_B"], drawn.scored)])), 0)
+
+
+def with_signal(drawn: Drawn, least: int, refills: int) -> Drawn:
+    """The groups with signal; where they are fewer than `least`, the first of the others too, so that no rank is
+    without work."""
+    group_B, rollout_B = drawn.batch["group_B"], drawn.batch["rollout_B"]
+    signal_B = signal_of(group_B, rollout_B, drawn.scored)
+    groups = len(np.unique(group_B[signal_B]))
+    silent = np.unique(group_B[~signal_B])
+    gone_B = np.isin(group_B, silent[max(least - groups, 0) :])
+    chosen, gone = np.flatnonzero(~gone_B), np.flatnonzero(gone_B)
+    reward_R = drawn.scored.reward_B[gone[Rollouts.of(rollout_B[gone]).first_R]]
+    thrown = Thrown(refills, len(np.unique(group_B[gone])), groups, reward_R.tolist())
+    return Drawn(drawn.batch.select(chosen), replace(drawn.scored.select(chosen), thrown=thrown))

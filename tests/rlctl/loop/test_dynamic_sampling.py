@@ -1,0 +1,127 @@
+"""Groups whose scores are all equal are thrown away and drawn anew: by themselves, and in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_run import local_run
+from running import preset
+
+from rlctl.loop.dynamic_sampling import missing_groups, signal_of, with_signal
+from rlctl.loop.sampling import Drawn, Scored
+from specs.wire.batch import Batch
+
+# A group of 4 has a 7 in some completions and not in others about half the time.
+SOME = (
+    "algorithm.kind=dapo",
+    "algorithm.max_refills=12",
+    'reward.terms=[{kind="regex", pattern="7"}]',
+    "data.max_response_tokens=2",
+)
+NONE = ("algorithm.kind=dapo", 'reward.terms=[{kind="regex", pattern="x"}]')
+KEYS = ("reward/mean", "reward/silent_groups", "rollout/refills", "rollout/thrown_groups", "actor/loss")
+
+
+def drawn_of(groups: list[list[float | None]]) -> Drawn:
+    """Groups of scores; None: not graded."""
+    reward_B = np.array([score or 0.0 for group in groups for score in group], dtype=np.float32)
+    scored_B = np.array([score is not None for group in groups for score in group])
+    group_B = np.repeat(np.arange(len(groups)) + 10, [len(group) for group in groups])
+    ids_B, ones = np.arange(len(reward_B)), np.ones(len(reward_B), dtype=np.int64)
+    batch = Batch({"tokens_T": ids_B, "length_B": ones, "group_B": group_B, "rollout_B": ids_B, "id_B": ids_B})
+    return Drawn(batch, Scored(reward_B, scored_B, {}, {}, []))
+
+
+DRAWN = drawn_of([[0, 0], [0, 1], [1, 1], [None, 1], [None, None], [2, 1]])
+
+
+def test_a_group_has_signal_when_scores_that_count_differ() -> None:
+    batch = DRAWN.batch
+    signal_B = signal_of(batch["group_B"], batch["rollout_B"], DRAWN.scored)
+    assert np.unique(batch["group_B"][signal_B]).tolist() == [11, 15]
+    assert (missing_groups(DRAWN, 5), missing_groups(DRAWN, 2), missing_groups(DRAWN, 1)) == (3, 0, 0)
+    of_one_rollout = np.repeat(batch["rollout_B"][::2], 2)
+    assert not signal_of(batch["group_B"], of_one_rollout, DRAWN.scored).any(), "samples of a rollout share its score"
+
+
+@pytest.mark.parametrize(("least", "kept"), [(0, [11, 15]), (2, [11, 15]), (4, [10, 11, 12, 15])])
+def test_groups_without_signal_go_as_far_as_every_rank_has_work(least: int, kept: list[int]) -> None:
+    left = with_signal(DRAWN, least, 3)
+    thrown = left.scored.thrown
+    assert thrown is not None
+    assert np.unique(left.batch["group_B"]).tolist() == kept
+    assert left.scored.reward_B.tolist() == [DRAWN.scored.reward_B[i] for i in left.batch["id_B"].tolist()]
+    assert (thrown.refills, thrown.groups, thrown.signal) == (3, 6 - len(kept), 2)
+    assert sorted(thrown.reward_R) == sorted(
+        DRAWN.scored.reward_B[i] for i in range(12) if i not in left.batch["id_B"].tolist()
+    )
+
+
+def test_a_step_learns_from_groups_with_signal_alone(tmp_path: Path) -> None:
+    with local_run(preset("fake", tmp_path), tmp_path / "run", *SOME) as run:
+        run.driver.begin(0)
+        drawn = run.driver.queue.take(1)
+        group_B = drawn.batch["group_B"]
+        assert signal_of(group_B, drawn.batch["rollout_B"], drawn.scored).all()
+        thrown = drawn.scored.thrown
+        assert thrown is not None
+        assert thrown.refills > 0
+        assert len(np.unique(group_B)) == 8, "as many as there are prompts in a step"
+        assert run.driver.queue.position == 8 + thrown.groups, "a prompt for each that was thrown away"
+        assert (np.diff(drawn.batch["id_B"]) > 0).all()
+        assert len(thrown.reward_R) == 4 * thrown.groups
+
+
+def test_the_bound_on_refills_holds_and_zero_draws_none(tmp_path: Path) -> None:
+    with local_run(preset("fake", tmp_path), tmp_path / "run", *SOME, "algorithm.max_refills=0") as run:
+        (record,) = run.steps(1)
+    assert record.metrics["rollout/refills"] == 0
+    assert record.metrics["rollout/thrown_groups"] > 0
+    assert record.metrics["reward/silent_groups"] == record.metrics["rollout/thrown_groups"] / 8
+
+
+def test_a_run_without_any_signal_goes_on_and_says_so_once(tmp_path: Path) -> None:
+    more = ("algorithm.mini_batches_per_step=4", "algorithm.max_refills=2")
+    with local_run(preset("fake", tmp_path), tmp_path / "run", *NONE, *more) as run:
+        records = run.steps(2)
+    for record in records:
+        assert record.metrics["rollout/refills"] == 2
+        assert record.metrics["rollout/thrown_groups"] == 3 * 8 - 1, "one group of 4 is left, for 4 mini-batches"
+        assert record.metrics["reward/silent_groups"] == 1.0
+        assert record.metrics["actor/loss"] == 0.0
+    assert [line for line in run.said.warnings if "nothing to learn" in line] == [
+        "step 1: in every group all scores are equal, after 2 refills too: nothing to learn. Said once; "
+        "rollout/thrown_groups and reward/silent_groups count on"
+    ]
+
+
+def trajectory(records) -> list[list[float]]:
+    return [[record.metrics[key] for key in KEYS] for record in records]
+
+
+def test_replicas_do_not_change_what_is_drawn(tmp_path: Path) -> None:
+    seen = []
+    for replicas in (1, 3):
+        options = (*SOME, f"rollout.processes={replicas}")
+        with local_run(preset("fake", tmp_path), tmp_path / f"run{replicas}", *options) as run:
+            seen.append(trajectory(run.steps(3)))
+    assert seen[0] == seen[1]
+    assert seen[0][0][2] > 0
+
+
+@pytest.mark.parametrize(("ahead", "cut"), [(0, 3), (1, 3), (2, 3), (2, 4)])
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, ahead: int, cut: int) -> None:
+    """Refills of batches in line move the cursor that later batches are drawn from."""
+    options = (*SOME, "run.steps=7", f"rollout.max_staleness={ahead}")
+    file = preset("fake", tmp_path)
+    with local_run(file, tmp_path / "whole", *options) as run:
+        whole, end = trajectory(run.steps(7)), run.driver.queue.position
+    with local_run(file, tmp_path / "cut", *options) as run:
+        first = trajectory(run.steps(cut, save=[cut]))
+    with local_run(file, tmp_path / "cut", *options, resume=True) as run:
+        rest = trajectory(run.steps(7))
+        assert run.driver.queue.position == end
+    assert [*first, *rest] == whole
+    assert any(step[2] for step in rest), "refilled after the resume"
