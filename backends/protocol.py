@@ -25,7 +25,9 @@ from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling, TrainConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank that waits this long for the others gives up
-Buffer = Any  # flat bytes: NDArray[np.uint8] in host memory, or a one-dimensional uint8 torch.Tensor on a device
+# Flat bytes: NDArray[np.uint8] in host memory, whose checksum is xxh3-64 (`backends/weights/checksum.py`), or a
+# one-dimensional uint8 torch.Tensor on a device, whose checksum is computed there (`backends/weights/word_sum.py`).
+Buffer = Any
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Weight(ABC):
 
     @abstractmethod
     def copy_to(self, buffer: Buffer) -> str:
-        """Write the bytes in wire dtype into `buffer`, which is exactly `spec.nbytes` long; returns `checksum()`."""
+        """Write the bytes in wire dtype into `buffer`, which is exactly `spec.nbytes` long; returns the checksum (hex)
+        that goes with such a buffer, of the engine's own tensor: in host memory `checksum()`."""
 
     def copy_in_blocks(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
         """As `copy_to`, into host memory that comes block by block, `spec.nbytes` in all. A block is filled when the
@@ -279,10 +282,11 @@ class RolloutEngine(ABC):
         """As `import_weight`, of a weight in shared memory: each arrival is so many more bytes that are now there."""
         raise NotImplementedError(f"{type(self).__name__} shares no memory")
 
-    def import_from_device(self, spec: WeightSpec, buffer: Buffer) -> str:
-        """As `import_weight`, from a uint8 tensor on a device. An engine whose weights are there spares the way
-        over the host."""
-        return self.import_weight(spec, buffer.cpu().numpy())
+    def import_from_device(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> list[str] | None:
+        """As `import_weight`, of several from uint8 tensors on a device; returns their checksums (`word_sum`), read
+        back from the engine's own tensors. When it returns, nothing reads the buffers any more. None, and nothing is
+        loaded, where the engine takes weights from host memory alone."""
+        return None
 
     @abstractmethod
     def finish_import(self) -> None:

@@ -37,7 +37,8 @@ from backends.torch_rollout.kv_cache import KvCache
 from backends.torch_rollout.runner import Forward, packed_positions
 from backends.torch_rollout.shared_weights import SharedWeights, can_share
 from backends.weights.checksum import Digest, blocks_of, checksum_bytes
-from backends.weights.tensor_bytes import named_weights, tensor_bytes, wire_dtype
+from backends.weights.tensor_bytes import named_weights, tensor_bytes, typed, wire_dtype
+from backends.weights.word_sum import word_sums
 from specs.errors import ModelError, SyncError
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.wire.as_built import ModelBuilt
@@ -97,7 +98,7 @@ class TorchRolloutEngine(RolloutEngine):
             held_U = tensor_bytes(tensor)
             return _read_back(_copied(blocks, held_U), held_U)
         whole_U = np.concatenate([block_U.copy() for block_U in blocks])
-        tensor.copy_(_typed(torch.from_numpy(whole_U), tensor))
+        tensor.copy_(typed(torch.from_numpy(whole_U), tensor.dtype).view(tensor.shape))
         return checksum_bytes(tensor_bytes(tensor))
 
     def share_weights(self) -> WeightMemory | None:
@@ -118,13 +119,14 @@ class TorchRolloutEngine(RolloutEngine):
         return _read_back(arrivals, tensor_bytes(self._take(spec, spec.nbytes)))
 
     @torch.inference_mode()
-    def import_from_device(self, spec: WeightSpec, buffer: Tensor) -> str:
-        tensor = self._weights.get(spec.name)
-        if tensor is None or tensor.device != buffer.device or self._dropped:
-            return super().import_from_device(spec, buffer)
-        tensor = self._take(spec, len(buffer))
-        tensor.copy_(_typed(buffer, tensor))
-        return checksum_bytes(tensor_bytes(tensor))
+    def import_from_device(self, weights: Sequence[tuple[WeightSpec, Tensor]]) -> list[str] | None:
+        held = {self._weights[spec.name].device for spec, _ in weights if spec.name in self._weights}
+        if not held <= {buffer_U.device for _, buffer_U in weights}:
+            return None
+        taken = [self._take(spec, len(buffer_U)) for spec, buffer_U in weights]
+        for tensor, (_, buffer_U) in zip(taken, weights, strict=True):
+            tensor.copy_(typed(buffer_U, tensor.dtype).view(tensor.shape))
+        return word_sums(taken)
 
     def _take(self, spec: WeightSpec, nbytes: int) -> Tensor:
         """The tensor that a weight of `nbytes` bytes is to fill."""
@@ -287,13 +289,6 @@ def _read_back(arrivals: Iterable[int], held_U: NDArray[np.uint8]) -> str:
         digest.update(held_U[start : start + nbytes])
         start += nbytes
     return digest.hexdigest()
-
-
-def _typed(source: Tensor, tensor: Tensor) -> Tensor:
-    """Wire bytes seen as `tensor`'s dtype and shape."""
-    if source.storage_offset() % tensor.element_size() or source.data_ptr() % tensor.element_size():
-        source = source.clone()  # a view needs aligned memory
-    return source.view(tensor.dtype).view(tensor.shape)
 
 
 def _give_back_memory(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from backends.protocol import Buffer, Weight, WeightSpec
 from backends.weights.checksum import Digest, blocks_of, checksum_bytes
 from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
+from backends.weights.word_sum import word_sums
 from specs.schema.spec import DType
 
 
@@ -41,8 +42,9 @@ class TensorWeight(Weight):
     def copy_to(self, buffer: Buffer) -> str:
         assert buffer.nbytes == self.spec.nbytes, (self.spec.name, buffer.nbytes, self.spec.nbytes)
         if isinstance(buffer, Tensor):
-            buffer.copy_(self._tensor.to(self._sent).contiguous().flatten().view(torch.uint8))
-            return self.checksum()
+            own = self._tensor.to(self._sent).contiguous()
+            buffer.copy_(own.view(-1).view(torch.uint8))
+            return word_sums([own])[0]
         target_U = buffer.view(np.uint8).reshape(-1)
         return self.copy_in_blocks(blocks_of(target_U))
 

@@ -14,13 +14,13 @@ from backends import activity
 from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape, model_shape, shape_on_meta
 from backends.memory import hand_back
-from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
+from backends.protocol import Buffer, Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout.completions import Completions
 from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.uniform import request_seeds
 from backends.vllm_rollout.lost_workers import death_of_workers_told
-from backends.vllm_rollout.read_back import checksum_of
+from backends.vllm_rollout.read_back import checksum_of, word_sum_of
 from backends.vllm_rollout.requests import completion_of, logprobs_of, sampling_params
 from backends.vllm_rollout.vllm_adapters import adapter_request
 from backends.vllm_rollout.vllm_start import has_sleep_mode, start_vllm
@@ -34,7 +34,7 @@ from specs.wire.role_config import RolloutConfig, Sampling
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from backends.vllm_rollout.worker import WorkerModel
+    from backends.vllm_rollout.worker import SummedPiece, WorkerModel
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
@@ -106,20 +106,40 @@ class VllmRolloutEngine(RolloutEngine):
         return "adapters" if self._has_model else "apart"
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
-        self._check_fits(spec, buffer)
-        self._ready = False
-        self._has_model = self._has_model and spec.name in self.model.adapters  # a change of it must be whole
-        try:
-            parts = self._load(spec, buffer)
-        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
-            raise SyncError(f"weight {spec.name}: vLLM's loader refuses it: {error}") from error
-        self._imported.add(spec.name)
+        self._take([(spec, buffer)])
+        parts = self._load([spec], "rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
         return checksum_of(spec, [piece for pieces in parts for piece in pieces])
 
-    def _load(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> list[Any]:
-        return self._call("rlctl_load", spec.name, spec.dtype, spec.shape, buffer)
+    def import_from_device(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> list[str]:
+        """All at once. Straight into vLLM's own tensors where one worker, in this process, holds the whole model; to
+        several they go through host memory, as vLLM sends everything. Either way workers answer with sums."""
+        self._take(weights)
+        whole = self.table.tensor_parallel == 1
+        sent = [
+            ((spec.name, spec.dtype, spec.shape), buffer if whole else buffer.cpu().numpy()) for spec, buffer in weights
+        ]
+        workers: list[list[list[SummedPiece]]] = self._load([spec for spec, _ in weights], "rlctl_load_and_sum", sent)
+        return [
+            word_sum_of(spec, [piece for pieces in workers for piece in pieces[number]])
+            for number, (spec, _) in enumerate(weights)
+        ]
 
-    def _check_fits(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> None:
+    def _take(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> None:
+        """Have room for these, which must fit."""
+        for spec, buffer in weights:
+            self._check_fits(spec, buffer)
+            self._ready = False
+            self._has_model = self._has_model and spec.name in self.model.adapters  # a change of it must be whole
+
+    def _load(self, specs: Sequence[WeightSpec], method: str, *args: Any) -> list[Any]:
+        try:
+            answers = self._call(method, *args)
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+            raise SyncError(f"vLLM does not load what arrived: {error}") from error
+        self._imported.update(spec.name for spec in specs)
+        return answers
+
+    def _check_fits(self, spec: WeightSpec, buffer: Buffer) -> None:
         known = self.model.weights.get(spec.name) or self.model.adapters.get(spec.name)
         holder = f"{self.model.architecture} here"
         check_arrival(spec, len(buffer), known, holder, awake=WEIGHTS in self._awake)

@@ -1,18 +1,20 @@
-"""Reassembles a weight from the places where vLLM holds it. Needs no torch."""
+"""The checksum of a weight from the places where vLLM holds it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from backends.protocol import WeightSpec
 from backends.weights.checksum import checksum_bytes
+from backends.weights.word_sum import finish
 from specs.errors import SyncError
 
 if TYPE_CHECKING:
-    from backends.vllm_rollout.worker import Piece
+    from backends.vllm_rollout.worker import Piece, SummedPiece
 
 
 def checksum_of(spec: WeightSpec, pieces: Sequence[Piece]) -> str:
@@ -35,3 +37,17 @@ def checksum_of(spec: WeightSpec, pieces: Sequence[Piece]) -> str:
     if not seen.all():
         raise SyncError(f"weight {spec.name}: vLLM copied {int(seen.sum())} of its {elements} numbers")
     return checksum_bytes(whole.view(np.uint8))
+
+
+def word_sum_of(spec: WeightSpec, pieces: Sequence[SummedPiece]) -> str:
+    """`word_sum` of the whole weight. What several workers hold alike counts once. Raises SyncError when they differ
+    there, or when the pieces are not as many numbers as the weight. Where pieces overlap otherwise, the sum is not that
+    of the weight."""
+    totals: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
+    for piece in pieces:
+        if totals.setdefault((piece.shape, piece.strides, piece.offset), piece.total) != piece.total:
+            raise SyncError(f"weight {spec.name}: vLLM's workers hold different values of the same part")
+    held, elements = sum(prod(shape) for shape, _, _ in totals), prod(spec.shape)
+    if held != elements:
+        raise SyncError(f"weight {spec.name}: vLLM copied {held} of its {elements} numbers")
+    return finish(sum(totals.values()), spec.nbytes)

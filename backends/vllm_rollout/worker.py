@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backends.hf.adapter_names import is_on_the_wire
 from backends.memory import GIB
 from backends.vllm_rollout.vllm_adapters import AdapterSlot
-from backends.weights.tensor_bytes import tensor_bytes, torch_dtype, wire_dtype
+from backends.weights.checksum import hashing
+from backends.weights.tensor_bytes import tensor_bytes, torch_dtype, typed, wire_dtype
+from backends.weights.word_sum import read_totals, total_of_part
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,20 @@ class Piece:
     strides: tuple[int, ...]
     offset: int
     data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class SummedPiece:
+    """As `Piece`, with what it adds to the weight's `total` (`backends/weights/word_sum.py`) in place of the bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    total: int
+
+
+# (name, dtype on the wire, shape)
+WireName = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,25 +67,51 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def rlctl_load(self, name: str, dtype: str, shape: tuple[int, ...], buffer: NDArray[np.uint8]) -> list[Piece]:
-        """Load a Hugging Face weight through the model's own loader, or an adapter's into its place, and read back
-        every place that it was copied to.
+        """Load a Hugging Face weight from wire bytes on the host, and read back every place that it was copied to."""
+        (copies,) = self._rlctl_copies([((name, dtype, shape), buffer)])
+        return [Piece(tuple(part.shape), part.stride(), first, tensor_bytes(own)) for own, part, first in copies]
+
+    @torch.inference_mode()
+    def rlctl_load_and_sum(
+        self, weights: Sequence[tuple[WireName, Tensor | NDArray[np.uint8]]]
+    ) -> list[list[SummedPiece]]:
+        """As `rlctl_load`, of several weights, whose bytes are on this worker's device or in host memory. Of what was
+        read back only sums leave the device. Raises RuntimeError naming a weight that vLLM refuses."""
+        copies = self._rlctl_copies(weights)
+        sums = [total_of_part(own, part.stride(), first) for each in copies for own, part, first in each]
+        with hashing():
+            totals = iter(read_totals(sums))
+        return [
+            [SummedPiece(tuple(p.shape), p.stride(), first, next(totals)) for _, p, first in each] for each in copies
+        ]
+
+    def _rlctl_copies(
+        self, weights: Sequence[tuple[WireName, Tensor | NDArray[np.uint8]]]
+    ) -> list[list[tuple[Tensor, Tensor, int]]]:
+        """Load weights through the model's own loader, adapters into their places. Of each the copies that were made:
+        vLLM's own tensor, the part of the weight that it now holds, and the first element of that in the weight.
 
         Fused projections and shards are up to vLLM: the copies of its loader are recorded, not guessed.
         """
-        # A buffer may be read-only shared memory; it is only read here.
-        source = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
-        if source.data_ptr() % torch_dtype(dtype).itemsize:
-            source = source.clone()  # a view needs aligned memory
-        weight = source.view(torch_dtype(dtype)).view(shape)
-        with CopiesFrom(source) as copies:
-            if is_on_the_wire(name):
-                self._rlctl_adapters().write(name, weight)
-            else:
-                self.get_model().load_weights([(name, weight)])
-        return [
-            Piece(tuple(part.shape), part.stride(), part.storage_offset(), tensor_bytes(target))
-            for target, part in copies.found
-        ]
+        named = [(name, _wire_tensor(dtype, shape, buffer)) for (name, dtype, shape), buffer in weights]
+        reached, copies = "", CopiesFrom([weight for _, weight in named])
+
+        def reaching(adapters: bool) -> Iterator[tuple[str, Tensor]]:
+            nonlocal reached
+            for name, weight in named:
+                if is_on_the_wire(name) == adapters:
+                    reached = name
+                    yield name, weight
+
+        with copies:
+            try:
+                if not all(is_on_the_wire(name) for name, _ in named):
+                    self.get_model().load_weights(reaching(adapters=False))
+                for name, weight in reaching(adapters=True):
+                    self._rlctl_adapters().write(name, weight)
+            except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+                raise RuntimeError(f"weight {reached}: {error}") from error
+        return copies.found
 
     def rlctl_clear_adapters(self, rank: int, layers: tuple[str, ...]) -> None:
         """Make room for one set of adapters of `rank`, all zero. Raises ModelError where vLLM has none for one of
@@ -141,17 +184,24 @@ class WorkerExtension:
 
 
 class CopiesFrom(TorchDispatchMode):
-    """Watches `copy_` out of one tensor's memory: `found` is (target, view of the source), in order."""
+    """Watches `copy_` out of the memory of some contiguous tensors, which may be parts of one memory. `found` has for
+    each of them (target, view of the source, its first element in the source), in order."""
 
-    def __init__(self, source: Tensor) -> None:
+    def __init__(self, sources: Sequence[Tensor]) -> None:
         super().__init__()
-        self.memory = source.untyped_storage().data_ptr()
-        self.found: list[tuple[Tensor, Tensor]] = []
+        self.found: list[list[tuple[Tensor, Tensor, int]]] = [[] for _ in sources]
+        self._place = sorted((source.data_ptr(), source.nbytes, i) for i, source in enumerate(sources) if source.nbytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and args[1].untyped_storage().data_ptr() == self.memory:
-            self.found.append((args[0], args[1]))
+        if func is torch.ops.aten.copy_.default:
+            target, part = args[:2]
+            position = bisect_right(self._place, part.data_ptr(), key=lambda place: place[0]) - 1
+            if position >= 0:
+                first_byte, nbytes, index = self._place[position]
+                behind = part.data_ptr() - first_byte
+                if behind < nbytes:
+                    self.found[index].append((target, part, behind // part.itemsize))
         return out
 
 
@@ -180,6 +230,13 @@ class ReleasedWeights:
     def restore(self) -> None:
         for parameter, shape, strides in self.parameters:
             parameter.data = torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
+
+
+def _wire_tensor(dtype: str, shape: tuple[int, ...], buffer: Tensor | NDArray[np.uint8]) -> Tensor:
+    """Wire bytes as a tensor; a view where that can be. A buffer may be read-only shared memory; it is only read."""
+    if not isinstance(buffer, Tensor):
+        buffer = torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
+    return typed(buffer, torch_dtype(dtype)).view(shape)
 
 
 def _tensors(held: Any) -> Iterable[Tensor]:

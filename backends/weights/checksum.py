@@ -1,4 +1,6 @@
-"""Checksums of weights: xxh3-64 of the bytes in wire dtype, as 16 hex digits.
+"""Checksums of weights whose bytes are in host memory: xxh3-64 of them in wire dtype, as 16 hex digits.
+
+Of those on a device: `word_sum.py`.
 
 Time of hashing is counted here, since hashing is interleaved with copying: `seconds()` of this process.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import xxhash
@@ -21,6 +24,17 @@ _spent_s = 0.0
 def seconds() -> float:
     """Seconds that this process has spent hashing since it began."""
     return _spent_s
+
+
+@contextmanager
+def hashing() -> Iterator[None]:
+    """Count the time within, to which what a device was asked for before belongs too where its answer is awaited."""
+    global _spent_s
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        _spent_s += time.perf_counter() - started
 
 
 class Digest:

@@ -28,6 +28,13 @@ def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
+def typed(bytes_U: Tensor, dtype: torch.dtype) -> Tensor:
+    """Wire bytes seen as elements, flat; a view where they are aligned."""
+    if bytes_U.data_ptr() % dtype.itemsize or bytes_U.storage_offset() % dtype.itemsize:
+        bytes_U = bytes_U.clone()
+    return bytes_U.view(dtype)
+
+
 def wire_dtype(dtype: torch.dtype) -> str:
     """Name of a dtype on the wire: "fp32", "bf16", or the numpy name of others."""
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.processes.placement import LOOPBACK, Plan
 from specs.rules.transport_rules import choose_transport, same_host
 from specs.schema.spec import Spec, TransportKind
-from workers.transports import sweep
+from workers.transports import checksum_of, sweep
 from workers.transports.base import FOLDER_PREFIX
 
 
@@ -24,7 +24,8 @@ class Transport:
 
     def describe(self) -> dict[str, Any]:
         """As `as_built.json` has it."""
-        return {"transport": self.kind, "why": self.why, **self.options}
+        checksum = checksum_of(self.kind, self.options)
+        return {"transport": self.kind, "why": self.why, "checksum": checksum, **self.options}
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.why})"

@@ -3,10 +3,12 @@ for all tests (`vllm_process.py`); sglang speaks to a server of ours (`tests/sup
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+from off_the_host import nothing_over_the_host
 from rollout_helpers import END, MAX_TOKENS, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
 from sglang_helpers import SharedSglang
 from vllm_process import RemoteVllm, needs_vllm, shared_folder
@@ -15,6 +17,7 @@ from backends import activity
 from backends.protocol import Rank, RolloutEngine, WeightSpec
 from backends.registry import rollout_engine
 from backends.weights.checksum import checksum_bytes
+from backends.weights.word_sum import word_sums
 from specs.errors import BatchError, ModelError, RlctlError, SyncError
 from specs.wire.batch import Batch
 from specs.wire.messages import SAMPLE_COLUMNS
@@ -165,6 +168,32 @@ def test_import_returns_the_checksum_of_what_is_held(engine: RolloutEngine) -> N
         frozen.flags.writeable = False
         assert len(data) == spec.nbytes
         assert engine.import_weight(spec, frozen) == checksum_bytes(data)
+
+
+def test_weights_from_a_device_are_loaded_and_summed_there(kind: str, engine: RolloutEngine) -> None:
+    """As a sync on one GPU brings them, several at once, into an engine that can: the samples are those of weights from
+    the host. (Here the device is the CPU. The `torch` engine and vLLM's worker must do without numpy meanwhile.)"""
+    import torch
+
+    prompts = make_prompts()
+    before = answer(engine, prompts)
+    rng, weights = np.random.default_rng(0), []
+    for spec in engine.weight_specs():
+        values = 0.3 * rng.standard_normal(spec.shape, dtype=np.float32) + ("norm" in spec.name)
+        weights.append((spec, torch.from_numpy(values.astype(np.float32).reshape(-1).view(np.uint8))))
+    give_weights(engine, seed=1)
+    with nothing_over_the_host() if kind == "torch" else nullcontext():
+        checksums = [engine.import_from_device(some) for some in (weights[:3], weights[3:])]
+    if kind in ("fake", "sglang"):
+        assert checksums == [None, None]
+        assert answer(engine, prompts) != before
+        return
+    assert [*checksums[0], *checksums[1]] == word_sums([bytes_U.view(torch.float32) for _, bytes_U in weights])
+    engine.finish_import()
+    assert answer(engine, prompts) == before
+    spec, bytes_U = weights[1]
+    with pytest.raises(SyncError, match=spec.name):
+        engine.import_from_device([weights[0], (spec, bytes_U[:-4])])
 
 
 def test_bad_imports_name_the_weight(engine: RolloutEngine) -> None:

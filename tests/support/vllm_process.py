@@ -120,6 +120,13 @@ class RemoteVllm(RolloutEngine):
         assert isinstance(checksum, str)
         return checksum
 
+    def import_from_device(self, weights: Sequence[tuple[WeightSpec, Any]]) -> list[str]:
+        specs = [[spec.name, spec.dtype, list(spec.shape), spec.nbytes] for spec, _ in weights]
+        window_U = np.concatenate([buffer.numpy() for _, buffer in weights])
+        body = {"specs": specs, "lengths": [len(buffer) for _, buffer in weights]}
+        checksums: list[str] = self.process.call("import_from_device", body, {"window_U": window_U})[0]["checksums"]
+        return checksums
+
     def finish_import(self) -> None:
         self.process.call("finish_import")
 

@@ -11,10 +11,13 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from off_the_host import nothing_over_the_host
 
 from backends.hf.model_shape import model_shape
 from backends.protocol import Rank, WeightSpec
@@ -76,6 +79,15 @@ class Server:
     def import_weight(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         name, dtype, shape, nbytes = body["spec"]
         return {"checksum": self.engine.import_weight(WeightSpec(name, dtype, tuple(shape), nbytes), arrays["bytes_U"])}
+
+    def import_from_device(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """The bytes lie in one window, one after another. A worker in this process must not take them over the host."""
+        specs = [WeightSpec(name, dtype, tuple(shape), nbytes) for name, dtype, shape, nbytes in body["specs"]]
+        window_U = torch.from_numpy(arrays["window_U"].copy())
+        buffers = window_U.split(body["lengths"])
+        alone = self.engine.table.tensor_parallel == 1
+        with nothing_over_the_host() if alone else nullcontext():
+            return {"checksums": self.engine.import_from_device(list(zip(specs, buffers, strict=True)))}
 
     def generate(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         def emit(part: Batch) -> None:

@@ -10,15 +10,19 @@ import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specs.schema.spec import TransportKind
 from workers.transports.base import ALIGNMENT, BlockReader, BlockWriter, BucketReader, BucketWriter, Reader, Writer
 
 __all__ = [
-    "ALIGNMENT", "IN_BLOCKS", "BlockReader", "BlockWriter", "BucketReader", "BucketWriter", "Reader", "Writer",
-    "open_reader", "open_writer", "sweep",
+    "ALIGNMENT", "IN_BLOCKS", "BlockReader", "BlockWriter", "BucketReader", "BucketWriter", "Checksum", "Reader",
+    "Writer", "checksum_of", "open_reader", "open_writer", "sweep",
 ]  # fmt: skip
+
+# By what both ends of a transport compare a weight: xxh3-64 of bytes in host memory, or a sum over words that a device
+# computes where they lie (`backends/weights/checksum.py`, `word_sum.py`).
+Checksum = Literal["xxh3", "word_sum"]
 
 IN_BLOCKS: frozenset[TransportKind] = frozenset({"shm"})  # their ends pace each other; all others send buckets
 
@@ -28,6 +32,11 @@ _TRANSPORTS: Mapping[TransportKind, str] = {
     "group": "workers.transports.process_group:Group",
     "cuda_ipc": "workers.transports.cuda_ipc:CudaIpc",
 }
+
+
+def checksum_of(kind: TransportKind, options: Mapping[str, Any]) -> Checksum:
+    """`word_sum` where the windows of a transport lie in device memory."""
+    return "word_sum" if kind == "cuda_ipc" or options.get("device") == "cuda" else "xxh3"
 
 
 def open_writer(kind: TransportKind, options: Mapping[str, Any]) -> Writer:

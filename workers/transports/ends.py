@@ -14,7 +14,7 @@ import numpy as np
 
 from backends import activity
 from backends.hf.adapter_names import is_on_the_wire
-from backends.protocol import RolloutEngine, TrainEngine, Weight, WeightSpec
+from backends.protocol import Buffer, RolloutEngine, TrainEngine, Weight, WeightSpec
 from backends.weights import checksum
 from specs.errors import SyncError
 from specs.schema.spec import DType, TransportKind, WeightForm
@@ -28,6 +28,7 @@ from workers.transports import (
     BucketWriter,
     Reader,
     Writer,
+    checksum_of,
     open_reader,
     open_writer,
 )
@@ -68,6 +69,7 @@ class Exporter:
     def __init__(self, engine: TrainEngine, rank: int, transport: TransportKind, options: Mapping[str, Any]) -> None:
         self.engine, self.rank = engine, rank
         self.in_blocks = transport in IN_BLOCKS
+        self.on_device = checksum_of(transport, options) == "word_sum"
         self.writer: Writer | None = open_writer(transport, options) if rank == 0 else None
         self.stream: Iterator[Weight] = iter(())
         self.specs: Sequence[WeightSpec] = ()
@@ -81,7 +83,7 @@ class Exporter:
         before, self.specs = self.specs, self.engine.weight_specs(dtype, form)
         as_before = not renew and self.specs == before
         everything = [range(len(self.specs))] if self.specs else []
-        self.buckets = everything if self.in_blocks else plan_buckets(self.specs, bucket_bytes)
+        self.buckets = everything if self.in_blocks else plan_buckets(self.specs, self._room(bucket_bytes))
         self.stream = self.engine.export_weights(dtype, form)
         if self.writer is None:
             return {}
@@ -94,6 +96,13 @@ class Exporter:
             "in_blocks": self.in_blocks,
             "offer": self.writer.begin(sizes, windows, readers, renew=renew),
         }
+
+    def _room(self, bucket_bytes: int) -> int:
+        """Bytes of a bucket. On a device windows as large as the largest weight are there in any case, and few large
+        buckets keep it busy; on the host small ones let both ends work at once."""
+        if not self.on_device:
+            return bucket_bytes
+        return max(bucket_bytes, max((_aligned(spec.nbytes) for spec in self.specs), default=0))
 
     def write(self, bucket: int) -> dict[str, Any]:
         """Send one bucket; returns where each weight lies in it, the checksum of the engine's own tensor, and the
@@ -108,6 +117,7 @@ class Exporter:
         assert self.writer is None or isinstance(self.writer, BucketWriter)
         entries: list[dict[str, Any]] = []
         offset, window = 0, self.writer.window(bucket) if self.writer is not None else None
+        assert window is None or isinstance(window, np.ndarray) != self.on_device
         for weight in self._weights_of(bucket):
             if window is None:
                 continue
@@ -168,6 +178,7 @@ class Importer:
     ) -> None:
         self.engine = engine
         self.reader: Reader = open_reader(transport, options, replica)
+        self.on_device = checksum_of(transport, options) == "word_sum"
         self.missing: set[str] = set()
         self.expected: dict[str, WeightSpec] = {}
         self.announced: Sequence[WeightSpec] = ()
@@ -217,17 +228,39 @@ class Importer:
             self._check(spec)
         assert isinstance(self.reader, BucketReader)
         window = self.reader.receive(bucket, [entry.model_dump() for entry in entries])
-        load = self.engine.import_weight if isinstance(window, np.ndarray) else self.engine.import_from_device
-        checksums = {}
+        assert isinstance(window, np.ndarray) != self.on_device
+        weights: list[tuple[WeightSpec, Buffer]] = []
         for spec, entry in zip(specs, entries, strict=True):
             assert entry.offset is not None, "in buckets each weight has a place"
             data = window[entry.offset : entry.offset + spec.nbytes]
             if len(data) != spec.nbytes:
                 raise SyncError(f"weight {spec.name} is truncated: {len(data)} of {spec.nbytes} bytes")
-            checksums[spec.name] = load(spec, data)
+            weights.append((spec, data))
+        checksums = {}
+        for (spec, _), checksum_read in zip(weights, self._load(weights), strict=True):
+            checksums[spec.name] = checksum_read
             self.missing.discard(spec.name)
             activity.count("weight")
         return checksums
+
+    def _load(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> Iterator[str]:
+        if not self.on_device:
+            for spec, buffer in weights:
+                yield self.engine.import_weight(spec, buffer)
+            return
+        found = self.engine.import_from_device(weights)
+        yield from self._load_over_host(weights) if found is None else found
+
+    def _load_over_host(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> list[str]:
+        """From a device into an engine that takes weights from host memory alone: what it reads back is compared here,
+        and the sum is of what arrived."""
+        from backends.weights.word_sum import wire_sums  # torch is where device memory is
+
+        for spec, buffer in weights:
+            host_U = buffer.cpu().numpy()
+            if self.engine.import_weight(spec, host_U) != checksum.checksum_bytes(host_U):
+                raise SyncError(f"weight {spec.name}: what the rollout read back is not what it was given")
+        return wire_sums(weights)
 
     def _read_blocks(self, reader: BlockReader) -> dict[str, str]:
         checksums = {}

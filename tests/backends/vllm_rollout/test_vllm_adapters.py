@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from rollout_helpers import answer, make_prompts, rollout_config
 from train_helpers import build_engine, learn, train_config
@@ -81,6 +82,18 @@ def sync(trainer: HfTrainEngine, engine: RemoteVllm, change: Change | None = Non
         nbytes += weight.spec.nbytes
     engine.finish_import()
     return form, nbytes
+
+
+def sync_on_device(trainer: HfTrainEngine, engine: RemoteVllm) -> WeightForm:
+    """As `sync`, with the sums of what lies on a device, here the CPU; all weights are one bucket."""
+    form = engine.weight_form()
+    sent = []
+    for weight in trainer.export_weights(trainer.config.model.dtype, form):
+        window_U = torch.zeros(weight.spec.nbytes, dtype=torch.uint8)
+        sent.append((weight.copy_to(window_U), (weight.spec, window_U)))
+    assert engine.import_from_device([each for _, each in sent]) == [checksum for checksum, _ in sent]
+    engine.finish_import()
+    return form
 
 
 def probe(seed: int = 0, sequences: int = 4, length: int = 20) -> Batch:

@@ -20,10 +20,11 @@ from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, needs_
 
 from backends.protocol import Rank, WeightSpec
 from backends.vllm_rollout.engine import VllmRolloutEngine
-from backends.vllm_rollout.read_back import checksum_of
-from backends.vllm_rollout.worker import Piece
+from backends.vllm_rollout.read_back import checksum_of, word_sum_of
+from backends.vllm_rollout.worker import CopiesFrom, Piece, SummedPiece
 from backends.weights.checksum import checksum_bytes
 from backends.weights.tensor_bytes import named_weights, tensor_bytes, wire_dtype
+from backends.weights.word_sum import total_of_part, word_sums
 from specs.errors import ModelError, SyncError
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
@@ -327,6 +328,44 @@ def test_a_weight_is_put_together_from_shards(dtype: torch.dtype) -> None:
     with pytest.raises(SyncError, match="different values"):
         checksum_of(spec, [*pieces_of(whole, whole), replace(other, data=changed)])
     assert checksum_of(spec, [*pieces_of(whole, whole[:2]), replace(other, data=changed)]) != want
+
+
+def sums_of(*parts: torch.Tensor) -> list[SummedPiece]:
+    places = [(tuple(p.shape), p.stride(), p.storage_offset()) for p in parts]
+    return [SummedPiece(*at, int(total_of_part(p, at[1], at[2]))) for p, at in zip(parts, places, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_summed_over_shards(dtype: torch.dtype) -> None:
+    """As it is put together, without its bytes."""
+    whole = torch.randn(6, 8).to(dtype)
+    spec = WeightSpec("w", wire_dtype(dtype), (6, 8), whole.nbytes)
+    want = word_sums([whole])[0]
+    for parts in [(whole,), (whole[:2], whole[2:]), (whole[:, :3], whole[:, 3:]), (whole, whole)]:
+        assert word_sum_of(spec, sums_of(*parts)) == want
+    with pytest.raises(SyncError, match="weight w: vLLM copied 40 of its 48 numbers"):
+        word_sum_of(spec, sums_of(whole[:5]))
+    assert word_sum_of(spec, sums_of(whole[:4], whole[2:4])) != want, "as many numbers, one part twice and one never"
+    first, second = sums_of(whole, whole)
+    with pytest.raises(SyncError, match="different values"):
+        word_sum_of(spec, [first, replace(second, total=second.total + 1)])
+    assert word_sum_of(spec, [replace(first, total=first.total + 1)]) != want
+
+
+def test_copies_out_of_one_window_are_told_apart() -> None:
+    """Weights of a bucket lie in one memory; what is copied from elsewhere is nobody's."""
+    window = torch.arange(12, dtype=torch.float32)
+    first, second = window[:4].view(2, 2), window[4:]
+    target = torch.zeros(8)
+    with CopiesFrom([first, second]) as copies:
+        target[:3].copy_(second[5:])
+        target[3:5].copy_(first[1])
+        target[5:].copy_(torch.ones(3))
+        target[6:7].copy_(second[:1])
+    assert [[(part.tolist(), place) for _, part, place in found] for found in copies.found] == [
+        [([2.0, 3.0], 2)],
+        [([9.0, 10.0, 11.0], 5), ([4.0], 0)],
+    ]
 
 
 # ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────

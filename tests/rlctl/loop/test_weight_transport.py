@@ -45,6 +45,15 @@ def test_a_group_is_on_the_gpus_only_where_each_rank_has_one(spec_path: Path) ->
         assert transport(spec_path, asked, *where).options["device"] == "cpu"
 
 
+def test_the_checksum_is_that_of_where_the_windows_lie(spec_path: Path) -> None:
+    """Both ends and `as_built.json` ask the same function."""
+    asked = {"cuda_ipc": ONE_GPU, "group": GPUS_APART, "shm": ONE_GPU, "folder": GPUS_APART}
+    found = {kind: transport(spec_path, f"sync.transport={kind}", *where) for kind, where in asked.items()}
+    on_device = {kind for kind, made in found.items() if made.describe()["checksum"] == "word_sum"}
+    assert on_device == {"cuda_ipc", "group"}
+    assert transport(spec_path, "sync.transport=group").describe()["checksum"] == "xxh3"
+
+
 def test_folder_is_the_runs_own_or_the_one_named(spec_path: Path) -> None:
     folder = spec_path.parent
     assert transport(spec_path, "sync.transport=folder").options == {"folder": str(folder / "run" / "sync")}

@@ -48,6 +48,24 @@ def entries_of(specs):
     return [SentWeight(**to_json(spec), checksum="", offset=0) for spec in specs]
 
 
+def test_an_engine_of_host_memory_is_compared_here_and_answers_for_the_device(importer, monkeypatch):
+    """The actor's end knows nothing of it: one transport, one checksum."""
+    import torch
+
+    from backends.weights.word_sum import word_sums
+
+    window_U = torch.arange(1 << 20, dtype=torch.int32).to(torch.uint8)
+    on_device, specs = Importer(importer.engine, 0, "cuda_ipc", {}), importer.engine.weight_specs()
+    on_device.reader = Window(window_U)
+    on_device.begin(specs, {})
+    expected = word_sums([window_U[: spec.nbytes].view(torch.float32) for spec in specs])
+    assert on_device.read(0, entries_of(specs)) == {s.name: sum_ for s, sum_ in zip(specs, expected, strict=True)}
+    assert on_device.end() == len(specs)
+    monkeypatch.setattr(importer.engine, "import_weight", lambda spec, bytes_U: checksum_bytes(bytes_U[1:]))
+    with pytest.raises(SyncError, match=f"weight {specs[0].name}: what the rollout read back is not what it was given"):
+        on_device.read(0, entries_of(specs))
+
+
 def test_all_that_is_held_must_be_announced(importer):
     specs = importer.engine.weight_specs()
     for left_out in specs:

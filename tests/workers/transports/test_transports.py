@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from device_windows import without_a_gpu
 from local_group import LocalCall, LocalGroup
 from reader_process import ReaderProcess
 from syncing import send_instead, wire_bytes
@@ -32,7 +33,7 @@ from workers.transports.shm_segment import Segment, folders
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "specs" / "builtin" / "tiny-digits"
-TRANSPORTS = ("shm", "shm in place", "folder", "group")
+TRANSPORTS = ("shm", "shm in place", "folder", "group", "cuda_ipc")
 IN_PLACE = " in place"  # to one rollout, which shares its memory
 BUCKET_BYTES = 1 << 16
 
@@ -123,6 +124,7 @@ def transport(request, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Segment, "create", noted)
     monkeypatch.setattr(shm, "BLOCK_BYTES", 4096)  # the ring turns often, and weights are cut
+    without_a_gpu(monkeypatch)
     yield transport_of(request.param, tmp_path)
     assert os.listdir(tmp_path) == []
     assert bool(made) == request.param.startswith("shm")
