@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.preflight.file_problems import file_problems
+from rlctl.preflight.reward_files import reward_warnings
 from rlctl.processes.placement import Plan, make_plan
 from specs.errors import Problem, SpecError
 from specs.load.load import parse, read_toml
@@ -66,7 +67,9 @@ def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Proble
     from rlctl.check.reward_import import import_problems
 
     of_imports = import_problems(spec, spec_dir, [problem.key for problem in [*problems, *warnings]])
-    return [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
+    problems, warnings = [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
+    said = {problem.key for problem in problems}
+    return problems, [*warnings, *(one for one in reward_warnings(spec, spec_dir) if one.key not in said)]
 
 
 def _run_dir(spec: Spec) -> list[Problem]:

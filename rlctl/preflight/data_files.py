@@ -6,11 +6,12 @@ import os
 import re
 from pathlib import Path
 
-from rlctl.models.chat_template import chat_template_of
+from rlctl.models.chat_template import ChatTemplate, chat_template_of
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder
 from rlctl.preflight.data_rows import Looked, look_at_rows, missing_column
 from rlctl.preflight.data_sense import held_out_problems, sense_problems
+from rlctl.preflight.data_texts import text_warnings
 from specs.builtin_tasks import BUILTIN_TASKS
 from specs.errors import Problem
 from specs.load.keys import closest
@@ -34,7 +35,8 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     if errors:
         return errors, warnings
     sense = sense_problems(spec, spec_dir, looked)
-    return held_out_problems(spec, spec_dir) or sense[0], [*warnings, *sense[1]]
+    warnings += [*sense[1], *text_warnings(spec, looked, _template(spec, spec_dir).text)]
+    return held_out_problems(spec, spec_dir) or sense[0], warnings
 
 
 def _source(
@@ -60,7 +62,8 @@ def _source(
     if not file.is_file():
         hint = _where_it_may_be(file)
         return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
-    found = looked[key] = look_at_rows(file, spec, chat=_may_chat(spec, spec_dir))
+    most = spec.data.max_rows if key == "data.train" else None
+    found = looked[key] = look_at_rows(file, spec, chat=_may_chat(_template(spec, spec_dir)), most=most)
     fault = found.fault
     if fault is None:
         return [], []
@@ -68,13 +71,14 @@ def _source(
     return ([], [problem]) if fault.of_a_row and spec.data.bad_rows == "drop" else ([problem], [])
 
 
-def _may_chat(spec: Spec, spec_dir: Path) -> bool:
-    """Whether the model has a chat template, or may have one."""
+def _template(spec: Spec, spec_dir: Path) -> ChatTemplate:
     folder = model_folder(spec.model.path, spec_dir)
-    if folder is None:
-        return True
-    found = chat_template_of(folder)
-    return found.unknown or bool(found.text or found.names)
+    return ChatTemplate(unknown=True) if folder is None else chat_template_of(folder)
+
+
+def _may_chat(template: ChatTemplate) -> bool:
+    """Whether the model has a chat template, or may have one."""
+    return template.unknown or bool(template.text or template.names)
 
 
 def _hub(key: str, source: str, file: Path, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:

@@ -1,7 +1,7 @@
 """Whether the rows of a data file parse and have the columns and types that the spec needs.
 
-Only the first rows are checked; the data role reads all of them when a run starts, and refuses the same ones
-(`workers/data/prompts.py`).
+Files of usual size are checked as a whole, of others the first rows; `check-config --probe` goes on, and the data role
+reads all of them when a run starts, and refuses the same ones (`workers/data/prompts.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.models.weight_files import LFS
 from specs.schema.rewards import compares_answer
@@ -22,7 +23,13 @@ from specs.templates import template_columns
 from specs.text import not_text
 from workers.data.row_source import parquet_rows
 
-ROWS_LOOKED_AT = 50
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+BYTES_LOOKED_AT = 8 << 20
+PARQUET_ROWS_LOOKED_AT = 10_000
+_BATCH_ROWS = 1000
+_DROPPED_TOLD = 50  # first rows of which one that is dropped is told: it may be all of them
 _NAME_COLUMNS = "name the columns with data.prompt_column, data.answer_column or data.template"
 _NAME_ANOTHER = "name the column that holds it, or make it text in the file"
 _REPAIR = 'fix the row, or set data.bad_rows = "drop"'
@@ -53,17 +60,20 @@ class Looked:
     fault: Fault | None = None
 
 
-def look_at_rows(file: Path, spec: Spec, *, chat: bool) -> Looked:
-    """The first rows of a `.jsonl` or `.parquet` file, up to the first that is wrong. `chat`: whether a prompt may be
-    a list of messages, for all that is known."""
+def look_at_rows(file: Path, spec: Spec, *, chat: bool, most: int | None = None) -> Looked:
+    """Rows of a `.jsonl` or `.parquet` file, up to the first that is wrong. `chat`: whether a prompt may be a list of
+    messages, for all that is known. `most`: rows that a run reads."""
     rows: list[Mapping[str, Any]] = []
+    drops = spec.data.bad_rows == "drop"
     try:
         if _begins_as(file, LFS):
             return Looked((), Fault("a pointer of Git LFS, not the file itself", _PULL))
-        for found in _jsonl(file, spec, chat) if file.suffix == ".jsonl" else _parquet(file, spec, chat):
-            if isinstance(found, Fault):
+        found_rows = _jsonl(file, spec, chat) if file.suffix == ".jsonl" else _parquet(file, spec, chat)
+        for number, found in enumerate(islice(found_rows, most)):
+            if not isinstance(found, Fault):
+                rows.append(found)
+            elif not (found.of_a_row and drops and number >= _DROPPED_TOLD):
                 return Looked(tuple(rows), found)
-            rows.append(found)
     except OSError as error:
         return Looked((), Fault(f"cannot be read: {error.strerror or error}", _ANEW))
     return Looked(tuple(rows))
@@ -75,10 +85,11 @@ def _begins_as(file: Path, text: str) -> bool:
 
 
 def _jsonl(file: Path, spec: Spec, chat: bool) -> Iterator[Mapping[str, Any] | Fault]:
-    rows = 0
+    rows = size = 0
     with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
-            if rows == ROWS_LOOKED_AT:
+            size += len(line)
+            if rows and size > BYTES_LOOKED_AT:
                 return
             if not line.strip():
                 continue
@@ -107,13 +118,23 @@ def _parquet(file: Path, spec: Spec, chat: bool) -> Iterator[Mapping[str, Any] |
     if fault := missing_column(found.schema_arrow.names, spec):
         yield fault
         return
-    first = next(found.iter_batches(ROWS_LOOKED_AT, columns=needed_columns(spec)))
-    for number, row in enumerate(parquet_rows(first), 1):
-        if isinstance(row, str):
+    rows = _rows_of(found, needed_columns(spec))
+    for number, row in enumerate(islice(rows, PARQUET_ROWS_LOOKED_AT), 1):
+        if isinstance(row, Fault):
+            yield row
+        elif isinstance(row, str):
             yield Fault(f"cannot be used: {row}").at(file, number)
         else:
             fault = _unusable(row, spec, chat)
             yield fault.at(file, number) if fault else row
+
+
+def _rows_of(file: ParquetFile, columns: list[str]) -> Iterator[Mapping[str, Any] | str | Fault]:
+    try:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+            yield from parquet_rows(batch)
+    except (OSError, ValueError):
+        yield Fault("its rows cannot be read: the file is damaged", _ANEW)
 
 
 def _ends_are_parquet(file: Path) -> bool:
@@ -145,7 +166,8 @@ def _parsed(line: bytes, *, first: bool) -> dict[str, Any] | Fault:
         return Fault("starts a list of objects", _OBJECT_PER_LINE)
     if not isinstance(row, dict):
         return Fault(f"is not a JSON object but {_type(row)}")
-    return Fault(f"cannot be used: {half}") if (half := not_text(row)) else row
+    half = not_text(row) if b"\\u" in line else ""
+    return Fault(f"cannot be used: {half}") if half else row
 
 
 def needed_columns(spec: Spec) -> list[str]:

@@ -1,8 +1,9 @@
-"""What data files teach, as far as their first rows and their sizes tell: evaluation on the training prompts, prompts
-that hold their answer, and fewer prompts than a step draws."""
+"""What data files teach, as far as their rows and sizes tell: evaluation on the training prompts, prompts that hold
+their answer, answers that none could give, and fewer prompts than a step draws."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,10 @@ from specs.templates import render_template, template_columns
 from specs.text import show
 
 _FEW = 4  # rows below which nothing is concluded from what they have in common
+_COMPARED = 50  # rows whose answers are looked at
+_LEAKED = 0.25  # share of evaluation prompts among the training prompts above which it is said
+_SENTENCE = 8  # words
+_WORKING = re.compile(r"\\boxed\{|\banswer is\b|\banswer:|</think>|<answer>", re.IGNORECASE)
 _BLOCK = 1 << 20
 _MOST_COMPARED = 1 << 28  # bytes of two files of one size; what follows is taken to be as equal
 
@@ -72,12 +77,19 @@ def _same_bytes(one: Path, other: Path) -> bool:
 def _same_prompts(spec: Spec, looked: Mapping[str, Looked]) -> Iterator[Problem]:
     if "data.train" not in looked or "eval.data" not in looked:
         return
-    train = {_prompt(row, spec) for row in looked["data.train"].rows}
-    held = [_prompt(row, spec) for row in looked["eval.data"].rows]
     assert spec.eval is not None
-    if held and all(prompt in train for prompt in held):
-        message = f"its first {len(held)} prompts are all among the training prompts"
+    train = {_words(row, spec) for row in looked["data.train"].rows}
+    held = [_words(row, spec) for row in looked["eval.data"].rows[: spec.eval.prompts]]
+    known = sum(prompt in train for prompt in held)
+    if known > _LEAKED * len(held):
+        some = f"{known} of its first {len(held)} prompts are"
+        message = f"{f'its first {known} prompts are all' if known == len(held) else some} among the training prompts"
         yield Problem("eval.data", message, "evaluate on prompts that are not trained on", show(spec.eval.data))
+
+
+def _words(row: Mapping[str, Any], spec: Spec) -> str:
+    """A prompt without regard to case and spaces."""
+    return " ".join(_prompt(row, spec).casefold().split())
 
 
 def _prompt(row: Mapping[str, Any], spec: Spec) -> str:
@@ -88,13 +100,22 @@ def _prompt(row: Mapping[str, Any], spec: Spec) -> str:
 
 
 def _one_prompt(key: str, found: Looked, spec: Spec) -> Iterator[Problem]:
-    """Rows that all ask the same, although they differ."""
-    rows = found.rows
-    if len({repr(row) for row in rows}) >= _FEW and len({_prompt(row, spec) for row in rows}) == 1:
+    """Rows that ask the same, although they differ."""
+    rows, hint = found.rows, "check data.prompt_column and data.template"
+    prompts = [_prompt(row, spec) for row in rows]
+    if len(rows) < _FEW or len(set(prompts)) == len(prompts):
+        return
+    if len(set(prompts)) == 1 and len({repr(row) for row in rows[:_COMPARED]}) >= _FEW:
         message = f"its first {len(rows)} prompts are all the same, and their rows are not"
-        source = spec.data.train if key == "data.train" or spec.eval is None else spec.eval.data
-        hint = "check data.prompt_column and data.template"
-        yield Problem(key, message, hint, show(source))
+        yield Problem(key, message, hint, source_of(key, spec))
+    elif compares_answer(spec.reward.terms):
+        answers: dict[str, set[str]] = {}
+        for prompt, row in zip(prompts, rows, strict=True):
+            answers.setdefault(prompt, set()).add(gold_answer(row[spec.data.answer_column]))
+        torn = sum(len(answers[prompt]) > 1 for prompt in prompts)
+        if 2 * torn > len(rows):
+            message = f"{torn} of its first {len(rows)} prompts stand there again with another answer"
+            yield Problem(key, message, hint, source_of(key, spec))
 
 
 # ── prompts that hold their answer ──────────────────────────────────────────────────────────────────
@@ -114,14 +135,13 @@ def _holds_answer(spec: Spec, looked: Mapping[str, Looked]) -> Iterator[Problem]
         yield Problem(f"data.{key}", message, "right only if the model is to copy it", show(data.answer_column))
         return
     for key, found in looked.items():
-        source = show(data.train if key == "data.train" or spec.eval is None else spec.eval.data)
-        yield from _of_rows(key, source, found.rows, spec)
+        yield from _of_rows(key, source_of(key, spec), found.rows[:_COMPARED], spec)
 
 
 def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: Spec) -> Iterator[Problem]:
     column = spec.data.answer_column
     golds = [gold_answer(row[column]) for row in rows]
-    ends = [_ends_with(_last_text(row, spec), gold) for row, gold in zip(rows, golds, strict=True)]
+    ends = [_ends_with(last_text(row, spec), gold) for row, gold in zip(rows, golds, strict=True)]
     if len(set(golds)) >= _FEW and all(ends):
         message = f"each of its first {len(rows)} prompts ends with its answer"
         yield Problem(key, message, "leave the answer out of the prompt, unless the model is to copy it", source)
@@ -129,14 +149,22 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     if whole and all(value.is_integer() for value in whole) and _exact(spec):
         message = f"column {column!r} is {whole[0]}, and only a completion that says so is right"
         yield Problem(key, message, "write whole numbers as such, or use math_verify", source)
+    if golds and _exact(spec) and all(len(gold.split()) >= _SENTENCE and _WORKING.search(gold) for gold in golds):
+        message = f"column {column!r} holds worked solutions, and only a completion that is equal to one is right"
+        yield Problem(key, message, "name the column with the final answer, or use math_verify", source)
 
 
 def _exact(spec: Spec) -> bool:
     return any(isinstance(term, ExactMatch) for term in spec.reward.terms)
 
 
-def _last_text(row: Mapping[str, Any], spec: Spec) -> str:
-    """The end of the row's prompt, of messages the last one's content."""
+def source_of(key: str, spec: Spec) -> str:
+    """The value of `data.train` or `eval.data`, as a problem shows it."""
+    return show(spec.data.train if key == "data.train" or spec.eval is None else spec.eval.data)
+
+
+def last_text(row: Mapping[str, Any], spec: Spec) -> str:
+    """The row's prompt, of messages the last one's content; "" of one that is no text."""
     prompt = "" if spec.data.template else row[spec.data.prompt_column]
     last = prompt[-1]["content"] if isinstance(prompt, list) else prompt or _prompt(row, spec)
     return last if isinstance(last, str) else ""

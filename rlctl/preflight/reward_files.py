@@ -26,6 +26,35 @@ def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     return problems
 
 
+def reward_warnings(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """Functions that never look at the completion: all completions of a prompt score the same, or by chance."""
+    problems = []
+    for index, term in enumerate(spec.reward.terms):
+        if isinstance(term, Function) and (unused := _unused_completion(term.path, spec_dir)):
+            name = term.path.rpartition(":")[2]
+            message = f"{name} never looks at {unused}, the completion: its score does not depend on it"
+            hint = f"grade {unused}, or leave the term out"
+            problems.append(Problem(f"reward.terms.{index}.path", message, hint, show(term.path)))
+    return problems
+
+
+def _unused_completion(path: str, spec_dir: Path) -> str:
+    """The name of the function's second parameter where its body never reads it; else ""."""
+    place, _, name = path.rpartition(":")
+    try:
+        tree = ast.parse((spec_dir / Path(place).expanduser()).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    node = _top_level_names(tree).get(name)
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        return ""
+    parameters = _positional(node.args)[0]
+    read = {one.id for body in node.body for one in ast.walk(body) if isinstance(one, ast.Name)}
+    if len(parameters) < 2 or parameters[1] in read or read & {"locals", "vars", "inspect"}:
+        return ""
+    return parameters[1]
+
+
 def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
     """What is wrong with `file.py:name`, and a hint."""
     name = path.rpartition(":")[2]

@@ -14,6 +14,7 @@ from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
 from specs.rules.engine_rules import engine_problems, engine_warnings
+from specs.rules.learning_rules import learning_warnings
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
@@ -35,17 +36,9 @@ def cross_field_problems(spec: Spec) -> list[Problem]:
 
 def cross_field_warnings(spec: Spec) -> list[Problem]:
     """What works but is seldom meant."""
-    warnings = []
-    rollout = spec.rollout
-    for key, off in (("top_p", 1.0), ("top_k", 0)):
-        if getattr(rollout, key) != off:
-            message = "samples from another distribution than the one that is trained"
-            warnings.append(
-                Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(rollout, key)))
-            )
     return [
         *_ratio_bounds(spec),
-        *warnings,
+        *learning_warnings(spec),
         *_never_warm(spec),
         *run_ahead_warnings(spec),
         *_never_due(spec),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import RoleSection, Spec
 from specs.text import show
+
+_LOOPBACK = re.compile(r"localhost|127\.[\d.]+|0\.0\.0\.0|\[?::1?\]?", re.IGNORECASE)
 
 
 def node_problems(spec: Spec) -> Iterator[Problem]:
@@ -28,6 +31,9 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
         if "remote_shell" in cluster.model_fields_set and not any("{host}" in word for word in cluster.remote_shell):
             hint = "write {host} where the host's name goes"
             yield Problem("cluster.remote_shell", "names no host", hint, show(cluster.remote_shell))
+        if far and _LOOPBACK.fullmatch(cluster.address):
+            hint = "name the address that `hostname -I` shows, or leave it out"
+            yield Problem("cluster.address", "no other host can reach this one there", hint, show(cluster.address))
     if not (cluster and cluster.hostfile):
         unnamed = [role for role, section in sections if section.nodes > 1 and through_shell(section)]
         if unnamed:

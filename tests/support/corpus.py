@@ -121,7 +121,8 @@ def _write(place: Path, **what: Any) -> None:
         case {"copy": str(name)}:
             shutil.copy(place.parent / name, place)
         case {"lines": str(line), "count": int(count)}:
-            place.write_text("".join(line.replace("{n}", str(number)) + "\n" for number in range(count)))
+            text = "".join(line.replace("{n}", str(number)) + "\n" for number in range(count))
+            place.write_text(text + what.get("then", ""))
         case {"parquet": list(rows)}:
             import pyarrow
             from pyarrow import parquet

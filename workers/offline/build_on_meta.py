@@ -23,7 +23,7 @@ from specs.schema.roles import ROLES
 from specs.text import show
 from specs.wire.meta_request import Finding, Probed, ProbeRequest, RoleRequest
 from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, RolloutConfig, TextConfig, TrainConfig
-from workers.offline.first_rows import highest_token, row_findings, turn_end
+from workers.offline.first_rows import foreign_markup, highest_token, row_findings, turn_end
 from workers.offline.one_update import one_update
 from workers.offline.trial_grading import grading_findings
 from workers.watchdog import die_with_parent, set_process_name
@@ -85,8 +85,10 @@ def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
     codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
     about = Probed(role=role, tokens=len(codec.tokenizer), highest=highest_token(codec))
     if isinstance(config, DataConfig):
-        end = turn_end(codec) if config.data.chat != "never" else None
-        return about.model_copy(update={"findings": tuple(row_findings(config, codec)), "turn_end": end})
+        chat = config.data.chat != "never" and codec.has_chat_template
+        foreign = foreign_markup(codec) if chat else None
+        found = (*([foreign] if foreign else []), *row_findings(config, codec))
+        return about.model_copy(update={"findings": found, "turn_end": turn_end(codec) if chat else None})
     if isinstance(config, RewardConfig) and asked.data:
         findings = grading_findings(config, DataConfig.model_validate(asked.data), codec)
         return about.model_copy(update={"findings": tuple(findings)})

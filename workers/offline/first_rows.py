@@ -1,8 +1,11 @@
-"""The first rows of a run's data, rendered and tokenised as the data role does it: what of them would be wrong."""
+"""The rows of a run's data, rendered and tokenised as the data role does it: what of them would be wrong. Of large
+files, the first rows."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -18,8 +21,13 @@ from workers.data.prompts import PromptTable, messages_of, prompt_of, read_table
 from workers.data.row_source import read_rows
 
 ROWS = 256
+_CHUNK_ROWS = 1024
+_LATER_S = 4.0  # for all rows behind the first
 _RENDERED = 8  # whose text is compared with their messages
 _MARK = "zq7"  # an assistant's answer that no template writes itself
+_ASKED = "zq8"
+_MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?\w{1,20}\]")
+_LOST = 0.1  # share of a prompt's letters that a tokenizer may lose (by normalising them, say)
 _TRAIN, _EVAL = "data.train", "eval.data"
 
 
@@ -49,8 +57,63 @@ def row_findings(config: DataConfig, codec: TextCodec) -> Iterator[Finding]:
             continue
         key, table, whole = found
         yield from _lengths(config, key, table, whole)
+        yield from _lost(key, table, codec)
+        yield from _ends_inside(config, key, table, codec)
         if uses_chat(config.data, codec):
             yield from _left_out(config, codec, table)
+        if not whole:
+            yield from _later_rows(config, codec, key)
+
+
+def _later_rows(config: DataConfig, codec: TextCodec, key: str) -> Iterator[Finding]:
+    """The first row behind those of `first_tables` that a run would refuse, as far as there is time to look."""
+    held = config.eval
+    source = config.data.train if key == _TRAIN or held is None else held.data
+    most = config.data.max_rows if key == _TRAIN else None
+    deadline = time.monotonic() + _LATER_S
+    rows = islice(read_rows(source, split="", base=Path(config.spec_dir), max_rows=most), ROWS, None)
+    try:
+        while (chunk := list(islice(rows, _CHUNK_ROWS))) and time.monotonic() < deadline:
+            table = read_table(source, chunk, config.data, codec, config.needs_answer)
+            if table.dropped_overlong and config.data.overlong == "refuse":
+                message = f"{table.first_overlong} tokens, and data.overlong refuses longer prompts"
+                value = str(config.data.max_prompt_tokens)
+                yield Finding(key="data.max_prompt_tokens", message=message, hint="raise it", value=value)
+                return
+    except DataError as error:
+        yield Finding(key=key, message=error.message, hint=error.hint, value=show(source))
+
+
+# ── what the tokenizer makes of them ────────────────────────────────────────────────────────────────
+
+
+def _lost(key: str, table: PromptTable, codec: TextCodec) -> Iterator[Finding]:
+    """Prompts whose letters the tokenizer has no tokens for: those of another model."""
+    losses = []
+    for number, prompt in enumerate(table.prompts[:_RENDERED]):
+        wanted = _letters(prompt)
+        back = _letters(str(codec.tokenizer.decode(table.prompt_tokens(number).tolist())))
+        if wanted:
+            losses.append(1 - (wanted & back).total() / wanted.total())
+    if losses and min(losses) > _LOST:
+        message = f"the tokenizer loses {min(losses):.0%} and more of the letters of every prompt"
+        hint = "use the tokenizer that the model was trained with, and a model that knows these characters"
+        yield Finding(key=key, message=message, hint=hint, value=show(table.source), refuses=min(losses) > 0.5)
+
+
+def _letters(text: str) -> Counter[str]:
+    return Counter(one for one in text.casefold() if one.isalnum())
+
+
+def _ends_inside(config: DataConfig, key: str, table: PromptTable, codec: TextCodec) -> Iterator[Finding]:
+    """Rows that hold the end token's text, as data for supervised training does."""
+    end = codec.tokenizer.eos_token_id
+    prompts = [prompt_of(row, config.data) for row in table.rows[:_RENDERED]]
+    texts = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
+    if end is None or not texts or not all(end in ids for ids in codec.encode(texts, rendered=True)):
+        return
+    message = f"prompts hold {show(codec.tokenizer.eos_token)}, the token that ends a text"
+    yield Finding(key=key, message=message, hint="leave it out", value=show(table.source), refuses=False)
 
 
 # ── how many are left ───────────────────────────────────────────────────────────────────────────────
@@ -122,16 +185,32 @@ def _word(content: Any) -> str:
     return max(words, key=len, default="").casefold()
 
 
+def foreign_markup(codec: TextCodec) -> Finding | None:
+    """A chat template that ends an answer with markup of which the tokenizer has no token: one of another model."""
+    after, before = _around_answer(codec)
+    mark = _MARKUP.match(after.lstrip())
+    if mark is None or mark[0] in before or len(pieces := codec.encode([mark[0]], rendered=True)[0]) == 1:
+        return None
+    message = f"the chat template ends an answer with {show(mark[0])}, which is no token but {len(pieces)}"
+    return Finding(key="model.path", message=message, hint="use the model's own chat template", refuses=False)
+
+
+def _around_answer(codec: TextCodec) -> tuple[str, str]:
+    """What the template writes behind an assistant's answer, and before the first message; empty where it refuses."""
+    said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _MARK}]
+    try:
+        before, _, after = codec.render_chat([*said, {"role": "user", "content": "2"}]).partition(_MARK)
+    except ChatTemplateError:
+        return "", ""
+    return after, before.partition(_ASKED)[0]
+
+
 def turn_end(codec: TextCodec) -> Token | None:
     """The special token that the chat template writes behind what the assistant says; None where it writes none, or
     does not say."""
     if not codec.has_chat_template:
         return None
-    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}, {"role": "user", "content": "2"}]
-    try:
-        _, _, after = codec.render_chat(said).partition(_MARK)
-    except ChatTemplateError:
-        return None
+    after, _ = _around_answer(codec)
     ids = codec.encode([after.lstrip()], rendered=True)[0][:1]
     special = codec.tokenizer.added_tokens_decoder
     return Token(id=ids[0], text=str(special[ids[0]])) if ids and ids[0] in special else None

@@ -44,7 +44,10 @@ def grading_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -
             answer = table.rows[0].get(config.answer_column)
             # Two calls: each may cost something.
             completions = ["" if answer is None else gold_answer(answer), ""]
-            yield from _no_score(number, term, _graded(term, table, completions, config), table)
+            grades = _graded(term, table, completions, config)
+            yield from _no_score(number, term, grades, table)
+            if answer is not None and sum(other.weight > 0 for other in config.reward.terms) == 1:
+                yield from _nothing_is_best(number, term, grades)
 
 
 def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -> Iterator[Finding]:
@@ -86,6 +89,20 @@ def _no_value(number: int, grades: Sequence[Grade], golds: Sequence[str]) -> Ite
     message = f"math_verify finds no value in {how_many} answers, such as {show(without[0])}"
     hint = "use exact_match for answers that are words" if all_of_them else "their completions are not graded"
     yield Finding(key=f"reward.terms.{number}", message=message, hint=hint, refuses=all_of_them)
+
+
+def _nothing_is_best(number: int, term: Function, grades: Sequence[Grade]) -> Iterator[Finding]:
+    """The only term that rewards anything, where it gives an empty completion what it gives a right one, or more."""
+    if any(grade.cause for grade in grades) or term.weight <= 0:
+        return
+    right, empty = (grade.values[0] for grade in grades)
+    if 0 < empty >= right:
+        name = term.path.rpartition(":")[2]
+        message = f"{name} gives an empty completion {empty:g}, and a row's own answer {right:g}"
+        hint = "a model learns to say nothing: check the comparison"
+        yield Finding(
+            key=f"reward.terms.{number}.path", message=message, hint=hint, value=show(term.path), refuses=False
+        )
 
 
 def _no_score(number: int, term: Function, grades: Sequence[Grade], table: PromptTable) -> Iterator[Finding]:

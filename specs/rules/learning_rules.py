@@ -1,0 +1,56 @@
+"""Settings that are allowed and leave nothing to learn: completions that are all the same, steps of no size or of one
+that destroys the model, deadlines that nothing can meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.spec import Spec
+from specs.text import show
+
+_COLDEST, _NARROWEST = 0.05, 0.05  # temperature and top_p below which one token is nearly all that can be drawn
+_LARGEST_LR = 0.1  # AdamW moves each weight by about lr per step; weights of a transformer are around 0.02
+_START_S, _VERB_S, _GRADE_S = 5.0, 1.0, 0.05  # what importing torch, one request and one grade take at the least
+
+
+def learning_warnings(spec: Spec) -> Iterator[Problem]:
+    """Warnings about sampling, learning rate and deadlines."""
+    yield from _sampling(spec)
+    yield from _learning_rate(spec)
+    yield from _deadlines(spec)
+
+
+def _sampling(spec: Spec) -> Iterator[Problem]:
+    rollout = spec.rollout
+    same = "draws the likeliest token nearly always: the completions of a prompt are all the same"
+    if rollout.temperature < _COLDEST:
+        yield Problem("rollout.temperature", same, "1.0 is usual", show(rollout.temperature))
+    for key, off, alone in (
+        ("top_p", 1.0, rollout.top_p < _NARROWEST),
+        ("top_k", 0, rollout.top_k == 1),
+    ):
+        value = getattr(rollout, key)
+        if value != off:
+            message = same if alone else "samples from another distribution than the one that is trained"
+            yield Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(value))
+
+
+def _learning_rate(spec: Spec) -> Iterator[Problem]:
+    lr = spec.actor.optimizer.lr
+    if lr > _LARGEST_LR and spec.actor.engine.model_of != "bigram":
+        message = "AdamW moves every weight by about this much in a step, and most weights are smaller"
+        yield Problem("actor.optimizer.lr", message, "1e-6 is usual, with adapters 1e-5", show(lr))
+
+
+def _deadlines(spec: Spec) -> Iterator[Problem]:
+    run, heavy = spec.run, spec.actor.engine.model_of != "bigram"
+    if heavy and run.start_timeout_s < _START_S:
+        message = f"a role needs about {_START_S:g} s to import torch alone"
+        yield Problem("run.start_timeout_s", message, "300 is the default", show(run.start_timeout_s))
+    if heavy and run.verb_timeout_s < _VERB_S:
+        message = "sampling, learning or saving for a whole step is one request"
+        yield Problem("run.verb_timeout_s", message, "1800 is the default", show(run.verb_timeout_s))
+    if spec.reward.timeout_s < _GRADE_S:
+        message = "a process that is slow for a moment would count as one that hangs"
+        yield Problem("reward.timeout_s", message, "10 is the default", show(spec.reward.timeout_s))
