@@ -28,6 +28,7 @@ class FakeColumns:
     old_logprob_N: Column | None
     ref_logprob_N: Column | None
     of_sequence: Mapping[str, Column] = field(default_factory=dict)
+    correction_N: Column | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def fake_policy_loss(logprob_N: Column, entropy_N: Column, columns: FakeColumns,
     anchor_N = columns.rollout_logprob_N if loss.anchor == "sampler" else trainer_N
     policy = fake_loss(loss)(logprob_N, anchor_N, columns, loss)
     loss_N, by_logprob_N, kl_N = policy.loss_N, policy.by_logprob_N, np.zeros_like(logprob_N)
+    if columns.correction_N is not None:
+        loss_N, by_logprob_N = columns.correction_N * loss_N, columns.correction_N * by_logprob_N
     if columns.ref_logprob_N is not None:
         kl_N, kl_by_logprob_N = _kl(columns.ref_logprob_N - logprob_N, loss.kl_estimator)
         loss_N = loss_N + loss.kl_coef * kl_N

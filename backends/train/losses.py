@@ -45,6 +45,7 @@ class TokenColumns:
     old_logprob_N: Tensor | None  # where the loss's anchor is "trainer"
     ref_logprob_N: Tensor | None  # None: no KL term
     of_sequence: Mapping[str, Tensor] = field(default_factory=dict)  # the loss's sequence columns, at each token
+    correction_N: Tensor | None = None  # None: every token's policy loss counts as it is
 
     def slice(self, start: int, stop: int) -> TokenColumns:
         return TokenColumns(
@@ -54,6 +55,7 @@ class TokenColumns:
             old_logprob_N=None if self.old_logprob_N is None else self.old_logprob_N[start:stop],
             ref_logprob_N=None if self.ref_logprob_N is None else self.ref_logprob_N[start:stop],
             of_sequence={name: column_N[start:stop] for name, column_N in self.of_sequence.items()},
+            correction_N=None if self.correction_N is None else self.correction_N[start:stop],
         )
 
 
@@ -197,7 +199,7 @@ def sequence_columns(
 def policy_loss(
     logprob_N: Tensor, entropy_N: Tensor, columns: TokenColumns, loss: Loss
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ weight · (the table's policy loss + kl_coef·KL - entropy_coef·entropy).
+    """Σ weight · (correction · the table's policy loss + kl_coef·KL - entropy_coef·entropy).
 
     Returns it (scalar, with gradient), the sums that the table declares, in the order of `loss.summed()`, and the
     maxima, in the order of `loss.maxima()`.
@@ -207,6 +209,8 @@ def policy_loss(
     anchor_N = columns.rollout_logprob_N if loss.anchor == "sampler" else trainer_N
     policy = loss_function(loss).tokens(logprob_N, anchor_N, columns, loss)
     loss_N, kl_N = policy.loss_N, torch.zeros_like(now_N)
+    if columns.correction_N is not None:
+        loss_N = columns.correction_N * loss_N
     if columns.ref_logprob_N is not None:
         kl_N = kl_estimate(logprob_N, columns.ref_logprob_N, loss.kl_estimator)
         if loss.kl_coef:

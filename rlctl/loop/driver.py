@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop import advantages, finite_check, step_metrics
+from rlctl.loop import advantages, correction, finite_check, step_metrics
 from rlctl.loop.clock import Clock
 from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
@@ -81,7 +81,8 @@ class Driver:
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(lambda text: progress.warning(text))
         self.eval_prompts: Prompts | None = None
-        self.said_skipped = self.said_no_signal = False
+        self.correction_metrics: dict[str, float] = {}
+        self.said_skipped = self.said_no_signal = self.said_excluded = False
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -93,6 +94,7 @@ class Driver:
             drawn = self.queue.take(step)
         with self.phase("train", step):
             batch = self.add_logprobs(drawn.batch, step)
+            batch = self.add_correction(batch, step)
             batch = self.add_advantages(batch, drawn.scored)
             finite_check.check_batch(batch, drawn.scored.reward_B, step)
             updates = self.update(batch, step)
@@ -131,6 +133,7 @@ class Driver:
         # Against the sampler the gap of later updates also holds what this step has learned.
         gaps = updates[:1] if self.spec.ratio_against == "sampler" else updates
         metrics = step_metrics.collect(step, batch, scored, self.spec.loss, updates, gaps, synced, self.clock.metrics())
+        metrics |= correction.diagnostics(batch) | self.correction_metrics
         metrics |= self.kl.after_step(metrics, len(Rollouts.of(batch["rollout_B"]).first_R))
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.reward_failures.see(scored.failures, len(batch), step)
@@ -172,6 +175,22 @@ class Driver:
         calls = {name: self._post_logprobs(group, adapters, batch, step) for name, (group, adapters) in wanted.items()}
         columns = {name: self._unshard(call, shards, batch) for name, (call, shards) in calls.items()}
         return batch.with_columns(**columns)
+
+    def add_correction(self, batch: Batch, step: int) -> Batch:
+        """The batch with the off-policy weights, where there are any. The gap's limits hold all the same (`update`)."""
+        table = self.spec.algorithm.correction
+        if table is None:
+            return batch
+        batch, excluded = correction.without_non_numbers(batch)
+        if excluded and not self.said_excluded:
+            self.said_excluded = True
+            self.progress.warning(
+                f"step {step}: {excluded} tokens left out, the actor's log-prob is no number. Said once; "
+                "correction/not_finite counts on"
+            )
+        column_T, metrics = correction.correct(table, batch, self.spec.ratio_against)
+        self.correction_metrics = {**metrics, "correction/not_finite": excluded}
+        return batch.with_columns(correction_T=column_T)
 
     def _post_logprobs(
         self, group: Group, adapters: bool, batch: Batch, step: int

@@ -21,6 +21,7 @@ CHECKED = {
     "old_logprob_T": ("the actor's log-prob", _LOGPROBS),
     "ref_logprob_T": ("the reference's log-prob", _LOGPROBS),
     "advantage_T": ("the advantage", "look at the scores of its group: they are too far apart"),
+    "correction_T": ("the off-policy weight", "look at rollout/logprob_gap of the last steps"),
     "return_T": ("the return", "look at the scores and the critic's values of this sample"),
 }
 

@@ -15,6 +15,15 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
     yield from _reference(spec)
     yield from _kl(spec)
     yield from _dynamic_sampling(spec)
+    yield from _correction(spec)
+
+
+def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
+    """What works but is seldom meant."""
+    algorithm = spec.algorithm
+    if spec.rollout.max_staleness and algorithm.anchor == "trainer" and algorithm.correction is None:
+        message = "nothing corrects that samples are of older weights (rollout.max_staleness > 0)"
+        yield Problem("algorithm.anchor", message, "leave it out, or set algorithm.correction", show(algorithm.anchor))
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:
@@ -60,3 +69,17 @@ def _dynamic_sampling(spec: Spec) -> Iterator[Problem]:
         message = f"the advantage {kind} learns from a group of equal scores too: none may be thrown away"
         hint = "set algorithm.dynamic_sampling = false, or choose an algorithm that compares the scores of a group"
         yield Problem("algorithm.dynamic_sampling", message, hint, "true")
+
+
+def _correction(spec: Spec) -> Iterator[Problem]:
+    table, key = spec.algorithm.correction, "algorithm.correction"
+    if table is None:
+        return
+    if table.mode == "truncate" and "low" in table.model_fields_set:
+        yield no_effect(f"{key}.low", table, 'mode "truncate" has an upper bound alone')
+    if table.mode != "mask" and spec.algorithm.anchor == "sampler":
+        message = 'with algorithm.anchor = "sampler" the loss\'s ratio holds this weight already: it would count twice'
+        hint = 'set mode = "mask", which leaves tokens out, or algorithm.anchor = "trainer"'
+        yield Problem(f"{key}.mode", message, hint, show(table.mode))
+    if table.band[0] == table.band[1]:
+        yield Problem(f"{key}.high", "the band is empty: low and high are 1", "widen it", show(table.high))

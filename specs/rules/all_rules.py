@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from specs.errors import Problem
-from specs.rules.algorithm_rules import algorithm_problems
+from specs.rules.algorithm_rules import algorithm_problems, algorithm_warnings
 from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
@@ -40,6 +40,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
         *_ratio_bounds(spec),
         *learning_warnings(spec),
         *_never_warm(spec),
+        *algorithm_warnings(spec),
         *run_ahead_warnings(spec),
         *_never_due(spec),
         *straddling_warnings(spec),

@@ -228,9 +228,10 @@ class Spec(Table):
 
     @property
     def columns_read(self) -> frozenset[str]:
-        """Columns of the batch that the advantage, the penalty in the reward or the loss reads."""
+        """Columns of the batch that the advantage, the penalty in the reward, the correction or the loss reads."""
         algorithm = self.algorithm
-        return frozenset((*algorithm.advantage.columns, *algorithm.penalty_columns, *self.loss.columns))
+        before = (*algorithm.advantage.columns, *algorithm.penalty_columns, *algorithm.correction_columns)
+        return frozenset((*before, *self.loss.columns))
 
     @property
     def needs_ref(self) -> bool:

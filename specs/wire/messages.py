@@ -89,7 +89,10 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.UPDATE: Columns(
         needs=("tokens_T", "loss_mask_T"),
         # the loss says which (`AnyLoss.columns`)
-        optional=("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "value_T", "return_T"),
+        optional=(
+            *("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "correction_T"),
+            *("value_T", "return_T"),
+        ),
     ),
     Verb.PROBE: Columns(needs=("tokens_T",), gives=("logprob_T",)),
 }

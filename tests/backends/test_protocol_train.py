@@ -40,8 +40,8 @@ Make = Callable[..., TrainEngine]
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
 FULL = {"kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0, "clip_high": 0.28}
 SPLIT = [grpo(**FULL, loss_aggregation=aggregation) for aggregation in AGGREGATIONS] + [
-    gspo(kl_coef=0.1),
-    CispoLoss(anchor="trainer", kl_coef=0.1),
+    gspo(kl_coef=0.1, corrected=True),
+    CispoLoss(anchor="trainer", kl_coef=0.1, corrected=True),
     SapoLoss(anchor="trainer"),
 ]
 

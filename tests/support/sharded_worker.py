@@ -78,7 +78,7 @@ if find_spec("deepspeed") is not None:
     }
 STEPS = 5
 EMPTY_STEP, UNEVEN_STEP = 3, 2
-LOSS = {"kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "seq-mean-token-mean"}
+LOSS = {"corrected": True, "kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "seq-mean-token-mean"}
 
 
 class OffloadsAll(Offloader):

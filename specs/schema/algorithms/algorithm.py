@@ -114,9 +114,10 @@ class AnyLoss(Table):
 
 
 class Loss(LossKeys, AnyLoss):
-    """The loss of a policy: a token's is policy loss + kl_coef·KL - entropy_coef·entropy."""
+    """The loss of a policy: a token's is correction · policy loss + kl_coef·KL - entropy_coef·entropy."""
 
     anchor: Anchor
+    corrected: bool = False  # the policy loss of each token is multiplied with `correction_T`
     kl_coef: float = Field(0.0, ge=0)
     kl_estimator: KlEstimator = "k3"
 
@@ -141,11 +142,37 @@ class Loss(LossKeys, AnyLoss):
         """Columns of the batch that an update with this loss reads."""
         old = ("old_logprob_T",) if self.anchor == "trainer" else ()
         ref = ("ref_logprob_T",) if self.needs_ref else ()
-        return ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T", *old, *ref)
+        correction = ("correction_T",) if self.corrected else ()
+        return ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T", *old, *ref, *correction)
 
     def seldom_meant(self) -> Mapping[str, str]:
         """Keys whose values work but are seldom meant, and why; check-config warns of them."""
         return {}
+
+
+class Correction(Table):
+    """Weights against the gap between the policy that sampled and the one that learns. The band bounds the ratio
+    trainer / sampler, before the step's first update."""
+
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token",
+        description="Whose ratio: a token's own; that of all loss tokens of a sample together (their product); or its "
+        "geometric mean.",
+    )
+    mode: Literal["mask", "clip", "truncate"] = Field(
+        "truncate",
+        description="Outside the band the weight is 0 (`mask`), or the nearer bound (`clip`, and `truncate` with the "
+        "upper alone); inside it is the ratio.",
+    )
+    low: float | None = Field(
+        None, gt=0, le=1, description="Lower end of the band; unset: 0.5, and 0.99 for `geometric`."
+    )
+    high: float | None = Field(None, ge=1, description="Upper end of the band; unset: 2.0, and 1.01 for `geometric`.")
+
+    @property
+    def band(self) -> tuple[float, float]:
+        low, high = (0.99, 1.01) if self.level == "geometric" else (0.5, 2.0)
+        return self.low or low, self.high or high
 
 
 class Algorithm(KlKeys):
@@ -168,6 +195,14 @@ class Algorithm(KlKeys):
     max_refills: int = Field(
         4, ge=0, description="How often a step draws prompts in the place of groups that were thrown away; 0: never."
     )
+    anchor: Literal["auto", "trainer", "sampler"] = Field(
+        "auto",
+        description="Whose log-probs the loss's ratio divides by: the `trainer`'s before the step's first update, or "
+        "the `sampler`'s. `auto`: the sampler's with `rollout.max_staleness` and no `correction`, else the trainer's.",
+    )
+    correction: Correction | None = Field(
+        None, description="Off-policy correction: what the policy loss of a token is multiplied with."
+    )
 
     @property
     def on_policy(self) -> bool:
@@ -175,10 +210,11 @@ class Algorithm(KlKeys):
         return self.mini_batches_per_step == 1 and self.epochs_per_step == 1
 
     def ratio_against(self, *, runs_ahead: bool) -> Anchor:
-        """Where the sampler may run ahead of learning, its own log-probs, so that the clipped ratio corrects what the
-        actor has learned since. Else the trainer's before the step, which are the current ones if one update follows.
+        """As `anchor` says. Unless told, where the sampler may run ahead of learning, its own log-probs, so that the
+        clipped ratio corrects what the actor has learned since; with a `correction` that is the weights' part. The
+        trainer's before the step are the current ones if one update follows.
         """
-        if runs_ahead:
+        if self.anchor == "sampler" or (self.anchor == "auto" and runs_ahead and self.correction is None):
             return "sampler"
         return "current" if self.on_policy else "trainer"
 
@@ -188,12 +224,17 @@ class Algorithm(KlKeys):
 
     def loss(self, anchor: Anchor) -> Loss:
         no_kl = {"kl_coef": 0.0, "kl_estimator": "k3"} if self.kl_in == "reward" else {}
-        return _filled(self.loss_table, self, anchor=anchor, **no_kl)
+        return _filled(self.loss_table, self, anchor=anchor, corrected=self.correction is not None, **no_kl)
 
     @property
     def penalty_columns(self) -> tuple[str, ...]:
         """Columns of the batch that the penalty in the reward is computed from."""
         return ("old_logprob_T", "ref_logprob_T") if self.kl_in == "reward" and self.kl_coef else ()
+
+    @property
+    def correction_columns(self) -> tuple[str, ...]:
+        """Columns of the batch that the correction is computed from."""
+        return ("old_logprob_T", "rollout_logprob_T") if self.correction is not None else ()
 
 
 def _filled(table: type[T], keys: Table, **more: Any) -> T:

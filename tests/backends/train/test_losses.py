@@ -128,20 +128,24 @@ LOSSES_TO_TRY = [*(grpo(**setting) for setting in SETTINGS), *OTHERS]
 
 
 @pytest.mark.parametrize("loss", LOSSES_TO_TRY, ids=str)
-@pytest.mark.parametrize("anchor", ["current", "trainer", "sampler"])
-def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor) -> None:
+@pytest.mark.parametrize(
+    ("anchor", "corrected"), [("current", False), ("trainer", False), ("sampler", False), ("trainer", True)]
+)
+def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor, corrected: bool) -> None:
     rng = np.random.default_rng(0)
-    count, loss = 400, loss.model_copy(update={"anchor": anchor})
+    count, loss = 400, loss.model_copy(update={"anchor": anchor, "corrected": corrected})
     logprob, old, ref, rollout = (rng.normal(-2, 1.0, count) for _ in range(4))
     weight, advantage, entropy, log_ratio = rng.random(count), *rng.normal(size=(3, count))
     optional = (old if anchor == "trainer" else None, ref if loss.needs_ref else None)
     of_sequence = dict.fromkeys(loss.sequence_columns, log_ratio)
-    given = FakeColumns(weight, advantage, rollout, *optional, of_sequence)
+    correction = rng.random(count) * (rng.random(count) > 0.2) if corrected else None
+    given = FakeColumns(weight, advantage, rollout, *optional, of_sequence, correction)
     expected = fake_policy_loss(logprob, entropy, given, loss)
     lp, ent = (torch.tensor(column, requires_grad=True) for column in (logprob, entropy))
     columns = TokenColumns(
         *(None if column is None else torch.tensor(column) for column in (weight, advantage, rollout, *optional)),
         {name: torch.tensor(column) for name, column in of_sequence.items()},
+        None if correction is None else torch.tensor(correction),
     )
     value, sums, maxima = policy_loss(lp, ent, columns, loss)
     value.backward()
@@ -165,6 +169,22 @@ def test_the_ratio_against_an_older_sampler_by_hand() -> None:
         assert value.item() == pytest.approx(-3.0 * 1.28)
         assert (named["ratio"], named["clipped"]) == (pytest.approx(2.0), 1.0)
         assert named["logprob_gap"] == maxima.item() == pytest.approx(math.log(2.0))
+
+
+def test_a_correction_weighs_the_policy_loss_alone() -> None:
+    """At ratio 1 a token with A = 2 and weight 1/4 loses -0.5 and has the gradient -0.5; one with weight 0 keeps its KL
+    and its entropy bonus. No gradient goes into the weight."""
+    lp = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    correction = torch.tensor([0.25, 0.0], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(2, dtype=torch.float64)
+    columns = TokenColumns(one, 2 * one, -one, -one, -one - 1, correction_N=correction.detach())
+    loss = grpo(kl_coef=0.5, kl_estimator="k2", entropy_coef=0.1, corrected=True)
+    for part, slope in ((columns.slice(0, 1), -0.5 + 0.5), (columns.slice(1, 2), 0.5)):
+        lp.grad = None
+        value, *_ = policy_loss(lp[:1], 3 * one[:1], part, loss)
+        value.backward()
+        assert value.item() == pytest.approx(-2 * float(part.correction_N[0]) + 0.5 * 0.5 - 0.1 * 3)
+        assert lp.grad[0].item() == pytest.approx(slope)
 
 
 # ── the tables ────────────────────────────────────────────────────────────────────────────────────

@@ -44,6 +44,11 @@ AT_RUN_TIME = {
     "test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever",
     "rollout.top_p": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
     "rollout.top_k": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
+    "algorithm.correction.level": "tests/rlctl/loop/test_correction.py::test_levels_by_hand",
+    **{
+        f"algorithm.correction.{key}": "tests/rlctl/loop/test_correction.py::test_modes_by_hand"
+        for key in ("mode", "low", "high")
+    },
     "algorithm.kl_target": "tests/rlctl/loop/test_kl_control.py::test_the_weight_by_hand",
     "algorithm.kl_horizon": "tests/rlctl/loop/test_kl_control.py::test_the_weight_by_hand",
     "checkpoint.every": "tests/rlctl/run/test_train_fake.py::test_six_steps_are_three_and_three",
@@ -79,6 +84,7 @@ OTHER: dict[str, Any] = {
     "algorithm.mini_batches_per_step": 2,
     "actor.optimizer.betas": [0.8, 0.9],
     "algorithm.dual_clip": 3.0,
+    "algorithm.anchor": "sampler",
     "algorithm.kl_estimator": "k2",
     **dict.fromkeys(("model.attn_implementation", "actor.attn_implementation", "ref.attn_implementation"), "eager"),
     "rollout.attn_implementation": "sdpa",
@@ -120,6 +126,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "actor.engine.offload_parameters": {"actor.devices": [0]},
     "actor.engine.shard": {"actor.processes": 4, "actor.engine.replicate": 2},
     "actor.engine.replicate": {"actor.processes": 2, "actor.launcher": "torchrun"},
+    "algorithm.anchor": {"algorithm.mini_batches_per_step": 2},
     "algorithm.kl_target": {"algorithm.kl_coef": 0.1},
     "algorithm.kl_horizon": {"algorithm.kl_coef": 0.1, "algorithm.kl_target": 0.01},
     "algorithm.kl_in": {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k3"},

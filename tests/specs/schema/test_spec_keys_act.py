@@ -118,6 +118,7 @@ def algorithm(spec: Spec) -> Any:
         old_logprob_N=zero_N,
         ref_logprob_N=zero_N + 0.3,
         of_sequence={name: ratio_N for name in loss.sequence_columns},
+        correction_N=zero_N + 0.7 if loss.corrected else None,
     )
     total, *_ = policy_loss(ratio_N, zero_N + 1.0, columns, loss)
     controller = KlController(spec.algorithm)
