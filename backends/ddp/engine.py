@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ from backends.ddp.flat_optimizer import FlatAdamW
 from backends.hf.hf_model import build_model, describe
 from backends.protocol import OnMeta, Rank, StepResult, Weight
 from backends.train import weight_export
-from backends.train.engine import HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
 from backends.train.offload import Offloader
 from backends.train.policy import Policy
@@ -129,7 +130,9 @@ class DdpTrainEngine(HfTrainEngine):
         best = self._among_all(self._masters())
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in best.items()}
 
-    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(
+        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
+    ) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in self._best_weights().items() if name in names)
 
     def _weight_shards(self) -> Iterator[Shard]:

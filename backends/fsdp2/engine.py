@@ -19,7 +19,7 @@ from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, gathering_dtype
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank, StepResult
-from backends.train.engine import HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy
@@ -81,9 +81,11 @@ class Fsdp2TrainEngine(HfTrainEngine):
 
     def _built(self) -> ModelBuilt:
         """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
+        parameters = {name for name, weight in self.weights.items() if isinstance(weight.tensor, torch.nn.Parameter)}
+        computed = dict.fromkeys(parameters, self.compute)
         digests = [
-            (base_name(name), checksum_bytes(tensor_bytes(self._computed(name, full))))
-            for name, full in self._full_weights(self.weights)
+            (base_name(name), checksum_bytes(tensor_bytes(full.to(computed.get(name, full.dtype)))))
+            for name, full in self._full_weights(self.weights, computed)
             if not is_adapter(name)
         ]
         about = describe(self.policy.model, self.config.model, checksum=False)
@@ -94,9 +96,6 @@ class Fsdp2TrainEngine(HfTrainEngine):
                 "weights_checksum": checksum_weights(digests),
             }
         )
-
-    def _computed(self, name: str, full: Tensor) -> Tensor:
-        return full.to(self.compute) if isinstance(self.weights[name].tensor, torch.nn.Parameter) else full
 
     def _gathered_dtype(self) -> torch.dtype:
         """Read back from a layer that has been gathered: what its forward pass computes in."""
@@ -163,8 +162,11 @@ class Fsdp2TrainEngine(HfTrainEngine):
     def _weight_kinds(self) -> Mapping[str, TensorKind]:
         return {name: (tuple(weight.tensor.shape), weight.tensor.dtype) for name, weight in self.weights.items()}
 
-    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, weight.full(self.device)) for name, weight in self.weights.items() if name in names)
+    def _full_weights(
+        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
+    ) -> Iterator[tuple[str, Tensor]]:
+        asked = ((name, weight) for name, weight in self.weights.items() if name in names)
+        return ((name, weight.full(self.device, sent.get(name))) for name, weight in asked)
 
     def _weight_shards(self) -> Iterator[Shard]:
         return (weight.shard(name, weight.local) for name, weight in self.weights.items())

@@ -130,15 +130,17 @@ class CutTensor:
             return whole(name, local, owned=self.mesh.shard_index == self.mesh.replicate_index == 0)
         return Shard(name, tuple(self.tensor.shape), self.start, local.view(-1), self.mesh.replicate_index == 0)
 
-    def full(self, device: torch.device) -> Tensor:
-        """The whole tensor on `device`, on every rank: a collective. It may be the engine's own memory."""
-        tensor = self.tensor.detach()
+    def full(self, device: torch.device, sent: torch.dtype | None = None) -> Tensor:
+        """The whole tensor on `device`, on every rank: a collective. It may be the engine's own memory. Rows that
+        travel are cast to `sent` before."""
+        tensor, local = self.tensor.detach(), self.local
         if not isinstance(tensor, DTensor):
             return tensor
-        if self.local.device != device:  # rows in host memory are gathered through the device
-            moved = self.local.to(device)
+        rows = local if sent is None or self.mesh.shard == 1 else local.to(sent)
+        rows = rows.to(device)  # those in host memory are gathered through the device
+        if rows is not local:
             tensor = DTensor.from_local(
-                moved, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+                rows, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
             )
         return tensor.full_tensor()
 

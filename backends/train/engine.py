@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainable import HeldModel, Make, hold_model
 from backends.train.trainer_state import TrainerState
 from backends.train.value_loss import ValueColumns
+from backends.weights.tensor_bytes import DTYPES
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.spec import DType, WeightForm
@@ -59,6 +61,7 @@ from specs.wire.batch import Batch
 from specs.wire.role_config import TrainConfig
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
+AS_HELD: Mapping[str, torch.dtype] = MappingProxyType({})
 
 # Computed by a rank without work while other ranks still need its parameters.
 _NOTHING = MicroBatch(
@@ -149,9 +152,12 @@ class HfTrainEngine(TrainEngine):
         """Global shape and dtype of every weight (Hugging Face name; a tied one under its first; master dtype)."""
 
     @abstractmethod
-    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(
+        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
+    ) -> Iterator[tuple[str, Tensor]]:
         """Those of `names` whole, in the order of `_weight_kinds`, one at a time; all ranks iterate together. That
-        order is the model's own: a layer's adapter follows its weight."""
+        order is the model's own: a layer's adapter follows its weight. `sent`: to what some are cast later. An engine
+        that gathers casts each rank's part, so that half as much travels: to the bit the same."""
 
     @abstractmethod
     def _weight_shards(self) -> Iterator[Shard]:
@@ -347,7 +353,14 @@ class HfTrainEngine(TrainEngine):
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
     def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
-        full = self._full_weights(self._exported(form))
+        kinds = self._exported(form)
+        sent = {
+            name: DTYPES[dtype]
+            for name, (_, own) in kinds.items()
+            if own.is_floating_point and own.itemsize > DTYPES[dtype].itemsize
+            if self.adapters is None or not self.adapters.change(name, form)
+        }
+        full = self._full_weights(kinds, sent)
         if self.adapters is not None:
             full = self.adapters.merged(full) if form == "merged" else self.adapters.apart(full)
         return weight_export.stream(full, dtype)

@@ -23,7 +23,7 @@ from backends.hf.adapted_layers import chosen_layers
 from backends.hf.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of, wire_name
 from backends.train.tensor_shards import Shard
 from specs.errors import CheckpointError
-from specs.schema.spec import Lora
+from specs.schema.spec import Lora, WeightForm
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -95,6 +95,10 @@ class Adapters:
     def _switch(self, on: bool) -> None:
         for layer in self.layers.values():
             layer._disable_adapters = not on
+
+    def change(self, name: str, form: WeightForm) -> bool:
+        """Whether what leaves the trainer is made of this weight in fp32, and is not the weight itself."""
+        return is_adapter(name) or (form == "merged" and self._is_adapted(name))
 
     # ── merged: what leaves the trainer ───────────────────────────────────────────────────────────
 

@@ -19,7 +19,7 @@ from backends.hf.hf_model import build_model, build_on_meta, describe
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies
 from backends.protocol import OnMeta, Rank, StepResult
-from backends.train.engine import HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
 from backends.train.role_group import most_of_any_rank
@@ -146,12 +146,15 @@ class ZeroTrainEngine(HfTrainEngine):
             for name, tensor in weights.items()
         }
 
-    def _full_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def _full_weights(
+        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
+    ) -> Iterator[tuple[str, Tensor]]:
         parts = self.parts
         if parts is None:
             held = named_weights(self.policy.model)
             return ((name, tensor.detach()) for name, tensor in held.items() if name in names)
-        return ((name, parts.full(name, master=True)) for name in parts.weights if name in names)
+        asked = (name for name in parts.weights if name in names)
+        return ((name, parts.full(name, master=True, sent=sent.get(name))) for name in asked)
 
     def _weight_shards(self) -> Iterator[Shard]:
         if self.parts is not None:

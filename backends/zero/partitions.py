@@ -70,9 +70,9 @@ class Partitions(ABC):
         """Bring what the forward pass reads up to date with the master weights. All ranks call it."""
 
     @abstractmethod
-    def full(self, name: str, *, master: bool) -> Tensor:
+    def full(self, name: str, *, master: bool, sent: torch.dtype | None = None) -> Tensor:
         """A weight whole, on the device: its master copy where there is one, or what the forward pass reads. All ranks
-        call it."""
+        call it. `sent`: to what parts may be cast before they travel."""
 
     @abstractmethod
     def _frozen(self, name: str, tensor: Tensor) -> Shard | None: ...
@@ -127,9 +127,11 @@ class SlicedGroups(Partitions):
     def refresh(self) -> None:
         self.optimizer.update_lp_params()
 
-    def full(self, name: str, *, master: bool) -> Tensor:
+    def full(self, name: str, *, master: bool, sent: torch.dtype | None = None) -> Tensor:
         tensor = self.weights[name].detach()
         if not master or tensor.dtype == torch.float32 or name not in self.learned:
+            return tensor
+        if tensor.dtype == sent:  # every rank computes with the whole cast of the masters
             return tensor
         # Every element has one owner, so a sum of bit patterns puts the pieces together exactly.
         bits_P = torch.zeros(tensor.numel(), dtype=torch.int32, device=tensor.device)
@@ -203,7 +205,7 @@ class CutParameters(Partitions):
     def _offload(self) -> Any:
         return getattr(self.optimizer, "parameter_offload", self.optimizer)
 
-    def full(self, name: str, *, master: bool) -> Tensor:
+    def full(self, name: str, *, master: bool, sent: torch.dtype | None = None) -> Tensor:
         parameter: Any = self.weights[name]
         if not hasattr(parameter, "ds_tensor"):  # a buffer
             buffer: Tensor = parameter.detach()
@@ -212,6 +214,8 @@ class CutParameters(Partitions):
         if master and name in self.offsets:
             group, offset = self.offsets[name]
             part_P = self.masters[group].detach()[offset : offset + parameter.partition_numel()]
+        if sent is not None and self.world_size > 1:
+            part_P = part_P.to(sent)
         part_P = part_P.to(parameter.device).contiguous()
         full_P = torch.empty(part_P.numel() * self.world_size, dtype=part_P.dtype, device=part_P.device)
         dist.all_gather_into_tensor(full_P, part_P)

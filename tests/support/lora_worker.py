@@ -12,7 +12,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
-from sharded_worker import CASES  # noqa: E402
+from sharded_worker import CASES, export_in_bf16  # noqa: E402
 from train_helpers import grpo, make_batch, scale_of, train_config, weights_of  # noqa: E402
 
 from backends.hf.adapter_names import is_on_the_wire  # noqa: E402
@@ -36,6 +36,7 @@ def main(model: Path, out: Path, cases: list[str]) -> None:
         base_T, built = engine.forward(make_batch(), adapters=False), engine.built()
         counts = np.array([built.parameters, built.trainable_parameters])
         weights, apart = weights_of(engine), weights_of(engine, form="apart")
+        assert all(export_in_bf16(engine, form)[0]["same"] for form in ("merged", "apart", "adapters")), case
         alone = weights_of(engine, form="adapters")
         assert alone.keys() == {name for name in apart if is_on_the_wire(name)}
         assert all((alone[name] == apart[name]).all() for name in alone)

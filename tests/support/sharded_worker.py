@@ -23,6 +23,8 @@ torch.set_num_threads(1)
 
 from families import EXPORTED  # noqa: E402
 from stock_model import ADAM, PROMPTS, TEMPERATURE, family_batch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from train_helpers import grpo, gspo, make_batch, scale_of, train_config, weights_of  # noqa: E402
 
 from backends.protocol import Rank, TrainEngine  # noqa: E402
@@ -33,6 +35,7 @@ from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
 from specs.schema.engines.fsdp2_table import Fsdp2Table  # noqa: E402
 from specs.schema.engines.zero_table import ZeroTable  # noqa: E402
+from specs.schema.spec import WeightForm  # noqa: E402
 from specs.wire.batch import Batch, balanced_shards  # noqa: E402
 
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
@@ -177,6 +180,37 @@ def resume(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     return {"history": [], "checksum": engine.built().weights_checksum}
 
 
+# What an export may call, and which argument is this rank's.
+COLLECTIVES = {"_c10d_functional::all_gather_into_tensor": 0, "c10d::_allgather_base_": 1, "c10d::allreduce_": 0}
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that this rank hands to collectives."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again, as what it does to this rank's rows
+        if (position := COLLECTIVES.get(func.name())) is not None:
+            given = args[position]
+            self.nbytes += sum(tensor.nbytes for tensor in (given if isinstance(given, list) else [given]))
+        return func(*args, **(kwargs or {}))
+
+
+def export_in_bf16(engine: TrainEngine, form: WeightForm = "merged") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Whether an export in bf16 is the one in fp32, cast, and what each sent; and the weights in fp32."""
+    with Sent() as in_fp32:
+        weights = weights_of(engine, form=form)
+    with Sent() as in_bf16:
+        bf16 = weights_of(engine, "bf16", form)
+    same = weights.keys() == bf16.keys()
+    for name, value in weights.items():
+        cast = torch.from_numpy(value).to(torch.bfloat16).view(-1).view(torch.uint8)
+        same = same and bool((cast == torch.from_numpy(bf16[name])).all())
+    return {"same": same, "sent": [in_fp32.nbytes, in_bf16.nbytes]}, weights
+
+
 def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
     `offload`: whether to leave the device in every step. One more step follows."""
@@ -187,7 +221,8 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     unchanged = engine.built().weights_checksum == report["checksum"]
     proven = proof(engine, rank)
     report["history"].append(step_of(engine, STEPS, rank, lambda: None))
-    weights, end = weights_of(engine), engine.built().weights_checksum
+    report["bf16"], weights = export_in_bf16(engine)
+    end = engine.built().weights_checksum
     out = Path(job["out"])
     out.mkdir(parents=True, exist_ok=True)
     if rank.rank == 0:
