@@ -47,11 +47,14 @@ def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     """The findings with those of a probe; as they were where problems leave nothing to build."""
     from rlctl.check.meta_build import probe
     from rlctl.check.meta_report import probe_problems
+    from rlctl.preflight.judge_address import address_problems
     from rlctl.show.screen import Screen
 
     spec, plan = findings.spec, findings.plan
     if not findings.ok or spec is None or plan is None:
         return findings
+    if problems := address_problems(spec):
+        return replace(findings, problems=problems)
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
     with Screen(stderr=True).status(f"probe: {what} …"):
         found = probe(spec, spec_dir, plan, level)

@@ -294,7 +294,8 @@ class Driver:
                 self.eval_prompts = sampler.held_out(section.prompts, step)
             drawn = sampler.start(self.eval_prompts, sampler.greedy(), step, "eval").finish()
         reward_R = drawn.scored.reward_B[Rollouts.of(drawn.batch["rollout_B"]).first_R]
-        return {f"eval/{section.name}/reward_mean": float(reward_R.mean(dtype=np.float64))}
+        counts = {f"eval/{section.name}/{name}": value for name, value in drawn.scored.counts.items()}
+        return {f"eval/{section.name}/reward_mean": float(reward_R.mean(dtype=np.float64)), **counts}
 
 
 def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:

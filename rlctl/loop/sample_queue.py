@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Generation
     from rlctl.processes.calls import Call
 
+GRADED = ("failures", "terms", "samples", "counts", "thrown")  # what of `Scored` is no column
+
 
 @dataclass
 class Planned:
@@ -232,7 +234,7 @@ def _write(folder: Path, planned: Planned, drawn: Drawn) -> dict[str, Any]:
     batch, scored = drawn.batch, drawn.scored
     columns = {**batch.columns, "reward_B": scored.reward_B, "scored_B": scored.scored_B}
     save_file({name: np.ascontiguousarray(column) for name, column in columns.items()}, _file(folder, planned.step))
-    graded = {key: value for key, value in asdict(scored).items() if key in ("failures", "terms", "samples", "thrown")}
+    graded = {key: value for key, value in asdict(scored).items() if key in GRADED}
     return {"step": planned.step, "start": planned.start, "end": planned.end, **graded}
 
 
@@ -248,7 +250,8 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
         raise CheckpointError(f"{path}: {error}") from None
     scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
     thrown = Thrown(**entry["thrown"]) if entry.get("thrown") else None
-    scored = Scored(*scores, dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]), thrown)
+    graded = dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]), dict(entry.get("counts", {}))
+    scored = Scored(*scores, *graded, thrown)
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
 
 

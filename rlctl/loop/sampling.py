@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.loop import late_scores
 from rlctl.loop.rollouts import first_valid
 from rlctl.processes.calls import RanksLost
-from specs.schema.spec import Spec
+from specs.schema.spec import RewardSection, Spec
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.bodies import PromptsDrawn, Row, What
@@ -21,6 +22,7 @@ from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from rlctl.loop.clock import Clock
+    from rlctl.loop.late_scores import LateScores
     from rlctl.processes.calls import Call
     from rlctl.processes.groups import Group
     from specs.wire.messages import Message
@@ -114,11 +116,13 @@ class Generation:
         self.prompts, self.step, self.what, self.show = prompts, step, what, show
         self._sampling = sampling
         self._rollout, self._reward, self._restore = sampler.rollout, sampler.reward, sampler.restore
-        self._clock = sampler.clock
+        self._clock, self._weights = sampler.clock, sampler.spec.reward
         self.sent_at = time.perf_counter()
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
         self._parts: list[Batch] = []
         self._grading: list[Call] = []
+        self._late: dict[str, LateScores] = {}  # of terms that are graded apart, for the first `_joined` parts
+        self._joined = 0
         prompts.batch.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
         self._call = self._send(prompts.batch)
 
@@ -149,8 +153,18 @@ class Generation:
         """Wait for samples, in the order of their ids, and their scores."""
         self.wait()
         with self._clock.grading():
-            scored = Scored.gather(self._parts, self._grading)
+            answers = [call.result()[0] for call in self._grading]
+            self._wait_for_late(answers)
+            scored = Scored.gather(self._parts, answers, list(self._late.values()), self._weights)
         return Drawn(in_id_order(Batch.concat(self._parts)), scored)
+
+    def _wait_for_late(self, answers: Sequence[Message]) -> None:
+        """For what is graded apart, of the parts that are new since the last time."""
+        new, self._joined = answers[self._joined :], len(answers)
+        found: dict[str, LateScores] = {}
+        if tickets := late_scores.tickets_of(new):
+            found["judges"] = late_scores.of_judges(self._reward, self.what, tickets, self.step)
+        self._late = {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}
 
     def _write_all(self) -> None:
         """Wait for every completion. What a lost replica had not finished goes out again, to all."""
@@ -203,25 +217,33 @@ class Scored:
     failures: dict[str, int]
     terms: dict[str, float]  # term_<i>: its mean over the rollouts that were graded
     samples: list[dict[str, Any]]
+    counts: dict[str, float] = field(default_factory=dict)  # what grading took, as metrics below reward/
     thrown: Thrown | None = None  # None without dynamic sampling
 
     @staticmethod
-    def gather(parts: Sequence[Batch], calls: Sequence[Call]) -> Scored:
-        answers = [call.result()[0] for call in calls]
+    def gather(
+        parts: Sequence[Batch], answers: Sequence[Message], late: Sequence[LateScores], reward: RewardSection
+    ) -> Scored:
+        """Of what the reward role answered for each part, and of the terms that came `late`."""
         order = np.argsort(np.concatenate([part["id_B"] for part in parts]), kind="stable")
+        id_B, rollout_B = (np.concatenate([part[name] for part in parts])[order] for name in ("id_B", "rollout_B"))
         columns = {
             name: np.concatenate([answer.tensors[name] for answer in answers])[order] for name in answers[0].tensors
         }
+        joined = late_scores.join(columns, [part.select(order) for part in late], reward)
         graded = [bodies.Scores.of(answer) for answer in answers]
-        failures: dict[str, int] = {}
-        for part in graded:
-            for cause, count in part.failures.items():
-                failures[cause] = failures.get(cause, 0) + count
-        samples = [sample for part in graded for sample in part.samples]
-        scored_B = columns["scored_B"].astype(bool)
-        rollout_B = np.concatenate([part["rollout_B"] for part in parts])[order]
-        terms = term_means(columns, first_valid(rollout_B, scored_B))
-        return Scored(columns["reward_B"], scored_B, failures, terms, samples)
+        place = {int(sample): index for index, sample in enumerate(id_B)}
+        terms = term_means(joined.term_B, first_valid(rollout_B, joined.scored_B))
+        return Scored(
+            joined.reward_B,
+            joined.scored_B,
+            late_scores.add_up(
+                [*(part.failures for part in graded), *(part.failures for part in late), joined.failures]
+            ),
+            terms,
+            [joined.complete(sample, place[sample["id"]]) for part in graded for sample in part.samples],
+            late_scores.add_up([part.counts for part in late]),
+        )
 
     def by_rollout(self, rollout_B: NDArray[np.int64]) -> NDArray[np.float32]:
         """The score of each rollout whose grading worked; of every one, with the fallback, where none did."""

@@ -64,6 +64,7 @@ def collect(
         **{f"reward/{name}": value for name, value in scored.terms.items()},
         **(thrown.metrics() if thrown else {}),
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
+        **{f"reward/{name}": value for name, value in scored.counts.items()},
         **update_metrics(loss, updates, gaps),
         "rollout/length_mean": float(tokens_R.mean()),
         "rollout/length_max": int(tokens_R.max()),

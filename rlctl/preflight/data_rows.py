@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.models.weight_files import LFS
-from specs.schema.rewards import compares_answer
+from specs.schema.rewards import Judge, compares_answer, judged_columns
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.spec import Spec
 from specs.templates import template_columns
@@ -176,7 +176,7 @@ def needed_columns(spec: Spec) -> list[str]:
     columns = [*template_columns(data.template)] if data.template else [data.prompt_column]
     if compares_answer(spec.reward.terms):
         columns.append(data.answer_column)
-    return list(dict.fromkeys(columns))
+    return list(dict.fromkeys((*columns, *judged_columns(spec.reward.terms))))
 
 
 def missing_column(has: Iterable[str], spec: Spec) -> Fault | None:
@@ -184,6 +184,10 @@ def missing_column(has: Iterable[str], spec: Spec) -> Fault | None:
     missing = [name for name in needed_columns(spec) if name not in set(has)]
     if not missing:
         return None
+    for index, term in enumerate(spec.reward.terms):
+        if isinstance(term, Judge) and missing[0] in term.columns:
+            message = f"has no column {missing[0]!r}, which reward.terms.{index}.prompt names"
+            return Fault(f"{message}; it has {', '.join(map(repr, has)) or 'none'}", "name a column of the rows there")
     return Fault(f"has no column {missing[0]!r}; it has {', '.join(map(repr, has)) or 'none'}", _NAME_COLUMNS)
 
 

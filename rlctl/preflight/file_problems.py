@@ -17,6 +17,7 @@ from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data
 from rlctl.preflight.hostfile import hostfile_problems
 from rlctl.preflight.interpreters import interpreter_problems, packages_of
+from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
 from rlctl.preflight.reward_files import reward_problems
 from rlctl.preflight.role_attention import role_attention_problems
@@ -37,13 +38,16 @@ def file_problems(
     the run writes, when it is not where the spec says.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
-    Interpreters, engines and launchers that it lacks are errors unless the run is to start `elsewhere`.
+    Interpreters, engines, launchers and judges' keys that it lacks are errors unless the run is to start `elsewhere`.
+    Judges are asked whether they answer when `starting` a run alone.
     """
     errors, warnings, config = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
     errors += data_errors + reward_problems(spec, spec_dir)
     lacking = interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()) + _launchers(spec)
+    lacking += key_problems(spec)
     (warnings if elsewhere else errors).extend(lacking)
+    errors += address_problems(spec) if starting and not errors else []
     errors += role_attention_problems(spec, spec_dir)
     errors += hostfile_problems(spec, spec_dir)
     warnings += data_warnings

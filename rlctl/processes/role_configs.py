@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.paths import resolve_model
-from specs.schema.rewards import compares_answer, reads_whole_rows
+from specs.schema.rewards import compares_answer, judged_columns, reads_whole_rows
 from specs.schema.roles import DATA, REWARD, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.wire.role_config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainConfig
@@ -56,7 +56,10 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             data=spec.data,
             eval=spec.eval,
             needs_answer=compares_answer(spec.reward.terms),
-            row_columns=None if reads_whole_rows(spec.reward.terms) else (spec.data.answer_column,),
+            needs_columns=judged_columns(spec.reward.terms),
+            row_columns=None
+            if reads_whole_rows(spec.reward.terms)
+            else tuple(dict.fromkeys((spec.data.answer_column, *judged_columns(spec.reward.terms)))),
             seed=spec.run.seed,
         ),
         REWARD: RewardConfig(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
+from pydantic_core import Url
 
-from specs.schema.table import NonEmpty, PathText, Table
+from specs.schema.table import NonEmpty, PathText, Table, unusable
+from specs.templates import template_columns
 
 MAX_SCORE = 1e18  # of a term and of the weighted sum: squares of it, and sums over a batch, are finite in float32
 
 
+GradedBy = Literal["processes", "judge"]
+
+
 class RewardTerm(Table):
     """What all reward terms share."""
+
+    graded_by: ClassVar[GradedBy] = "processes"  # what gives its scores: the isolated processes, or requests to a judge
 
     weight: float = Field(1.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Factor of this term in the weighted sum.")
 
@@ -57,9 +64,93 @@ class Function(RewardTerm):
     )
 
 
+def _base_url(url: str) -> str:
+    """`url`, if requests can go below it. Raises PydanticCustomError."""
+    try:
+        parts = Url(url)
+    except ValueError:
+        raise unusable("not a URL", "write it as https://host/v1") from None
+    if parts.scheme not in ("http", "https") or not parts.host or url != url.strip():
+        raise unusable("not an http or https URL with a host", "write it as https://host/v1")
+    if parts.port == 0:
+        raise unusable("port 0 is none", "write the server's port")
+    if parts.username is not None or parts.password is not None:
+        raise unusable("holds a user or a password, which the run directory would keep", "name a variable in key_env")
+    if parts.query or parts.fragment:
+        raise unusable("has a query or a fragment", "end it with the path, such as /v1")
+    return url
+
+
+class Judge(RewardTerm):
+    """The score that a model behind an OpenAI-compatible endpoint gives the completion."""
+
+    graded_by: ClassVar[GradedBy] = "judge"
+    kind: Literal["judge"]
+    base_url: Annotated[str, AfterValidator(_base_url)] = Field(
+        description="Address below which `/chat/completions` answers, such as `https://host/v1`."
+    )
+    model: NonEmpty = Field(description="The model that judges, as the endpoint calls it.")
+    prompt: NonEmpty = Field(
+        description="Text of the request: `{prompt}` is the text that the policy saw, `{completion}` what it wrote, "
+        "`{answer}` the row's answer, `{column}` any other column of the row."
+    )
+    system: str = Field("", description="System message put before it.")
+    min_score: float = Field(
+        ge=-MAX_SCORE, le=MAX_SCORE, description="Least score; a lower one in a reply is a failed grade."
+    )
+    max_score: float = Field(
+        ge=-MAX_SCORE, le=MAX_SCORE, description="Highest score; a higher one in a reply is a failed grade."
+    )
+    score_pattern: str = Field(
+        "",
+        description="Regular expression whose first group is the score, of its last match in the reply; empty: the "
+        "reply is the number, or JSON with `score_key`.",
+    )
+    score_key: str = Field("", description="Key of the JSON object in the reply that holds the score.")
+    body: dict[NonEmpty, bool | int | float | str] = Field(
+        {"temperature": 0.0, "max_tokens": 512}, description="What else the request says; a table replaces this whole."
+    )
+    key_env: str = Field(
+        "",
+        description="Environment variable that holds the API key; empty: none is sent. The key itself is never "
+        "written anywhere.",
+    )
+    concurrency: int = Field(16, ge=1, le=256, description="Requests at a time.")
+    timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds for one request, from connecting to its end.")
+    retries: int = Field(
+        4,
+        ge=0,
+        le=20,
+        description="How often a request is sent again after a timeout, a lost connection, or status 408, 425, 429 or "
+        "5xx, after waits that double, or as long as `Retry-After` asks.",
+    )
+    cache: bool = Field(True, description="Keep replies on disk, and ask for each request once.")
+    cache_file: PathText = Field(
+        "",
+        description="Where they are kept, relative to the spec file, for several runs too; empty: "
+        "`judge_cache.jsonl` in the run directory.",
+    )
+    prompt_price: float = Field(0.0, ge=0, description="Price of a million prompt tokens, for `reward/judge_cost`.")
+    completion_price: float = Field(0.0, ge=0, description="Price of a million completion tokens.")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the row that its prompt names, beside what every judge is given."""
+        return tuple(name for name in template_columns(self.prompt) if name not in ("prompt", "completion", "answer"))
+
+
 def compares_answer(terms: Sequence[RewardTerm]) -> bool:
     """Whether a term compares with the row's answer, so that every row needs one."""
-    return any(isinstance(term, ExactMatch | MathVerify) for term in terms)
+    return any(
+        isinstance(term, ExactMatch | MathVerify)
+        or (isinstance(term, Judge) and "answer" in template_columns(term.prompt))
+        for term in terms
+    )
+
+
+def judged_columns(terms: Sequence[RewardTerm]) -> tuple[str, ...]:
+    """Columns of a row that judges are told, so that every row needs them."""
+    return tuple(dict.fromkeys(name for term in terms if isinstance(term, Judge) for name in term.columns))
 
 
 def reads_whole_rows(terms: Sequence[RewardTerm]) -> bool:
@@ -67,4 +158,4 @@ def reads_whole_rows(terms: Sequence[RewardTerm]) -> bool:
     return any(isinstance(term, Function) for term in terms)
 
 
-RewardTermTable = Annotated[ExactMatch | MathVerify | Regex | Overlong | Function, Field(discriminator="kind")]
+RewardTermTable = Annotated[ExactMatch | MathVerify | Regex | Overlong | Function | Judge, Field(discriminator="kind")]

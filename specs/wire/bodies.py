@@ -83,6 +83,19 @@ class Score(Body):
 class Scores(Answer):
     failures: dict[str, int]  # cause → how many completions were lost to it
     samples: list[dict[str, Any]]
+    ticket: int | None = None  # to ask the judges' grades of these samples with; None: there is no judge
+
+
+class AwaitJudges(Body):
+    """Wait for what the judges say of the samples of earlier `score` calls, in the order of their tickets."""
+
+    what: What
+    tickets: list[int]
+
+
+class Judged(Answer):
+    failures: dict[str, int]  # of completions that were not lost already
+    counts: dict[str, float]  # of the judges' work since the last time
 
 
 class DataOpened(Answer):
@@ -268,6 +281,7 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.OPEN_DATA: (Nothing,),
     Verb.PROMPTS: (Prompts,),
     Verb.SCORE: (Score,),
+    Verb.AWAIT_JUDGES: (AwaitJudges,),
     Verb.GENERATE: (Generate,),
     Verb.SLEEP: (Sleep,),
     Verb.WAKE: (Wake,),

@@ -78,6 +78,7 @@ class DataConfig(TextConfig):
     data: DataSection
     eval: EvalSection | None
     needs_answer: bool  # a row without `data.answer_column` is a bad one
+    needs_columns: tuple[str, ...] = ()  # what else every row must have, for scoring
     row_columns: tuple[str, ...] | None  # what scoring reads of a row; None: all of it
     seed: int
 

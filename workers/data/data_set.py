@@ -122,7 +122,7 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
 
     def table(source: str, split: str, max_rows: int | None) -> PromptTable:
         rows = read_rows(source, split=split, base=Path(config.spec_dir), max_rows=max_rows)
-        return build_table(source, rows, config.data, codec, config.needs_answer)
+        return build_table(source, rows, config.data, codec, config.needs_answer, config.needs_columns)
 
     data, section = config.data, config.eval
     train = table(data.train, data.split, data.max_rows)

@@ -64,23 +64,34 @@ def _plain(values: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str
 
 
 def build_table(
-    source: str, rows: Iterable[DataRow], data: DataSection, codec: TextCodec, needs_answer: bool
+    source: str,
+    rows: Iterable[DataRow],
+    data: DataSection,
+    codec: TextCodec,
+    needs_answer: bool,
+    needs_columns: Sequence[str] = (),
 ) -> PromptTable:
-    """Read, render and tokenise all rows. `needs_answer`: a reward compares with `data.answer_column`.
+    """Read, render and tokenise all rows. `needs_answer`: a reward compares with `data.answer_column`; `needs_columns`:
+    what else scoring reads of every row.
 
     Raises DataError on a bad or overlong row where the spec refuses them, and when no row is left.
     """
-    table = read_table(source, rows, data, codec, needs_answer)
+    table = read_table(source, rows, data, codec, needs_answer, needs_columns)
     _refuse_overlong_or_empty(table, data)
     return table
 
 
 def read_table(
-    source: str, rows: Iterable[DataRow], data: DataSection, codec: TextCodec, needs_answer: bool
+    source: str,
+    rows: Iterable[DataRow],
+    data: DataSection,
+    codec: TextCodec,
+    needs_answer: bool,
+    needs_columns: Sequence[str] = (),
 ) -> PromptTable:
     """As `build_table`, but overlong rows are only counted, and the table may be empty."""
     chat = uses_chat(data, codec)
-    render = _Renderer(data, codec, chat, needs_answer)
+    render = _Renderer(data, codec, chat, needs_answer, needs_columns)
     table, lengths, pieces = PromptTable(source), [0], []
     pending: list[tuple[DataRow, str]] = []
 
@@ -127,10 +138,13 @@ class _BadRow(ValueError):
 class _Renderer:
     """Renders a row as the text that the model sees. Raises _BadRow."""
 
-    def __init__(self, data: DataSection, codec: TextCodec, chat: bool, needs_answer: bool) -> None:
+    def __init__(
+        self, data: DataSection, codec: TextCodec, chat: bool, needs_answer: bool, needs_columns: Sequence[str]
+    ) -> None:
         self.data, self.codec, self.chat = data, codec, chat
         columns = template_columns(data.template) if data.template else (data.prompt_column,)
-        self.columns = tuple(dict.fromkeys((*columns, data.answer_column) if needs_answer else columns))
+        answer = (data.answer_column,) if needs_answer else ()
+        self.columns = tuple(dict.fromkeys((*columns, *answer, *needs_columns)))
         self.needs_answer = needs_answer
         self.in_template = template_columns(data.template)
 

@@ -58,7 +58,10 @@ class GraderPool:
         timeout_s: float,
         log_path: Path,
         start_timeout_s: float = 120.0,
+        numbers: Sequence[int] = (),
     ) -> None:
+        """`numbers`: those of the terms in `reward.terms`, where others than these processes grade some of them."""
+        self._numbers = tuple(numbers) or tuple(range(len(terms)))
         self.timeout_s, self.start_timeout_s, self.log_path = timeout_s, start_timeout_s, log_path
         sources = read_sources(terms, setting.base)
         hello = {"terms": [dict(term) for term in terms], "setting": asdict(setting), "sources": sources}
@@ -152,7 +155,7 @@ class GraderPool:
                 self._started(process, message)
             elif process.job and message.get("i") == process.job[0]:
                 index = process.job.popleft()
-                self._grades[index] = _grade_of(message)
+                self._grades[index] = _grade_of(message, self._numbers)
                 activity.count("grade")
                 process.deadline = time.monotonic() + self.timeout_s
             else:
@@ -161,7 +164,8 @@ class GraderPool:
 
     def _started(self, process: GraderProcess, message: Mapping[str, Any]) -> None:
         if "error" in message:
-            raise RewardError(f"reward.terms[{message['term']}]: {message['error']}", hint=str(message["hint"]))
+            term = self._numbers[int(message["term"])]
+            raise RewardError(f"reward.terms[{term}]: {message['error']}", hint=str(message["hint"]))
         process.ready = True
 
     def _ended(self, process: GraderProcess, cause: str) -> None:
@@ -205,7 +209,7 @@ class GraderPool:
                 log.write(b"(what rewards printed before was over the limit and is gone)\n")
 
 
-def _grade_of(message: Mapping[str, Any]) -> Grade:
+def _grade_of(message: Mapping[str, Any], numbers: Sequence[int]) -> Grade:
     if "t" in message:
         return Grade(tuple(float(value) for value in message["t"]))
-    return Grade(cause=str(message["cause"]), text=f"reward.terms[{message['term']}]: {message['text']}")
+    return Grade(cause=str(message["cause"]), text=f"reward.terms[{numbers[int(message['term'])]}]: {message['text']}")

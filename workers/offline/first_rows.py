@@ -42,7 +42,7 @@ def first_tables(config: DataConfig, codec: TextCodec) -> Iterator[tuple[str, Pr
         rows = read_rows(source, split="", base=Path(config.spec_dir), max_rows=most)
         try:
             first = list(islice(rows, ROWS))
-            table = read_table(source, first, config.data, codec, config.needs_answer)
+            table = read_table(source, first, config.data, codec, config.needs_answer, config.needs_columns)
         except DataError as error:
             yield Finding(key=key, message=error.message, hint=error.hint, value=show(source))
         else:

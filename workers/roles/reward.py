@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
-from specs.schema.rewards import MAX_SCORE
+from specs.schema.rewards import MAX_SCORE, Judge
 from specs.schema.row_values import gold_answer
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
@@ -20,6 +21,7 @@ from specs.wire.heartbeat import amount
 from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches
+from workers.grading.judge import JUDGE_CAUSES, JudgePanel
 from workers.grading.pool import CAUSES, Grade, GraderPool, Request
 from workers.grading.reward_failures import FailureLog
 from workers.grading.terms import Setting
@@ -35,7 +37,10 @@ class Reward:
         self.rank = rank
         self._config: RewardConfig | None = None
         self._codec: TextCodec | None = None
+        self._own: list[int] = []  # numbers of the terms that the grading processes hold
         self._pool: GraderPool | None = None
+        self._judges: JudgePanel | None = None
+        self._awaited: dict[int, Awaited] = {}  # by the ticket of their judges' grades
         self._failures: FailureLog | None = None
 
     def build(self, call: Call[RewardConfig], emit: Emit) -> Reply:
@@ -44,43 +49,78 @@ class Reward:
         logs = Path(config.run_dir, "logs")
         logs.mkdir(parents=True, exist_ok=True)
         self._failures = FailureLog(Path(config.run_dir, "reward_failures.jsonl"))
-        self._pool = GraderPool(
-            [term.model_dump() for term in config.reward.terms],
-            Setting(config.answer_column, config.max_response_tokens, config.spec_dir),
-            workers=config.reward.workers,
-            timeout_s=config.reward.timeout_s,
-            log_path=logs / "reward_output.log",
-        )
+        setting = Setting(config.answer_column, config.max_response_tokens, config.spec_dir)
+        terms = dict(enumerate(config.reward.terms))
+        self._own = [number for number, term in terms.items() if term.graded_by == "processes"]
+        if self._own:
+            self._pool = GraderPool(
+                [terms[number].model_dump() for number in self._own],
+                setting,
+                workers=config.reward.workers,
+                timeout_s=config.reward.timeout_s,
+                log_path=logs / "reward_output.log",
+                numbers=self._own,
+            )
+        if judges := {number: term for number, term in terms.items() if isinstance(term, Judge)}:
+            self._judges = JudgePanel(judges, setting, Path(config.run_dir))
         self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)  # they start meanwhile
-        self._pool.wait_ready()
+        if self._pool is not None:
+            self._pool.wait_ready()
         return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
 
     def score(self, call: Call[bodies.Score], emit: Emit) -> Reply:
         """Have every sample graded. The body brings, under `rows`, the rows of these samples by number
         (`workers/roles/data.py`), and says in `what` whether they are of training or evaluation.
 
-        `term_<i>_B` is 0 where grading failed, and `scored_B` is 0 there.
+        `term_<i>_B` is 0 where grading failed, and `scored_B` is 0 there. Terms of judges are not among them: they are
+        at the samples meanwhile, and `ticket` asks for what they say (`await_judges`).
         """
         assert self._config is not None, "build comes first"
-        assert self._pool is not None
         batch = call.batch
         batch.require(COLUMNS[Verb.SCORE].needs, Verb.SCORE)
-        requests = self._requests(batch, call.body.rows)
+        requests, ids = self._requests(batch, call.body.rows), batch["id_B"].tolist()
+        ticket = self._judges.start(requests) if self._judges is not None else None
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
-        grades = self._pool.grade(requests)
-        weights = np.array([term.weight for term in self._config.reward.terms])
-        columns, grades = weigh(grades, weights, self._config.reward.fallback)
-        self._record_failures(call.body, requests, grades, batch["id_B"].tolist())
+        grades = self._pool.grade(requests) if self._pool is not None else [Grade()] * len(requests)
+        weights = np.array([self._config.reward.terms[number].weight for number in self._own])
+        columns, grades = weigh(grades, weights, self._config.reward.fallback, self._own)
+        wheres = [call.body.rows[str(request.row_key)].where for request in requests]
+        self._record_failures(call.body.what, wheres, requests, grades, ids)
+        if ticket is not None:
+            self._awaited[ticket] = Awaited(ids, wheres, [bool(grade.cause) for grade in grades])
         body = {
             "failures": {cause: sum(grade.cause == cause for grade in grades) for cause in CAUSES},
             "samples": self._examples(batch, requests, columns, call.body.samples),
+            "ticket": ticket,
         }
         return body, columns
+
+    def await_judges(self, call: Call[bodies.AwaitJudges], emit: Emit) -> Reply:
+        """Wait for the judges' grades of earlier calls. `term_<i>_B` is 0 where one of them failed, and `scored_B`."""
+        assert self._judges is not None, "no term is a judge's"
+        tickets = call.body.tickets
+        waiting = amount(self._judges.waiting(tickets), "completion")
+        activity.describe(f"judges' grades of {waiting}", "grade", counted=True)
+        requests, rows = self._judges.collect(tickets)
+        awaited = Awaited.joined([self._awaited.pop(ticket) for ticket in tickets])
+        grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*rows, strict=True)]
+        counted = [
+            Grade() if lost else grade for grade, lost in zip(grades, awaited.lost, strict=True)
+        ]  # a completion is lost once
+        self._record_failures(call.body.what, awaited.wheres, requests, counted, awaited.ids)
+        scored = np.array([not grade.cause for grade in grades], dtype=bool)
+        columns: dict[str, Column] = {"scored_B": scored.astype(np.uint8)}
+        for number, row in zip(self._judges.numbers, rows, strict=True):
+            columns[f"term_{number}_B"] = np.array([(one.values or (0.0,))[0] for one in row], dtype=np.float32)
+        failures = {cause: sum(grade.cause == cause for grade in counted) for cause in (*CAUSES, *JUDGE_CAUSES)}
+        return {"failures": failures, "counts": self._judges.take_counts()}, columns
 
     def close(self, call: Call[bodies.Nothing], emit: Emit) -> Reply:
         if self._pool is not None:
             self._pool.close()
+        if self._judges is not None:
+            self._judges.close()
         return {}, {}
 
     def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row]) -> list[Request]:
@@ -93,21 +133,26 @@ class Reward:
         ]
 
     def _record_failures(
-        self, asked: bodies.Score, requests: Sequence[Request], grades: Sequence[Grade], ids: Sequence[int]
+        self,
+        what: bodies.What,
+        wheres: Sequence[str],
+        requests: Sequence[Request],
+        grades: Sequence[Grade],
+        ids: Sequence[int],
     ) -> None:
         assert self._failures is not None
         self._failures.append(
             [
                 {
-                    "what": asked.what,
+                    "what": what,
                     "id": sample,
-                    "row": asked.rows[str(request.row_key)].where,
+                    "row": where,
                     "cause": grade.cause,
                     "text": grade.text,
                     "prompt": request.prompt,
                     "completion": request.completion,
                 }
-                for sample, request, grade in zip(ids, requests, grades, strict=True)
+                for sample, where, request, grade in zip(ids, wheres, requests, grades, strict=True)
                 if grade.cause
             ]
         )
@@ -118,7 +163,7 @@ class Reward:
         """`count` samples spread over the batch, as readable text."""
         assert self._config is not None
         answer = self._config.answer_column
-        terms = [f"term_{index}_B" for index in range(len(self._config.reward.terms))]
+        terms = [f"term_{number}_B" for number in self._own]
         chosen = np.unique(np.linspace(0, len(requests) - 1, min(count, len(requests))).astype(int)).tolist()
         return [
             {
@@ -137,22 +182,40 @@ class Reward:
         verbs: Mapping[Verb, TypedHandler] = {
             Verb.BUILD: self.build,
             Verb.SCORE: self.score,
+            Verb.AWAIT_JUDGES: self.await_judges,
             Verb.CLOSE: self.close,
         }
         return typed(verbs, {Verb.BUILD: RewardConfig})
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """Samples that judges are at: their ids, where their rows stand, and which are lost already."""
+
+    ids: list[int]
+    wheres: list[str]
+    lost: list[bool]
+
+    @staticmethod
+    def joined(parts: Sequence[Awaited]) -> Awaited:
+        return Awaited(
+            *([item for part in parts for item in getattr(part, name)] for name in ("ids", "wheres", "lost"))
+        )
+
+
 def weigh(
-    grades: Sequence[Grade], weights: NDArray[np.float64], fallback: float
+    grades: Sequence[Grade], weights: NDArray[np.float64], fallback: float, numbers: Sequence[int] = ()
 ) -> tuple[dict[str, Column], list[Grade]]:
-    """Weighted sums as columns. A value or a sum beyond MAX_SCORE, with which a step cannot compute, is a bad value."""
+    """Weighted sums as columns. A value or a sum beyond MAX_SCORE, with which a step cannot compute, is a bad value.
+    `numbers`: those of the terms in `reward.terms`, where they are not all."""
+    numbers = numbers or range(len(weights))
     values = np.array([grade.values or (0.0,) * len(weights) for grade in grades]).reshape(-1, len(weights))
     with np.errstate(over="ignore", invalid="ignore"):
         total = values @ weights
     failed = np.array([bool(grade.cause) for grade in grades], dtype=bool)
     usable = (np.abs(total) <= MAX_SCORE) & (np.abs(values) <= MAX_SCORE).all(axis=1)
     checked = [
-        grade if grade.cause or fits else Grade(cause="bad_values", text=_too_large(grade.values, float(one)))
+        grade if grade.cause or fits else Grade(cause="bad_values", text=_too_large(grade.values, float(one), numbers))
         for grade, fits, one in zip(grades, usable, total, strict=True)
     ]
     scored = usable & ~failed
@@ -160,15 +223,15 @@ def weigh(
         "reward_B": np.where(scored, total, fallback).astype(np.float32),
         "scored_B": scored.astype(np.uint8),
     }
-    for index in range(len(weights)):
-        columns[f"term_{index}_B"] = np.where(scored, values[:, index], 0.0).astype(np.float32)
+    for index, number in enumerate(numbers):
+        columns[f"term_{number}_B"] = np.where(scored, values[:, index], 0.0).astype(np.float32)
     return columns, checked
 
 
-def _too_large(values: Sequence[float], total: float) -> str:
+def _too_large(values: Sequence[float], total: float, numbers: Sequence[int]) -> str:
     """What of one sample is beyond the limit."""
-    term = next((index for index, value in enumerate(values) if not abs(value) <= MAX_SCORE), None)
-    what = f"the weighted sum of the terms is {total:g}" if term is None else f"reward.terms[{term}]: {values[term]:g}"
+    found = next(((n, value) for n, value in zip(numbers, values, strict=True) if not abs(value) <= MAX_SCORE), None)
+    what = f"the weighted sum of the terms is {total:g}" if found is None else f"reward.terms[{found[0]}]: {found[1]:g}"
     return f"{what}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
 
 

@@ -81,6 +81,11 @@ OTHER: dict[str, Any] = {
     "reward.terms": [{"kind": "exact_match", "weight": 2.0}],
     "reward.threads": 2,
     "reward.terms.N.path": "other.py:score",
+    "reward.terms.N.base_url": "https://other/v1",
+    "reward.terms.N.prompt": "Rate: {completion}",
+    "reward.terms.N.score_pattern": "(.*)",
+    "reward.terms.N.body": {"top_p": 0.5},
+    "reward.terms.N.key_env": "OTHER_KEY",
     "algorithm.mini_batches_per_step": 2,
     "actor.optimizer.betas": [0.8, 0.9],
     "algorithm.dual_clip": 3.0,
@@ -107,6 +112,7 @@ OTHER: dict[str, Any] = {
     "cluster.remote_shell": ["rsh", "{host}"],
 }
 
+JUDGE = {"base_url": "https://host/v1", "model": "m", "prompt": "{completion}", "min_score": 1, "max_score": 10}
 NODES = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"hostfile": "hosts"}}
 # Longest matching prefix → what the spec needs so that the key means something.
 CONTEXT: dict[str, dict[str, Any]] = {
@@ -203,7 +209,7 @@ def of_kind(place: str, table: type[Table]) -> dict[str, Any]:
     """What makes the table at `place` the one of its kind."""
     kind, family = kind_of(table), place.rpartition(".")[0]
     if family.startswith("reward.terms"):
-        required = {"pattern": "a", "buffer_tokens": 4, "path": "rewards.py:score"}
+        required = {"pattern": "a", "buffer_tokens": 4, "path": "rewards.py:score", **JUDGE}
         return {family: {"kind": kind, **{name: required[name] for name in required if name in table.model_fields}}}
     if family == "algorithm":
         return {"algorithm.kind": kind}

@@ -41,6 +41,7 @@ def examples(folder: Path) -> dict[tuple[Verb, type[BaseModel]], dict[str, Any]]
             "samples": 0,
             "rows": {"7": {"where": "x.jsonl:8", "prompt": "1+1", "values": {"answer": 2}}},
         },
+        Verb.AWAIT_JUDGES: {"what": "train", "tickets": [1]},
         Verb.GENERATE: {"sampling": SAMPLING},
         Verb.SLEEP: {"level": 2},
         Verb.WAKE: {"tags": ["kv_cache", "weights"]},

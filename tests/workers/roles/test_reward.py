@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from judge_server import Asked, judge_server, says, status
 
 import specs
 from backends.hf.tokenizer import TextCodec, load_codec
@@ -295,3 +297,37 @@ def test_values_that_json_does_not_know_travel_as_text(tmp_path: Path) -> None:
     assert table.rows_of(np.zeros(3, np.int64), None) == {
         "0": {"where": "rows:1", "prompt": "p", "values": {"day": "2026-02-03", "answer": 1.5}}
     }
+
+
+def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> None:
+    """`score` answers while the judge has not: `await_judges` waits for it. A completion is lost once."""
+    release = threading.Event()
+    scores = {"1": says("0.5"), "22": says("0.25")}
+
+    def waits(handler: Any, asked: Asked) -> None:
+        assert release.wait(10)
+        scores.get(asked.text.partition(":")[2], status(400))(handler, asked)
+
+    with judge_server(always=waits) as server:
+        judge = {"kind": "judge", "base_url": server.base_url, "model": "m", "prompt": "rate:{completion}"}
+        (tmp_path / "r.py").write_text("def score(prompt, completion, row):\n    return 1 / (len(completion) - 3)\n")
+        own = {"kind": "function", "path": "r.py:score"}
+        role.build([{**judge, "min_score": 0, "max_score": 1, "weight": 4.0}, own])
+        role.call(Verb.OPEN_DATA)
+        prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 2, "group_size": 2}).batch
+        first = role.score(answered(prompts, codec, ["1", "22", "333", "4444"]), samples=1)
+        assert first.body["ticket"] is not None
+        assert first.tensors["reward_B"].tolist() == [-0.5, -1.0, 0.0, 1.0]
+        assert first.tensors["scored_B"].tolist() == [1, 1, 0, 1]
+        assert set(first.tensors) == {"reward_B", "scored_B", "term_1_B"}
+        second = role.score(answered(prompts, codec, ["22", "22", "1", "1"]))
+        release.set()
+        tickets = [first.body["ticket"], second.body["ticket"]]
+        judged = role.call(Verb.AWAIT_JUDGES, {"what": "train", "tickets": tickets})
+    assert judged.tensors["scored_B"].tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
+    assert judged.tensors["term_0_B"].tolist() == [0.5, 0.25, 0, 0, 0.25, 0.25, 0.5, 0.5]
+    assert first.body["failures"] == {"timeouts": 0, "crashes": 0, "exceptions": 1, "bad_values": 0}
+    assert judged.body["failures"]["judge_errors"] == 1, "that of 333 was lost already"
+    lines = (tmp_path / "run" / "reward_failures.jsonl").read_text().splitlines()
+    found = [(record["completion"], record["cause"]) for record in map(json.loads, lines)]
+    assert found == [("333", "exceptions"), ("4444", "judge_errors")]

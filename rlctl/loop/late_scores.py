@@ -1,0 +1,115 @@
+"""Terms of the reward that are graded apart, because they take longer than others: what is known of them at last, and
+how it joins the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specs.schema.rewards import MAX_SCORE
+from specs.wire import bodies
+from specs.wire.messages import Verb
+
+if TYPE_CHECKING:
+    from rlctl.processes.groups import Group
+    from specs.schema.spec import RewardSection
+    from specs.wire.messages import Message
+
+UNUSABLE = "bad_values"
+
+
+@dataclass(frozen=True)
+class LateScores:
+    """The values of some terms, by their number in `reward.terms`, for samples in the order in which they came in.
+    `scored_B`: of which samples there are any. `counts`: what it took, as metrics below `reward/`."""
+
+    value_B: Mapping[int, NDArray[np.float32]]
+    scored_B: NDArray[np.bool_]
+    failures: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    def select(self, indices: NDArray[np.int64]) -> LateScores:
+        value_B = {number: column[indices] for number, column in self.value_B.items()}
+        return replace(self, value_B=value_B, scored_B=self.scored_B[indices])
+
+
+def concat(before: LateScores | None, part: LateScores) -> LateScores:
+    """The scores of samples that came in earlier, and those of later ones."""
+    if before is None:
+        return part
+    return LateScores(
+        {number: np.concatenate([before.value_B[number], column]) for number, column in part.value_B.items()},
+        np.concatenate([before.scored_B, part.scored_B]),
+        add_up([before.failures, part.failures]),
+        add_up([before.counts, part.counts]),
+    )
+
+
+def of_judges(reward: Group, asked: bodies.What, tickets: Sequence[int], step: int) -> LateScores:
+    """Wait for what the judges say of the samples of these tickets."""
+    (answer,) = reward.call(Verb.AWAIT_JUDGES, bodies.AwaitJudges(what=asked, tickets=list(tickets)), step=step)
+    judged = bodies.Judged.of(answer)
+    value_B = {int(name.split("_")[1]): column for name, column in answer.tensors.items() if name.startswith("term_")}
+    return LateScores(value_B, answer.tensors["scored_B"].astype(bool), judged.failures, judged.counts)
+
+
+def tickets_of(answers: Sequence[Message]) -> list[int]:
+    """What judges have still to say of graded samples."""
+    tickets = [bodies.Scores.of(answer).ticket for answer in answers]
+    return [ticket for ticket in tickets if ticket is not None]
+
+
+def add_up(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums by name, in the order in which names are first met."""
+    names = dict.fromkeys(name for one in counts for name in one)
+    return {name: sum(one.get(name, 0) for one in counts) for name in names}
+
+
+def join(columns: Mapping[str, NDArray[Any]], late: Sequence[LateScores], reward: RewardSection) -> JoinedScores:
+    """The whole score of each sample. `columns`: `reward_B`, `scored_B` and `term_<i>_B` of what was graded at once.
+
+    A sample that any term could not grade has `reward.fallback` as its whole score; so has one whose score is beyond
+    MAX_SCORE, with which a step cannot compute.
+    """
+    total = columns["reward_B"].astype(np.float64)
+    scored = columns["scored_B"].astype(bool)
+    terms = {name: column for name, column in columns.items() if name.startswith("term_")}
+    for part in late:
+        scored = scored & part.scored_B
+        with np.errstate(over="ignore", invalid="ignore"):
+            for number, value_B in part.value_B.items():
+                total = total + reward.terms[number].weight * value_B.astype(np.float64)
+                terms[f"term_{number}_B"] = value_B
+    usable = np.abs(total) <= MAX_SCORE
+    for part in late:
+        for value_B in part.value_B.values():
+            usable = usable & (np.abs(value_B.astype(np.float64)) <= MAX_SCORE)
+    unusable = int((scored & ~usable).sum())
+    scored = scored & usable
+    terms = {name: np.where(scored, column, 0.0).astype(np.float32) for name, column in terms.items()}
+    reward_B = np.where(scored, total, reward.fallback).astype(np.float32)
+    return JoinedScores(reward_B, scored, terms, {UNUSABLE: unusable} if unusable else {})
+
+
+@dataclass(frozen=True)
+class JoinedScores:
+    """Scores of all terms. `term_B`: their columns, `term_<i>_B`. `failures`: samples lost in joining, by cause."""
+
+    reward_B: NDArray[np.float32]
+    scored_B: NDArray[np.bool_]
+    term_B: dict[str, NDArray[np.float32]]
+    failures: dict[str, int]
+
+    def complete(self, sample: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """A decoded sample that shows the whole score; `index`: where it stands."""
+        terms = [float(self.term_B[f"term_{number}_B"][index]) for number in range(len(self.term_B))]
+        return {
+            **sample,
+            "reward": float(self.reward_B[index]),
+            "scored": bool(self.scored_B[index]),
+            "terms": terms,
+        }

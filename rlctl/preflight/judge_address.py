@@ -1,0 +1,61 @@
+"""Judges that a spec names: is there a key, and does anybody answer?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from specs.errors import Problem
+from specs.schema.rewards import Judge
+from specs.schema.spec import Spec
+from specs.text import show
+from workers.grading.judge_line import Address, JudgeError, Line, key_problem
+
+TIMEOUT_S = 5.0
+REFUSED = (401, 403)
+
+
+def key_problems(spec: Spec) -> list[Problem]:
+    """Keys that the environment does not have. Nothing is sent."""
+    found = []
+    for index, term in _judges(spec):
+        named = term.key_env.isidentifier()  # else it may be the key itself, and a rule says so
+        if named and (why := key_problem(term.key_env)):
+            hint = f"export {term.key_env}=… before rlctl is called, or leave key_env out where none is needed"
+            found.append(Problem(f"reward.terms.{index}.key_env", why, hint, show(term.key_env)))
+    return found
+
+
+def address_problems(spec: Spec) -> list[Problem]:
+    """Addresses that nobody answers at, or that refuse the key: each is asked for its list of models, once."""
+    judges = {(term.base_url, term.key_env): index for index, term in reversed(list(_judges(spec)))}
+    if not judges:
+        return []
+    with ThreadPoolExecutor(len(judges)) as threads:
+        answers = threads.map(lambda known: _asked(Address(*known)), judges)
+        return [
+            Problem(f"reward.terms.{index}.{answer[0]}", *answer[1:])
+            for index, answer in zip(judges.values(), answers, strict=True)
+            if answer is not None
+        ]
+
+
+def _asked(address: Address) -> tuple[str, str, str, str] | None:
+    """(key, message, hint, value) of what is wrong; None where somebody answers. Not every server lists its models, and
+    some are busy: any other status is an answer too."""
+    line = Line(address)
+    try:
+        line.request("GET", "models", b"", TIMEOUT_S)
+    except JudgeError as error:
+        if address.key and error.status in REFUSED:
+            return "key_env", f"its key is refused: {error}", "check the key and base_url", show(address.key_env)
+        if not error.status:
+            hint = "check the address, and that the server is up and this machine reaches it"
+            return "base_url", f"nobody answers: {error}", hint, show(address.base_url)
+    finally:
+        line.close()
+    return None
+
+
+def _judges(spec: Spec) -> Iterator[tuple[int, Judge]]:
+    return ((index, term) for index, term in enumerate(spec.reward.terms) if isinstance(term, Judge))
