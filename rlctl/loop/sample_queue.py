@@ -250,8 +250,8 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
         raise CheckpointError(f"{path}: {error}") from None
     scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
     thrown = Thrown(**entry["thrown"]) if entry.get("thrown") else None
-    graded = dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]), dict(entry.get("counts", {}))
-    scored = Scored(*scores, *graded, thrown)
+    counts = dict(entry.get("counts", {}))
+    scored = Scored(*scores, dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]), counts, thrown)
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
 
 

@@ -164,7 +164,7 @@ class Generation:
         found: dict[str, LateScores] = {}
         if tickets := late_scores.tickets_of(new):
             found["judges"] = late_scores.of_judges(self._reward, self.what, tickets, self.step)
-        self._late = {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}
+        self._late |= {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}
 
     def _write_all(self) -> None:
         """Wait for every completion. What a lost replica had not finished goes out again, to all."""
