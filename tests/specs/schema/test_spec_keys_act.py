@@ -36,6 +36,7 @@ REWARD = "tests/workers/roles/test_reward.py"
 POOL = "tests/workers/grading/test_pool.py"
 LORA = "tests/backends/train/test_lora.py"
 
+JUDGE = "tests/workers/grading/test_judge.py"
 DYNAMIC = "tests/rlctl/loop/test_dynamic_sampling.py"
 
 # Table.key → the test that fails when the role does not read it.
@@ -71,6 +72,20 @@ NAMED = {
             ("dynamic_sampling", "a_step_learns_from_groups_with_signal_alone"),
             ("max_refills", "the_bound_on_refills_holds_and_zero_draws_none"),
         )
+    },
+    "Judge.weight": "tests/rlctl/run/test_train_judge.py::test_a_judge_beside_another_term",
+    **{
+        f"Judge.{key}": f"{JUDGE}::test_{test}"
+        for test, keys in {
+            "a_request_says_what_the_spec_says": "base_url model prompt system body key_env",
+            "what_a_judge_cost": "prompt_price completion_price",
+            "the_score_in_a_reply": "min_score max_score score_pattern score_key",
+            "many_are_asked_at_once": "concurrency",
+            "a_deadline_holds_for_the_whole_request": "timeout_s",
+            "what_does_not_pass_is_a_failed_grade": "retries",
+            "each_request_is_made_once": "cache cache_file",
+        }.items()
+        for key in keys.split()
     },
     "Function.path": f"{POOL}::test_a_reward_that_cannot_be_loaded_is_named",
     "Lora.rank": f"{LORA}::test_as_built_counts_adapters_apart",

@@ -59,9 +59,8 @@ def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys
 
 def test_a_request_says_what_the_spec_says(tmp_path: Path, server: JudgeServer) -> None:
     keys = {"prompt": "{topic}: {prompt}{completion} ({answer})", "system": "Be fair.", "body": {"top_p": 0.5}}
-    server.always = says("7.5", 100, 3)
-    grades, counts = graded(tmp_path, server.base_url, **keys, prompt_price=1.0, completion_price=2.0)
-    assert grades == [Grade((7.5,))]
+    server.always = says("7.5")
+    assert graded(tmp_path, server.base_url, **keys)[0] == [Grade((7.5,))]
     (asked,) = server.asked
     system = {"role": "system", "content": "Be fair."}
     user = {"role": "user", "content": "sums: 2 + 2 =5 (4)"}
@@ -70,6 +69,11 @@ def test_a_request_says_what_the_spec_says(tmp_path: Path, server: JudgeServer) 
         {"top_p": 0.5, "model": "m", "messages": [system, user]},
     )
     assert asked.headers["Authorization"] == f"Bearer {KEY}"
+
+
+def test_what_a_judge_cost(tmp_path: Path, server: JudgeServer) -> None:
+    server.always = says("7.5", 100, 3)
+    _, counts = graded(tmp_path, server.base_url, prompt_price=1.0, completion_price=2.0)
     tokens = {"judge_prompt_tokens": 100, "judge_completion_tokens": 3, "judge_cost": pytest.approx(106e-6)}
     assert counts == {"judge_requests": 1, "judge_retries": 0, "judge_cached": 0, **tokens}
 
@@ -302,6 +306,10 @@ def test_each_request_is_made_once(tmp_path: Path, server: JudgeServer) -> None:
     assert len(server.asked) == 4, "another model is another request"
     graded(tmp_path, server.base_url, texts, cache=False)
     assert len(server.asked) == 8
+    elsewhere = tmp_path / "another run"
+    graded(elsewhere, server.base_url, texts, cache_file="../judge_cache.jsonl")
+    assert len(server.asked) == 8, "what another run asked"
+    assert not elsewhere.exists()
 
 
 def test_what_failed_is_not_kept(tmp_path: Path, server: JudgeServer) -> None:
