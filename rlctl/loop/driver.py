@@ -17,10 +17,10 @@ from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
 from rlctl.loop.recovery import SteadySync
 from rlctl.loop.residency import Residency
-from rlctl.loop.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Prompts, Sampler, Scored
+from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.step_metrics import RankReport
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError

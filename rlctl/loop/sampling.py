@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop import late_scores
 from rlctl.loop.rollouts import first_valid
+from rlctl.loop.scores import late_scores
 from rlctl.processes.calls import RanksLost
 from specs.schema.spec import RewardSection, Spec
 from specs.wire import bodies
@@ -22,7 +22,7 @@ from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from rlctl.loop.clock import Clock
-    from rlctl.loop.late_scores import LateScores
+    from rlctl.loop.scores.late_scores import LateScores
     from rlctl.processes.calls import Call
     from rlctl.processes.groups import Group
     from specs.wire.messages import Message

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_spec import raw_spec
 
-from rlctl.loop.late_scores import LateScores, concat, join
+from rlctl.loop.scores.late_scores import LateScores, concat, join
 from specs.load.load import spec_from
 from specs.schema.spec import RewardSection
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from running import metrics, preset, warm_rlctl
 
-from rlctl.loop.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.sampling import term_means
+from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 
 
 def said_of(*steps):
