@@ -4,10 +4,12 @@ out."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 Shape = tuple[int, ...]
+LM_HEADS = ("lm_head.weight", "lm_head.bias")
+SCORE_LAYER = "score.weight"
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,16 @@ def is_mixture(parameters: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """All parameters of a causal language model. `source`: where they are known from, in words."""
+    """All parameters of a causal language model, or of what `with_score_layer` makes of it. `source`: where they are
+    known from, in words."""
 
     parameters: tuple[ParameterShape, ...]
     source: str
+
+    def with_score_layer(self, hidden_size: int) -> ModelTensors:
+        """Those of the same backbone below one number for each token, in the place of the logits."""
+        score = ParameterShape(SCORE_LAYER, (1, hidden_size), linear=True)
+        return replace(self, parameters=(*(p for p in self.parameters if p.name not in LM_HEADS), score))
 
     @property
     def elements(self) -> int:

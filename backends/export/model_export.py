@@ -29,7 +29,7 @@ from backends.train.tensor_shards import ShardReader
 from backends.weights.tensor_bytes import named_weights
 from backends.weights.tensor_files import LazyTensor
 from specs.errors import CheckpointError, ExportError
-from specs.wire.role_config import HeadKind
+from specs.schema.roles import HeadKind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A greedy choice counts as decided when it led by more than this many nats: rounding cannot change it.

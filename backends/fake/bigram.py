@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 from backends.protocol import Weight, WeightSpec
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from specs.errors import ModelError
+from specs.schema.roles import HeadKind
 from specs.wire.as_built import ModelBuilt
-from specs.wire.role_config import HeadKind, ModelConfig
+from specs.wire.role_config import ModelConfig
 
 Parameters = dict[str, NDArray[np.float32]]
 ITEM_BYTES = {"fp32": 4, "bf16": 2}

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from specs.errors import ModelError
-from specs.wire.role_config import HeadKind, ModelConfig
+from specs.schema.roles import HeadKind
+from specs.wire.role_config import ModelConfig
 
 
 def auto_class(head: HeadKind, hf_config: PretrainedConfig, path: str) -> Any:

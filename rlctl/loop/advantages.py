@@ -48,13 +48,19 @@ def columns(
 ) -> dict[str, NDArray[np.float32]]:
     """`advantage_T`, and `return_T` where the table estimates it; 0 off the loss mask.
 
+    Samples without a valid score have nothing to teach: advantage 0, and the critic's own values as returns.
+
     The reward of a sample stands at its last loss token; `penalty_T` is taken off at every loss token, so that a
     rollout's score is what is left. Samples with `valid_B` false (aborted, or their grading failed) are left out of all
     statistics and get advantage 0. Raises RlctlError for a table without a function.
     """
     if type(table) in TOKEN_ADVANTAGES:
         tokens = LossTokens.of(table, batch, score_B, valid_B, penalty_T)
-        return tokens.spread(TOKEN_ADVANTAGES[type(table)](table, tokens))
+        found = tokens.spread(TOKEN_ADVANTAGES[type(table)](table, tokens))
+        if "return_T" in found and not valid_B.all():
+            ungraded_T = (batch["loss_mask_T"] > 0) & ~np.repeat(valid_B, batch["length_B"])
+            found["return_T"][ungraded_T] = batch["value_T"][ungraded_T]
+        return found
     group_B, rollout_B = (batch[name].astype(np.int64) for name in ("group_B", "rollout_B"))
     left_B = score_B if penalty_T is None else _left_of(score_B, penalty_T, batch, rollout_B, valid_B)
     tokens_B = batch.sum_by_sequence("loss_mask_T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +21,15 @@ from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Prompts, Sampler, Scored
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
-from rlctl.loop.step_metrics import RankReport
+from rlctl.loop.step_metrics import RankReport, Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
+from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies
 from specs.wire.batch import Batch, balanced_shards
-from specs.wire.messages import COLUMNS, Verb
+from specs.wire.messages import COLUMNS, Message, Verb
 
 if TYPE_CHECKING:
     from rlctl.processes.calls import Call
@@ -44,9 +45,18 @@ class StepRecord:
     samples: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class ModelColumn:
+    """A column that a model computes: whose ranks, and what they are asked."""
+
+    group: Group
+    verb: Verb
+    body: bodies.Body | None = None
+
+
 @dataclass
 class UpdateWindow:
-    """Open from the first optimizer step of an RL step to that step's end. What the actor holds then belongs to no
+    """Open from the first optimizer step of an RL step to that step's end. What the learners hold then belongs to no
     step: it must not be saved, and a Ctrl-C waits until the step is over. An error leaves it open."""
 
     is_open: bool = False
@@ -75,6 +85,7 @@ class Driver:
         self.gap_limits, self.window = gap_limits, window
         self.actor = groups["actor"]
         self.ref = groups.get("ref")
+        self.learners = {role: groups[role] for role in spec.losses}
         self.clock = Clock()
         self.kl = KlController(spec.algorithm)
         self.sampler = Sampler(spec, groups["data"], groups["rollout"], groups["reward"], self.clock, sync.restore)
@@ -93,12 +104,12 @@ class Driver:
         with self.phase("rollout", step):
             drawn = self.queue.take(step)
         with self.phase("train", step):
-            batch = self.add_logprobs(drawn.batch, step)
+            batch = self.add_model_columns(drawn.batch, step)
             batch = self.add_correction(batch, step)
             batch = self.add_advantages(batch, drawn.scored)
             finite_check.check_batch(batch, drawn.scored.reward_B, step)
             updates = self.update(batch, step)
-        self.sync.actor_finished(step)
+        self.sync.actor_finished(self.spec.weights_version(step))
         synced = self.send_weights(step) if self.queue.needs_weights(step) else None
         self.queue.trained()
         self.window.close()
@@ -115,40 +126,42 @@ class Driver:
 
     def begin(self, done: int) -> None:
         """Before the first step of an attempt: the rollout gets the weights that the actor has after `done` steps."""
-        self.sync.actor_finished(done)
+        self.sync.actor_finished(self.spec.weights_version(done))
         self.send_weights(done)
 
-    def send_weights(self, step: int) -> SyncReport:
+    def send_weights(self, step: int) -> SyncReport | None:
         """Wait until nothing is being sampled, then give the rollout the weights that the actor has after `step`
-        steps."""
+        steps. None: it has them, for the actor has not learned since."""
         with self.clock.measure("rollout"):
             self.queue.wait_until_sampled()
+        if self.sync.holds(self.spec.weights_version(step)):
+            return None
         with self.phase("sync", step):
             return self.sync.run(step)
 
     def record(
-        self, step: int, batch: Batch, scored: Scored, updates: step_metrics.RankReports, synced: SyncReport | None
+        self, step: int, batch: Batch, scored: Scored, updates: Updates, synced: SyncReport | None
     ) -> StepRecord:
         """What the step leaves. Warns of what went wrong in it without ending the run."""
-        # Against the sampler the gap of later updates also holds what this step has learned.
-        gaps = updates[:1] if self.spec.ratio_against == "sampler" else updates
-        metrics = step_metrics.collect(step, batch, scored, self.spec.loss, updates, gaps, synced, self.clock.metrics())
+        metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, self.clock.metrics())
         metrics |= correction.diagnostics(batch) | self.correction_metrics
-        metrics |= self.kl.after_step(metrics, len(Rollouts.of(batch["rollout_B"]).first_R))
+        rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
+        metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.reward_failures.see(scored.failures, len(batch), step)
         self.note_no_signal(scored, step)
-        self.note_skipped(metrics["actor/skipped_updates"], len(updates), step)
+        for role, reports in updates.items():
+            self.note_skipped(role, metrics[f"{role}/skipped_updates"], len(reports), step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
         return StepRecord(metrics, scored.samples)
 
-    def note_skipped(self, skipped: int, updates: int, step: int) -> None:
+    def note_skipped(self, role: RoleName, skipped: int, updates: int, step: int) -> None:
         """Warn, once in an attempt, of an optimizer step that was left out."""
         if skipped and not self.said_skipped:
             self.said_skipped = True
             self.progress.warning(
-                f"step {step}: {skipped} of {updates} optimizer steps left out, the gradient was not finite. "
-                "Said once; actor/skipped_updates counts on"
+                f"step {step}: {skipped} of {updates} optimizer steps of the {role} left out, the gradient was not "
+                f"finite. Said once; {role}/skipped_updates counts on"
             )
 
     def note_no_signal(self, scored: Scored, step: int) -> None:
@@ -163,18 +176,19 @@ class Driver:
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
-    def add_logprobs(self, batch: Batch, step: int) -> Batch:
-        """The batch with the log-probs that advantage and loss read: the actor's before the update, the reference's."""
-        wanted: dict[str, tuple[Group, bool]] = {}  # column → who computes it, and whether with adapters
+    def add_model_columns(self, batch: Batch, step: int) -> Batch:
+        """The batch with what advantage and losses read of the models before the update: log-probs of the actor and the
+        reference, the critic's values."""
+        wanted: dict[str, ModelColumn] = {}
+        if self.spec.needs_critic:
+            wanted["value_T"] = ModelColumn(self.learners["critic"], Verb.VALUES)
         if "old_logprob_T" in self.spec.columns_read:
-            wanted["old_logprob_T"] = (self.actor, True)
+            wanted["old_logprob_T"] = self.logprobs_of(self.actor)
         if self.ref is not None:
-            wanted["ref_logprob_T"] = (self.ref, True)
+            wanted["ref_logprob_T"] = self.logprobs_of(self.ref)
         elif self.spec.ref_is_actor:
-            wanted["ref_logprob_T"] = (self.actor, False)
-        calls = {name: self._post_logprobs(group, adapters, batch, step) for name, (group, adapters) in wanted.items()}
-        columns = {name: self._unshard(call, shards, batch) for name, (call, shards) in calls.items()}
-        return batch.with_columns(**columns)
+            wanted["ref_logprob_T"] = self.logprobs_of(self.actor, adapters=False)
+        return batch.with_columns(**self.compute(wanted, batch, step))
 
     def add_correction(self, batch: Batch, step: int) -> Batch:
         """The batch with the off-policy weights, where there are any. The gap's limits hold all the same (`update`)."""
@@ -192,72 +206,103 @@ class Driver:
         self.correction_metrics = {**metrics, "correction/not_finite": excluded}
         return batch.with_columns(correction_T=column_T)
 
-    def _post_logprobs(
-        self, group: Group, adapters: bool, batch: Batch, step: int
-    ) -> tuple[Call, list[NDArray[np.int64]]]:
-        shards = balanced_shards(batch["length_B"], group.size, batch["group_B"])
-        needed = batch.only(COLUMNS[Verb.LOGPROBS].needs)
-        tensors = [needed.select(shard).columns for shard in shards]
-        return group.post(Verb.LOGPROBS, bodies.Logprobs(adapters=adapters), tensors=tensors, step=step), shards
+    @staticmethod
+    def logprobs_of(group: Group, *, adapters: bool = True) -> ModelColumn:
+        return ModelColumn(group, Verb.LOGPROBS, bodies.Logprobs(adapters=adapters))
+
+    def compute(self, wanted: Mapping[str, ModelColumn], batch: Batch, step: int) -> dict[str, NDArray[np.float32]]:
+        """These columns of the batch. Roles that share devices compute one after the other, others together."""
+        columns: dict[str, NDArray[np.float32]] = {}
+        for turn in self.residency.turns([column.group for column in wanted.values()]):
+            calls = {
+                name: self._post_column(column, batch, step) for name, column in wanted.items() if column.group in turn
+            }
+            for name, (call, shards) in calls.items():
+                (given,) = COLUMNS[wanted[name].verb].gives
+                columns[name] = self._unshard(call, given, shards, batch)
+        return columns
 
     @staticmethod
-    def _unshard(call: Call, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:
-        """Put each rank's `logprob_T` back to where its sequences stand in the batch."""
+    def _post_column(column: ModelColumn, batch: Batch, step: int) -> tuple[Call, list[NDArray[np.int64]]]:
+        shards = balanced_shards(batch["length_B"], column.group.size, batch["group_B"])
+        needed = batch.only(COLUMNS[column.verb].needs)
+        tensors = [needed.select(shard).columns for shard in shards]
+        return column.group.post(column.verb, column.body, tensors=tensors, step=step), shards
+
+    @staticmethod
+    def _unshard(call: Call, name: str, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:
+        """Put each rank's numbers, its column `name`, back to where its sequences stand in the batch."""
         out_T = np.zeros(batch.num_tokens, dtype=np.float32)
         for answer, shard in zip(call.result(), shards, strict=True):
-            out_T[batch.token_index(shard)] = answer.tensors["logprob_T"]
+            out_T[batch.token_index(shard)] = answer.tensors[name]
         return out_T
 
     def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
         table, penalty_T = self.spec.algorithm.advantage, self.kl.penalty_T(batch)
         return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B, penalty_T))
 
-    def update(self, batch: Batch, step: int) -> list[list[RankReport]]:
-        """All optimizer steps of this step; returns each rank's report for each. Raises LogprobGapError before the
-        first one when sampler and trainer disagree, NotFiniteError before the one whose loss is not a number."""
+    def update(self, batch: Batch, step: int) -> Updates:
+        """All optimizer steps of this step; returns what each rank of each role that learned reports of each. Raises
+        LogprobGapError before the first one when sampler and trainer disagree, NotFiniteError before the one whose
+        loss is not a number."""
         algorithm = self.spec.algorithm
-        reports: list[list[RankReport]] = []
-        loss = self.kl.in_loss(self.spec.loss)
-        batch.require(loss.columns, Verb.UPDATE)
-        needed = batch.only(loss.columns)
+        updates: Updates = {role: [] for role in self.learners if step > self.spec.learns_after(role)}
         if "old_logprob_T" in batch:
             self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), step)
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, step, epoch)
             for chosen in mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed):
-                mini = needed.select(chosen)
-                shards = balanced_shards(mini["length_B"], self.actor.size, batch["group_B"][chosen])
-                replies = self.actor.call(
-                    Verb.UPDATE,
-                    bodies.Update(loss=loss, scale=self.loss_scale(mini)),
-                    tensors=[mini.select(shard).columns for shard in shards],
-                    step=step,
-                )
-                sums = [bodies.Updated.of(reply).sums for reply in replies]
-                if not reports and "old_logprob_T" not in batch:
-                    self.check_gap(batch, Gap.of_sums(sums), step)
-                if found := finite_check.check_sums(sums, step):
-                    raise self.not_finite(found, batch.select(chosen), step)
-                self.window.open()
-                stepped = [bodies.Stepped.of(reply) for reply in self.actor.call(Verb.STEP, step=step)]
-                reports.append([RankReport(*pair) for pair in zip(sums, stepped, strict=True)])
-        return reports
+                for role, reports in self.one_update(batch, chosen, list(updates), step).items():
+                    updates[role].append(reports)
+        return updates
+
+    def one_update(
+        self, batch: Batch, chosen: NDArray[np.int64], roles: Sequence[RoleName], step: int
+    ) -> dict[RoleName, list[RankReport]]:
+        """An optimizer step of each role on the chosen samples; none, where the loss of one is not a number."""
+        mini = batch.select(chosen)
+        answers = self.in_turns(roles, lambda role: self._post_update(role, mini, step))
+        sums = {role: [bodies.Updated.of(answer).sums for answer in answers[role]] for role in roles}
+        if "actor" in sums and "old_logprob_T" not in batch and not self.window.is_open:
+            self.check_gap(batch, Gap.of_sums(sums["actor"]), step)
+        for role in roles:
+            if found := finite_check.check_sums(sums[role], step):
+                raise self.not_finite(role, found, mini, step)
+        self.window.open()
+        answers = self.in_turns(roles, lambda role: self.learners[role].post(Verb.STEP, step=step))
+        stepped = {role: [bodies.Stepped.of(answer) for answer in answers[role]] for role in roles}
+        return {role: [RankReport(*pair) for pair in zip(sums[role], stepped[role], strict=True)] for role in roles}
+
+    def in_turns(self, roles: Sequence[RoleName], post: Callable[[RoleName], Call]) -> dict[RoleName, list[Message]]:
+        """Answers of these learners. Those that share devices compute one after the other, others together."""
+        answers: dict[RoleName, list[Message]] = {}
+        for turn in self.residency.turns([self.learners[role] for role in roles]):
+            calls = {group.role: post(group.role) for group in turn}
+            answers |= {role: call.result() for role, call in calls.items()}
+        return answers
+
+    def _post_update(self, role: RoleName, mini: Batch, step: int) -> Call:
+        """Loss and gradients of the mini-batch; weights are not changed yet."""
+        loss, group = self.kl.in_loss(self.spec.losses[role]), self.learners[role]
+        mini.require(loss.columns, Verb.UPDATE)
+        needed, shards = mini.only(loss.columns), balanced_shards(mini["length_B"], group.size, mini["group_B"])
+        body = bodies.Update(loss=loss, scale=self.loss_scale(mini))
+        return group.post(Verb.UPDATE, body, tensors=[needed.select(shard).columns for shard in shards], step=step)
 
     def check_gap(self, batch: Batch, gap: Gap, step: int) -> None:
         """Refuse to learn from samples on which sampler and trainer disagree. Raises LogprobGapError."""
         if not self.gap_limits.broken_by(gap):
             return
         if "old_logprob_T" not in batch:  # the trainer's are still the current ones
-            batch = batch.with_columns(old_logprob_T=self.actor_logprobs(batch, step))
+            batch = batch.with_columns(**self.compute({"old_logprob_T": self.logprobs_of(self.actor)}, batch, step))
         raise self.gap_limits.stop(gap, batch, batch["old_logprob_T"], step)
 
-    def not_finite(self, found: str, batch: Batch, step: int) -> NotFiniteError:
+    def not_finite(self, role: RoleName, found: str, mini: Batch, step: int) -> NotFiniteError:
         """The error of a mini-batch whose loss, of which `found` says what is wrong, is not finite."""
-        return finite_check.of_update(found, batch, self.actor_logprobs(batch, step))
-
-    def actor_logprobs(self, batch: Batch, step: int) -> NDArray[np.float32]:
-        """Those of the weights that the actor has now."""
-        return self._unshard(*self._post_logprobs(self.actor, True, batch, step), batch)
+        if self.learners[role] is not self.actor:
+            return finite_check.of_value_update(found, mini)
+        now_T = self.compute({"now": self.logprobs_of(self.actor)}, mini, step)["now"]
+        return finite_check.of_update(found, mini, now_T)
 
     def loss_scale(self, mini: Batch) -> bodies.Scale:
         """Global counts of a mini-batch: what every rank divides by."""
@@ -285,8 +330,7 @@ class Driver:
         """Reward of greedy completions of the held-out prompts, with the weights after `step` steps."""
         section = self.spec.eval
         assert section is not None
-        if not self.sync.holds(step):
-            self.send_weights(step)
+        self.send_weights(step)
         self.sync.resend_if_asleep(step)
         with self.phase("rollout", step, "evaluation"):
             sampler = self.sampler

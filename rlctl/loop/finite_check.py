@@ -20,6 +20,7 @@ CHECKED = {
     "rollout_logprob_T": ("the rollout's log-prob", f"{_LOGPROBS}, and at sync/probe_gap of the step before"),
     "old_logprob_T": ("the actor's log-prob", _LOGPROBS),
     "ref_logprob_T": ("the reference's log-prob", _LOGPROBS),
+    "value_T": ("the critic's value", "its weights or activations overflow: look at its dtype and critic.optimizer.lr"),
     "advantage_T": ("the advantage", "look at the scores of its group: they are too far apart"),
     "correction_T": ("the off-policy weight", "look at rollout/logprob_gap of the last steps"),
     "return_T": ("the return", "look at the scores and the critic's values of this sample"),
@@ -60,6 +61,19 @@ def of_update(found: str, batch: Batch, trainer_logprob_T: NDArray[np.floating[A
         f"{found} in the update. Worst sample: id {batch['id_B'][worst.index]}, whose log-prob the actor moved by up "
         f"to {worst.largest:.3g} nats (loss token {worst.position}). {_STOPPED}",
         hint="the actor's weights or activations overflow: lower actor.optimizer.lr or the rewards, or go on from an "
+        "earlier checkpoint",
+    )
+
+
+def of_value_update(found: str, batch: Batch) -> NotFiniteError:
+    """The same of a critic's mini-batch. The sample to blame is the one whose return is furthest from its value."""
+    error_T = np.abs(batch["return_T"].astype(np.float64) - batch["value_T"])
+    token = int(np.argmax(np.where(batch["loss_mask_T"] > 0, error_T, 0.0)))
+    sample = int(np.searchsorted(batch.offsets, token, side="right")) - 1
+    return NotFiniteError(
+        f"{found} in the critic's update. Worst sample: id {batch['id_B'][sample]}, where the return is up to "
+        f"{error_T[token]:.3g} from the value. {_STOPPED}",
+        hint="the critic's weights or activations overflow: lower critic.optimizer.lr or the rewards, or go on from an "
         "earlier checkpoint",
     )
 

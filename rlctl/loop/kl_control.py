@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
 from specs.errors import CheckpointError
-from specs.schema.algorithms.algorithm import Algorithm, KlEstimator, Loss
+from specs.schema.algorithms.algorithm import Algorithm, AnyLoss, KlEstimator, Loss
 from specs.wire.batch import Batch
 
 MAX_LOG_RATIO, MAX_KL, MAX_ERROR = 20.0, 10.0, 0.2
@@ -58,17 +58,19 @@ class KlController:
         }
         return self.coef * kl_T
 
-    def in_loss(self, loss: Loss) -> Loss:
-        """The loss with the weight of now."""
-        return loss.model_copy(update={"kl_coef": self.coef}) if loss.needs_ref else loss
+    def in_loss(self, loss: AnyLoss) -> AnyLoss:
+        """The loss with the weight of now; one without a KL as it is."""
+        has_kl = isinstance(loss, Loss) and loss.needs_ref
+        return loss.model_copy(update={"kl_coef": self.coef}) if has_kl else loss
 
-    def after_step(self, metrics: Mapping[str, Any], rollouts: int) -> dict[str, float]:
-        """Steer by the step's KL; what it adds to the step's metrics, with the weight that the step had."""
+    def after_step(self, metrics: Mapping[str, Any], rollouts: int, *, learned: bool = True) -> dict[str, float]:
+        """Steer by the step's KL, if the actor `learned` in it; what it adds to the metrics, with the weight that
+        the step had."""
         if not self.coef:
             return {}
         found = {**self._measured, "actor/kl_coef": self.coef}
         target = self.algorithm.kl_target
-        if target is not None:
+        if target is not None and learned:
             error = float(np.clip(found.get("actor/kl", metrics["actor/kl"]) / target - 1.0, -MAX_ERROR, MAX_ERROR))
             self.coef *= 1.0 + error * rollouts / self.algorithm.kl_horizon
         return found

@@ -84,7 +84,10 @@ class GapLimits:
         return self.limit is not None and not gap.mean <= self.limit
 
     def note(self, metrics: Mapping[str, Any], step: int) -> dict[str, int]:
-        """Warn, once in a run, of a step that is over the first threshold; the count of such steps, as a metric."""
+        """Warn, once in a run, of a step that is over the first threshold; the count of such steps, as a metric.
+        Nothing where the actor did not learn."""
+        if "rollout/logprob_gap" not in metrics:
+            return {}
         mean, largest = metrics["rollout/logprob_gap"], metrics["rollout/logprob_gap_max"]
         if self.warn_at is not None and not mean <= self.warn_at:
             self._steps_over += 1

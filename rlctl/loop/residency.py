@@ -50,6 +50,7 @@ State = frozenset[str]
 """What a holder has on the device; empty: nothing."""
 
 NOTHING: State = frozenset()
+NO_DEVICES: frozenset[int] = frozenset()
 MODEL: State = frozenset({"model"})  # of a trainer, with gradients and optimizer where it learns
 WEIGHTS, WEIGHTS_AND_CACHE = frozenset({"weights"}), frozenset({"weights", "kv_cache"})
 
@@ -99,9 +100,15 @@ def sleep_level(spec: Spec) -> Level:
 class Residency:
     """Moves roles between phases. On shared devices it starts with every holder as `MOVES` says of it `after_build`."""
 
-    def __init__(self, shared: bool, groups: Sequence[Group], level: Level = SLEEP_LEVEL) -> None:
-        """`groups`: of all roles that hold a device. `level`: how deep samplers sleep."""
-        self.shared, self.level = shared, level
+    def __init__(
+        self,
+        shared: bool,
+        groups: Sequence[Group],
+        level: Level = SLEEP_LEVEL,
+        devices: Mapping[RoleName, frozenset[int]] | None = None,
+    ) -> None:
+        """`groups`: of all roles that hold a device. `level`: how deep samplers sleep. `devices`: GPUs of each role."""
+        self.shared, self.level, self.devices = shared, level, devices or {}
         self.holders = [group for holds in TABLE for group in groups if ROLES[group.role].holds == holds]
         self.states: dict[RoleName, State] = {group.role: _moves(group).after_build for group in self.holders}
         self.phase: Phase | None = None
@@ -130,6 +137,20 @@ class Residency:
     def sampler_asleep(self) -> bool:
         """A sampler holds nothing of a shared device."""
         return self.shared and any(ROLES[role].samples and not state for role, state in self.states.items())
+
+    def turns(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """Groups that may compute at the same time, together: those that share a device take turns, in their order."""
+        turns: list[list[Group]] = []
+        for group in dict.fromkeys(groups):
+            meets = [any(self._share(group, other) for other in turn) for turn in turns]
+            first = len(meets) - meets[::-1].index(True) if True in meets else 0
+            if first == len(turns):
+                turns.append([])
+            turns[first].append(group)
+        return turns
+
+    def _share(self, one: Group, other: Group) -> bool:
+        return self.shared or bool(self.devices.get(one.role, NO_DEVICES) & self.devices.get(other.role, NO_DEVICES))
 
     def take_memory(self) -> dict[str, float]:
         """Metrics of the moves since the last call; of several moves the last."""

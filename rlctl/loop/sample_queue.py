@@ -2,7 +2,8 @@
 the actor trains.
 
 The *version* of weights is the number of steps that the actor had finished when they were sent; a sample's *staleness*
-in step s is s - 1 - version. When the last batch that was sent out is the next to be learned from, the weights are
+in step s is s - 1 - version. (First steps in which a critic learns alone count as finished: `Spec.weights_version`.)
+When the last batch that was sent out is the next to be learned from, the weights are
 synced, and the n batches after it go out together:
 
     n = 0     sync 0, rollout 1, train 1 │ sync 1, rollout 2, train 2 │ …
@@ -56,11 +57,11 @@ class Planned:
     generation: Generation | None = None
     drawn: Drawn | None = None
 
-    def drop_stale(self, max_staleness: int) -> int:
-        """Keep of a finished batch what is fresh in its step. Returns how many samples went."""
+    def drop_stale(self, version: int, max_staleness: int) -> int:
+        """Keep of a finished batch what is fresh beside weights of `version`. Returns how many samples went."""
         drawn = self.drawn
         assert drawn is not None
-        self.drawn = drawn.fresh(self.step, max_staleness)
+        self.drawn = drawn.fresh(version, max_staleness)
         return len(drawn.batch) - len(self.drawn.batch)
 
 
@@ -104,7 +105,7 @@ class SampleQueue:
         planned = self.line[0]
         assert planned.step == step, f"step {step} cannot train on the batch of step {planned.step}"
         self._finish(planned)
-        self.dropped += planned.drop_stale(self.max_staleness)
+        self.dropped += planned.drop_stale(self.spec.weights_version(step - 1), self.max_staleness)
         return self._finish(planned)
 
     def trained(self) -> None:
@@ -184,7 +185,7 @@ class SampleQueue:
         dropped, self.dropped = self.dropped, 0
         if not (self.max_staleness or dropped):
             return {}
-        staleness_B = step - 1 - batch["version_B"]
+        staleness_B = self.spec.weights_version(step - 1) - batch["version_B"]
         return {
             "rollout/staleness_mean": float(staleness_B.mean()),
             "rollout/staleness_max": int(staleness_B.max()),
@@ -219,7 +220,8 @@ class SampleQueue:
         left_out: dict[int, int] = {}
         for planned in kept:
             drawn = self._finish(planned)
-            if left_out or not len(drawn.fresh(planned.step, self.max_staleness).batch):
+            version = self.spec.weights_version(planned.step - 1)
+            if left_out or not len(drawn.fresh(version, self.max_staleness).batch):
                 self.position = planned.start if not left_out else self.position
                 left_out[planned.step] = len(drawn.batch)
             else:

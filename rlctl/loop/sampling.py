@@ -262,10 +262,10 @@ class Drawn:
     batch: Batch
     scored: Scored
 
-    def fresh(self, step: int, max_staleness: int) -> Drawn:
-        """Without the groups that hold a sample which is more than `max_staleness` steps old in step `step`: a group
-        is compared within itself, so it stays or goes as a whole."""
-        stale_B = step - 1 - self.batch["version_B"] > max_staleness
+    def fresh(self, version: int, max_staleness: int) -> Drawn:
+        """Without the groups that hold a sample which is more than `max_staleness` older than weights of `version`: a
+        group is compared within itself, so it stays or goes as a whole."""
+        stale_B = version - self.batch["version_B"] > max_staleness
         if not stale_B.any():
             return self
         group_B = self.batch["group_B"]

@@ -15,7 +15,8 @@ import numpy as np
 
 from rlctl.loop.advantages import silent_group_share
 from rlctl.loop.rollouts import Rollouts
-from specs.schema.algorithms.algorithm import Loss, LossMetric
+from specs.schema.algorithms.algorithm import AnyLoss, Loss, LossMetric
+from specs.schema.roles import ROLES, RoleName
 from specs.wire.bodies import Stepped
 
 if TYPE_CHECKING:
@@ -33,20 +34,20 @@ class RankReport:
 
 
 RankReports = Sequence[Sequence[RankReport]]  # [optimizer step][rank]
+Updates = dict[RoleName, list[list[RankReport]]]  # of each role that learned in a step
 
 
 def collect(
     step: int,
     batch: Batch,
     scored: Scored,
-    loss: Loss,
-    updates: RankReports,
-    gaps: RankReports,
+    losses: Mapping[RoleName, AnyLoss],
+    updates: Mapping[RoleName, RankReports],
     synced: SyncReport | None,
     times: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The step's metrics, ready to be written. Each rollout counts once, with the tokens of all its samples. `gaps`:
-    those of `updates` whose sampler gap counts. `synced` None: the rollout keeps the weights that it has. `times`: what
+    """The step's metrics, ready to be written. Each rollout counts once, with the tokens of all its samples. `losses`:
+    of each role that is in `updates`. `synced` None: the rollout keeps the weights that it has. `times`: what
     the clock says of the step."""
     rollouts = Rollouts.of(batch["rollout_B"])
     tokens_R = rollouts.sums(batch.sum_by_sequence("loss_mask_T"))
@@ -65,7 +66,9 @@ def collect(
         **(thrown.metrics() if thrown else {}),
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
         **{f"reward/{name}": value for name, value in scored.counts.items()},
-        **update_metrics(loss, updates, gaps),
+        **{key: value for role in updates for key, value in update_metrics(role, losses[role], updates[role]).items()},
+        **_work([report for reports in updates.values() for ranks in reports for report in ranks]),
+        **_explained(batch, scored),
         "rollout/length_mean": float(tokens_R.mean()),
         "rollout/length_max": int(tokens_R.max()),
         "rollout/finished": float(rollouts.all(batch["finished_B"] != 0).mean()),
@@ -85,21 +88,40 @@ def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
     return idle + max(0.0, end - reached)
 
 
-def update_metrics(loss: Loss, updates: RankReports, gaps: RankReports) -> dict[str, Any]:
+def update_metrics(role: RoleName, loss: AnyLoss, updates: RankReports) -> dict[str, Any]:
     """What the loss declares, and how the updates went. Gradient norms are a mean over optimizer steps."""
-    reports = [report for ranks in updates for report in ranks]
+    prefix = ROLES[role].metrics
+    # Against the sampler the gap of later updates also holds what this step has learned.
+    gaps = updates[:1] if isinstance(loss, Loss) and loss.anchor == "sampler" else updates
     first = [ranks[0] for ranks in updates]
     norms = [report.stepped.grad_norm for report in first if math.isfinite(report.stepped.grad_norm)]
     declared = {metric.name: _reduced(metric, gaps if metric.before_learning else updates) for metric in loss.metrics}
     return {
         **declared,
-        **({"actor/grad_norm": float(np.mean(norms))} if norms else {}),
-        "actor/lr": first[-1].stepped.lr,
-        "actor/skipped_updates": sum(report.stepped.skipped for report in first),
+        **({f"{prefix}grad_norm": float(np.mean(norms))} if norms else {}),
+        f"{prefix}lr": first[-1].stepped.lr,
+        f"{prefix}skipped_updates": sum(report.stepped.skipped for report in first),
+        f"mem/{role}_peak_GiB": max(report.stepped.peak_GiB for ranks in updates for report in ranks),
+    }
+
+
+def _work(reports: Sequence[RankReport]) -> dict[str, int]:
+    """What all ranks computed together."""
+    return {
         "perf/micro_batches": int(sum(report.sums["micro_batches"] for report in reports)),
         "perf/micro_batch_tokens_max": int(max(report.sums["micro_batch_tokens_max"] for report in reports)),
-        "mem/actor_peak_GiB": max(report.stepped.peak_GiB for report in reports),
     }
+
+
+def _explained(batch: Batch, scored: Scored) -> dict[str, float]:
+    """Share of the returns' variance that the critic's values, from before the update, explain: 1 - Var(R - V) / Var(R)
+    over the loss tokens of graded samples. Left out where all returns are the same."""
+    if "return_T" not in batch:
+        return {}
+    graded_T = (batch["loss_mask_T"] > 0) & np.repeat(scored.scored_B, batch["length_B"])
+    value_N, return_N = (batch[name][graded_T].astype(np.float64) for name in ("value_T", "return_T"))
+    variance = float(return_N.var()) if len(return_N) else 0.0
+    return {"critic/explained_variance": 1 - float((return_N - value_N).var()) / variance} if variance > 0 else {}
 
 
 def _reduced(metric: LossMetric, updates: RankReports) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.schema.algorithms.algorithm import Advantage
-from specs.schema.algorithms.algorithm_tables import ReturnToGo
+from specs.schema.algorithms.algorithm_tables import Gae, ReturnToGo
 from specs.wire.batch import Batch
 
 WHITEN_EPS = 1e-8
@@ -31,6 +31,11 @@ class LossTokens:
     column: Mapping[str, Numbers]  # those that the table reads, by their names in the batch
     at_N: NDArray[np.int64]  # where they stand in the batch's columns
     total: int  # tokens of the batch
+
+    @property
+    def length_S(self) -> NDArray[np.int64]:
+        """Loss tokens of each sample that has some."""
+        return np.diff(np.flatnonzero(self.last_N), prepend=-1)
 
     @staticmethod
     def of(
@@ -87,10 +92,12 @@ def decayed_sums(value_N: Numbers, decay_N: Numbers) -> Numbers:
         sum_WR[column] += decay_WR[column] * sum_WR[column + 1]
         decay_WR[column] *= decay_WR[column + 1]  # of a whole row: what it hands on from the next
     behind_R, carried = np.zeros(rows), 0.0
+    row_sums, row_decays = (of_WR[:1].reshape(-1).tolist() for of_WR in (sum_WR, decay_WR))
     for row in range(rows - 1, -1, -1):
         behind_R[row] = carried
-        carried = sum_WR[0, row] + decay_WR[0, row] * carried
-    sum_WR += decay_WR * behind_R
+        carried = row_sums[row] + row_decays[row] * carried
+    decay_WR *= behind_R
+    sum_WR += decay_WR
     return np.asarray(sum_WR.T.reshape(-1)[:count])
 
 
@@ -111,6 +118,25 @@ def _return_to_go(table: ReturnToGo, tokens: LossTokens) -> TokenAdvantages:
     return TokenAdvantages(whitened(return_N))
 
 
+def _gae(table: Gae, tokens: LossTokens) -> TokenAdvantages:
+    """Σ (γλ)^k · δ of the k-th token from here, δ = reward + γ · V of the next loss token - V (Schulman et al. 2015,
+    eq. 16), nothing behind a sample's last one. Returns are advantages with the critic's own λ, plus V (Yuan et al.
+    2025); before whitening. With `gae_length_alpha`: λ = 1 - 1/(α · loss tokens of the sample) (Yue et al. 2025)."""
+    value_N, discount_N = tokens.column["value_T"], np.where(tokens.last_N, 0.0, table.discount)
+    delta_N = tokens.reward_N - value_N
+    delta_N[:-1] += discount_N[:-1] * value_N[1:]
+    by_critic_N = decayed_sums(delta_N, discount_N * table.lambda_value)
+    if table.gae_length_alpha is not None:
+        lambda_S = np.maximum(1 - 1 / (table.gae_length_alpha * tokens.length_S), 0.0)
+        advantage_N = decayed_sums(delta_N, discount_N * np.repeat(lambda_S, tokens.length_S))
+    elif table.lambda_value == table.gae_lambda:
+        advantage_N = by_critic_N
+    else:
+        advantage_N = decayed_sums(delta_N, discount_N * table.gae_lambda)
+    return TokenAdvantages(whitened(advantage_N) if table.whiten else advantage_N, by_critic_N + value_N)
+
+
 TOKEN_ADVANTAGES: Mapping[type[Advantage], Callable[[Any, LossTokens], TokenAdvantages]] = {
     ReturnToGo: _return_to_go,
+    Gae: _gae,
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from specs.memory_parts import DTYPE_BYTES, Moment, Part
 from specs.model_facts import ModelFacts
+from specs.schema.roles import HeadKind
 from specs.schema.spec import DType
 
 _FP32 = 4
@@ -32,6 +33,7 @@ class Pass:
     logits_chunk: int
     attention: str
     recompute: bool
+    head: HeadKind = "lm"
     trains_head: bool = True
     entropy: bool = False
 
@@ -70,7 +72,7 @@ def scoring_parts(work: Pass) -> Iterator[Part]:
 
 
 def _scored_bytes(work: Pass) -> int:
-    return min(work.logits_chunk, work.tokens) * work.facts.vocab_size * 3 * _FP32
+    return min(work.logits_chunk, work.tokens) * work.facts.vocab_size * 3 * _FP32 if work.head == "lm" else 0
 
 
 def _layer_bytes(work: Pass) -> int:
@@ -99,6 +101,9 @@ def _forward_bytes(work: Pass) -> int:
 
 def _head_bytes(work: Pass) -> int:
     """One chunk of logits with what the loss makes of it, and the gradients of hidden states and of the head."""
+    hidden = 2 * work.tokens * work.facts.hidden_size * work.size
+    if work.head != "lm":
+        return hidden
     chunk, vocabulary = min(work.logits_chunk, work.tokens), work.facts.vocab_size
     copies = 5 if work.entropy else 4  # logits, log-probs, probabilities, products of them
     logits = chunk * vocabulary * copies * _FP32
@@ -106,4 +111,4 @@ def _head_bytes(work: Pass) -> int:
     if work.trains_head:
         sums = 2 if work.tokens > chunk else 1
         weight = vocabulary * work.facts.hidden_size * (sums * _FP32 + (work.size if work.dtype == "bf16" else 0))
-    return logits + weight + 2 * work.tokens * work.facts.hidden_size * work.size
+    return logits + weight + hidden

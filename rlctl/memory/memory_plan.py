@@ -117,6 +117,7 @@ def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: 
         logits_chunk=engine.logits_chunk(on_gpu=device != "cpu") if isinstance(engine, TrainedHere) else tokens,
         attention=spec.attention(role),
         recompute=bool(getattr(section, "gradient_checkpointing", False)),
+        head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,
         entropy=spec.loss.entropy_coef != 0,
     )

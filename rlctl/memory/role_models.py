@@ -15,7 +15,7 @@ from rlctl.models.paths import model_folder
 from specs.errors import Problem, SpecError
 from specs.model_facts import ModelFacts, model_facts
 from specs.model_shapes import ModelTensors
-from specs.schema.roles import RoleName
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -45,6 +45,8 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path, *, may_build: bool = 
         message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights"
         hint = f"put the model's safetensors beside its config.json; known: {', '.join(KNOWN_FAMILIES)}"
         raise SpecError([Problem(key, message, hint, show(path))])
+    if ROLES[role].head != "lm":
+        tensors = tensors.with_score_layer(facts.hidden_size)
     return Model(config, facts, tensors)
 
 

@@ -176,11 +176,16 @@ def table(spec: Spec, reports: Reports) -> Table:
         if model is None:
             grid.add_row(role, held)
             continue
-        name = f"{model.model_class.removesuffix('ForCausalLM')} {Path(model.path).name}"
+        name = f"{_family(model)} {Path(model.path).name}"
         expected = spec.attention(role)
         attention = model.attn_implementation if expected != "auto" else f"{model.attn_implementation} (auto)"
         grid.add_row(role, held, name, _parameters(model), model.dtype, attention)
     return grid
+
+
+def _family(model: ModelBuilt) -> str:
+    """Its class, without what the role says already."""
+    return model.model_class.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
 
 
 def _parameters(model: ModelBuilt) -> str:

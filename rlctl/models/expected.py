@@ -53,9 +53,11 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
     if section.engine.model_of == "bigram":
         return expected | ({"vocab_size": config["vocab_size"]} if "vocab_size" in config else {})
     if section.engine.model_of == "transformers":
-        expected |= _shape(config)
+        head = ROLES[role].head
+        expected |= {**_shape(config), "head": "lm" if head == "lm" else "score"}
         tensors = tensors_of_config(config)
         if tensors is not None and "tied_embeddings" in expected:
+            tensors = tensors if head == "lm" else tensors.with_score_layer(expected["hidden_size"])
             expected["parameters"] = tensors.elements
             expected["trainable_parameters"] = _learning(tensors, section) if ROLES[role].learns else 0
     return expected

@@ -33,6 +33,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             trust_remote_code=spec.model.trust_remote_code,
             device="cuda" if spec.role(role).devices else "cpu",
             max_sequence_tokens=spec.max_sequence_tokens,
+            head=ROLES[role].head,
         )
 
     def trainer(role: RoleName, section: Any) -> TrainConfig:
@@ -42,7 +43,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             engine=section.engine,
             optimizer=section.optimizer if ROLES[role].learns else None,
             lora=getattr(section, "lora", None),
-            total_optimizer_steps=spec.optimizer_steps,
+            total_optimizer_steps=spec.optimizer_steps_of(role),
             micro_batch_tokens=section.micro_batch_tokens,
             gradient_checkpointing=getattr(section, "gradient_checkpointing", False),
             temperature=spec.rollout.temperature,

@@ -24,7 +24,7 @@ from specs.load.keys import (
 )
 from specs.load.synonyms import ABSENT, RENAMED, SECTIONS, SYNONYMS, TWINS
 from specs.schema.engines.foreign import foreign_kinds
-from specs.schema.roles import ABSENT_ROLES, ROLES
+from specs.schema.roles import ROLES
 from specs.schema.table import Table
 from specs.text import show
 
@@ -50,7 +50,6 @@ BOUNDS = {
     "less_than_equal": ("le", "must be at most"),
 }
 NEVER_KEYS = {
-    **ABSENT_ROLES,
     "lora": ("only the actor has adapters", "write it as actor.lora"),
 }
 PATTERNS = {

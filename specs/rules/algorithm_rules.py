@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.algorithms.algorithm_tables import GaeKeys
+from specs.schema.engines.transformers_tables import TrainedHere
+from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.text import show
@@ -16,6 +19,7 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
     yield from _kl(spec)
     yield from _dynamic_sampling(spec)
     yield from _correction(spec)
+    yield from _critic(spec)
 
 
 def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
@@ -83,3 +87,18 @@ def _correction(spec: Spec) -> Iterator[Problem]:
         yield Problem(f"{key}.mode", message, hint, show(table.mode))
     if table.band[0] == table.band[1]:
         yield Problem(f"{key}.high", "the band is empty: low and high are 1", "widen it", show(table.high))
+
+
+def _critic(spec: Spec) -> Iterator[Problem]:
+    algorithm = spec.algorithm
+    if spec.critic is not None and not spec.needs_critic:
+        hint = 'set algorithm.kind = "ppo", or remove the section'
+        yield Problem("[critic]", f'has no effect: algorithm.kind = "{algorithm.kind}" has no critic', hint)
+    settled = isinstance(algorithm, GaeKeys) and None not in (algorithm.gae_length_alpha, algorithm.gae_lambda_value)
+    if settled and "gae_lambda" in algorithm.model_fields_set:
+        why = "the policy's λ follows from gae_length_alpha, and the critic's is gae_lambda_value"
+        yield no_effect("algorithm.gae_lambda", algorithm, why)
+    for role, section in spec.sections():
+        engine = getattr(section, "engine", None)
+        if ROLES[role].head != "lm" and isinstance(engine, TrainedHere) and engine.logits_chunk_tokens is not None:
+            yield no_effect(f"{role}.engine.logits_chunk_tokens", engine, "its head gives one number, and no logits")

@@ -20,10 +20,11 @@ from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
 from specs.rules.transport_rules import transport_problems
+from specs.schema.algorithms.algorithm_tables import ValueLossKeys
 from specs.schema.mesh import devices_of_a_process
 from specs.schema.rewards import Overlong
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import ModelRole, RoleSection, Spec
+from specs.schema.spec import ModelRole, Optimizer, RoleSection, Spec
 from specs.schema.table import no_effect
 from specs.text import show
 
@@ -40,6 +41,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
     return [
         *_ratio_bounds(spec),
         *learning_warnings(spec),
+        *_critic_bounds(spec),
         *_never_warm(spec),
         *algorithm_warnings(spec),
         *run_ahead_warnings(spec),
@@ -62,12 +64,33 @@ def _ratio_bounds(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"algorithm.{key}", message, hint, show(getattr(spec.algorithm, key)))
 
 
+def _critic_bounds(spec: Spec) -> Iterator[Problem]:
+    """Keys of a critic that do nothing here."""
+    algorithm = spec.algorithm
+    if isinstance(algorithm, ValueLossKeys) and algorithm.value_clip is not None and algorithm.on_policy:
+        message = "does nothing: with one mini-batch and one epoch per step no value has moved yet"
+        hint = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or leave it out"
+        yield Problem("algorithm.value_clip", message, hint, show(algorithm.value_clip))
+    if (alone := algorithm.actor_starts_after) >= spec.run.steps:
+        message = f"the actor never learns: the run has {spec.run.steps} steps"
+        yield Problem("algorithm.critic_warmup_steps", message, f"use at most {spec.run.steps - 1}", show(alone))
+
+
 def _never_warm(spec: Spec) -> Iterator[Problem]:
     """No error: a short trial of a long run is made by run.steps alone."""
-    asked, steps = spec.actor.optimizer.warmup_steps, spec.optimizer_steps
-    if asked > steps:
-        message = f"the run ends in its warm-up, after {steps} optimizer steps, at {steps / asked:.0%} of lr"
-        yield Problem("actor.optimizer.warmup_steps", message, f"use at most {steps}", str(asked))
+    for role, optimizer in _optimizers(spec):
+        asked, steps = optimizer.warmup_steps, spec.optimizer_steps_of(role)
+        if asked > steps > 0:
+            message = f"the run ends in its warm-up, after {steps} optimizer steps, at {steps / asked:.0%} of lr"
+            yield Problem(f"{role}.optimizer.warmup_steps", message, f"use at most {steps}", str(asked))
+
+
+def _optimizers(spec: Spec) -> Iterator[tuple[RoleName, Optimizer]]:
+    """Of roles that have a section."""
+    for role, section in spec.sections():
+        optimizer = getattr(section, "optimizer", None)
+        if isinstance(optimizer, Optimizer):
+            yield role, optimizer
 
 
 def _never_due(spec: Spec) -> Iterator[Problem]:
@@ -95,9 +118,12 @@ def _batch(spec: Spec) -> Iterator[Problem]:
         near = next((n for far in range(min(start, 10_000)) for n in (start - far, start + far) if total % n == 0), 1)
         message = f"{arithmetic} cannot be split into {parts} equal mini-batches"
         yield Problem("algorithm.mini_batches_per_step", message, f"{near} would fit", str(parts))
-    elif total // parts < spec.actor.processes:
-        message = f"{arithmetic} in {parts} mini-batches leave some of {spec.actor.processes} ranks without work"
-        yield Problem("actor.processes", message, f"use at most {total // parts} processes", str(spec.actor.processes))
+    else:
+        for role, section in spec.sections():
+            if ROLES[role].learns and total // parts < section.processes:
+                message = f"{arithmetic} in {parts} mini-batches leave some of {section.processes} ranks without work"
+                hint = f"use at most {total // parts} processes"
+                yield Problem(f"{role}.processes", message, hint, str(section.processes))
     if data.prompts_per_step < spec.rollout.processes:
         message = f"{data.prompts_per_step} prompts per step leave some replicas without work"
         yield Problem(
@@ -137,12 +163,12 @@ def _lora(spec: Spec) -> Iterator[Problem]:
 
 
 def _optimizer(spec: Spec) -> Iterator[Problem]:
-    optimizer = spec.actor.optimizer
-    if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
-        yield no_effect("actor.optimizer.min_lr_ratio", optimizer, 'schedule is "constant"')
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        hint = "leave it out for the default, [0.9, 0.999]"
-        yield Problem("actor.optimizer.betas", "each must be at least 0 and below 1", hint, show(optimizer.betas))
+    for role, optimizer in _optimizers(spec):
+        if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
+            yield no_effect(f"{role}.optimizer.min_lr_ratio", optimizer, 'schedule is "constant"')
+        if not all(0 <= beta < 1 for beta in optimizer.betas):
+            hint = "leave it out for the default, [0.9, 0.999]"
+            yield Problem(f"{role}.optimizer.betas", "each must be at least 0 and below 1", hint, show(optimizer.betas))
 
 
 # ── data, reward and what surrounds them ──────────────────────────────────────────────────────────

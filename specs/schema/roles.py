@@ -17,6 +17,12 @@ Holds = Literal["learner", "frozen", "sampler", "data", "scorer"]
 """What a role holds: a model that learns, a model that never changes, a model that samples with a learner's weights,
 the prompts, or what scores completions."""
 
+# What a model ends in: logits of the next token; or one number for each token, which is a critic's value of what comes
+# after it, or, at a sequence's last token, a reward model's score.
+HeadKind = Literal["lm", "value", "reward"]
+# File of a checkpoint with what an exported model must repeat.
+PROOF_FILES: dict[HeadKind, str] = {"lm": "greedy_proof.json", "value": "value_proof.json"}
+
 
 @dataclass(frozen=True)
 class Role:
@@ -26,6 +32,7 @@ class Role:
     `inherits` is the role whose section stands in where the spec has none for this one.
     `needed_if` is the property of a `Spec` that says whether the run has the role at all; empty: always.
     `checkpoint` is its folder in a checkpoint; empty: it has no state that a resume needs.
+    `head` is what its model ends in.
     `worker` is the `module:function` that makes its handlers from a rank; empty: `workers.roles.<name>:handlers`.
     """
 
@@ -36,6 +43,7 @@ class Role:
     inherits: RoleName = ""
     needed_if: str = ""
     checkpoint: str = ""
+    head: HeadKind = "lm"
     worker: str = ""
 
     @property
@@ -73,7 +81,7 @@ class Role:
         return f"{self.name}/"
 
 
-ACTOR, REF, ROLLOUT, DATA, REWARD = "actor", "ref", "rollout", "data", "reward"
+ACTOR, REF, CRITIC, ROLLOUT, DATA, REWARD = "actor", "ref", "critic", "rollout", "data", "reward"
 
 # In the order in which problems name them: what is wished for a trainer's model is said before what follows from it.
 ROLES: dict[RoleName, Role] = {
@@ -81,6 +89,16 @@ ROLES: dict[RoleName, Role] = {
     for role in (
         Role(ACTOR, "learner", "the actor", wave=2, checkpoint="actor"),
         Role(REF, "frozen", "the reference", wave=2, inherits=ACTOR, needed_if="needs_ref_role"),
+        Role(
+            CRITIC,
+            "learner",
+            "the critic",
+            wave=2,
+            inherits=ACTOR,
+            needed_if="needs_critic",
+            checkpoint="critic",
+            head="value",
+        ),
         Role(ROLLOUT, "sampler", "the rollout", wave=1),
         Role(
             DATA, "data", "the data role", wave=0, inherits=REWARD
@@ -88,9 +106,6 @@ ROLES: dict[RoleName, Role] = {
         Role(REWARD, "scorer", "the reward role", wave=0),
     )
 }
-
-# Roles that people know from elsewhere: (message, hint) where a spec has a section for one.
-ABSENT_ROLES = {"critic": ("no algorithm has a critic", "remove the [critic] section; groups are the baseline")}
 
 
 def build_waves(roles: tuple[RoleName, ...]) -> list[list[RoleName]]:

@@ -15,13 +15,13 @@ from pydantic import Field
 
 from specs.attention import Attention
 from specs.rounding import Tolerance
-from specs.schema.algorithms.algorithm import Anchor, Loss
+from specs.schema.algorithms.algorithm import Anchor, AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.rewards import MAX_SCORE, RewardTermTable
-from specs.schema.roles import ROLES, Role, RoleName
+from specs.schema.roles import ACTOR, CRITIC, ROLES, Role, RoleName
 from specs.schema.sections import (
     CheckpointSection,
     ClusterSection,
@@ -125,6 +125,22 @@ class RefSection(ModelRole):
     engine: TrainEngineTable = Field(DdpTable(), description="How the reference is held.")
 
 
+class CriticSection(ModelRole):
+    """The model that predicts what a completion will still earn. Exists only where `algorithm.kind` asks for it
+    (`ppo`). Without the section it is held and learns as the actor's says, without adapters."""
+
+    model: PathText = Field(
+        "",
+        description="Another model's path, whose head is kept where it is of width 1 (a reward model, an exported "
+        "critic), else made anew; empty: the actor's own starting weights with a new head.",
+    )
+    engine: TrainEngineTable = Field(DdpTable(), description="How the critic is held.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
+    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
+
+
 class RolloutSection(RoleSection):
     """The model that samples. It always holds the actor's weights."""
 
@@ -195,6 +211,7 @@ class Spec(Table):
     algorithm: AlgorithmTable
     actor: ActorSection = ActorSection()
     ref: RefSection | None = None
+    critic: CriticSection | None = None
     rollout: RolloutSection = RolloutSection()
     eval: EvalSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
@@ -214,7 +231,22 @@ class Spec(Table):
 
     @property
     def optimizer_steps(self) -> int:
-        return self.run.steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step
+        """Of the actor."""
+        return self.optimizer_steps_of(ACTOR)
+
+    def optimizer_steps_of(self, role: RoleName) -> int:
+        """Optimizer steps of a role that learns, in the whole run."""
+        steps = max(0, self.run.steps - self.learns_after(role))
+        return steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step
+
+    def learns_after(self, role: RoleName) -> int:
+        """Steps of the run before a role learns."""
+        return self.algorithm.actor_starts_after if role == ACTOR else 0
+
+    def weights_version(self, done: int) -> int:
+        """Which weights the actor has after `done` steps: a sample's staleness is a difference of two versions. Until
+        the actor learns, they are those of its first step."""
+        return max(done, self.learns_after(ACTOR))
 
     @property
     def ratio_against(self) -> Anchor:
@@ -225,6 +257,17 @@ class Spec(Table):
     def loss(self) -> Loss:
         """The loss of this run's updates, as it travels to the actor."""
         return self.algorithm.loss(self.ratio_against)
+
+    @property
+    def losses(self) -> dict[RoleName, AnyLoss]:
+        """Loss of each role that the algorithm updates, in the order of the updates: the critic's first."""
+        value_loss = self.algorithm.value_loss
+        return {**({CRITIC: value_loss} if value_loss is not None else {}), ACTOR: self.loss}
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage needs a model that predicts it."""
+        return "value_T" in self.columns_read
 
     @property
     def columns_read(self) -> frozenset[str]:

@@ -5,20 +5,14 @@ Travels as the body of the `build` verb. Paths are absolute; every default is re
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from specs.attention import Attention
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
-from specs.schema.roles import DATA, REWARD, ROLLOUT, RoleName
+from specs.schema.roles import DATA, REWARD, ROLLOUT, HeadKind, RoleName
 from specs.schema.sections import DataSection, EvalSection
 from specs.schema.spec import DType, Lora, Optimizer, RewardSection
 from specs.schema.table import Table
-
-# What a model ends in: logits of the next token; or one number for each token, which is a critic's value of what comes
-# after it, or, at a sequence's last token, a reward model's score.
-HeadKind = Literal["lm", "value", "reward"]
 
 
 class ModelConfig(Table):

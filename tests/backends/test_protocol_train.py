@@ -177,7 +177,7 @@ def test_a_metric_declared_beside_a_loss_is_reported(make: Make, monkeypatch: py
     for share in (range(5), range(5, 12)):  # as two ranks would hold it
         sums = engine.forward_backward(batch.select(list(share)), loss, scale_of(batch))
         updates.append(RankReport(sums, Stepped(grad_norm=1.0, lr=0.1, skipped=False, peak_GiB=0.0)))
-    metrics = update_metrics(loss, [updates], [updates])
+    metrics = update_metrics("actor", loss, [updates])
     assert metrics["actor/likely_fraction"] == pytest.approx((logprob_N > -3.0).mean())
     assert metrics["actor/logprob_max"] == pytest.approx(logprob_N.max(), rel=1e-5)
     assert metrics["actor/entropy"] > 0

@@ -49,8 +49,8 @@ def test_every_key_is_explained() -> None:
 
 
 def test_keys_know_where_they_belong() -> None:
-    assert homes()["lr"] == ("actor.optimizer.lr",)
-    assert set(homes()["micro_batch_tokens"]) == {"actor.micro_batch_tokens", "ref.micro_batch_tokens"}
+    assert homes()["lr"] == ("actor.optimizer.lr", "critic.optimizer.lr")
+    assert set(homes()["micro_batch_tokens"]) == {f"{role}.micro_batch_tokens" for role in ("actor", "ref", "critic")}
     assert "reward.terms.N.pattern" in homes()["pattern"]
 
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-from safetensors import SafetensorError
 
-from backends import memory
-from backends.protocol import LossScale, Rank
-from specs.errors import RlctlError
+from backends.protocol import Rank
+from specs.schema.roles import ACTOR, RoleName
 from specs.wire import bodies
 from specs.wire.messages import Verb
-from workers.roles.trainer import Trainer
-from workers.saved_files import FileMark, settle
+from workers.roles.learner import Learner
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 from workers.transports.ends import Exporter
 
-PROOF_FILE = "greedy_proof.json"
 
-
-class Actor(Trainer):
+class Actor(Learner):
     """A rank of the actor."""
+
+    role: ClassVar[RoleName] = ACTOR
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
@@ -34,22 +30,10 @@ class Actor(Trainer):
         assert self._exporter is not None, "export_begin comes first"
         return self._exporter
 
-    def update(self, call: Request[bodies.Update], emit: Emit) -> Reply:
-        """Loss and gradients of this rank's share of the mini-batch; weights are not changed yet."""
-        self.describe(call)
-        scale = LossScale(**call.body.scale.model_dump())
-        return {"sums": dict(self.engine.forward_backward(call.batch, call.body.loss, scale))}, {}
-
-    def step(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
-        """The optimizer step, from the gradients of `update`."""
-        step = self.engine.optim_step()
-        return {
-            "grad_norm": step.grad_norm,
-            "lr": step.lr,
-            "skipped": step.skipped,
-            "peak_GiB": memory.peak_GiB(self.device),
-            "used_GiB": self.used_GiB,
-        }, {}
+    def proof(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Mapping[str, Any]:
+        """Greedy completions."""
+        completions = self.engine.greedy(prompts, new_tokens)
+        return {"answers": [{"tokens": written.tokens, "margins": written.margins} for written in completions]}
 
     def probe(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         batch = call.batch
@@ -74,35 +58,6 @@ class Actor(Trainer):
             self._exporter.break_off()
         return {}, {}
 
-    def save(self, call: Request[bodies.Save], emit: Emit) -> Reply:
-        """Save into `folder`, with the greedy completions that an export must reproduce; returns marks of the files."""
-        folder = Path(call.body.folder)
-        if not folder.is_dir():
-            hint = "the run directory must lie on a file system that all hosts of the run share"
-            raise RlctlError(f"cannot write the checkpoint: this host has no {folder}", hint=hint)
-        try:
-            return {"files": self._write(folder, call.body)}, {}
-        except (OSError, SafetensorError) as error:
-            hint = "older checkpoints are whole: free some space if the disk is full, then use --resume"
-            raise RlctlError(f"cannot write the checkpoint {folder}: {error}", hint=hint) from error
-
-    def _write(self, folder: Path, asked: bodies.Save) -> dict[str, FileMark]:
-        """The engine's files and the proof; their marks."""
-        written = [*self.engine.save(folder)]
-        completions = self.engine.greedy(asked.proof_prompts, asked.proof_tokens)
-        if self.rank.rank == 0:
-            proof = {
-                "prompts": asked.proof_prompts,
-                "answers": [{"tokens": written.tokens, "margins": written.margins} for written in completions],
-            }
-            (folder / PROOF_FILE).write_text(json.dumps(proof))
-            written.append(folder / PROOF_FILE)
-        return settle(folder, written)
-
-    def load(self, call: Request[bodies.Load], emit: Emit) -> Reply:
-        self.engine.load(Path(call.body.folder))
-        return {}, {}
-
     def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         if self._exporter is not None:
             self._exporter.close()
@@ -110,14 +65,10 @@ class Actor(Trainer):
 
     def handlers(self) -> Mapping[Verb, Handler]:
         verbs: Mapping[Verb, TypedHandler] = {
-            Verb.UPDATE: self.update,
-            Verb.STEP: self.step,
             Verb.PROBE: self.probe,
             Verb.EXPORT_BEGIN: self.export_begin,
             Verb.EXPORT_BUCKET: self.export_bucket,
             Verb.EXPORT_END: self.export_end,
-            Verb.SAVE: self.save,
-            Verb.LOAD: self.load,
         }
         return {**super().handlers(), **typed(verbs, {Verb.PROBE: bodies.Nothing})}
 

@@ -236,6 +236,16 @@ class Algorithm(KlKeys):
         """Columns of the batch that the correction is computed from."""
         return ("old_logprob_T", "rollout_logprob_T") if self.correction is not None else ()
 
+    @property
+    def value_loss(self) -> AnyLoss | None:
+        """The loss of a critic. None: the advantage needs no values."""
+        return None
+
+    @property
+    def actor_starts_after(self) -> int:
+        """Steps in which a critic alone learns."""
+        return 0
+
 
 def _filled(table: type[T], keys: Table, **more: Any) -> T:
     """`table` with what `keys` says under the same names, or `more`."""

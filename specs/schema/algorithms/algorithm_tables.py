@@ -102,6 +102,47 @@ class ReturnToGo(ReturnToGoKeys, Advantage):
     kind: Literal["return_to_go"] = "return_to_go"
 
 
+class GaeKeys(Table):
+    """Keys of generalised advantage estimation."""
+
+    discount: float = Field(1.0, ge=0, le=1, description="γ: what a reward one token later is worth.")
+    gae_lambda: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description="λ of the policy's advantages: 0 trusts the critic's next value alone, 1 the rewards alone.",
+    )
+    gae_lambda_value: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="λ of the returns that the critic learns; unset: `gae_lambda`. 1.0 is VAPO's.",
+    )
+    gae_length_alpha: float | None = Field(
+        None,
+        gt=0,
+        description="α of a policy λ that grows with the completion, 1 - 1/(α·tokens), at least 0 (VAPO, Yue et al. "
+        "2025: 0.05); unset: `gae_lambda` for every length.",
+    )
+    whiten: bool = Field(
+        True, description="Shift and scale advantages to mean 0 and standard deviation 1 over the step's loss tokens."
+    )
+
+    @property
+    def lambda_value(self) -> float:
+        """λ of the critic's returns."""
+        return self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
+
+
+class Gae(GaeKeys, Advantage):
+    """Generalised advantage estimation from a critic's values (Schulman et al. 2015), with a λ of its own for the
+    critic's returns (VC-PPO, Yuan et al. 2025). It needs no group."""
+
+    kind: Literal["gae"] = "gae"
+
+    columns: ClassVar[tuple[str, ...]] = ("value_T",)
+
+
 # ── losses ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -317,14 +358,37 @@ class Sapo(SapoKeys, GroupRelativeKeys, Algorithm):
     loss_table: ClassVar[type[Loss]] = SapoLoss
 
 
+class Ppo(PpoClipKeys, GaeKeys, ValueLossKeys, Algorithm):
+    """Proximal policy optimisation (Schulman et al. 2017): a critic, the role `critic`, predicts what is still to come
+    at every token, and learns beside the actor from the same mini-batches. It needs no groups."""
+
+    kind: Literal["ppo"]
+    kl_in: KlPlace = Field("reward", description=KL_IN)
+    value_loss_aggregation: Aggregation = Field(
+        "token-mean", description="How the critic's token losses become one number, over the whole mini-batch."
+    )
+    critic_warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")
+
+    advantage_table: ClassVar[type[Advantage]] = Gae
+    loss_table: ClassVar[type[Loss]] = PpoClip
+
+    @property
+    def value_loss(self) -> ValueLoss:
+        return ValueLoss(value_clip=self.value_clip, loss_aggregation=self.value_loss_aggregation)
+
+    @property
+    def actor_starts_after(self) -> int:
+        return self.critic_warmup_steps
+
+
 # ── the unions ────────────────────────────────────────────────────────────────────────────────────
 
 AdvantageTable = Annotated[
-    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened | ReturnToGo, Field(discriminator="kind")
+    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened | ReturnToGo | Gae, Field(discriminator="kind")
 ]
 LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss | ValueLoss, Field(discriminator="kind")]
 AlgorithmTable = Annotated[
-    Grpo | Dapo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo,
+    Grpo | Dapo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo | Ppo,
     Field(discriminator="kind"),
 ]
 

@@ -107,7 +107,7 @@ def test_the_reference_is_asked_and_of_an_actor_with_adapters_the_model_below_th
     )
     batch, _ = drawn()
     names = [name for name in batch.columns if name != "old_logprob_T"]
-    learned = driver.add_logprobs(batch.only(names), 1)
+    learned = driver.add_model_columns(batch.only(names), 1)
     assert {name: set(learned[name].tolist()) for name in learned.columns if name not in names} == {
         name: {numbers[whom]} for name, whom in asked.items()
     }

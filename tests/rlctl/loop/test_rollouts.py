@@ -48,7 +48,7 @@ def test_metrics_of_a_step_count_rollouts_and_loss_tokens():
     ) | {"tokens": 10.0, "logprob_gap_max": 0.0, "micro_batch_tokens_max": 0.0}
     loss = PpoClip(anchor="current")
     report = RankReport(sums, Stepped(grad_norm=0.0, lr=0.0, skipped=False, peak_GiB=0.0))
-    metrics = collect(1, Batch(columns), scored, loss, [[report]], [[report]], None, {"time/step_s": 2.0})
+    metrics = collect(1, Batch(columns), scored, {"actor": loss}, {"actor": [[report]]}, None, {"time/step_s": 2.0})
     assert metrics["rollout/length_mean"] == pytest.approx((3 + (4 + 1) + 2) / 3)
     assert metrics["rollout/length_max"] == 5
     assert metrics["rollout/tokens"] == 10

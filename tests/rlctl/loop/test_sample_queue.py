@@ -161,7 +161,7 @@ def test_a_group_with_an_old_sample_goes_as_a_whole(tmp_path: Path) -> None:
     version_B = drawn.batch.columns["version_B"] = drawn.batch["version_B"].copy()
     version_B[:] = 5
     version_B[GROUP + 1] = 3  # one answer of the second prompt
-    assert len(drawn.fresh(6, 2).batch) == len(version_B)  # in step 6 it is 5 - 3 = 2 steps old
+    assert len(drawn.fresh(5, 2).batch) == len(version_B)  # in step 6 it is 5 - 3 = 2 steps old
     queue.line[0].step = 6
     fresh = queue.take(6)
     assert fresh.batch["group_B"].tolist() == [group for group in range(PROMPTS) if group != 1 for _ in range(GROUP)]

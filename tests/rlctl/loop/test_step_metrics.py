@@ -28,12 +28,11 @@ def test_ranks_and_updates_of_unequal_size_are_weighed_by_their_tokens():
         [report(1, 1.0, 0.2, 3.0, 0.5), report(3, 12.0, 0.4, 3.0, 0.1)],
         [report(2, 4.0, 0.1, 5.0, 0.2), report(2, 4.0, 0.3, 5.0, 0.2, skipped=True)],
     ]
-    metrics = update_metrics(LOSS, updates, updates)
+    metrics = update_metrics("actor", LOSS, updates)
     assert metrics["actor/entropy"] == pytest.approx((1 + 12 + 4 + 4) / 8)
     assert metrics["actor/loss"] == pytest.approx(((0.2 + 0.4) + (0.1 + 0.3)) / 2)
     assert metrics["actor/grad_norm"] == pytest.approx(4.0)
     assert metrics["rollout/logprob_gap_max"] == 0.5
-    assert metrics["perf/micro_batches"] == 4
     assert metrics["actor/skipped_updates"] == 0
     assert metrics["mem/actor_peak_GiB"] == 2.5
 
@@ -46,10 +45,10 @@ def test_idle_time_is_what_no_rank_worked_in():
 
 def test_a_norm_that_is_not_finite_is_counted_and_not_averaged():
     updates = [[report(1, 1.0, 0.2, math.inf, 0.5, skipped=True)], [report(1, 1.0, 0.2, 3.0, 0.5)]]
-    metrics = update_metrics(LOSS, updates, updates)
+    metrics = update_metrics("actor", LOSS, updates)
     assert metrics["actor/grad_norm"] == 3.0
     assert metrics["actor/skipped_updates"] == 1
-    assert "actor/grad_norm" not in update_metrics(LOSS, updates[:1], updates[:1])
+    assert "actor/grad_norm" not in update_metrics("actor", LOSS, updates[:1])
 
 
 def test_statistics_of_the_largest_scores_are_finite():
@@ -60,6 +59,6 @@ def test_statistics_of_the_largest_scores_are_finite():
     reward_B = np.where(np.arange(512) % 2, MAX_SCORE, -MAX_SCORE).astype(np.float32)
     scored = Scored(reward_B, np.ones(512, bool), {}, {}, [])
     updates = [[report(1, 1.0, 0.2, 3.0, 0.5)]]
-    metrics = collect(1, batch, scored, LOSS, updates, updates, None, {"time/step_s": 1.0})
+    metrics = collect(1, batch, scored, {"actor": LOSS}, {"actor": updates}, None, {"time/step_s": 1.0})
     assert metrics["reward/std"] == pytest.approx(MAX_SCORE)
     assert metrics["reward/mean"] == pytest.approx(0.0)

@@ -66,6 +66,7 @@ AT_RUN_TIME = {
 ONE_VALUE = {
     "schema",
     *("reward.launcher", "reward.processes", "reward.nodes", "reward.devices", "rollout.launcher", "rollout.nodes"),
+    *("critic.engine.logits_chunk_tokens", "critic.engine.shard"),
     *("ref.engine.sync_every_micro_batch", "ref.engine.offload_optimizer", "ref.engine.stage"),
     # These repeat what processes and devices say; alone they cannot change.
     *("actor.engine.shard", "ref.engine.shard", "rollout.engine.tensor_parallel"),
@@ -97,6 +98,12 @@ OTHER: dict[str, Any] = {
     "actor.lora.targets": ["q_proj"],
     "actor.env": {"A": "b"},
     "ref.env": {"A": "b"},
+    "critic.env": {"A": "b"},
+    "critic.devices": [1],
+    "critic.attn_implementation": "eager",
+    "critic.optimizer.betas": [0.8, 0.9],
+    "critic.engine.stage": 2,
+    "critic.engine.deepspeed": {"steps_per_print": 7},
     "rollout.env": {"A": "b"},
     "reward.env": {"A": "b"},
     "actor.devices": [1],
@@ -122,6 +129,15 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "ref.engine.offload_parameters": {"ref.devices": [0]},
     "ref.engine.shard": {"ref.processes": 4, "ref.engine.replicate": 2},
     "ref.engine.replicate": {"ref.processes": 2, "ref.launcher": "torchrun"},
+    "critic": {"algorithm.kind": "ppo", "critic": {}},
+    "critic.nodes": {"algorithm.kind": "ppo", "critic": {"processes": 2, "launcher": "srun"}},
+    "critic.optimizer.min_lr_ratio": {"critic.optimizer.schedule": "linear"},
+    "critic.optimizer.warmup_steps": {"critic.optimizer.schedule": "linear"},
+    "critic.engine.offload": {"critic.devices": [0]},
+    "critic.engine.offload_optimizer": {"critic.devices": [0]},
+    "critic.engine.offload_parameters": {"critic.devices": [0]},
+    "critic.engine.shard": {"critic.processes": 4, "critic.engine.replicate": 2},
+    "critic.engine.replicate": {"critic.processes": 2, "critic.launcher": "torchrun"},
     "actor.nodes": {"actor": {"processes": 2, "launcher": "srun"}},
     "actor.launcher": {"actor.processes": 2},
     "actor.lora": {"actor.lora": {}, "model.from_scratch": False},
@@ -189,7 +205,7 @@ def specs_that_differ(key: str, table: type[Table]) -> tuple[dict[str, Any], dic
     whole = {name: value for name, value in context.items() if "." not in name}
     before = edited(edited(base(), whole), {name: value for name, value in context.items() if "." in name})
     if key.endswith("engine.kind"):
-        other = {"actor": "ddp", "ref": "ddp", "rollout": "torch"}[key.partition(".")[0]]
+        other = {"actor": "ddp", "ref": "ddp", "critic": "ddp", "rollout": "torch"}[key.partition(".")[0]]
         other = other if kind_of(table) != other else {"ddp": "fsdp2", "torch": "vllm"}[other]
         return before, edited(before, {place: other})
     if key == "algorithm.kind":
@@ -216,7 +232,8 @@ def of_kind(place: str, table: type[Table]) -> dict[str, Any]:
     if not family.endswith(".engine"):
         return {}
     if kind == "fake":
-        roles = ("actor", "rollout", "ref") if place.startswith("ref") else ("actor", "rollout")
+        here = place.partition(".")[0]
+        roles = ("actor", "rollout", here) if here in ("ref", "critic") else ("actor", "rollout")
         return {f"{role}.engine.kind": "fake" for role in roles}
     return {f"{family}.kind": kind, **({"rollout.devices": [0]} if kind == "sglang" else {})}
 
@@ -240,7 +257,9 @@ def observed(spec: Spec, folder: Path) -> dict[str, Any]:
         "build": dict(build_bodies(spec, folder, run_dir)),
         "transport": (choose_transport(spec), plan_transport(spec, folder, run_dir, plan)),
         "placement": [shard_groups(spec.role(role)) for role in spec.roles],
-        "update": spec.loss.model_dump(),  # travels with every request to update
+        "update": {
+            role: loss.model_dump() for role, loss in spec.losses.items()
+        },  # travels with every request to update
         "advantage": spec.algorithm.advantage.model_dump(),
         "columns": spec.columns_read,
         "derived": [getattr(spec, name, None) for name in DERIVED],

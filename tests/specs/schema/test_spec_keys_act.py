@@ -25,7 +25,7 @@ from specs.load.keys import tables_of
 from specs.load.load import spec_from
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.deepspeed_config import deepspeed_config
-from specs.schema.spec import Spec
+from specs.schema.spec import Optimizer, Spec
 from specs.schema.table import Table
 from specs.wire.batch import Batch
 from specs.wire.role_config import DataConfig, RewardConfig, RolloutConfig, TrainConfig
@@ -118,6 +118,7 @@ def algorithm(spec: Spec) -> Any:
     from backends.packed.packing import loss_weight_T
     from backends.protocol import LossScale
     from backends.train.losses import TokenColumns, policy_loss
+    from backends.train.value_loss import ValueColumns, value_loss
 
     log_ratio, advantage = (grid.ravel() for grid in np.meshgrid([-2.0, -0.15, 0.0, 0.15, 2.0], [-1.0, 1.0]))
     length_B = np.array([4, 6])
@@ -136,10 +137,15 @@ def algorithm(spec: Spec) -> Any:
         correction_N=zero_N + 0.7 if loss.corrected else None,
     )
     total, *_ = policy_loss(ratio_N, zero_N + 1.0, columns, loss)
+    of_critic = 0.0
+    if (table := spec.algorithm.value_loss) is not None:
+        weight_T = loss_weight_T(batch, table.loss_aggregation, LossScale(10, 2, 8))
+        values = ValueColumns(torch.from_numpy(weight_T), zero_N, 2 * advantage_N)
+        of_critic = float(value_loss(ratio_N, values, table)[0])
     controller = KlController(spec.algorithm)
     advantages = {name: column_T.tolist() for name, column_T in advantages_of_six(spec, controller).items()}
     controller.after_step({"actor/kl": 1.0}, 6)
-    return float(total), advantages, controller.coef
+    return float(total), of_critic, advantages, controller.coef
 
 
 def advantages_of_six(spec: Spec, controller: KlController) -> dict[str, Any]:
@@ -155,13 +161,17 @@ def advantages_of_six(spec: Spec, controller: KlController) -> dict[str, Any]:
 
 
 def optimizer(spec: Spec) -> Any:
-    """Learning rates of ten steps, and weights after two of them."""
+    """Of each role that learns, learning rates of ten steps, and weights after two of them."""
+    sections: list[Any] = [spec.role(role) for role in spec.losses]
+    return [_learned(section.optimizer) for section in sections]
+
+
+def _learned(table: Optimizer) -> Any:
     import torch
 
     from backends.ddp.flat_optimizer import FlatAdamW
     from backends.train.lr_schedule import lr_at
 
-    table = spec.actor.optimizer
     held: Any = SimpleNamespace(master_P=torch.ones(4), grad_P=torch.tensor([1e-8, 1.0, -1e-8, 2.0]), num_decayed=2)
     adamw = FlatAdamW(held, table)
     rates = [lr_at(step, table, 10) for step in range(10)]
@@ -173,7 +183,7 @@ def optimizer(spec: Spec) -> Any:
 
 def of_deepspeed(spec: Spec) -> Any:
     """What DeepSpeed is told, for each role that it holds."""
-    held = [(role, spec.role(role)) for role in ("actor", "ref") if role in spec.roles]
+    held = [(role, spec.role(role)) for role in ("actor", "ref", "critic") if role in spec.roles]
     return [
         deepspeed_config(section.engine, section.dtype, getattr(section, "optimizer", None), device="cuda")
         for _, section in held

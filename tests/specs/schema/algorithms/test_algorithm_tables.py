@@ -88,6 +88,7 @@ def test_the_anchor_and_the_columns_it_needs(
 @pytest.mark.parametrize("table", tables_of(AlgorithmTable))
 def test_every_key_reaches_a_table_or_is_read_by_the_driver(table: type[Algorithm]) -> None:
     keys = {*table.advantage_table.model_fields, *table.loss_table.model_fields, *Algorithm.model_fields}
+    keys |= {"value_clip", "value_loss_aggregation", "critic_warmup_steps"}  # `value_loss` and `actor_starts_after`
     assert set(table.model_fields) <= keys
     assert set(table.loss_table.ratio_keys) <= set(table.model_fields)
 

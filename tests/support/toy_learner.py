@@ -22,33 +22,33 @@ from workers.saved_files import settle
 from workers.serve import Emit, Handler, Reply
 
 ROW = Role(
-    "critic",
+    "coach",
     "learner",
-    "the critic",
+    "the coach",
     wave=2,
-    needed_if="needs_critic",
-    checkpoint="critic",
-    worker="toy_critic:handlers",
+    needed_if="needs_coach",
+    checkpoint="coach",
+    worker="toy_learner:handlers",
 )
 
 
-class CriticSection(ModelRole):
+class CoachSection(ModelRole):
     """The model that predicts the score."""
 
-    engine: TrainEngineTable = Field(FakeTrainTable(), description="How the critic is held.")
+    engine: TrainEngineTable = Field(FakeTrainTable(), description="How the coach is held.")
     optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
 
 
-class SpecWithCritic(Spec):
-    critic: CriticSection | None = None
+class SpecWithCoach(Spec):
+    coach: CoachSection | None = None
 
     @property
-    def needs_critic(self) -> bool:
-        return self.critic is not None
+    def needs_coach(self) -> bool:
+        return self.coach is not None
 
 
-class Critic(Trainer):
-    """A rank of the critic."""
+class Coach(Trainer):
+    """A rank of the coach."""
 
     def save(self, message: Message, emit: Emit) -> Reply:
         folder = Path(message.body["folder"])
@@ -64,4 +64,4 @@ class Critic(Trainer):
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:
-    return Critic(rank).handlers()
+    return Coach(rank).handlers()

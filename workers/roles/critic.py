@@ -1,0 +1,36 @@
+"""The critic: a model that learns to predict what a completion will still earn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from backends.protocol import Rank
+from specs.schema.roles import CRITIC, RoleName
+from specs.wire.batch import Batch
+from specs.wire.messages import Verb
+from workers.roles.learner import Learner
+from workers.serve import Handler
+
+
+class Critic(Learner):
+    """A rank of the critic."""
+
+    role: ClassVar[RoleName] = CRITIC
+
+    def proof(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Mapping[str, Any]:
+        """The value before each token of the prompts but the first."""
+        length_B = np.array([len(prompt) for prompt in prompts])
+        tokens_T = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
+        mask_T = np.ones(len(tokens_T), dtype=np.uint8)
+        batch = Batch({"tokens_T": tokens_T, "loss_mask_T": mask_T, "length_B": length_B})
+        mask_T[batch.offsets[:-1]] = 0  # no token precedes the first
+        value_T = self.engine.values(batch)
+        pieces = np.split(value_T, batch.offsets[1:-1])
+        return {"values": [piece[1:].tolist() for piece in pieces]}
+
+
+def handlers(rank: Rank) -> Mapping[Verb, Handler]:
+    return Critic(rank).handlers()
