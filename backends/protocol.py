@@ -233,6 +233,7 @@ class RolloutEngine(ABC):
 
     counts_progress: ClassVar[bool] = False  # as that of a `TrainEngine`, of what `generate` writes
     progress_unit: ClassVar[str] = "token"  # what it counts
+    mixes_greedy: ClassVar[bool] = False  # whether `generate` heeds `greedy_B`
 
     @classmethod
     @abstractmethod
@@ -301,7 +302,8 @@ class RolloutEngine(ABC):
         `group_B` says nothing of tokens. Token i of a completion is drawn with the random number of (seed, `id_B`,
         `position_B` + i), so that a later turn goes on instead of repeating; an engine that draws with a generator of
         its own seeds it with (seed, `id_B`, `position_B`). `sampling.max_response_tokens` limits the new tokens of
-        this call, however many were drawn before.
+        this call, however many were drawn before. An optional column `greedy_B` is 1 for samples that take the
+        likeliest token at each place, whatever `sampling` says (`Completions.sampling_of`).
 
         `emit` is called with finished batches (SAMPLE_COLUMNS: the tokens of prompt and completion, mask 1 on what
         this call wrote and 0 on all of the prompt, exact log-probs of the distribution sampled from, `finished_B` 1

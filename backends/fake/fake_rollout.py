@@ -30,6 +30,7 @@ class FakeRolloutEngine(RolloutEngine):
     """Next-token logits are `bigram.weight[previous] + bias.weight`; always fp32."""
 
     counts_progress = True
+    mixes_greedy = True
 
     def __init__(self, config: RolloutConfig, vocab: int) -> None:
         self.config, self.vocab = config, vocab
@@ -103,7 +104,8 @@ class FakeRolloutEngine(RolloutEngine):
         written = 0
         for index in completions.queue:
             prompt, drawn = completions.prompt_tokens[index].astype(np.int64), int(prompts["position_B"][index])
-            completions.finish(index, *self._complete(prompt, key_B[index], drawn, sampling))
+            own = completions.sampling_of(index, sampling)
+            completions.finish(index, *self._complete(prompt, key_B[index], drawn, own))
             activity.count("token", completions.generated_tokens - written)
             written = completions.generated_tokens
             completions.flush()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from specs.errors import BatchError
 from specs.wire.batch import Batch
 from specs.wire.messages import IDENTITY_COLUMNS, PROMPT_COLUMNS, Verb
+from specs.wire.role_config import Sampling
 
 
 class Completions:
@@ -32,6 +33,12 @@ class Completions:
         self._complete: list[int] = []
         self.queue = [index for members in self.prefixes for index in members]
         self.generated_tokens = 0
+        greedy_B = prompts["greedy_B"] if "greedy_B" in prompts else np.zeros(len(prompts))
+        self.greedy_B: NDArray[np.bool_] = greedy_B.astype(bool)  # samples that take the likeliest token
+
+    def sampling_of(self, index: int, sampling: Sampling) -> Sampling:
+        """How sample `index` is drawn."""
+        return sampling.model_copy(update={"greedy": True}) if self.greedy_B[index] else sampling
 
     def _check_prompts(self) -> None:
         for index, tokens in enumerate(self.prompt_tokens):

@@ -41,6 +41,8 @@ class SglangRolloutEngine(RolloutEngine):
     """Samples with the same prompt are one request: its reply comes when the last of them is done, and no request waits
     for another."""
 
+    mixes_greedy = True
+
     def __init__(self, config: RolloutConfig, shape: ModelShape, server: Server, stops: frozenset[int]) -> None:
         assert isinstance(config.engine, SglangTable)
         self.config, self.table, self.shape, self.server = config, config.engine, shape, server
@@ -171,7 +173,9 @@ class SglangRolloutEngine(RolloutEngine):
         """One request for all samples with one prompt; runs in a thread of its own."""
         body = {
             "input_ids": [completions.prompt_tokens[index].tolist() for index in members],
-            "sampling_params": [self._sampling_params(sampling, seeds[index]) for index in members],
+            "sampling_params": [
+                self._sampling_params(completions.sampling_of(index, sampling), seeds[index]) for index in members
+            ],
             "return_logprob": True,
             "logprob_start_len": -1,
         }

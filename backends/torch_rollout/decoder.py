@@ -141,7 +141,9 @@ class Decoder:
         said = self.written_N[sequences]
         drawn = uniform(self.key_N[sequences], self.drawn_N[sequences] + said)
         uniforms = torch.from_numpy(drawn).to(self.cache.device)
-        token, logprob = sample(logits, uniforms, self.sampling)
+        greedy_B = self.completions.greedy_B[sequences]
+        greedy = torch.from_numpy(greedy_B).to(self.cache.device) if greedy_B.any() else None
+        token, logprob = sample(logits, uniforms, self.sampling, greedy)
         token_B, logprob_B = token.cpu().numpy(), logprob.cpu().numpy()
         if not np.isfinite(logprob_B).all():
             raise RlctlError(

@@ -52,6 +52,7 @@ class TorchRolloutEngine(RolloutEngine):
     """Continuous batching over a preallocated cache. Weights come by `import_weight`, never from the model folder."""
 
     counts_progress = True
+    mixes_greedy = True
 
     def __init__(self, config: RolloutConfig, model: PreTrainedModel) -> None:
         assert isinstance(config.engine, TorchRolloutTable)

@@ -43,6 +43,7 @@ class VllmRolloutEngine(RolloutEngine):
     """Token ids in, token ids out. Weights come by `import_weight`, never from the model folder."""
 
     counts_progress = True
+    mixes_greedy = True
     progress_unit = "decode step"
     PLAIN_WEIGHTS = True  # see `plain_worker.py`
 
@@ -174,10 +175,10 @@ class VllmRolloutEngine(RolloutEngine):
             return {"generated_tokens": 0, "decode_steps": 0, "cached_prompt_tokens": 0}
         check_lengths(int(prompts["length_B"].max()), sampling, self.config.model.max_sequence_tokens)
         seed_B = request_seeds(sampling.seed, prompts["id_B"], prompts["position_B"])
-        requests = [
-            (str(i), completions.prompt_tokens[i], sampling_params(sampling, seed_B[i], self.stops))
-            for i in completions.queue
+        choice_B = [
+            sampling_params(completions.sampling_of(i, sampling), seed, self.stops) for i, seed in enumerate(seed_B)
         ]
+        requests = [(str(i), completions.prompt_tokens[i], choice_B[i]) for i in completions.queue]
         steps = cached = 0
         for finished in self._run(requests):
             steps += 1

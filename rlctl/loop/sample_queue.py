@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.loop.dynamic_sampling import missing_groups, with_signal
-from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Prompts, Sampler, Scored, Thrown
+from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Greedy, Prompts, Sampler, Scored, Thrown
 from specs.errors import CheckpointError
 from specs.schema.spec import Spec
 from specs.wire.batch import Batch
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Generation
     from rlctl.processes.calls import Call
 
-GRADED = ("failures", "terms", "samples", "counts", "thrown")  # what of `Scored` is no column
+GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy")  # what of `Scored` is no column
 
 
 @dataclass
@@ -135,7 +135,7 @@ class SampleQueue:
         spec, refills = self.spec, 0
         algorithm, wanted = spec.algorithm, spec.data.prompts_per_step
         while refills < algorithm.max_refills and (count := missing_groups(drawn, wanted)):
-            prompts = Prompts.of(self.sampler.ask(self.position, count, generation.step).result()[0])
+            prompts = self.sampler.training_prompts(self.sampler.ask(self.position, count, generation.step).result()[0])
             self.position, refills = self.position + count, refills + 1
             generation.extend(prompts)
             drawn = generation.finish()
@@ -171,7 +171,7 @@ class SampleQueue:
         each = self.spec.data.prompts_per_step
         ends = [self.position + each * (index + 1) for index in range(batches)]
         assert PromptsDrawn.of(answer).position == ends[-1], "the training data has no end"
-        prompts = Prompts.of(answer)
+        prompts = self.sampler.training_prompts(answer)
         return [prompts.select(chosen) for chosen in np.split(np.arange(len(prompts.batch)), batches)], ends
 
     def _ask(self, batches: int, step: int) -> Call:
@@ -252,8 +252,9 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
         raise CheckpointError(f"{path}: {error}") from None
     scores = columns.pop("reward_B"), columns.pop("scored_B").astype(bool)
     thrown = Thrown(**entry["thrown"]) if entry.get("thrown") else None
-    counts = dict(entry.get("counts", {}))
-    scored = Scored(*scores, dict(entry["failures"]), dict(entry["terms"]), list(entry["samples"]), counts, thrown)
+    greedy = Greedy(**entry["greedy"]) if entry.get("greedy") else None
+    failures, terms, counts = (dict(entry.get(name, {})) for name in ("failures", "terms", "counts"))
+    scored = Scored(*scores, failures, terms, list(entry["samples"]), counts, thrown, greedy)
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
 
 

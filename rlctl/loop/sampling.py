@@ -74,10 +74,23 @@ class Sampler:
         self.clock, self.restore = clock, restore
 
     def ask(self, position: int, count: int, step: int) -> Call:
-        """Have so many prompts drawn, each repeated for its group; the answer also has the cursor after them."""
-        size = self.spec.algorithm.group_size
+        """Have so many prompts drawn, each repeated for its group and, where the advantage compares with it, for a
+        greedy completion; the answer also has the cursor after them."""
+        size = self.spec.algorithm.group_size + self._greedy_rows
         request = bodies.Prompts(what="train", position=position, count=count, group_size=size)
         return self.data.post(Verb.PROMPTS, request, step=step)
+
+    def training_prompts(self, answer: Message) -> Prompts:
+        """What `ask` asked for; of each group that has one the last is for the greedy completion."""
+        prompts, size = Prompts.of(answer), self.spec.algorithm.group_size
+        if not self._greedy_rows:
+            return prompts
+        greedy_B = np.tile(np.arange(size + 1) == size, len(prompts.batch) // (size + 1))
+        return Prompts(prompts.batch.with_columns(greedy_B=greedy_B.astype(np.uint8)), prompts.rows)
+
+    @property
+    def _greedy_rows(self) -> int:
+        return int(self.spec.algorithm.advantage.greedy_baseline)
 
     def held_out(self, count: int, step: int) -> Prompts:
         """Prompts for evaluation."""
@@ -152,11 +165,15 @@ class Generation:
     def finish(self) -> Drawn:
         """Wait for samples, in the order of their ids, and their scores."""
         self.wait()
+        prompts, greedy_B = self.prompts.batch, None
+        if "greedy_B" in prompts:
+            greedy_B = prompts["greedy_B"][np.argsort(prompts["id_B"], kind="stable")].astype(bool)
         with self._clock.grading():
             answers = [call.result()[0] for call in self._grading]
             self._wait_for_late(answers)
-            scored = Scored.gather(self._parts, answers, list(self._late.values()), self._weights)
-        return Drawn(in_id_order(Batch.concat(self._parts)), scored)
+            scored = Scored.gather(self._parts, answers, list(self._late.values()), self._weights, greedy_B)
+        drawn = Drawn(in_id_order(Batch.concat(self._parts)), scored)
+        return drawn if greedy_B is None else drawn.with_baseline(greedy_B)
 
     def _wait_for_late(self, answers: Sequence[Message]) -> None:
         """For what is graded apart, of the parts that are new since the last time."""
@@ -209,6 +226,22 @@ class Thrown:
 
 
 @dataclass(frozen=True)
+class Greedy:
+    """Greedy completions that samples were compared with: graded, not learned from."""
+
+    samples: int
+    tokens: int
+    reward_mean: float  # of those that could be graded
+
+    def metrics(self) -> dict[str, float | int]:
+        return {
+            "reward/greedy_mean": self.reward_mean,
+            "rollout/greedy_samples": self.samples,
+            "rollout/greedy_tokens": self.tokens,
+        }
+
+
+@dataclass(frozen=True)
 class Scored:
     """Scores in the order of sample ids, and what grading had to say."""
 
@@ -219,12 +252,18 @@ class Scored:
     samples: list[dict[str, Any]]
     counts: dict[str, float] = field(default_factory=dict)  # what grading took, as metrics below reward/
     thrown: Thrown | None = None  # None without dynamic sampling
+    greedy: Greedy | None = None  # None without a greedy baseline
 
     @staticmethod
     def gather(
-        parts: Sequence[Batch], answers: Sequence[Message], late: Sequence[LateScores], reward: RewardSection
+        parts: Sequence[Batch],
+        answers: Sequence[Message],
+        late: Sequence[LateScores],
+        reward: RewardSection,
+        greedy_B: NDArray[np.bool_] | None = None,
     ) -> Scored:
-        """Of what the reward role answered for each part, and of the terms that came `late`."""
+        """Of what the reward role answered for each part, and of the terms that came `late`. `greedy_B`, in the order
+        of ids: samples that the means of terms leave out."""
         order = np.argsort(np.concatenate([part["id_B"] for part in parts]), kind="stable")
         id_B, rollout_B = (np.concatenate([part[name] for part in parts])[order] for name in ("id_B", "rollout_B"))
         columns = {
@@ -233,7 +272,8 @@ class Scored:
         joined = late_scores.join(columns, [part.select(order) for part in late], reward)
         graded = [bodies.Scores.of(answer) for answer in answers]
         place = {int(sample): index for index, sample in enumerate(id_B)}
-        terms = term_means(joined.term_B, first_valid(rollout_B, joined.scored_B))
+        counted_B = joined.scored_B if greedy_B is None else joined.scored_B & ~greedy_B
+        terms = term_means(joined.term_B, first_valid(rollout_B, counted_B))
         return Scored(
             joined.reward_B,
             joined.scored_B,
@@ -261,6 +301,21 @@ class Drawn:
 
     batch: Batch
     scored: Scored
+
+    def with_baseline(self, greedy_B: NDArray[np.bool_]) -> Drawn:
+        """Without the greedy completions, one in each group, whose scores become the column `baseline_B`. Where that
+        could not be graded, its group counts as not graded."""
+        batch, scored = self.batch, self.scored
+        greedy, kept = np.flatnonzero(greedy_B), np.flatnonzero(~greedy_B)
+        groups, of_B = np.unique(batch["group_B"], return_inverse=True)
+        assert len(greedy) == len(groups), "a greedy completion in each group"
+        baseline_G, valid_G = np.zeros(len(groups), np.float32), np.zeros(len(groups), dtype=bool)
+        baseline_G[of_B[greedy]], valid_G[of_B[greedy]] = scored.reward_B[greedy], scored.scored_B[greedy]
+        reward_G = baseline_G[valid_G]
+        tokens = int(batch.sum_by_sequence("loss_mask_T")[greedy].sum())
+        said = Greedy(len(greedy), tokens, float(reward_G.mean(dtype=np.float64)) if len(reward_G) else 0.0)
+        left = replace(scored.select(kept), scored_B=(scored.scored_B & valid_G[of_B])[kept], greedy=said)
+        return Drawn(batch.select(kept).with_columns(baseline_B=baseline_G[of_B][kept]), left)
 
     def fresh(self, version: int, max_staleness: int) -> Drawn:
         """Without the groups that hold a sample which is more than `max_staleness` older than weights of `version`: a

@@ -64,6 +64,7 @@ def collect(
         "reward/silent_groups": silent,
         **{f"reward/{name}": value for name, value in scored.terms.items()},
         **(thrown.metrics() if thrown else {}),
+        **(scored.greedy.metrics() if scored.greedy else {}),
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
         **{f"reward/{name}": value for name, value in scored.counts.items()},
         **{key: value for role in updates for key, value in update_metrics(role, losses[role], updates[role]).items()},

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.schema.algorithms.algorithm import Advantage
-from specs.schema.algorithms.algorithm_tables import Gae, ReturnToGo
+from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo
 from specs.wire.batch import Batch
 
 WHITEN_EPS = 1e-8
@@ -52,7 +52,8 @@ class LossTokens:
         last_N[:-1] = sample_N[:-1] != sample_N[1:]
         reward_N = np.zeros(len(at_N)) if penalty_T is None else -penalty_T[at_N].astype(np.float64)
         reward_N[last_N] += score_B[sample_N[last_N]]
-        column = {name: batch[name][at_N].astype(np.float64) for name in table.columns}
+        index = {"_T": at_N, "_B": sample_N}
+        column = {name: batch[name][index[name[-2:]]].astype(np.float64) for name in table.columns}
         return LossTokens(reward_N, last_N, column, at_N, batch.num_tokens)
 
     def spread(self, estimate: TokenAdvantages) -> dict[str, NDArray[np.float32]]:
@@ -136,7 +137,14 @@ def _gae(table: Gae, tokens: LossTokens) -> TokenAdvantages:
     return TokenAdvantages(whitened(advantage_N) if table.whiten else advantage_N, by_critic_N + value_N)
 
 
+def _greedy_baseline(table: GreedyBaseline, tokens: LossTokens) -> TokenAdvantages:
+    """Σ γ^k · reward of the k-th token from here, minus the greedy completion's score (Li et al. 2023, eq. 6)."""
+    return_N = decayed_sums(tokens.reward_N, np.where(tokens.last_N, 0.0, table.discount))
+    return TokenAdvantages(return_N - tokens.column["baseline_B"])
+
+
 TOKEN_ADVANTAGES: Mapping[type[Advantage], Callable[[Any, LossTokens], TokenAdvantages]] = {
     ReturnToGo: _return_to_go,
     Gae: _gae,
+    GreedyBaseline: _greedy_baseline,
 }

@@ -338,6 +338,21 @@ def test_greedy_ignores_seed_and_id(engine: RolloutEngine) -> None:
     assert [v[0] for _, v in sorted(first.items())] == [v[0] for _, v in sorted(second.items())]
 
 
+def test_greedy_samples_among_others(kind: str, engine: RolloutEngine) -> None:
+    """As in a call of their own, and nothing of them moves the others."""
+    prompts, sampling = make_prompts(), Sampling(seed=1, temperature=0.7, max_response_tokens=10)
+    chosen = np.arange(len(prompts)) % 4 == 3
+    mixed = answer(engine, prompts.with_columns(greedy_B=chosen.astype(np.uint8)), sampling)
+    drawn = answer(engine, prompts, sampling)
+    likeliest = answer(engine, prompts, sampling.model_copy(update={"greedy": True}))
+    assert rollout_engine(kind).mixes_greedy
+    for name, greedy in zip(prompts["id_B"].tolist(), chosen.tolist(), strict=True):
+        alone = (likeliest if greedy else drawn)[name]
+        assert (mixed[name][0], mixed[name][2]) == (alone[0], alone[2])
+        np.testing.assert_allclose(mixed[name][1], alone[1], atol=1e-4)
+    assert any(drawn[name][0] != likeliest[name][0] for name in mixed)
+
+
 def test_a_stop_text_must_be_one_token(kind: str) -> None:
     if kind == "vllm":
         pytest.skip("another model wants a process of its own: test_vllm_rollout.py has one")

@@ -57,6 +57,8 @@ class Advantage(Table):
     why_min_group: ClassVar[str] = ""  # what a smaller group means; the message of check-config
     # Whether a group whose scores are all equal has advantages of 0, so that dynamic sampling may throw it away.
     equal_is_silent: ClassVar[bool] = False
+    # Whether each prompt gets a greedy completion too, whose score is the column `baseline_B`.
+    greedy_baseline: ClassVar[bool] = False
     # Columns of the batch that it reads besides scores, groups and masks.
     columns: ClassVar[tuple[str, ...]] = ()
 

@@ -143,6 +143,16 @@ class Gae(GaeKeys, Advantage):
     columns: ClassVar[tuple[str, ...]] = ("value_T",)
 
 
+class GreedyBaseline(ReturnToGoKeys, Advantage):
+    """Discounted sum of the rewards from a token on, minus the score of a greedy completion of the same prompt (ReMax,
+    Li et al. 2023). It needs no group."""
+
+    kind: Literal["greedy_baseline"] = "greedy_baseline"
+
+    greedy_baseline: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ("baseline_B",)
+
+
 # ── losses ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -327,6 +337,17 @@ class ReinforcePlusPlusBaseline(PpoClipKeys, Algorithm):
     loss_table: ClassVar[type[Loss]] = PpoClip
 
 
+class ReMax(PpoClipKeys, ReturnToGoKeys, Algorithm):
+    """REINFORCE with the score of a greedy completion as baseline (Li et al. 2023): one more sample for each prompt,
+    graded but not learned from. A completion is one action: its log-probs are summed."""
+
+    kind: Literal["remax"]
+    loss_aggregation: Aggregation = Field("seq-mean-token-sum", description=AGGREGATION)
+
+    advantage_table: ClassVar[type[Advantage]] = GreedyBaseline
+    loss_table: ClassVar[type[Loss]] = PpoClip
+
+
 class Opo(PpoClipKeys, Algorithm):
     """On-policy optimisation with the baseline of least variance (Hao et al. 2025). A completion is one action: its
     log-probs are summed. The paper makes one update per step; with several, each token's ratio is clipped."""
@@ -384,11 +405,23 @@ class Ppo(PpoClipKeys, GaeKeys, ValueLossKeys, Algorithm):
 # ── the unions ────────────────────────────────────────────────────────────────────────────────────
 
 AdvantageTable = Annotated[
-    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened | ReturnToGo | Gae, Field(discriminator="kind")
+    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened | ReturnToGo | Gae | GreedyBaseline,
+    Field(discriminator="kind"),
 ]
 LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss | ValueLoss, Field(discriminator="kind")]
 AlgorithmTable = Annotated[
-    Grpo | Dapo | DrGrpo | Rloo | ReinforcePlusPlus | ReinforcePlusPlusBaseline | Opo | Gspo | Cispo | Sapo | Ppo,
+    Grpo
+    | Dapo
+    | DrGrpo
+    | Rloo
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | ReMax
+    | Opo
+    | Gspo
+    | Cispo
+    | Sapo
+    | Ppo,
     Field(discriminator="kind"),
 ]
 

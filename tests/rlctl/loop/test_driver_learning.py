@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from local_group import LocalGroup
+from local_run import local_run
 from running import preset
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.residency import Residency
 from rlctl.loop.sampling import Scored
+from specs.load.keys import kind_of, tables_of
 from specs.load.load import load_spec
+from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
 
@@ -149,3 +153,11 @@ def test_every_rank_divides_by_the_whole_mini_batch(tmp_path: Path, pieces: int)
         seen += [int(token) for share, _ in shares for token in share["tokens_T"]]
     assert len(actor.told[0]) == pieces
     assert sorted(seen) == batch["tokens_T"].tolist(), "every token is learned from once"
+
+
+@pytest.mark.parametrize("kind", [kind_of(table) for table in tables_of(AlgorithmTable)])
+def test_every_kind_makes_a_step_by_its_name_alone(tmp_path: Path, kind: str) -> None:
+    with local_run(preset("fake", tmp_path), tmp_path / "run", f"algorithm.kind={kind}", "run.steps=1") as run:
+        (record,) = run.steps(1)
+    assert record.metrics["actor/grad_norm"] > 0
+    assert math.isfinite(record.metrics["actor/loss"])

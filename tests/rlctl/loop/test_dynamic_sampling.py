@@ -111,7 +111,7 @@ def test_replicas_do_not_change_what_is_drawn(tmp_path: Path) -> None:
     assert seen[0][0][2] > 0
 
 
-@pytest.mark.parametrize(("ahead", "cut"), [(0, 3), (1, 3), (2, 3), (2, 4)])
+@pytest.mark.parametrize(("ahead", "cut"), [(0, 3), (1, 3), (2, 3)])
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, ahead: int, cut: int) -> None:
     """Refills of batches in line move the cursor that later batches are drawn from."""
     options = (*SOME, "run.steps=7", f"rollout.max_staleness={ahead}")

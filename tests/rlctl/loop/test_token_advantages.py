@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.loop.advantages import columns
 from rlctl.loop.token_advantages import decayed_sums
-from specs.schema.algorithms.algorithm_tables import Gae, ReturnToGo
+from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo
 from specs.wire.batch import Batch
 
 
@@ -57,6 +57,16 @@ def test_a_shift_of_all_scores_changes_nothing_without_discount():
     scores = rng.normal(size=20)
     shifted_T = advantages(ReturnToGo(), batch, scores + 3)
     assert shifted_T == pytest.approx(advantages(ReturnToGo(), batch, scores), abs=1e-5)
+
+
+def test_the_greedy_baseline_by_hand():
+    """With γ = 1/2 the returns are 2, 4 (across a hole) and 1; the baselines 1 and 3."""
+    batch = batch_of([0, 1, 0, 1], [0, 1], [0, 1]).with_columns(baseline_B=np.array([1.0, 3.0, 9.0], np.float32))
+    got_T = advantages(GreedyBaseline(discount=0.5), batch, [4.0, 1.0, 7.0], [True, True, False])
+    assert got_T.tolist() == [0, 1.0, 0, 3.0, 0, -2.0, 0, 0.0]
+    penalty_T = np.array([9.0, 2.0, 9.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    got_T = advantages(GreedyBaseline(), batch, [4.0, 1.0, 7.0], penalty_T=penalty_T)
+    assert got_T.tolist() == [0, 4 - 1 - 2 - 1, 0, 4 - 1 - 1, 0, -2.0, 0, -2.0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 99, 1000])

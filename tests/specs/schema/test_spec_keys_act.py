@@ -154,7 +154,8 @@ def advantages_of_six(spec: Spec, controller: KlController) -> dict[str, Any]:
     columns: dict[str, Any] = {"length_B": length_B, "group_B": order_B // 3, "rollout_B": order_B}
     table = spec.algorithm.advantage
     read = (*table.columns, *spec.algorithm.penalty_columns)
-    columns |= {name: np.sin(np.arange(length_B.sum()) * (1 + len(name))) for name in read}
+    sizes = {"_T": length_B.sum(), "_B": len(length_B)}
+    columns |= {name: np.sin(np.arange(sizes[name[-2:]]) * (1 + len(name))) for name in read}
     batch = Batch({**columns, "loss_mask_T": np.ones(length_B.sum(), dtype=np.uint8)})
     scores = np.array([1, 0, 0, 4, 1, 1], dtype=np.float32)
     return advantage_columns(table, batch, scores, np.ones(6, dtype=bool), controller.penalty_T(batch))
