@@ -15,12 +15,14 @@ from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
 
 NAMES = [
+    "dapo-8gpu",
     "fake",
     "fsdp2-8gpu",
     "grpo-1gpu",
     "grpo-8gpu-colocated",
     "grpo-8gpu-separate",
     "gsm8k-cpu",
+    "gspo-8gpu",
     "quickstart",
     "sglang-1gpu",
     "vllm-cpu",

@@ -51,7 +51,7 @@ def test_a_step_compares_with_what_a_greedy_call_writes(tmp_path: Path, size: in
         drawn = driver.queue.take(1)
         assert len(drawn.batch) == 8 * size
         assert drawn.batch["baseline_B"].tolist() == np.repeat(greedy.scored.reward_B, size).tolist()
-        learned = driver.add_advantages(driver.add_logprobs(drawn.batch, 1), drawn.scored)
+        learned = driver.add_advantages(drawn.batch, drawn.scored)
         want_B = drawn.scored.reward_B - drawn.batch["baseline_B"]
         for want, got_T, mask_T in zip(
             want_B, learned.sequences("advantage_T"), learned.sequences("loss_mask_T"), strict=True
