@@ -185,7 +185,7 @@ def export_checkpoint(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step to export; default: the newest.", show_default=False)
     ] = None,
-    role: Annotated[str, typer.Option(help="Whose weights: actor.")] = ACTOR,
+    role: Annotated[str, typer.Option(help="Whose weights: actor, or critic.")] = ACTOR,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     shard_gb: Annotated[
         float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")

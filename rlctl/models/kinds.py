@@ -1,6 +1,7 @@
-"""Whether a model is of a kind that rlctl trains: a causal language model with attention in every layer.
+"""Whether a model is of a kind that rlctl trains: a causal language model with attention in every layer, or the same
+layers below a head of one number.
 
-Which kinds transformers builds as causal language models is read from its source, without importing it.
+Which kinds transformers builds so is read from its source, without importing it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from functools import cache
 from typing import Any
 
 from rlctl.models.config_class import ConfigClass, config_class, transformers_folder
+from specs.schema.roles import HeadKind
 
-_TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_CAUSAL, _SCORING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 # Heads that do something else with the same layers.
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
 _LAYERS = {"full_attention", "sliding_attention"}  # as backends/hf/hf_model.py, which builds them
 _OLD_NAMES = {"attention": "full_attention"}  # as transformers reads them
 
+_SCORES = "name a model of another family (qwen2, qwen3, llama, gemma3_text, mistral, … have one)"
+
 Wrong = tuple[str, str]  # what is wrong, and a hint
 
 
-def kind_problem(config: Mapping[str, Any], *, from_scratch: bool) -> Wrong | None:
-    """Why rlctl cannot train a model of this `config.json`, by its kind. `from_scratch`: no weights are read.
+def kind_problem(config: Mapping[str, Any], *, from_scratch: bool, head: HeadKind = "lm") -> Wrong | None:
+    """Why rlctl cannot train a model of this `config.json`, by its kind. `from_scratch`: no weights are read. `head`:
+    what it is to end in.
 
     The transformers of this process is asked; models that bring their own code are not checked.
     """
@@ -37,10 +42,15 @@ def kind_problem(config: Mapping[str, Any], *, from_scratch: bool) -> Wrong | No
     text = config.get("text_config")
     if wrong := _layers_problem(kind, text if isinstance(text, Mapping) else config, family):
         return wrong, hint
+    scoring = _kinds(_SCORING)
+    if head != "lm" and scoring and kind not in scoring and not config.get("auto_map"):
+        what = "so it can predict or score nothing"
+        return f"the installed transformers has no sequence-classification model of the type {kind!r}, {what}", _SCORES
     if from_scratch:
         return None
     named = [str(name) for name in config.get("architectures") or ()]
-    if named and named[0] not in known.get(kind, ()) and _OTHER_HEADS.search(named[0]):
+    fitting = (*known.get(kind, ()), *(scoring.get(kind, ()) if head != "lm" else ()))
+    if named and named[0] not in fitting and _OTHER_HEADS.search(named[0]):
         return f"holds a {named[0]}, which has no language modeling head", hint
     return None
 
@@ -73,15 +83,19 @@ def quantized_problem(config: Mapping[str, Any], *, learns: bool) -> Wrong | Non
     )
 
 
-@cache
 def causal_kinds() -> Mapping[str, tuple[str, ...]]:
     """model_type → classes that transformers builds for it; empty where that cannot be told."""
+    return _kinds(_CAUSAL)
+
+
+@cache
+def _kinds(table: str) -> Mapping[str, tuple[str, ...]]:
     root = transformers_folder()
     if root is None:
         return {}
     try:
         source = (root / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-        found = re.search(rf"^{_TABLE} = OrderedDict\(\s*(\[.*?^    \])", source, re.DOTALL | re.MULTILINE)
+        found = re.search(rf"^{table} = OrderedDict\(\s*(\[.*?^    \])", source, re.DOTALL | re.MULTILINE)
         pairs = ast.literal_eval(found[1]) if found else []
     except (OSError, ValueError, SyntaxError):
         return {}

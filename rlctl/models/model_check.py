@@ -13,7 +13,7 @@ from rlctl.models.config_class import ConfigClass, config_class, transformers_fo
 from rlctl.models.config_values import value_problems
 from rlctl.models.end_tokens import check_end_tokens
 from rlctl.models.hub import Folder, HubFolder, hub_snapshot, look_up, offline
-from rlctl.models.kinds import causal_kinds, kind_problem, quantized_problem
+from rlctl.models.kinds import Wrong, causal_kinds, kind_problem, quantized_problem
 from rlctl.models.paths import builtin_models, read_object, resolve_model
 from rlctl.models.remote_code import code_problems
 from rlctl.models.tokenizer_files import check_tokenizer
@@ -21,6 +21,7 @@ from rlctl.models.weight_files import hub_weight_problems, weight_problems
 from specs.errors import Problem
 from specs.load.keys import closest
 from specs.model_facts import positions_of, tokens_of_one_rope
+from specs.schema.roles import HeadKind
 from specs.schema.sections import DataSection
 from specs.text import show
 
@@ -46,9 +47,17 @@ class ModelCheck:
     """Findings about one model; `problems` refuse the run, `warnings` do not."""
 
     def __init__(
-        self, key: str, path: str, spec_dir: Path, *, from_scratch: bool, remote_code: bool, tokenizer: bool
+        self,
+        key: str,
+        path: str,
+        spec_dir: Path,
+        *,
+        from_scratch: bool,
+        remote_code: bool,
+        tokenizer: bool,
+        head: HeadKind = "lm",
     ) -> None:
-        self.key, self.path = key, path
+        self.key, self.path, self.head = key, path, head
         self.from_scratch, self.remote_code, self.tokenizer = from_scratch, remote_code, tokenizer
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
@@ -153,7 +162,7 @@ class ModelCheck:
 
     def _check_weights(self, folder: Folder, builtin: bool) -> None:
         if builtin:
-            if self.key == "ref.model":
+            if self.key != "model.path":
                 self._wrong("a built-in model has no weights", "leave it out for the actor's starting weights")
                 return
             self._wrong(
@@ -161,7 +170,7 @@ class ModelCheck:
             )
             return
         if isinstance(folder, Path):
-            found = weight_problems(folder, self.config)
+            found = weight_problems(folder, self.config, self.head)
         else:
             found = hub_weight_problems(folder, self.config)
         for message, hint in found:
@@ -181,12 +190,16 @@ class ModelCheck:
         """Whether rlctl can train the model, by its kind; `here`: the role runs in this interpreter."""
         if not self.whole_config:
             return
-        wrong = kind_problem(self.whole_config, from_scratch=self.from_scratch) if here else None
+        wrong = kind_problem(self.whole_config, from_scratch=self.from_scratch, head=self.head) if here else None
         if wrong is None and not self.from_scratch:
             wrong = quantized_problem(self.whole_config, learns=learns)
         if wrong:
             self.problems = [problem for problem in self.problems if problem.key != self.key]  # they follow from it
             self._wrong(*wrong)
+
+    def can_end_in(self, head: HeadKind) -> Wrong | None:
+        """Why a model with this backbone cannot end in `head`, made anew."""
+        return kind_problem(self.whole_config, from_scratch=True, head=head) if self.whole_config else None
 
     def check_length(self, max_sequence_tokens: int) -> None:
         family = config_class(str(self.config.get("model_type", ""))) or ConfigClass()

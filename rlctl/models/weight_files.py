@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlctl.models.hub import HubFolder
 from rlctl.models.model_tensors import tensors_of_config
 from specs.model_facts import model_facts
-from specs.model_shapes import ModelTensors
+from specs.model_shapes import LM_HEADS, SCORE_LAYER, ModelTensors
 from specs.safetensors_header import read_header
+from specs.schema.roles import HeadKind
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 AGAIN = "copy or download it again"
@@ -31,8 +33,8 @@ Wrong = tuple[str, str]  # what is wrong, and a hint
 Shapes = dict[str, tuple[int, ...]]
 
 
-def weight_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
-    """Everything that is wrong with the safetensors files of a model folder."""
+def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind = "lm") -> Iterator[Wrong]:
+    """Everything that is wrong with the safetensors files of a model folder. `head`: what the model is to end in."""
     files, index, wrong = _weight_files(folder)
     if wrong:
         yield wrong
@@ -59,7 +61,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
             yield f"the index puts {lacking[0]} into {file.name}, which lacks it", AGAIN
         shapes |= held
     if whole and "quantization_config" not in config:  # packed weights have shapes of their own
-        yield from _differences(shapes, config)
+        yield from _differences(shapes, config, head)
 
 
 def hub_weight_problems(folder: HubFolder, config: Mapping[str, Any]) -> Iterator[Wrong]:
@@ -128,12 +130,17 @@ def _no_weights(folder: Path) -> Wrong:
     return f"no model.safetensors in {folder}", hint
 
 
-def _differences(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[Wrong]:
+def _differences(shapes: Shapes, config: Mapping[str, Any], head: HeadKind) -> Iterator[Wrong]:
     """Where weights and config differ: in the number of layers, else in the first shape."""
     if wrong := _other_depth(shapes, config) or _other_experts(shapes, config):
         yield wrong
         return
     known = tensors_of_config(config)
+    if known and head != "lm":  # its own head is kept or made anew
+        known = replace(known, parameters=tuple(one for one in known.parameters if one.name not in LM_HEADS))
+        if (score := shapes.get(SCORE_LAYER)) is not None and score[0] != 1:
+            yield f"{SCORE_LAYER} has shape {list(score)}: a critic's head has one output", "name another model"
+            return
     for parameter in known.parameters if known else ():
         stored = shapes.get(parameter.name)
         if stored is not None and stored != parameter.shape:

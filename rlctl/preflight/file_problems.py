@@ -82,6 +82,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
             from_scratch=False,
             remote_code=model.trust_remote_code,
             tokenizer=False,
+            head=ROLES[role].head,
         )
         for role, section in spec.sections()
         if role in spec.roles and (path := getattr(section, "model", ""))
@@ -90,6 +91,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         for role, check in {ACTOR: main, **others}.items():
             check.check_length(spec.max_sequence_tokens)
             check.check_kind(learns=ROLES[role].learns, here=not spec.role(role).python)
+        main.problems += _heads(spec, main, others)
     main.check_chat(spec.data)
     main.problems += _lone_tokenizer(spec, spec_dir, main)
     checks = [main, *others.values()]
@@ -103,6 +105,13 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         errors += adapter_problems(spec, main.config)
         warnings += adapter_warnings(spec, main.config)
     return errors, warnings, main.config
+
+
+def _heads(spec: Spec, main: ModelCheck, others: Mapping[str, ModelCheck]) -> Iterator[Problem]:
+    """Roles that give the main model another head than it can have."""
+    for role in [role for role in spec.roles if ROLES[role].head != "lm" and role not in others]:
+        if not spec.role(role).python and (wrong := main.can_end_in(ROLES[role].head)) and not main.problems:
+            yield Problem(f"{role}.model", *wrong, show(main.path))
 
 
 def _lone_tokenizer(spec: Spec, spec_dir: Path, main: ModelCheck) -> list[Problem]:

@@ -18,9 +18,9 @@ from typing import Any
 
 from rlctl.run import checkpoints
 from specs.errors import CheckpointError, ExportError, UsageError
+from specs.schema.roles import PROOF_FILES, ROLES, HeadKind
 
 STALL_S = 3600.0
-PROOF = "greedy_proof.json"  # of a role's folder: what the exported model must repeat
 ROOT = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
@@ -77,7 +77,9 @@ def export(
     from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
     console.print(
         f"proven: loads in {by}{from_disk}, {proof['tensors']} tensors with the trainer's values, "
-        f"{proof['parameters']:,} parameters, {proof['greedy_tokens']} greedy tokens the same"
+        f"{proof['parameters']:,} parameters, "
+        + (f"{proof['values']} values" if proof["values"] else f"{proof['greedy_tokens']} greedy tokens")
+        + " the same"
         + (f" ({proof['undecided_tokens']} near-ties left out)" if proof["undecided_tokens"] else "")
     )
     return 0
@@ -109,17 +111,30 @@ def _roles(checkpoint: checkpoints.Checkpoint) -> list[str]:
 
 def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
     """What the manifest says of the model and who reads it. Raises CheckpointError."""
-    about, manifest = checkpoint.manifest, checkpoint.path / "manifest.json"
+    manifest = checkpoint.path / "manifest.json"
+    roles = checkpoint.manifest.get("roles")
+    own = roles.get(role) if isinstance(roles, Mapping) else None
+    about = {**checkpoint.manifest, **(own if isinstance(own, Mapping) else {})}
     hint = "put the manifest back as it was, or export another step with --step"
     for key, kind in (("run", str), ("python", str), ("model_path", str), ("trust_remote_code", bool)):
         if not isinstance(about.get(key), kind):
             raise CheckpointError(f"{manifest} does not say what {key!r} is", hint=hint)
-    if f"{role}/{PROOF}" not in about["files"]:
-        raise CheckpointError(f"{manifest} does not list {role}/{PROOF}", hint=hint)
+    proof = f"{role}/{_proof_file(role)}"
+    if proof not in about["files"]:
+        raise CheckpointError(f"{manifest} does not list {proof}", hint=hint)
     if shutil.which(about["python"]) is None:
         hint = f"put it back, or write another interpreter that has the engine's packages into {manifest}"
         raise CheckpointError(f"the interpreter that trained the {role}, {about['python']}, is not there", hint=hint)
     return about
+
+
+def _head(role: str) -> HeadKind:
+    """What the role's model ends in."""
+    return ROLES[role].head if role in ROLES else "lm"
+
+
+def _proof_file(role: str) -> str:
+    return PROOF_FILES[_head(role)]
 
 
 def _export(
@@ -138,11 +153,11 @@ def _export(
         model.mkdir()
         body = {
             "checkpoint": str(folder.absolute()),
-            "proof_file": str((folder / PROOF).absolute()),
+            "proof_file": str((folder / _proof_file(folder.name)).absolute()),
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],
             "dtype": dtype,
-            "head": "lm",
+            "head": _head(folder.name),
             "adapter_only": adapter_only,
             "out": str(model),
             "shard_bytes": int(limits.shard_GB * 1e9),

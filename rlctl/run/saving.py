@@ -126,11 +126,16 @@ class Saver:
             "inputs": self.run.inputs,
             "actor_ranks": spec.actor.processes,
             "dtype": spec.actor.dtype,
+            "roles": {role: self._about_role(role) for role, _ in self._folders()},
             "model_path": model_paths(spec, self.spec_dir)[ACTOR],
             "trust_remote_code": spec.model.trust_remote_code,
             "python": self.plan.role(ACTOR).python,
             "versions": {"python": platform.python_version(), "rlctl": __version__, **self._versions},
         }
+
+    def _about_role(self, role: RoleName) -> dict[str, Any]:
+        """Who wrote the role's folder, for an export."""
+        return {"model_path": model_paths(self.spec, self.spec_dir)[role], "python": self.plan.role(role).python}
 
     def _actor_versions(self) -> dict[str, str]:
         return dict(read_object(self.run.as_built)[ACTOR][0]["versions"])

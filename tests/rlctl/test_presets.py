@@ -23,6 +23,7 @@ NAMES = [
     "grpo-8gpu-separate",
     "gsm8k-cpu",
     "gspo-8gpu",
+    "ppo-cpu",
     "quickstart",
     "sglang-1gpu",
     "vllm-cpu",

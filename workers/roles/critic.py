@@ -21,7 +21,7 @@ class Critic(Learner):
     role: ClassVar[RoleName] = CRITIC
 
     def proof(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Mapping[str, Any]:
-        """The value before each token of the prompts but the first."""
+        """The value before each token of the prompts but the first, and in which precision."""
         length_B = np.array([len(prompt) for prompt in prompts])
         tokens_T = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
         mask_T = np.ones(len(tokens_T), dtype=np.uint8)
@@ -29,7 +29,7 @@ class Critic(Learner):
         mask_T[batch.offsets[:-1]] = 0  # no token precedes the first
         value_T = self.engine.values(batch)
         pieces = np.split(value_T, batch.offsets[1:-1])
-        return {"values": [piece[1:].tolist() for piece in pieces]}
+        return {"values": [piece[1:].tolist() for piece in pieces], "dtype": self.config.model.dtype}
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

@@ -19,8 +19,10 @@ from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 class Trainer(EngineRank[TrainEngine]):
     """A rank that holds a train engine."""
 
+    config: TrainConfig  # since it was built
+
     def build(self, call: Request[TrainConfig], emit: Emit) -> Reply:
-        config = call.body
+        self.config = config = call.body
         return self.hold(config.role, config, train_engine(config.engine.kind).build)
 
     def logprobs(self, call: Request[bodies.Logprobs], emit: Emit) -> Reply:

@@ -87,3 +87,16 @@ def test_a_hybrid_family_without_its_recurrent_layers_is_a_decoder() -> None:
     config = {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]}
     assert kind_problem(config, from_scratch=True) is None
     assert kind_problem({**config, "layer_types": ["mamba", "attention"]}, from_scratch=True) is not None
+
+
+def test_a_head_of_one_number_is_for_families_that_have_one() -> None:
+    """In the causal model's folder it is made anew; in a sequence-classification folder it is kept."""
+    folder = {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"]}
+    assert "has no language modeling head" in str(kind_problem(folder, from_scratch=False))
+    assert kind_problem(folder, from_scratch=False, head="value") is None
+    assert kind_problem({**folder, "architectures": ["Qwen2ForCausalLM"]}, from_scratch=False, head="value") is None
+    asked = {**folder, "architectures": ["Qwen2ForQuestionAnswering"]}
+    assert "Qwen2ForQuestionAnswering" in str(kind_problem(asked, from_scratch=False, head="value"))
+    granite = {"model_type": "granite"}
+    assert kind_problem(granite, from_scratch=True) is None
+    assert "no sequence-classification model" in str(kind_problem(granite, from_scratch=True, head="value"))

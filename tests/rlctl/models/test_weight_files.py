@@ -1,4 +1,4 @@
-"""Weights of another number of experts than `config.json` says: files hold them one by one."""
+"""Weights of another number of experts than `config.json` says: files hold them one by one; and heads of one number."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from corpus import write_weights
 from families import FAMILIES
 
 from rlctl.models.hub import HubFile, HubFolder
+from rlctl.models.model_tensors import tensors_of_config
 from rlctl.models.weight_files import OTHER_CONFIG, hub_weight_problems, weight_problems
 
 CONFIG = FAMILIES["qwen3_moe"].config  # four experts in the second of two layers
@@ -26,3 +27,18 @@ def test_the_experts_of_a_layer_are_counted(tmp_path: Path, count: int) -> None:
     wrong = (f"{LAYER} holds {count} experts, and config.json says 4", OTHER_CONFIG)
     for found in (weight_problems(tmp_path, CONFIG), hub_weight_problems(there, CONFIG)):
         assert [*found] == ([] if count == 4 else [wrong])
+
+
+@pytest.mark.parametrize(("outputs", "wrong"), [(0, ""), (1, ""), (3, "a critic's head has one output")])
+def test_a_critic_needs_no_head_in_the_files_and_none_of_another_width(
+    tmp_path: Path, outputs: int, wrong: str
+) -> None:
+    config = {**FAMILIES["llama"].config, "tie_word_embeddings": False}
+    known = tensors_of_config(config)
+    assert known is not None
+    shapes = {one.name: one.shape for one in known.parameters if one.name != "lm_head.weight"}
+    shapes |= {"score.weight": (outputs, config["hidden_size"])} if outputs else {}
+    write_weights(tmp_path / "model.safetensors", shapes)
+    assert "lm_head.weight" in str([*weight_problems(tmp_path, config)])
+    assert wrong in str(found := [*weight_problems(tmp_path, config, "value")])
+    assert bool(found) == bool(wrong)
