@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from backends.packed.packing import log_ratio_T, sequence_T
 from backends.token_metrics import TokenValues, ValueTokens, no_function, token_values
-from specs.schema.algorithms.algorithm import Loss
+from specs.schema.algorithms.algorithm import FunctionLoss, Loss
 from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss, ValueLoss
 from specs.wire.batch import Batch
 
@@ -174,11 +174,27 @@ def _mean_log_ratio(batch: Batch, loss: Loss, logprob_T: NDArray[np.float32]) ->
     return {"log_ratio_B": np.array(mean_B, dtype=np.float64)}
 
 
+def _function(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: FunctionLoss) -> FakePolicyLoss:
+    """The user's own is written in torch, which has its derivatives."""
+    import torch
+
+    from backends.train.own_loss import own_loss
+
+    tensor_N = torch.tensor(logprob_N, requires_grad=True)
+    loss_N = own_loss(loss.path, tensor_N, torch.tensor(anchor_N), torch.tensor(columns.advantage_N))
+    (by_logprob_N,) = torch.autograd.grad(loss_N.sum(), tensor_N)
+    log_ratio_N = logprob_N - anchor_N
+    nothing_N = np.zeros(len(logprob_N), dtype=np.bool_)
+    values = loss_N.detach().numpy(), by_logprob_N.numpy()
+    return FakePolicyLoss(*values, log_ratio_N, np.exp(np.clip(log_ratio_N, -20, 20)), nothing_N)
+
+
 FAKE_LOSSES: Mapping[type[Loss], Callable[..., FakePolicyLoss]] = {
     PpoClip: _ppo_clip,
     GspoLoss: _gspo,
     CispoLoss: _cispo,
     SapoLoss: _sapo,
+    FunctionLoss: _function,
 }
 FAKE_SEQUENCE_COLUMNS: Mapping[type[Loss], Callable[..., dict[str, Column]]] = {GspoLoss: _mean_log_ratio}
 

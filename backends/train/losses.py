@@ -17,7 +17,8 @@ from torch import Tensor
 
 from backends.packed.packing import log_ratio_T, loss_tokens_B, sequence_T
 from backends.token_metrics import TokenValues, no_function, token_values
-from specs.schema.algorithms.algorithm import Loss
+from backends.train.own_loss import own_loss
+from specs.schema.algorithms.algorithm import FunctionLoss, Loss
 from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss
 from specs.wire.batch import Batch
 
@@ -145,6 +146,14 @@ def _sapo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Sapo
     return PolicyLoss(-columns.advantage_N * gate_N, log_ratio_N.detach(), ratio_N.detach(), nothing_N)
 
 
+def _function(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: FunctionLoss) -> PolicyLoss:
+    """The user's own, with the metrics of a ratio that nothing clips."""
+    loss_N = own_loss(loss.path, logprob_N, anchor_N, columns.advantage_N)
+    log_ratio_N = (logprob_N - anchor_N).detach()
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return PolicyLoss(loss_N, log_ratio_N, ratio_N, torch.zeros_like(ratio_N, dtype=torch.bool))
+
+
 def _mean_log_ratio(
     log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64]
 ) -> dict[str, NDArray[np.float64]]:
@@ -170,6 +179,7 @@ LOSSES: Mapping[type[Loss], LossFunction] = {
     GspoLoss: LossFunction(_gspo, _mean_log_ratio),
     CispoLoss: LossFunction(_cispo),
     SapoLoss: LossFunction(_sapo),
+    FunctionLoss: LossFunction(_function),
 }
 
 

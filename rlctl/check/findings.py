@@ -62,6 +62,10 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
 def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Problem], list[Problem]]:
     """Errors and warnings about what the spec names; reward functions are imported, in processes of their own."""
     problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)
+    if spec.algorithm.own_functions:
+        from rlctl.check.own_function_check import own_function_trials
+
+        problems += own_function_trials(spec, spec_dir, [problem.key for problem in problems])
     if not any(isinstance(term, Function) for term in spec.reward.terms):
         return problems, warnings
     from rlctl.check.reward_import import import_problems

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.token_advantages import TOKEN_ADVANTAGES, WHITEN_EPS, LossTokens
 from specs.errors import RlctlError
-from specs.schema.algorithms.algorithm import Advantage
+from specs.schema.algorithms.algorithm import Advantage, FunctionAdvantage
 from specs.schema.algorithms.algorithm_tables import GroupCentredWhitened, GroupRelative, LeaveOneOut, LengthWeighted
+from specs.schema.algorithms.own_function import own_advantage
 from specs.wire.batch import Batch
 
 GROUP_EPS = 1e-6
@@ -151,11 +152,16 @@ def _group_centred_whitened(table: GroupCentredWhitened, scored: Scored) -> Scor
     return np.asarray((centred_R - mean) / np.sqrt(variance + WHITEN_EPS))
 
 
+def _function(table: FunctionAdvantage, scored: Scored) -> Scores:
+    return own_advantage(table.path, scored.score_R, scored.group_R, scored.tokens_R)
+
+
 ADVANTAGES: Mapping[type[Advantage], Callable[[Any, Scored], Scores]] = {
     GroupRelative: _group_relative,
     LeaveOneOut: _leave_one_out,
     LengthWeighted: _length_weighted,
     GroupCentredWhitened: _group_centred_whitened,
+    FunctionAdvantage: _function,
 }
 
 

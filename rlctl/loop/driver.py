@@ -80,7 +80,10 @@ class Driver:
         gap_limits: GapLimits,
         window: UpdateWindow,
         progress: Progress,
+        spec_dir: Path = Path(),
     ) -> None:
+        """`spec_dir`: where relative paths of the spec start."""
+        self.spec_dir = spec_dir
         self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
         self.gap_limits, self.window = gap_limits, window
         self.actor = groups["actor"]
@@ -238,7 +241,7 @@ class Driver:
         return out_T
 
     def add_advantages(self, batch: Batch, scored: Scored) -> Batch:
-        table, penalty_T = self.spec.algorithm.advantage, self.kl.penalty_T(batch)
+        table, penalty_T = self.spec.algorithm.advantage.placed(self.spec_dir), self.kl.penalty_T(batch)
         return batch.with_columns(**advantages.columns(table, batch, scored.reward_B, scored.scored_B, penalty_T))
 
     def update(self, batch: Batch, step: int) -> Updates:
@@ -283,7 +286,7 @@ class Driver:
 
     def _post_update(self, role: RoleName, mini: Batch, step: int) -> Call:
         """Loss and gradients of the mini-batch; weights are not changed yet."""
-        loss, group = self.kl.in_loss(self.spec.losses[role]), self.learners[role]
+        loss, group = self.kl.in_loss(self.spec.losses[role]).placed(self.spec_dir), self.learners[role]
         mini.require(loss.columns, Verb.UPDATE)
         needed, shards = mini.only(loss.columns), balanced_shards(mini["length_B"], group.size, mini["group_B"])
         body = bodies.Update(loss=loss, scale=self.loss_scale(mini))

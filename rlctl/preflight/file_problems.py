@@ -19,7 +19,7 @@ from rlctl.preflight.hostfile import hostfile_problems
 from rlctl.preflight.interpreters import interpreter_problems, packages_of
 from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
-from rlctl.preflight.reward_files import reward_problems
+from rlctl.preflight.reward_files import own_function_problems, reward_problems
 from rlctl.preflight.role_attention import role_attention_problems
 from rlctl.preflight.sizes import size_problems
 from specs.errors import Problem
@@ -43,7 +43,7 @@ def file_problems(
     """
     errors, warnings, config = _models(spec, spec_dir)
     data_errors, data_warnings = check_data(spec, spec_dir)
-    errors += data_errors + reward_problems(spec, spec_dir)
+    errors += data_errors + reward_problems(spec, spec_dir) + own_function_problems(spec, spec_dir)
     lacking = interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()) + _launchers(spec)
     lacking += key_problems(spec)
     (warnings if elsewhere else errors).extend(lacking)

@@ -55,16 +55,22 @@ def _unused_completion(path: str, spec_dir: Path) -> str:
     return parameters[1]
 
 
-def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
-    """What is wrong with `file.py:name`, and a hint."""
-    name = path.rpartition(":")[2]
-    file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
+def _no_file(file: Path) -> tuple[str, str] | None:
     if file.is_symlink() and not file.exists():
         return f"a symbolic link to {os.readlink(file)}, which does not exist", "repair the link"
     if file.is_dir():
         return f"{file} is a folder", "name a Python file in it"
     if not file.is_file():
         return f"no such file ({os.path.abspath(file)})", "a relative path starts at the spec file's folder"
+    return None
+
+
+def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
+    """What is wrong with `file.py:name`, and a hint."""
+    name = path.rpartition(":")[2]
+    file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
+    if found := _no_file(file):
+        return found
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except SyntaxError as error:
@@ -88,6 +94,29 @@ def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
     if not _takes_three(node.args):
         return f"{name} must take three arguments", f"write def {name}(prompt, completion, row)"
     return None
+
+
+def own_function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """What is wrong with the files of the user's own advantage and loss."""
+    problems = []
+    for key, path in spec.algorithm.own_functions.items():
+        file, name = spec_dir / Path(path.rpartition(":")[0]).expanduser(), path.rpartition(":")[2]
+        if found := _no_file(file) or _undefined(file, name):
+            problems.append(Problem(f"algorithm.{key}", *found, show(path)))
+    return problems
+
+
+def _undefined(file: Path, name: str) -> tuple[str, str] | None:
+    try:
+        names = _top_level_names(ast.parse(file.read_bytes(), str(file)))
+    except SyntaxError as error:
+        return f"{file.name}:{error.lineno}: {error.msg}", "repair the file"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}", "make it a readable Python file"
+    if name in names:
+        return None
+    near = closest(name, [known for known in names if known])
+    return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"write def {name}(…) in it"
 
 
 def _positional(arguments: ast.arguments) -> tuple[list[str], int]:

@@ -76,6 +76,9 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
         if isinstance(term, Function):
             file = spec_dir / Path(term.path.rpartition(":")[0]).expanduser()
             yield f"reward.terms.{index}.path", spec_dir, [path for path in reward_sources(file) if path.is_file()]
+    for key, path in spec.algorithm.own_functions.items():
+        file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
+        yield f"algorithm.{key}", spec_dir, [source for source in reward_sources(file) if source.is_file()]
     model = resolve_model(spec.model.path, spec_dir)
     folder = model if isinstance(model, Path) else hub_snapshot(model)
     if folder is not None and BUILTIN_FOLDER not in folder.parents:  # those come with rlctl

@@ -60,7 +60,7 @@ def start(
         warn=progress.warning,
     )
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
-    return Driver(spec, roles, residency, sync, _gap_limits(spec, run, bodies, progress), window, progress)
+    return Driver(spec, roles, residency, sync, _gap_limits(spec, run, bodies, progress), window, progress, spec_dir)
 
 
 def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> Reports:

@@ -55,7 +55,7 @@ NEVER_KEYS = {
 PATTERNS = {
     "run.name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
     "eval.name": "letters, digits, dashes and underscores",
-    "path": "the form file.py:name",
+    **dict.fromkeys(("path", "advantage_function", "loss_function"), "the form file.py:name"),
 }
 
 

@@ -13,6 +13,12 @@ from specs.text import show_default
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
+# Keys that name a function of the user's, and an example of one.
+_FUNCTIONS: dict[str | int, tuple[str, str]] = {
+    "path": ("rewards.py", "score"),
+    "advantage_function": ("own.py", "advantage"),
+    "loss_function": ("own.py", "loss"),
+}
 _WORDS = {"greater_than": "above", "greater_than_equal": "of at least"}
 _WORDS |= {"less_than": "below", "less_than_equal": "of at most"}
 
@@ -22,12 +28,12 @@ def hint_for(kind: str, path: Path, bound: Any, raw: dict[str, Any]) -> str:
     field = _field(path, raw)
     if kind in ("dict_type", "model_type", "model_attributes_type", "dataclass_type"):
         return _as_table(path, raw)
-    if kind == "string_pattern_mismatch" and path[-1] == "path":
-        given = value_at(path, raw)
+    if kind == "string_pattern_mismatch" and path[-1] in _FUNCTIONS:
+        given, (file, name) = value_at(path, raw), _FUNCTIONS[path[-1]]
         return (
-            f'write "{given}:score", or whatever the function is called'
+            f'write "{given}:{name}", or whatever the function is called'
             if str(given).endswith(".py")
-            else ('write the path of a Python file, a colon and the name of a function in it: "rewards.py:score"')
+            else f'write the path of a Python file, a colon and the name of a function in it: "{file}:{name}"'
         )
     if kind == "string_pattern_mismatch" and (cleaned := _clean(value_at(path, raw))):
         return f'write "{cleaned}"'

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.algorithms.algorithm import FunctionLoss
 from specs.schema.algorithms.algorithm_tables import GaeKeys
 from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
-from specs.schema.table import no_effect
+from specs.schema.table import Table, no_effect
 from specs.text import show
 
 
@@ -20,6 +21,7 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
     yield from _dynamic_sampling(spec)
     yield from _correction(spec)
     yield from _critic(spec)
+    yield from _own_functions(spec)
 
 
 def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
@@ -102,3 +104,20 @@ def _critic(spec: Spec) -> Iterator[Problem]:
         engine = getattr(section, "engine", None)
         if ROLES[role].head != "lm" and isinstance(engine, TrainedHere) and engine.logits_chunk_tokens is not None:
             yield no_effect(f"{role}.engine.logits_chunk_tokens", engine, "its head gives one number, and no logits")
+
+
+def _own_functions(spec: Spec) -> Iterator[Problem]:
+    """Keys of what a function of the user's stands in the place of."""
+    algorithm = spec.algorithm
+    if algorithm.advantage_function is not None and algorithm.value_loss is not None:
+        message = f"{algorithm.kind} has a critic, whose returns the kind's own advantage makes"
+        hint = "leave it out, or choose a kind without a critic, such as grpo"
+        yield Problem("algorithm.advantage_function", message, hint, show(algorithm.advantage_function))
+    tables: dict[str, type[Table]] = {
+        "advantage_function": algorithm.advantage_table,
+        "loss_function": algorithm.loss_table,
+    }
+    for key in algorithm.own_functions:
+        own = tables[key].model_fields.keys() - FunctionLoss.model_fields.keys()
+        for name in sorted(own & algorithm.model_fields_set):
+            yield no_effect(f"algorithm.{name}", algorithm, f"algorithm.{key} stands in the place of what reads it")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
-from specs.schema.table import Table
+from specs.schema.table import PathText, Table
+
+FunctionPath = Annotated[PathText, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 
 # Whose log-probs the probability ratio divides by: the current ones, detached, so that it is 1 ("current"); the
 # trainer's before the step's first update ("trainer"); those of the distribution sampled from ("sampler").
@@ -62,6 +65,22 @@ class Advantage(Table):
     # Columns of the batch that it reads besides scores, groups and masks.
     columns: ClassVar[tuple[str, ...]] = ()
 
+    def placed(self, spec_dir: Path) -> Self:
+        """With the paths that it names made absolute."""
+        return self
+
+
+class FunctionAdvantage(Advantage):
+    """A function of the user's, of rollouts' scores, groups and loss tokens."""
+
+    kind: Literal["function"] = "function"
+    path: str
+
+    equal_is_silent: ClassVar[bool] = True  # whoever throws such groups away wants it so
+
+    def placed(self, spec_dir: Path) -> Self:
+        return self.model_copy(update={"path": str(spec_dir / self.path)})
+
 
 class KlKeys(Table):
     """Keys of the KL that holds the actor near a reference. They stand here and nowhere else: the loss gets what is
@@ -103,6 +122,10 @@ class AnyLoss(Table):
     def columns(self) -> tuple[str, ...]:
         """Columns of the batch that an update with this loss reads."""
         raise NotImplementedError
+
+    def placed(self, spec_dir: Path) -> Self:
+        """With the paths that it names made absolute."""
+        return self
 
     @classmethod
     def summed(cls) -> tuple[str, ...]:
@@ -150,6 +173,22 @@ class Loss(LossKeys, AnyLoss):
     def seldom_meant(self) -> Mapping[str, str]:
         """Keys whose values work but are seldom meant, and why; check-config warns of them."""
         return {}
+
+
+class FunctionLoss(Loss):
+    """A function of the user's, of a token's log-prob, that of the ratio's anchor, and its advantage."""
+
+    kind: Literal["function"] = "function"
+    path: str
+
+    metrics: ClassVar[tuple[LossMetric, ...]] = (
+        *Loss.metrics,
+        LossMetric("actor/approx_kl", "approx_kl", "token_mean"),
+        LossMetric("actor/ratio", "ratio", "token_mean"),
+    )
+
+    def placed(self, spec_dir: Path) -> Self:
+        return self.model_copy(update={"path": str(spec_dir / self.path)})
 
 
 class Correction(Table):
@@ -206,6 +245,23 @@ class Algorithm(KlKeys):
         None, description="Off-policy correction: what the policy loss of a token is multiplied with."
     )
 
+    advantage_function: FunctionPath | None = Field(
+        None,
+        description="A function of your own in the place of the kind's advantage, `file.py:name`, relative to the spec "
+        "file: `advantage(score_R, group_R, tokens_R)` returns one number for each rollout.",
+    )
+    loss_function: FunctionPath | None = Field(
+        None,
+        description="A function of your own in the place of the kind's token loss, `file.py:name`, relative to the "
+        "spec file: `loss(logprob, anchor_logprob, advantage)` returns one number with gradient for each token.",
+    )
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """Key → path of the functions that the user brings."""
+        paths = {"advantage_function": self.advantage_function, "loss_function": self.loss_function}
+        return {key: path for key, path in paths.items() if path is not None}
+
     @property
     def on_policy(self) -> bool:
         """One update per step: the sampled tokens' old log-probs are the current ones."""
@@ -222,11 +278,16 @@ class Algorithm(KlKeys):
 
     @property
     def advantage(self) -> Advantage:
+        if self.advantage_function is not None:
+            return FunctionAdvantage(path=self.advantage_function)
         return _filled(self.advantage_table, self)
 
     def loss(self, anchor: Anchor) -> Loss:
-        no_kl = {"kl_coef": 0.0, "kl_estimator": "k3"} if self.kl_in == "reward" else {}
-        return _filled(self.loss_table, self, anchor=anchor, corrected=self.correction is not None, **no_kl)
+        no_kl: dict[str, Any] = {"kl_coef": 0.0, "kl_estimator": "k3"} if self.kl_in == "reward" else {}
+        if self.loss_function is not None:
+            no_kl["path"] = self.loss_function
+        table = self.loss_table if self.loss_function is None else FunctionLoss
+        return _filled(table, self, anchor=anchor, corrected=self.correction is not None, **no_kl)
 
     @property
     def penalty_columns(self) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from specs.schema.algorithms.algorithm import (
     Aggregation,
     Algorithm,
     AnyLoss,
+    FunctionAdvantage,
+    FunctionLoss,
     KlEstimator,
     KlPlace,
     Loss,
@@ -405,10 +407,17 @@ class Ppo(PpoClipKeys, GaeKeys, ValueLossKeys, Algorithm):
 # ── the unions ────────────────────────────────────────────────────────────────────────────────────
 
 AdvantageTable = Annotated[
-    GroupRelative | LeaveOneOut | LengthWeighted | GroupCentredWhitened | ReturnToGo | Gae | GreedyBaseline,
+    GroupRelative
+    | LeaveOneOut
+    | LengthWeighted
+    | GroupCentredWhitened
+    | ReturnToGo
+    | Gae
+    | GreedyBaseline
+    | FunctionAdvantage,
     Field(discriminator="kind"),
 ]
-LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss | ValueLoss, Field(discriminator="kind")]
+LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | ValueLoss, Field(discriminator="kind")]
 AlgorithmTable = Annotated[
     Grpo
     | Dapo

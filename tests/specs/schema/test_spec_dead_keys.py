@@ -54,6 +54,11 @@ AT_RUN_TIME = {
     "checkpoint.every": "tests/rlctl/run/test_train_fake.py::test_six_steps_are_three_and_three",
     "checkpoint.keep": "tests/rlctl/run/test_checkpoints.py::test_keeps_the_newest",
     "sync.bucket_MiB": "tests/rlctl/loop/test_sync.py::test_any_bucket_size",
+    **{
+        f"algorithm.{key}_function": "tests/rlctl/check/test_own_function_check.py::"
+        "test_at_run_time_a_bad_number_stops_the_run"
+        for key in ("advantage", "loss")
+    },
     "algorithm.dynamic_sampling": "tests/rlctl/loop/test_dynamic_sampling.py::"
     "test_a_step_learns_from_groups_with_signal_alone",
     "algorithm.max_refills": "tests/rlctl/loop/test_dynamic_sampling.py::"

@@ -66,6 +66,12 @@ NAMED = {
         for table in ("ExactMatch", "MathVerify", "Regex", "Overlong", "Function")
     },
     **{
+        f"{table.__name__}.{key}_function": "tests/rlctl/check/test_own_function_check.py::"
+        "test_at_run_time_a_bad_number_stops_the_run"
+        for table in tables_of(AlgorithmTable)
+        for key in ("advantage", "loss")
+    },
+    **{
         f"{table.__name__}.{key}": f"{DYNAMIC}::test_{test}"
         for table in tables_of(AlgorithmTable)
         for key, test in (

@@ -1,0 +1,46 @@
+"""A user's own token loss: a Python function named by its path, called by every train engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specs.schema.algorithms.own_function import LOSS, OwnFunctionError, load, raised
+
+
+def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """The user's loss of each token, from its log-prob (with gradient), that of the ratio's anchor, and its advantage.
+    A value may depend on its own token alone: how many there are in a call follows from micro-batches and chunks.
+    Raises OwnFunctionError where it is not one number with a gradient for each token."""
+    try:
+        loss_N = load(path)(logprob_N, anchor_N, advantage_N)
+    except OwnFunctionError:
+        raise
+    except Exception as error:
+        raise raised(path, error, "calling it") from error
+    hint = f"return a torch tensor with one number for each token: {LOSS}"
+    if not isinstance(loss_N, Tensor):
+        raise OwnFunctionError(f"{path}: it returned {type(loss_N).__name__}, no tensor", hint=hint)
+    if loss_N.shape != logprob_N.shape:
+        said = f"{path}: it returned shape {tuple(loss_N.shape)} for {len(logprob_N)} tokens"
+        raise OwnFunctionError(said, hint=hint)
+    if torch.is_grad_enabled() and logprob_N.requires_grad and not loss_N.requires_grad:
+        said = f"{path}: what it returned has no gradient: nothing would be learned"
+        raise OwnFunctionError(said, hint="compute it from logprob by torch's functions, without detach()")
+    return loss_N
+
+
+def try_loss(path: str) -> None:
+    """Call it once on tokens with ratios on both sides of 1 and advantages of each sign, and on one token. Raises
+    OwnFunctionError, also for a loss or gradient that is not finite."""
+    for count in (6, 1):
+        logprob_N = torch.linspace(-2.0, -0.1, count).requires_grad_()
+        anchor_N = logprob_N.detach() + torch.tensor([0.5, 0.0, -0.5, 0.0, 0.1, -0.1])[:count]
+        loss_N = own_loss(path, logprob_N, anchor_N, torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -2.0])[:count])
+        (grad_N,) = torch.autograd.grad(loss_N.sum(), logprob_N, allow_unused=True)
+        if grad_N is None:
+            raise OwnFunctionError(f"{path}: its gradient does not reach logprob", hint="compute the loss from it")
+        for what, value_N in (("loss", loss_N), ("gradient", grad_N)):
+            if not torch.isfinite(value_N).all():
+                said = f"{path}: its {what} is not finite: {value_N.tolist()}"
+                raise OwnFunctionError(said, hint="it must be finite for every ratio and advantage")

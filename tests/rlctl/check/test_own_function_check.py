@@ -1,0 +1,145 @@
+"""A user's own advantage and loss: run by check-config, refused with key and hint, and learned with by every engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from local_run import local_run
+from running import preset
+
+from backends.train.own_loss import try_loss
+from rlctl.check.findings import examine
+from rlctl.run.input_files import inputs_of
+from specs.errors import RlctlError
+from specs.load.load import load_spec, parse, read_toml
+
+GOOD = """
+import numpy as np
+
+def centred(score_R, group_R, tokens_R):
+    mean_G = np.bincount(group_R, score_R) / np.bincount(group_R)
+    std_G = np.sqrt(np.bincount(group_R, (score_R - mean_G[group_R]) ** 2) / np.maximum(np.bincount(group_R) - 1, 1))
+    return (score_R - mean_G[group_R]) / (std_G[group_R] + 1e-6)
+
+def surrogate(logprob, anchor_logprob, advantage):
+    ratio = (logprob - anchor_logprob).exp()
+    return -(advantage * ratio).minimum(advantage * ratio.clamp(0.8, 1.2))
+"""
+BAD = """
+import os, sys
+import numpy as np
+
+def short(score_R, group_R, tokens_R):
+    return score_R[:-1]
+
+def nan(score_R, group_R, tokens_R):
+    return (score_R - 1) / np.where(score_R == 1, 0.0, 1.0)
+
+def text(score_R, group_R, tokens_R):
+    return "high"
+
+def raises(score_R, group_R, tokens_R):
+    return tokens_R["x"]
+
+def leaves(score_R, group_R, tokens_R):
+    os._exit(3)
+
+def few(score_R):
+    return score_R
+
+def scalar(logprob, anchor_logprob, advantage):
+    return logprob.sum()
+
+def detached(logprob, anchor_logprob, advantage):
+    return -advantage * logprob.detach()
+
+def infinite(logprob, anchor_logprob, advantage):
+    print("not an answer")
+    return -advantage * (1 / (logprob - anchor_logprob))
+
+def number(logprob, anchor_logprob, advantage):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "bad.py").write_text(BAD)
+    return preset("fake", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "words"),
+    [
+        ("advantage", "bad.py:short", "returned shape (5,) for 6 rollouts"),
+        ("advantage", "bad.py:nan", "for rollout 0 (score 1)"),
+        ("advantage", "bad.py:text", "returned str, which is no array of numbers"),
+        ("advantage", "bad.py:raises", "calling it raised IndexError in line 15"),
+        ("advantage", "bad.py:leaves", "trying it ended the process (status 3)"),
+        ("advantage", "bad.py:few", "calling it raised TypeError"),
+        ("advantage", "bad.py:shrot", "bad.py defines no shrot"),
+        ("advantage", "gone.py:short", "no such file"),
+        ("loss", "bad.py:infinite", "its loss is not finite"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_key(file: Path, key: str, path: str, words: str) -> None:
+    (found,) = examine(file, [f"algorithm.{key}_function={path}"]).problems
+    assert found.key == f"algorithm.{key}_function"
+    assert words in found.message
+    assert found.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("scalar", r"shape \(\) for 6 tokens"), ("detached", "no gradient"), ("number", "returned float, no tensor")],
+)
+def test_what_is_no_loss(file: Path, name: str, words: str) -> None:
+    with pytest.raises(RlctlError, match=words):
+        try_loss(f"{file.with_name('bad.py')}:{name}")
+
+
+def test_what_can_be_used_is_fine(file: Path) -> None:
+    own = ["algorithm.advantage_function=good.py:centred", "algorithm.loss_function=good.py:surrogate"]
+    assert examine(file, own).problems == []
+
+
+def test_keys_of_what_is_replaced_have_no_effect(file: Path) -> None:
+    own = ["algorithm.advantage_function=good.py:centred", "algorithm.loss_function=good.py:surrogate"]
+    keys = ["algorithm.scale=none", "algorithm.clip_low=0.1", "algorithm.entropy_coef=0.1"]
+    assert [problem.key for problem in parse(read_toml(file), [*own, *keys]).problems] == [
+        "algorithm.scale",
+        "algorithm.clip_low",
+    ]
+
+
+def test_a_run_with_them_is_that_of_the_kind_that_they_repeat(file: Path, tmp_path: Path) -> None:
+    """The file has GRPO's two functions, so both runs must be the same; the files are inputs of the run."""
+    own = ("algorithm.advantage_function=good.py:centred", "algorithm.loss_function=good.py:surrogate")
+    seen = []
+    for name, options in (("own", own), ("grpo", ())):
+        with local_run(file, tmp_path / name, *options, "algorithm.mini_batches_per_step=2") as run:
+            keys = ("actor/loss", "actor/grad_norm", "actor/ratio", "reward/mean")
+            seen.append([[record.metrics[key] for key in keys] for record in run.steps(3)])
+    for mine, theirs in zip(*seen, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+    inputs = inputs_of(load_spec(file, own), tmp_path)
+    assert [key for key in inputs if key.startswith("algorithm")] == [
+        "algorithm.advantage_function",
+        "algorithm.loss_function",
+    ]
+
+
+@pytest.mark.parametrize(("key", "words"), [("advantage", "for rollout"), ("loss", "no gradient")])
+def test_at_run_time_a_bad_number_stops_the_run(file: Path, tmp_path: Path, key: str, words: str) -> None:
+    path = {"advantage": "bad.py:nan", "loss": "bad.py:detached"}[key]
+    options = (f"algorithm.{key}_function={path}", 'reward.terms=[{kind="regex", pattern="."}]')
+    with local_run(file, tmp_path / "run", *options) as run, pytest.raises(RlctlError, match=words):
+        run.steps(1)
+
+
+def test_resolved_says_the_path_as_written(file: Path) -> None:
+    spec = load_spec(file, ["algorithm.loss_function=good.py:surrogate"])
+    assert json.loads(json.dumps(spec.resolved()))["algorithm"]["loss_function"] == "good.py:surrogate"
