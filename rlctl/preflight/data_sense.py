@@ -4,7 +4,7 @@ their answer, answers that none could give, and fewer prompts than a step draws.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from specs.templates import render_template, template_columns
 from specs.text import show
 
 _FEW = 4  # rows below which nothing is concluded from what they have in common
+_MANY = 50  # rows from which on a single answer is no chance
 _COMPARED = 50  # rows whose answers are looked at
 _LEAKED = 0.25  # share of evaluation prompts among the training prompts above which it is said
 _SENTENCE = 8  # words
@@ -35,6 +36,8 @@ def sense_problems(spec: Spec, spec_dir: Path, looked: Mapping[str, Looked]) -> 
         return errors, []
     warnings = [*_few_rows(spec, spec_dir), *_holds_answer(spec, looked)]
     warnings += [problem for key, found in looked.items() for problem in _one_prompt(key, found, spec)]
+    warnings += [problem for key, found in looked.items() for problem in _one_answer(key, found, spec)]
+    warnings += _few_held_out(spec, spec_dir)
     if not errors:
         warnings += _same_prompts(spec, looked)
     return errors, warnings
@@ -118,6 +121,16 @@ def _one_prompt(key: str, found: Looked, spec: Spec) -> Iterator[Problem]:
             yield Problem(key, message, hint, source_of(key, spec))
 
 
+def _one_answer(key: str, found: Looked, spec: Spec) -> Iterator[Problem]:
+    """Rows that ask different things and have the same answer: another column was meant."""
+    if not compares_answer(spec.reward.terms) or len(found.rows) < _MANY:
+        return
+    golds = {gold_answer(row[spec.data.answer_column]) for row in found.rows}
+    if len(golds) == 1 and len({_prompt(row, spec) for row in found.rows}) >= _MANY:
+        message = f"all of its first {len(found.rows)} answers are {show(golds.pop())}"
+        yield Problem(key, message, "check data.answer_column", source_of(key, spec))
+
+
 # ── prompts that hold their answer ──────────────────────────────────────────────────────────────────
 
 
@@ -142,9 +155,16 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     column = spec.data.answer_column
     golds = [gold_answer(row[column]) for row in rows]
     ends = [_ends_with(last_text(row, spec), gold) for row, gold in zip(rows, golds, strict=True)]
+    texts = [all_text(row, spec) for row in rows]
     if len(set(golds)) >= _FEW and all(ends):
         message = f"each of its first {len(rows)} prompts ends with its answer"
         yield Problem(key, message, "leave the answer out of the prompt, unless the model is to copy it", source)
+    elif len(set(golds)) >= _FEW and _told(texts, golds):
+        message = f"each of its first {len(rows)} prompts says its answer, such as {show(golds[0])}"
+        yield Problem(key, message, "leave the answer out of the prompt", source)
+    elif len(set(golds)) >= _FEW and all(text.strip() == gold for text, gold in zip(texts, golds, strict=True)):
+        message = f"each of its first {len(rows)} prompts is its answer"
+        yield Problem(key, message, "check data.prompt_column and data.answer_column", source)
     whole = [row[column] for row in rows if isinstance(row[column], float)]
     if whole and all(value.is_integer() for value in whole) and _exact(spec):
         message = f"column {column!r} is {whole[0]}, and only a completion that says so is right"
@@ -152,6 +172,21 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     if golds and _exact(spec) and all(len(gold.split()) >= _SENTENCE and _WORKING.search(gold) for gold in golds):
         message = f"column {column!r} holds worked solutions, and only a completion that is equal to one is right"
         yield Problem(key, message, "name the column with the final answer, or use math_verify", source)
+
+
+def _told(texts: Sequence[str], golds: Sequence[str]) -> bool:
+    """Whether each prompt says "the answer is …" of its own answer, and not of another row's as a list of choices."""
+    for number, (text, gold) in enumerate(zip(texts, golds, strict=True)):
+        others = [other for other in dict.fromkeys(golds) if other != gold]
+        other = others[number % len(others)]
+        if not _says(text, gold) or _says(text, other):
+            return False
+    return True
+
+
+def _says(text: str, answer: str) -> bool:
+    said = rf"\b(?:answer|solution|result|label|target)\b[^.\n]{{0,40}}(?<!\w){re.escape(answer)}(?!\w)"
+    return re.search(said, text, re.IGNORECASE) is not None
 
 
 def _exact(spec: Spec) -> bool:
@@ -170,6 +205,14 @@ def last_text(row: Mapping[str, Any], spec: Spec) -> str:
     return last if isinstance(last, str) else ""
 
 
+def all_text(row: Mapping[str, Any], spec: Spec) -> str:
+    """All text of the row's prompt: of messages that of each, a line of its own."""
+    prompt = "" if spec.data.template else row[spec.data.prompt_column]
+    if not isinstance(prompt, list):
+        return _prompt(row, spec)
+    return "\n".join(one["content"] for one in prompt if isinstance(one["content"], str))
+
+
 def _ends_with(prompt: str, answer: str) -> bool:
     """Whether the last word of the prompt is the answer, and not only part of a number or a word."""
     text = prompt.rstrip(" \n\t.!*")
@@ -185,7 +228,7 @@ def held_out_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     held = spec.eval
     if held is None or held.data:
         return []
-    rows = _count_rows(spec, spec_dir, held.prompts + 1)
+    rows = _count_rows(spec.data.train, spec_dir, held.prompts + 1)
     if rows is None or rows > held.prompts:
         return []
     message = f"holding them out leaves none of the {rows} rows of data.train to train on"
@@ -197,7 +240,7 @@ def _few_rows(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
     """A source that gives a step the same prompt twice."""
     held_out = spec.eval.prompts if spec.eval is not None and not spec.eval.data else 0
     step, most = spec.data.prompts_per_step, spec.data.max_rows
-    counted = _count_rows(spec, spec_dir, step + held_out)
+    counted = _count_rows(spec.data.train, spec_dir, step + held_out)
     found = [rows for rows in (counted, most) if rows is not None]
     rows = min(found, default=step + held_out) - held_out
     if rows >= step:
@@ -208,9 +251,19 @@ def _few_rows(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
     yield Problem(key, message, "lower data.prompts_per_step, and raise algorithm.group_size", value)
 
 
-def _count_rows(spec: Spec, spec_dir: Path, enough: int) -> int | None:
-    """Rows of `data.train`, counted up to `enough`; None where they cannot be counted without loading them."""
-    source = spec.data.train
+def _few_held_out(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
+    """A source that has fewer prompts than the spec asks for in so many words."""
+    held = spec.eval
+    if held is None or not held.data or "prompts" not in held.model_fields_set:
+        return
+    rows = _count_rows(held.data, spec_dir, held.prompts)
+    if rows is not None and rows < held.prompts:
+        message = f"eval.data has {rows} rows: evaluation is on fewer prompts"
+        yield Problem("eval.prompts", message, f"use at most {rows}", str(held.prompts))
+
+
+def _count_rows(source: str, spec_dir: Path, enough: int) -> int | None:
+    """Rows of a source, counted up to `enough`; None where they cannot be counted without loading them."""
     if (task := BUILTIN_TASKS.get(source.removeprefix("builtin:"))) is not None:
         return sum(1 for _ in islice(task(), enough))
     file = _file(source, spec_dir)

@@ -3,9 +3,11 @@ that destroys the model, deadlines that nothing can meet."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.rewards import Regex
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -18,6 +20,8 @@ def learning_warnings(spec: Spec) -> Iterator[Problem]:
     """Warnings about sampling, learning rate and deadlines."""
     yield from _sampling(spec)
     yield from _learning_rate(spec)
+    yield from _patterns(spec)
+    yield from _far_from_usual(spec)
     yield from _deadlines(spec)
 
 
@@ -41,6 +45,56 @@ def _learning_rate(spec: Spec) -> Iterator[Problem]:
     if lr > _LARGEST_LR and spec.actor.engine.model_of != "bigram":
         message = "AdamW moves every weight by about this much in a step, and most weights are smaller"
         yield Problem("actor.optimizer.lr", message, "1e-6 is usual, with adapters 1e-5", show(lr))
+
+
+def _patterns(spec: Spec) -> Iterator[Problem]:
+    """Patterns that are written as another language writes them, and are found in nothing."""
+    for index, term in enumerate(spec.reward.terms):
+        if not isinstance(term, Regex):
+            continue
+        key, value = f"reward.terms.{index}.pattern", show(term.pattern)
+        if re.fullmatch(r"/.+/[gimsuy]*", term.pattern, re.DOTALL):
+            yield Problem(key, "the slashes are part of the pattern", "leave them and the flags out", value)
+        elif re.search(r"\\\\[dDwWsS](?:[+*?)]|\{\d|$)", term.pattern):
+            yield Problem(key, "is found only behind a backslash", r"in TOML's '...' write \d, not \\d", value)
+
+
+def _far_from_usual(spec: Spec) -> Iterator[Problem]:
+    """Numbers of another order of magnitude than any that is in use: a slip of the pen, or a percentage."""
+    algorithm, optimizer, rollout = spec.algorithm, spec.actor.optimizer, spec.rollout
+    shrinks = optimizer.lr * optimizer.weight_decay
+    for key, value, far, message, usual in (
+        ("algorithm.kl_coef", algorithm.kl_coef, algorithm.kl_coef > 10, "leaves the reward no weight", "0.001"),
+        ("actor.optimizer.eps", optimizer.eps, optimizer.eps > 1e-3, "is larger than most gradients", "1e-8"),
+        ("actor.optimizer.weight_decay", optimizer.weight_decay, shrinks > 0.1, f"takes {shrinks:.0%} a step", "0.01"),
+        (
+            "actor.optimizer.max_grad_norm",
+            optimizer.max_grad_norm,
+            0 < optimizer.max_grad_norm < 1e-4,
+            "leaves nothing of any gradient",
+            "1.0",
+        ),
+        ("rollout.max_probe_gap", rollout.max_probe_gap, _below_rounding(rollout.max_probe_gap), _ROUNDING, "2e-3"),
+        (
+            "rollout.max_logprob_gap",
+            rollout.max_logprob_gap,
+            _below_rounding(rollout.max_logprob_gap),
+            _ROUNDING,
+            "1e-2",
+        ),
+    ):
+        if far:
+            yield Problem(key, message, f"{usual} is usual", show(value))
+    clip_high = getattr(algorithm, "clip_high", None)
+    if clip_high is not None and clip_high > 10:
+        yield Problem("algorithm.clip_high", "is a share, not a percentage", "0.2 is usual", show(clip_high))
+
+
+_ROUNDING = "is smaller than the rounding of float32, so that no step passes"
+
+
+def _below_rounding(gap: float | None) -> bool:
+    return gap is not None and gap < 1e-6
 
 
 def _deadlines(spec: Spec) -> Iterator[Problem]:

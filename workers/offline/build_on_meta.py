@@ -23,7 +23,7 @@ from specs.schema.roles import ROLES
 from specs.text import show
 from specs.wire.meta_request import Finding, Probed, ProbeRequest, RoleRequest
 from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, RolloutConfig, TextConfig, TrainConfig
-from workers.offline.first_rows import foreign_markup, highest_token, row_findings, turn_end
+from workers.offline.first_rows import foreign_markup, highest_token, no_generation_prompt, row_findings, turn_end
 from workers.offline.one_update import one_update
 from workers.offline.trial_grading import grading_findings
 from workers.watchdog import die_with_parent, set_process_name
@@ -86,8 +86,8 @@ def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
     about = Probed(role=role, tokens=len(codec.tokenizer), highest=highest_token(codec))
     if isinstance(config, DataConfig):
         chat = config.data.chat != "never" and codec.has_chat_template
-        foreign = foreign_markup(codec) if chat else None
-        found = (*([foreign] if foreign else []), *row_findings(config, codec))
+        of_template = (foreign_markup(codec), no_generation_prompt(codec)) if chat else ()
+        found = (*filter(None, of_template), *row_findings(config, codec))
         return about.model_copy(update={"findings": found, "turn_end": turn_end(codec) if chat else None})
     if isinstance(config, RewardConfig) and asked.data:
         findings = grading_findings(config, DataConfig.model_validate(asked.data), codec)

@@ -27,6 +27,7 @@ _RENDERED = 8  # whose text is compared with their messages
 _MARK = "zq7"  # an assistant's answer that no template writes itself
 _ASKED = "zq8"
 _MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?\w{1,20}\]")
+_SPEAKS = re.compile(r"assistant|model|bot\b|response|answer", re.IGNORECASE)
 _LOST = 0.1  # share of a prompt's letters that a tokenizer may lose (by normalising them, say)
 _TRAIN, _EVAL = "data.train", "eval.data"
 
@@ -193,6 +194,22 @@ def foreign_markup(codec: TextCodec) -> Finding | None:
         return None
     message = f"the chat template ends an answer with {show(mark[0])}, which is no token but {len(pieces)}"
     return Finding(key="model.path", message=message, hint="use the model's own chat template", refuses=False)
+
+
+def no_generation_prompt(codec: TextCodec) -> Finding | None:
+    """A template that writes who speaks before an answer, and leaves it to the model where one is to begin."""
+    user = {"role": "user", "content": _ASKED}
+    try:
+        prompt = codec.render_chat([user])
+        whole, _, _ = codec.render_chat([user, {"role": "assistant", "content": _MARK}, user]).partition(_MARK)
+    except ChatTemplateError:
+        return None
+    header = whole.removeprefix(prompt)
+    if header == whole or not _SPEAKS.search(header):
+        return None
+    message = f"the chat template does not begin the answer: the model itself is to write {show(header)}"
+    hint = "write it where add_generation_prompt is true, as templates usually do"
+    return Finding(key="model.path", message=message, hint=hint, refuses=False)
 
 
 def _around_answer(codec: TextCodec) -> tuple[str, str]:

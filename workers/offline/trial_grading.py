@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from backends.hf.tokenizer import TextCodec
-from specs.schema.rewards import ExactMatch, Function, MathVerify, RewardTerm, compares_answer
+from specs.schema.rewards import MAX_SCORE, ExactMatch, Function, MathVerify, RewardTerm, compares_answer
 from specs.schema.row_values import gold_answer
 from specs.text import show
 from specs.wire.meta_request import Finding
@@ -44,8 +45,9 @@ def grading_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -
             answer = table.rows[0].get(config.answer_column)
             # Two calls: each may cost something.
             completions = ["" if answer is None else gold_answer(answer), ""]
-            grades = _graded(term, table, completions, config)
+            grades = [_in_range(grade) for grade in _graded(term, table, completions, config)]
             yield from _no_score(number, term, grades, table)
+            yield from _of_another_type(number, term, grades, table, config)
             if answer is not None and sum(other.weight > 0 for other in config.reward.terms) == 1:
                 yield from _nothing_is_best(number, term, grades)
 
@@ -100,6 +102,35 @@ def _nothing_is_best(number: int, term: Function, grades: Sequence[Grade]) -> It
         name = term.path.rpartition(":")[2]
         message = f"{name} gives an empty completion {empty:g}, and a row's own answer {right:g}"
         hint = "a model learns to say nothing: check the comparison"
+        yield Finding(
+            key=f"reward.terms.{number}.path", message=message, hint=hint, value=show(term.path), refuses=False
+        )
+
+
+def _in_range(grade: Grade) -> Grade:
+    """A value that a run takes for none, as one."""
+    if grade.cause or all(abs(value) <= MAX_SCORE for value in grade.values):
+        return grade
+    return Grade(cause="bad_values", text=f"the reward gave {grade.values[0]:g}, beyond ±{MAX_SCORE:g}")
+
+
+def _of_another_type(
+    number: int, term: Function, grades: Sequence[Grade], table: PromptTable, config: RewardConfig
+) -> Iterator[Finding]:
+    """A right completion that scores only once the row's answer, a number, is text."""
+    answer = table.rows[0].get(config.answer_column)
+    if isinstance(answer, str | None) or any(grade.cause for grade in grades):
+        return
+    right, empty = (grade.values[0] for grade in grades)
+    if right > empty:
+        return
+    rows = [{**table.rows[0], config.answer_column: gold_answer(answer)}]
+    as_text = replace(table, rows=rows, prompts=table.prompts[:1])
+    again = _graded(term, as_text, [gold_answer(answer)], config)[0]
+    if not again.cause and again.values[0] > right:
+        name = term.path.rpartition(":")[2]
+        message = f"{name} gives a row's own answer {right:g}, and {again.values[0]:g} once it is text: it is a number"
+        hint = f'compare with str(row["{config.answer_column}"])'
         yield Finding(
             key=f"reward.terms.{number}.path", message=message, hint=hint, value=show(term.path), refuses=False
         )
