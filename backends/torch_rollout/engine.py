@@ -36,7 +36,8 @@ from backends.torch_rollout.fused import choose_forward, side_by_side
 from backends.torch_rollout.kv_cache import KvCache
 from backends.torch_rollout.runner import Forward, packed_positions
 from backends.torch_rollout.shared_weights import SharedWeights, can_share
-from backends.weights.checksum import Digest, blocks_of, checksum_bytes
+from backends.weights.checksum import Digest, blocks_of
+from backends.weights.host_pieces import fill, host_checksum
 from backends.weights.tensor_bytes import named_weights, tensor_bytes, typed, wire_dtype
 from backends.weights.word_sum import word_sums
 from specs.errors import ModelError, SyncError
@@ -95,12 +96,14 @@ class TorchRolloutEngine(RolloutEngine):
     @torch.inference_mode()
     def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
         tensor = self._take(spec, spec.nbytes)
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
+        if tensor.is_cpu and tensor.is_contiguous():
             held_U = tensor_bytes(tensor)
             return _read_back(_copied(blocks, held_U), held_U)
-        whole_U = np.concatenate([block_U.copy() for block_U in blocks])
-        tensor.copy_(typed(torch.from_numpy(whole_U), tensor.dtype).view(tensor.shape))
-        return checksum_bytes(tensor_bytes(tensor))
+        arrived = tensor.contiguous()  # itself, or memory that its bytes come to first
+        fill(arrived, blocks)
+        if arrived is not tensor:
+            tensor.copy_(arrived)
+        return host_checksum(tensor.contiguous())
 
     def share_weights(self) -> WeightMemory | None:
         """Not by an engine that sleeps at level 2: pages that come anew at each wake, in two processes, cost more than

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.protocol import Buffer, Weight, WeightSpec
-from backends.weights.checksum import Digest, blocks_of, checksum_bytes
-from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
+from backends.weights.checksum import Digest, blocks_of
+from backends.weights.host_pieces import host_checksum, pieces_of
+from backends.weights.tensor_bytes import DTYPES, wire_dtype
 from backends.weights.word_sum import word_sums
 from specs.schema.spec import DType
+
+_NOTHING_U: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
 
 @cache
@@ -33,16 +36,21 @@ class TensorWeight(Weight):
     def __init__(self, spec: WeightSpec, tensor: Tensor, sent: torch.dtype) -> None:
         self.spec = spec
         self._tensor, self._sent = tensor, sent
+        self._cast_in_blocks = tensor.dtype != sent and tensor.is_cpu
         as_it_is = tensor.dtype == sent and tensor.is_cpu and tensor.is_contiguous()
-        self._own_U = tensor.view(-1).view(torch.uint8).numpy() if as_it_is else None
+        self._own_U = next(pieces_of(tensor)) if as_it_is else None
 
     def checksum(self) -> str:
-        return checksum_bytes(tensor_bytes(self._tensor.to(self._sent)))
+        return host_checksum(self._whole())
+
+    def _whole(self) -> Tensor:
+        """In wire dtype, where the engine's tensor lies."""
+        return self._tensor.to(self._sent).contiguous()
 
     def copy_to(self, buffer: Buffer) -> str:
         assert buffer.nbytes == self.spec.nbytes, (self.spec.name, buffer.nbytes, self.spec.nbytes)
         if isinstance(buffer, Tensor):
-            own = self._tensor.to(self._sent).contiguous()
+            own = self._whole()
             buffer.copy_(own.view(-1).view(torch.uint8))
             return word_sums([own])[0]
         target_U = buffer.view(np.uint8).reshape(-1)
@@ -51,20 +59,23 @@ class TensorWeight(Weight):
     def copy_in_blocks(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
         """Each block is hashed while the cache holds it: the bytes of the engine's own tensor, or, where they are cast,
         what the cast has just left in the block. No cast copy of the whole weight is made on the CPU."""
-        if self._own_U is not None:
-            return self._copy(self._own_U, blocks)
-        if self._tensor.is_cpu and self._tensor.dtype != self._sent:
-            return self._cast(blocks)
-        return self._copy(tensor_bytes(self._tensor.to(self._sent)), blocks)
+        return self._cast(blocks) if self._cast_in_blocks else self._copy(blocks)
 
-    def _copy(self, own_U: NDArray[np.uint8], blocks: Iterable[NDArray[np.uint8]]) -> str:
-        digest, start = Digest(), 0
+    def _copy(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
+        """From a device piece by piece: the next is on its way while this one is hashed."""
+        pieces = pieces_of(self._whole()) if self._own_U is None else iter([self._own_U])
+        digest, done, rest_U = Digest(), 0, _NOTHING_U  # the rest of the piece that is here
         for block_U in blocks:
-            piece_U = own_U[start : start + len(block_U)]
-            block_U[:] = piece_U
-            digest.update(piece_U)
-            start += len(block_U)
-        assert start == self.spec.nbytes, (self.spec.name, start, self.spec.nbytes)
+            filled = 0
+            while filled < len(block_U):
+                if not len(rest_U):
+                    rest_U = next(pieces)
+                part_U = rest_U[: len(block_U) - filled]
+                block_U[filled : filled + len(part_U)] = part_U
+                digest.update(part_U)
+                filled, rest_U = filled + len(part_U), rest_U[len(part_U) :]
+            done += filled
+        assert done == self.spec.nbytes, (self.spec.name, done, self.spec.nbytes)
         return digest.hexdigest()
 
     def _cast(self, blocks: Iterable[NDArray[np.uint8]]) -> str:

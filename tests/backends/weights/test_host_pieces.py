@@ -1,0 +1,126 @@
+"""Bytes go to the host and come from it piece by piece, as they were: on the CPU by the same code, without a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gpu import on_cpu_and_gpu
+from numpy.typing import NDArray
+from rollout_helpers import rollout_config, write_model
+from torch import Tensor
+
+from backends.protocol import Rank
+from backends.torch_rollout.engine import TorchRolloutEngine
+from backends.train import weight_export
+from backends.train.weight_export import TensorWeight, spec_of
+from backends.weights import host_pieces
+from backends.weights.checksum import checksum_bytes
+from backends.weights.host_pieces import fill, pieces_of
+from backends.weights.tensor_bytes import tensor_bytes
+from backends.weights.word_sum import word_sums
+
+SIZES = [0, 1, 63, 64, 65, 128, 1000]  # bytes, against pieces of 64
+DEVICES = on_cpu_and_gpu()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pieces, "PIECE_BYTES", 64)
+
+
+def bytes_on(device: str, count: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)).to(device)
+
+
+def cut(whole_U: NDArray[np.uint8], *sizes: int) -> Iterator[NDArray[np.uint8]]:
+    start, turn = 0, 0
+    while start < len(whole_U):
+        yield whole_U[start : start + sizes[turn % len(sizes)]]
+        start, turn = start + sizes[turn % len(sizes)], turn + 1
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_pieces_are_the_bytes_and_stay_while_the_next_one_comes(device: str, count: int) -> None:
+    tensor, found = bytes_on(device, count), []
+    for piece_U in pieces_of(tensor, staged=True):
+        assert len(piece_U) <= 64
+        found.append(piece_U.copy())
+        torch.cuda.synchronize() if device == "cuda" else None  # the next one has come meanwhile
+        np.testing.assert_array_equal(piece_U, found[-1])
+    np.testing.assert_array_equal(np.concatenate(found), tensor_bytes(tensor))
+
+
+def test_the_next_piece_is_on_its_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = host_pieces._Lane.start
+    monkeypatch.setattr(host_pieces._Lane, "start", lambda lane, *copy: (started.append(lane), start(lane, *copy)))
+    seen = [len(started) for _ in pieces_of(bytes_on("cpu", 300), staged=True)]
+    assert seen == [2, 3, 4, 5, 5]
+    assert [lane is started[i % 2] for i, lane in enumerate(started)] == [True] * 5
+
+
+def test_on_the_cpu_a_tensor_is_its_own_only_piece() -> None:
+    tensor = bytes_on("cpu", 300)
+    (piece_U,) = pieces_of(tensor)
+    assert np.shares_memory(piece_U, tensor.numpy())
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_filled_from_blocks_is_there(device: str, count: int) -> None:
+    """Blocks of any size, each overwritten as soon as the next one is asked for."""
+    want_U = tensor_bytes(bytes_on("cpu", count)).copy()
+
+    def blocks() -> Iterator[NDArray[np.uint8]]:
+        for part_U in cut(want_U, 10, 200, 64):
+            block_U = part_U.copy()
+            yield block_U
+            block_U[:] = 0
+
+    target = torch.full((count,), 7, dtype=torch.uint8, device=device)
+    fill(target, blocks())
+    np.testing.assert_array_equal(tensor_bytes(target), want_U)
+    if count:
+        with pytest.raises(AssertionError):
+            fill(target, cut(want_U[1:], 10))
+
+
+@pytest.mark.parametrize(("own", "sent"), [("float32", "fp32"), ("float32", "bf16"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_weight_leaves_a_device_for_the_host(
+    device: str, own: str, sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks that are cut otherwise than pieces are; and for a device, with the sum."""
+    monkeypatch.setattr(weight_export, "pieces_of", partial(pieces_of, staged=True))
+    tensor = torch.randn(37, 41, generator=torch.Generator().manual_seed(0)).to(getattr(torch, own)).to(device)
+    wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[sent]
+    want = tensor.to(wire).cpu().contiguous()
+    weight = TensorWeight(spec_of("w", ((37, 41), tensor.dtype), sent), tensor.T.contiguous().T, wire)  # type: ignore[arg-type]
+    whole_U = np.zeros(weight.spec.nbytes, dtype=np.uint8)
+    assert weight.copy_in_blocks(cut(whole_U, 100, 6, 500)) == checksum_bytes(tensor_bytes(want)) == weight.checksum()
+    np.testing.assert_array_equal(whole_U, tensor_bytes(want))
+    window_U = torch.zeros(weight.spec.nbytes, dtype=torch.uint8, device=device)
+    assert weight.copy_to(window_U) == word_sums([want])[0] == word_sums([tensor.to(wire)])[0]
+    np.testing.assert_array_equal(tensor_bytes(window_U), tensor_bytes(want))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sampler_on_a_device_takes_weights_from_the_host_and_from_there(device: str, tmp_path: Path) -> None:
+    config = rollout_config(write_model(tmp_path), dtype="bf16")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+    engine = TorchRolloutEngine.build(config, Rank())
+    for spec in engine.weight_specs():
+        values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        data_U = tensor_bytes(values)
+        assert engine.import_in_blocks(spec, cut(data_U, 100, 6)) == checksum_bytes(data_U)
+        assert torch.equal(engine._weights[spec.name].cpu(), values)
+        other = (values + 1).to(device)
+        window_U = other.view(-1).view(torch.uint8)
+        assert engine.import_from_device([(spec, window_U)]) == word_sums([(values + 1).cpu()])
+        assert torch.equal(engine._weights[spec.name].cpu(), other.cpu())
