@@ -161,11 +161,67 @@ def wait(size: Size) -> None:
         torch.cuda.synchronize()
 
 
+# ── weights on their way ──────────────────────────────────────────────────────────────────────────
+
+SEVEN_B_GB = 15.2  # of weights in bf16
+
+
+def measure_weights(size: Size, folder: Path) -> Figures:
+    """What a sync is made of: the checksum of a device, of a matrix's columns too (a worker's part), beside a copy on
+    it; xxh3 on the host; and the way to the host, hashed there, through two pinned buffers and through none."""
+    import torch
+
+    from backends.weights.checksum import checksum_bytes
+    from backends.weights.host_pieces import host_checksum, pieces_of
+    from backends.weights.tensor_bytes import tensor_bytes
+    from backends.weights.word_sum import finish, total_of, total_of_part, word_sums
+
+    rows = (size.copy_MiB << 20) // 2 // 4096
+    on_host = torch.randn(rows, 4096, dtype=torch.float32).to(torch.bfloat16)
+    there, other = (on_host.clone().to(size.device) for _ in range(2))
+    columns, beside = there[:, 1024:3072].contiguous(), (slice(0, 1024), slice(3072, 4096))
+    gigabytes = on_host.nbytes / 1e9
+
+    def staged() -> str:
+        return host_checksum(there) if size.device == "cuda" else str(len(list(pieces_of(there, staged=True))))
+
+    taken = {
+        "copy": timed(lambda: other.copy_(there), size),
+        "word_sum": timed(lambda: word_sums([there]), size),
+        "xxh3": timed(lambda: checksum_bytes(tensor_bytes(on_host)), size),
+        "to_host_pinned": timed(staged, size),
+        "to_host_pageable": timed(lambda: checksum_bytes(tensor_bytes(there)), size),
+    }
+    part_s = timed(lambda: total_of_part(columns, (4096, 1), 1024), size)
+    found: Figures = {f"{name}_GB_per_s": gigabytes / seconds for name, seconds in taken.items()}
+    found["word_sum_of_columns_GB_per_s"] = columns.nbytes / 1e9 / part_s
+    total = int(total_of_part(columns, (4096, 1), 1024))
+    total += sum(int(total_of_part(there[:, some].contiguous(), (4096, 1), some.start)) for some in beside)
+    expected = finish(int(total_of(on_host)), on_host.nbytes)
+    if not word_sums([there])[0] == finish(total, on_host.nbytes) == expected:
+        found["failed"] = "the checksum of this device is not that of the CPU"
+    there.view(torch.int16)[rows // 2, 7] ^= 1
+    if word_sums([there])[0] == expected:
+        found["failed"] = "the checksum of this device does not see a flipped bit"
+    return found
+
+
+def weight_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    speed = found["word_sum_GB_per_s"]
+    yield "checksum on the device, GB/s", f"{speed:.1f} ({found['word_sum_of_columns_GB_per_s']:.1f} of columns)"
+    yield "a copy on the device, GB/s", f"{found['copy_GB_per_s']:.1f}"
+    yield "7B in bf16, s a checksum", f"{SEVEN_B_GB / speed:.3f}"
+    yield "xxh3 on the host, GB/s", f"{found['xxh3_GB_per_s']:.1f}"
+    pinned, pageable = found["to_host_pinned_GB_per_s"], found["to_host_pageable_GB_per_s"]
+    yield "device → host, hashed, GB/s", f"{pinned:.1f} (two pinned buffers), {pageable:.1f} (none)"
+
+
 # ── the tests that need a GPU ─────────────────────────────────────────────────────────────────────
 
 TEST_FILES = (
     "tests/backends/test_protocol_on_device.py",
     "tests/backends/test_memory.py",
+    "tests/backends/weights/test_host_pieces.py",
     "tests/workers/transports/test_transports_on_device.py",
 )
 
@@ -240,7 +296,9 @@ def run_rows(found: Mapping[str, Any]) -> Iterator[Row]:
 
     parts = (("rollout", "time/rollout_s"), ("update", "time/update_s"), ("sync", "time/sync_s"))
     yield "step, s", f"{middle('time/step_s'):.2f} ({', '.join(f'{name} {middle(key):.2f}' for name, key in parts)})"
-    yield "sync, GB/s", f"{middle('sync/GB_per_s'):.2f} ({middle('sync/bytes') / 1e9:.2f} GB)"
+    speed = middle("sync/GB_per_s")
+    yield "sync, GB/s", f"{speed:.2f} ({middle('sync/bytes') / 1e9:.2f} GB, hashing {middle('sync/checksum_s'):.3f} s)"
+    yield "a sync of 7B at this speed, s", f"{SEVEN_B_GB / speed:.1f}"
     yield "worst probe gap, nats", f"{most('sync/probe_gap'):.4f}"
     yield "log-prob gap, nats", f"mean {most('rollout/logprob_gap'):.5f}, worst {most('rollout/logprob_gap_max'):.4f}"
     for key in sorted({key for step in steps for key in step if key.startswith("mem/")}):
@@ -541,6 +599,7 @@ def tokens_of(size: Size, folder: Path) -> Any:
 
 PARTS = (
     Part("device", "matrix product and copies", 40, 10, measure_device, device_rows),
+    Part("weights", "checksums and copies of weights", 40, 10, measure_weights, weight_rows),
     Part("tests", "the tests that need a GPU", 120, 20, run_tests, test_rows, no_pytest),
     Part("decode", "the torch rollout engine, 0.5B", 90, 20, measure_decoding, decode_rows),
     Part("run-cuda-ipc", "a colocated GRPO run, 0.5B, weights by CUDA IPC", 120, 40,

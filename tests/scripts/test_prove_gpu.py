@@ -50,7 +50,7 @@ def test_the_count_is_that_of_the_operations_that_torch_runs() -> None:
     assert counter.get_total_flops() == weights - causal_pairs + all_pairs
 
 
-@pytest.mark.parametrize("name", ["device", "decode", "train-0.5B", "run-host"])
+@pytest.mark.parametrize("name", ["device", "weights", "decode", "train-0.5B", "run-host"])
 def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
     part = next(part for part in PARTS if part.name == name)
     assert part.skip() is None
