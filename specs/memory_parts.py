@@ -10,9 +10,11 @@ GIB = 2**30
 
 # The phases of a step (specs/phases.py). Of the phase `train`, "train" is its forward and backward passes, "optimizer"
 # its optimizer steps: they hold different things.
-Moment = Literal["rollout", "train", "optimizer", "sync"]
-MOMENTS: tuple[Moment, ...] = ("rollout", "train", "optimizer", "sync")
+Moment = Literal["rollout", "score", "train", "optimizer", "sync"]
+MOMENTS: tuple[Moment, ...] = ("rollout", "score", "train", "optimizer", "sync")
 ALWAYS = frozenset(MOMENTS)
+SCORING: frozenset[Moment] = frozenset({"score"})  # of a run with a reward model
+SAMPLING: frozenset[Moment] = frozenset({"rollout", "score"})  # while no learner has a shared device
 LEARNING: frozenset[Moment] = frozenset({"train", "optimizer"})
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}

@@ -40,16 +40,31 @@ class TextCodec:
 
         Raises ChatTemplateError when the template refuses them.
         """
+        return self._rendered(messages, begins_answer=True)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
+                [dict(one) for one in messages], tokenize=False, add_generation_prompt=begins_answer
             )
         except (TemplateError, *_OF_A_TEMPLATE) as error:
             raise ChatTemplateError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(text, str)
         return text
+
+    def render_whole(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation that ends with the assistant's answer, as a model that scores it sees it. Raises
+        ChatTemplateError."""
+        return self._rendered(messages, begins_answer=False)
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of whole texts, with all that the tokenizer puts around them."""
+        if not texts:
+            return []
+        encoded: list[list[int]] = self.tokenizer(list(texts), return_attention_mask=False).input_ids
+        return encoded
 
     def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
         """Token ids of each text. `rendered`: the text came from a chat template and holds its special tokens already;
@@ -125,3 +140,12 @@ def token_ids(value: Any) -> Iterable[int]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def pad_token_of(model_path: str, *, trust_remote_code: bool = False) -> int | None:
+    """The padding token that a model's `config.json` names, as transformers reads it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    found = getattr(config.get_text_config(), "pad_token_id", None)
+    return int(found) if isinstance(found, int) else None

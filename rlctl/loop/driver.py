@@ -19,13 +19,13 @@ from rlctl.loop.recovery import SteadySync
 from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.sample_queue import SampleQueue
-from rlctl.loop.sampling import Prompts, Sampler, Scored
+from rlctl.loop.sampling import Prompts, Sampler, Scored, ScoreModel
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.step_metrics import RankReport, Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
-from specs.schema.roles import RoleName
+from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies
 from specs.wire.batch import Batch, balanced_shards
@@ -91,12 +91,33 @@ class Driver:
         self.learners = {role: groups[role] for role in spec.losses}
         self.clock = Clock()
         self.kl = KlController(spec.algorithm)
-        self.sampler = Sampler(spec, groups["data"], groups["rollout"], groups["reward"], self.clock, sync.restore)
+        self.sampler = Sampler(
+            spec,
+            groups["data"],
+            groups["rollout"],
+            groups["reward"],
+            self.clock,
+            sync.restore,
+            self._score_model(groups),
+        )
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(lambda text: progress.warning(text))
         self.eval_prompts: Prompts | None = None
         self.correction_metrics: dict[str, float] = {}
         self.said_skipped = self.said_no_signal = self.said_excluded = False
+
+    def _score_model(self, groups: Mapping[str, Group]) -> ScoreModel | None:
+        """The model that a term of the reward asks, where there is one."""
+        if (group := groups.get(REWARD_MODEL)) is None:
+            return None
+        terms = self.spec.reward.terms
+        number = next(index for index, term in enumerate(terms) if term.graded_by == "model")
+
+        def begin(step: int) -> None:
+            self.progress.phase("score")
+            self.residency.enter("score", step=step)
+
+        return ScoreModel(group, number, begin)
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 

@@ -2,13 +2,17 @@
 
 `TABLE` says it by kind of holder (specs/schema/roles.py, `Holds`), so that another kind is a row here and in `MOVES`:
 
-| phase   | learner, frozen (actor, ref) | sampler (rollout)            |
-| ------- | ---------------------------- | ---------------------------- |
-| rollout | offloaded                    | weights + KV cache           |
-| train   | on the device                | asleep                       |
-| sync    | on the device                | weights only, no KV cache    |
-| save    | on the device                | asleep                       |
-| build   | offloaded                    | asleep; a lost one is built  |
+| phase   | learner, frozen (actor, ref) | score_model (reward_model) | sampler (rollout)            |
+| ------- | ---------------------------- | -------------------------- | ---------------------------- |
+| rollout | offloaded                    | offloaded                  | weights + KV cache           |
+| score   | offloaded                    | on the device              | asleep                       |
+| train   | on the device                | offloaded                  | asleep                       |
+| sync    | on the device                | offloaded                  | weights only, no KV cache    |
+| save    | on the device                | offloaded                  | asleep                       |
+| build   | offloaded                    | offloaded                  | asleep; a lost one is built  |
+
+A reward model has the device when every completion is there, and before anything learns from them. A run without one
+has no phase "score".
 
 Asleep is level 2 (weights are dropped: a sync brings them all), or level 1 (weights wait in host memory) where a sync
 brings adapters alone.
@@ -55,9 +59,19 @@ MODEL: State = frozenset({"model"})  # of a trainer, with gradients and optimize
 WEIGHTS, WEIGHTS_AND_CACHE = frozenset({"weights"}), frozenset({"weights", "kv_cache"})
 
 TABLE: dict[Holds, Mapping[Phase, State]] = {
-    "learner": {"rollout": NOTHING, "train": MODEL, "sync": MODEL, "save": MODEL, "build": NOTHING},
-    "frozen": {"rollout": NOTHING, "train": MODEL, "sync": MODEL, "save": MODEL, "build": NOTHING},
-    "sampler": {"rollout": WEIGHTS_AND_CACHE, "train": NOTHING, "sync": WEIGHTS, "save": NOTHING, "build": NOTHING},
+    "learner": {
+        **{"rollout": NOTHING, "score": NOTHING, "train": MODEL, "sync": MODEL, "save": MODEL, "build": NOTHING}
+    },
+    "frozen": {
+        **{"rollout": NOTHING, "score": NOTHING, "train": MODEL, "sync": MODEL, "save": MODEL, "build": NOTHING}
+    },
+    "score_model": {
+        **{"rollout": NOTHING, "score": MODEL, "train": NOTHING, "sync": NOTHING, "save": NOTHING, "build": NOTHING}
+    },
+    "sampler": {
+        **{"rollout": WEIGHTS_AND_CACHE, "score": NOTHING, "train": NOTHING},
+        **{"sync": WEIGHTS, "save": NOTHING, "build": NOTHING},
+    },
 }
 
 
@@ -87,6 +101,7 @@ _OF_TRAINERS = Moves(Verb.OFFLOAD, Verb.ONLOAD, "offloaded", "onloaded", after_b
 MOVES: dict[Holds, Moves] = {
     "learner": _OF_TRAINERS,
     "frozen": _OF_TRAINERS,
+    "score_model": Moves(Verb.OFFLOAD, Verb.ONLOAD, "offloaded", "onloaded", after_build=NOTHING),
     "sampler": Moves(Verb.SLEEP, Verb.WAKE, "asleep", "awake", after_build=NOTHING, in_parts=True),
 }
 SLEEP_LEVEL: Level = 2  # weights are dropped: a sync always follows before the next token

@@ -67,9 +67,11 @@ class Sampler:
         reward: Group,
         clock: Clock,
         restore: Callable[[int], None],
+        score_model: ScoreModel | None = None,
     ) -> None:
         """`clock` is told how long grading takes beyond the sampling. `restore` (with the step) brings lost replicas
         back, with weights (rlctl/loop/recovery.py)."""
+        self.score_model = score_model
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.clock, self.restore = clock, restore
 
@@ -117,6 +119,16 @@ class Sampler:
         return Generation(self, prompts, sampling, step, what, show)
 
 
+@dataclass(frozen=True)
+class ScoreModel:
+    """The model that a term of the reward asks. `begin`, with the step: give it the device; nothing is sampled after it
+    before the next sync."""
+
+    group: Group
+    number: int  # of its term in `reward.terms`
+    begin: Callable[[int], None]
+
+
 class Generation:
     """A batch on its way. Completions arrive, and are sent on to the grader, whenever the driver waits for any role.
 
@@ -134,6 +146,8 @@ class Generation:
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
         self._parts: list[Batch] = []
         self._grading: list[Call] = []
+        self._score_model = sampler.score_model
+        self._rendering: list[Call] = []  # for the reward model
         self._late: dict[str, LateScores] = {}  # of terms that are graded apart, for the first `_joined` parts
         self._joined = 0
         prompts.batch.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
@@ -177,8 +191,14 @@ class Generation:
 
     def _wait_for_late(self, answers: Sequence[Message]) -> None:
         """For what is graded apart, of the parts that are new since the last time."""
-        new, self._joined = answers[self._joined :], len(answers)
+        first, self._joined = self._joined, len(answers)
+        new = answers[first:]
         found: dict[str, LateScores] = {}
+        if (model := self._score_model) is not None and new:
+            rendered = [call.result()[0] for call in self._rendering[first:]]
+            id_B = np.concatenate([part["id_B"] for part in self._parts[first:]])
+            model.begin(self.step)
+            found["model"] = late_scores.of_model(model.group, rendered, id_B, model.number, self.step)
         if tickets := late_scores.tickets_of(new):
             found["judges"] = late_scores.of_judges(self._reward, self.what, tickets, self.step)
         self._late |= {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}
@@ -210,6 +230,9 @@ class Generation:
         if sum(len(part) for part in self._parts) == len(self.prompts.batch):
             self.written_at = time.perf_counter()
         self._grading.append(self._reward.post(Verb.SCORE, request, tensors=columns, step=self.step))
+        if self._score_model is not None:
+            asked = bodies.Render(what=self.what, rows=request.rows)
+            self._rendering.append(self._reward.post(Verb.RENDER, asked, tensors=columns, step=self.step))
 
 
 @dataclass(frozen=True)

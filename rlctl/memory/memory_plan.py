@@ -12,7 +12,7 @@ from rlctl.memory.places import Place, places_of
 from rlctl.memory.role_memory import RoleMemory
 from rlctl.memory.role_models import Model, find_model
 from rlctl.processes.placement import make_plan
-from specs.memory_parts import DTYPE_BYTES, GIB, MOMENTS, Moment, Part
+from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, MOMENTS, SAMPLING, SCORING, Moment, Part
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
 from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
@@ -36,6 +36,12 @@ class MemoryPlan:
     def not_known(self) -> tuple[RoleMemory, ...]:
         """Roles whose engines do not say all that they hold."""
         return tuple(role for role in self.roles if role.not_known)
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Those that the run has: only one with a reward model scores apart."""
+        scores = any(ROLES[role.role].holds == "score_model" for role in self.roles)
+        return tuple(moment for moment in MOMENTS if scores or moment not in SCORING)
 
     def fits(self, phases: Sequence[Moment] = MOMENTS, *, kind: str = "", share: float = 1.0) -> bool:
         """Whether places (of a kind, or all) whose memory is known hold what is planned, in that share of it."""
@@ -66,7 +72,9 @@ def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float, may_buil
                 parts += _rollout(spec, model, colocated, gpu_GiB)
             else:
                 held = _trainer(spec, name, section, model, device)
-                parts += [piece for part in held for piece in _leaving(part, colocated, device)]
+                scores = ROLES[name].holds == "score_model"
+                leaving = _scoring_alone if scores else _leaving
+                parts += [piece for part in held for piece in leaving(part, colocated, device)]
         parts += _process(device, section.processes if ROLES[name].together else 1)
         width = devices_of_a_process(section)
         kind = section.engine.kind
@@ -113,7 +121,7 @@ def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: 
         dtype=section.dtype,
         device=device,
         tokens=tokens,
-        longest=spec.max_sequence_tokens,
+        longest=spec.longest_tokens(role),
         logits_chunk=engine.logits_chunk(on_gpu=device != "cpu") if isinstance(engine, TrainedHere) else tokens,
         attention=spec.attention(role),
         recompute=bool(getattr(section, "gradient_checkpointing", False)),
@@ -144,9 +152,22 @@ def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:
     if not colocated or part.host or not (part.leaves or part.dropped) or "rollout" not in part.phases:
         yield part
     elif part.dropped:
-        yield replace(part, phases=part.phases - {"rollout"})
+        yield replace(part, phases=part.phases - SAMPLING)
     elif device == "cpu":
         yield part
     else:
-        yield replace(part, phases=part.phases - {"rollout"})
-        yield replace(part, name=f"{part.name}, offloaded", phases=frozenset({"rollout"}), host=True)
+        yield replace(part, phases=part.phases - SAMPLING)
+        yield replace(part, name=f"{part.name}, offloaded", phases=SAMPLING, host=True)
+
+
+def _scoring_alone(part: Part, colocated: bool, device: str) -> Iterator[Part]:
+    """A part of a model that only scores: what a trainer has while it learns, this one has while it scores, and on a
+    shared device it is there for that alone."""
+    work = part if part.phases == ALWAYS else replace(part, phases=SCORING)
+    stays = not colocated or device == "cpu" or part.host or not (part.leaves or part.dropped)
+    if stays or work.phases != ALWAYS:
+        yield work
+        return
+    yield replace(work, phases=SCORING)
+    if not part.dropped:
+        yield replace(work, name=f"{part.name}, offloaded", phases=ALWAYS - SCORING, host=True)

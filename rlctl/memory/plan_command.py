@@ -15,7 +15,7 @@ from rlctl.memory.suggest import USED_SHARE, Planner, Suggestion, suggestions
 from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB
 from specs.errors import UsageError
 from specs.load.load import load_spec
-from specs.memory_parts import GIB, MOMENTS, Part, total
+from specs.memory_parts import GIB, Moment, Part, total
 from specs.terminal import json_text
 
 if TYPE_CHECKING:
@@ -89,27 +89,27 @@ def as_dict(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str])
     """The plan as JSON; sizes in bytes."""
     return {
         "fits": None if plan.fits() and plan.not_known else plan.fits(),
-        "roles": {role.role: _role(role) for role in plan.roles},
-        "places": [_place(place) for place in plan.places],
+        "roles": {role.role: _role(role, plan.moments) for role in plan.roles},
+        "places": [_place(place, plan.moments) for place in plan.places],
         "suggestions": [asdict(suggestion) for suggestion in found],
         "assumptions": list(notes),
     }
 
 
-def _role(role: RoleMemory) -> dict[str, Any]:
+def _role(role: RoleMemory, moments: Sequence[Moment]) -> dict[str, Any]:
     return {
         "engine": role.engine,
         "ranks": role.ranks,
         "device": role.device,
         "not_known": list(role.not_known),
-        "phases": None if role.not_known else {phase: total(role.on_device, phase) for phase in MOMENTS},
-        "host_phases": None if role.not_known else {phase: total(role.on_host, phase) for phase in MOMENTS},
+        "phases": None if role.not_known else {phase: total(role.on_device, phase) for phase in moments},
+        "host_phases": None if role.not_known else {phase: total(role.on_host, phase) for phase in moments},
         "measurable_peak": None if role.not_known else role.measurable_bytes,
         "parts": [
             {
                 "name": part.name,
                 "bytes": part.nbytes,
-                "phases": [phase for phase in MOMENTS if phase in part.phases],
+                "phases": [phase for phase in moments if phase in part.phases],
                 "exact": part.exact,
                 "host": part.host,
             }
@@ -118,11 +118,11 @@ def _role(role: RoleMemory) -> dict[str, Any]:
     }
 
 
-def _place(place: Place) -> dict[str, Any]:
+def _place(place: Place, moments: Sequence[Moment]) -> dict[str, Any]:
     return {
         "kind": place.kind,
         "names": list(place.names),
-        "phases": {phase: place.bytes_in(phase) for phase in MOMENTS},
+        "phases": {phase: place.bytes_in(phase) for phase in moments},
         "roles": place.phases[place.fullest],
         "fullest": place.fullest,
         "memory": place.memory,
@@ -156,8 +156,9 @@ def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str]) 
 def _table(plan: MemoryPlan) -> Table:
     from rich.table import Table
 
+    moments = plan.moments
     table = Table("role", "held by", "GiB of one rank", box=None, pad_edge=False)
-    for phase in MOMENTS:
+    for phase in moments:
         table.add_column(phase, justify="right")
     for role in plan.roles:
         where = "GPU" if role.device == "cuda" else "CPU"
@@ -165,17 +166,17 @@ def _table(plan: MemoryPlan) -> Table:
         table.add_row(role.role, f"{role.ranks} × {role.engine}, {where}", "", style="bold")
         for part in shown:
             place = " (host)" if part.host else ""
-            table.add_row("", "", f"{'  ' if part.exact else '~ '}{part.name}{place}", *_cells(part))
+            table.add_row("", "", f"{'  ' if part.exact else '~ '}{part.name}{place}", *_cells(part, plan.moments))
         for what in role.not_known:
-            table.add_row("", "", f"? {what}", *["not known"] * len(MOMENTS), style="bold yellow")
+            table.add_row("", "", f"? {what}", *["not known"] * len(plan.moments), style="bold yellow")
         least = "≥ " if role.not_known else ""
-        totals = (f"{least}{total(role.on_device, phase) / GIB:.2f}" for phase in MOMENTS)
+        totals = (f"{least}{total(role.on_device, phase) / GIB:.2f}" for phase in moments)
         table.add_row("", "", "  together" + (", on the GPU" if role.device == "cuda" else ""), *totals)
     return table
 
 
-def _cells(part: Part) -> list[str]:
-    return [f"{part.nbytes / GIB:.2f}" if phase in part.phases else "–" for phase in MOMENTS]
+def _cells(part: Part, moments: Sequence[Moment]) -> list[str]:
+    return [f"{part.nbytes / GIB:.2f}" if phase in part.phases else "–" for phase in moments]
 
 
 def _print_place(out: Screen, place: Place) -> None:

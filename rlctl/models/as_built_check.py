@@ -89,7 +89,7 @@ def _across_roles(spec: Spec, reports: Reports) -> list[str]:
     expected = "all parameters" if spec.actor.lora is None else "adapters"
     if _learner(actor) != expected:
         found.append(f"actor: trainable parameters: expected {expected}, built {_learner(actor)}")
-    for role in [role for role in reports if ROLES[role].is_trainer and role != ACTOR]:
+    for role in [role for role in reports if ROLES[role].is_trainer and ROLES[role].same_tokens and role != ACTOR]:
         other = reports[role][0].model
         if other is None:
             continue  # named above

@@ -201,19 +201,23 @@ class ModelCheck:
         """Why a model with this backbone cannot end in `head`, made anew."""
         return kind_problem(self.whole_config, from_scratch=True, head=head) if self.whole_config else None
 
-    def check_length(self, max_sequence_tokens: int) -> None:
+    def check_length(self, max_sequence_tokens: int, limited_by: str = "") -> None:
+        """`limited_by`: the key that says how long a sequence may be, where it is not the data's."""
         family = config_class(str(self.config.get("model_type", ""))) or ConfigClass()
         own = family.value(self.config, "max_position_embeddings") if self.config else None
         positions = positions_of({**self.config, "max_position_embeddings": own})
         if positions and max_sequence_tokens > positions:
-            self._too_long(f"more than the {positions} positions of {self.path}", max_sequence_tokens)
+            self._too_long(f"more than the {positions} positions of {self.path}", max_sequence_tokens, limited_by)
             return
         short = tokens_of_one_rope(self.config)
         if 0 < short < max_sequence_tokens:
             message = f"{self.path} rotates positions otherwise beyond {short} tokens (longrope), for the whole call"
-            self._too_long(f"{message}: log-probs would depend on the micro-batch", max_sequence_tokens)
+            self._too_long(f"{message}: log-probs would depend on the micro-batch", max_sequence_tokens, limited_by)
 
-    def _too_long(self, message: str, max_sequence_tokens: int) -> None:
+    def _too_long(self, message: str, max_sequence_tokens: int, limited_by: str) -> None:
+        if limited_by:
+            self._wrong(message, "lower it", limited_by, str(max_sequence_tokens))
+            return
         hint = "lower data.max_prompt_tokens or data.max_response_tokens"
         self._wrong(message, hint, "data.max_prompt_tokens + data.max_response_tokens", str(max_sequence_tokens))
 

@@ -18,7 +18,7 @@ from rlctl.models.model_tensors import tensors_of_config
 from specs.model_facts import model_facts
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ModelTensors
 from specs.safetensors_header import read_header
-from specs.schema.roles import HeadKind
+from specs.schema.roles import HEADS_OF_FILES, HeadKind
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 AGAIN = "copy or download it again"
@@ -140,6 +140,10 @@ def _differences(shapes: Shapes, config: Mapping[str, Any], head: HeadKind) -> I
         known = replace(known, parameters=tuple(one for one in known.parameters if one.name not in LM_HEADS))
         if (score := shapes.get(SCORE_LAYER)) is not None and score[0] != 1:
             yield f"{SCORE_LAYER} has shape {list(score)}: a critic's head has one output", "name another model"
+            return
+        if score is None and head in HEADS_OF_FILES:
+            hint = "a reward model is a sequence-classification checkpoint with one output (num_labels 1)"
+            yield f"has no head that gives scores ({SCORE_LAYER}): it would be drawn at random", hint
             return
     for parameter in known.parameters if known else ():
         stored = shapes.get(parameter.name)

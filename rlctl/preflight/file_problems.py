@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlctl.models.chat_template import chat_template_of
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.shapes_fit import adapter_problems, adapter_warnings, cut_problems
 from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
@@ -81,7 +82,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
             spec_dir,
             from_scratch=False,
             remote_code=model.trust_remote_code,
-            tokenizer=False,
+            tokenizer=not ROLES[role].same_tokens,
             head=ROLES[role].head,
         )
         for role, section in spec.sections()
@@ -89,7 +90,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     }
     if not fake:
         for role, check in {ACTOR: main, **others}.items():
-            check.check_length(spec.max_sequence_tokens)
+            check.check_length(spec.longest_tokens(role), "" if ROLES[role].same_tokens else f"{role}.max_tokens")
             check.check_kind(learns=ROLES[role].learns, here=not spec.role(role).python)
         main.problems += _heads(spec, main, others)
     main.check_chat(spec.data)
@@ -97,7 +98,10 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     checks = [main, *others.values()]
     errors = [problem for check in checks for problem in check.problems]
     warnings = [problem for check in checks for problem in check.warnings]
-    for other in others.values():
+    for role, other in others.items():
+        if not ROLES[role].same_tokens:
+            errors += _no_conversations(spec, main, other)
+            continue
         token_errors, token_warnings = _tokens(main, other)
         errors, warnings = errors + token_errors, warnings + token_warnings
     if not fake:
@@ -105,6 +109,17 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         errors += adapter_problems(spec, main.config)
         warnings += adapter_warnings(spec, main.config)
     return errors, warnings, main.config
+
+
+def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> list[Problem]:
+    """A model that scores conversations and has no template for them."""
+    if spec.data.chat == "never" or main.folder is None or other.folder is None:
+        return []
+    if not chat_template_of(main.folder).text or (found := chat_template_of(other.folder)).text or found.unknown:
+        return []
+    message = "its tokenizer has no chat template, and prompts are conversations"
+    hint = 'use a reward model whose tokenizer has one, or set data.chat = "never"'
+    return [Problem(other.key, message, hint, show(other.path))]
 
 
 def _heads(spec: Spec, main: ModelCheck, others: Mapping[str, ModelCheck]) -> Iterator[Problem]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from rlctl.models.paths import resolve_model
 from specs.schema.rewards import compares_answer, judged_columns, reads_whole_rows
-from specs.schema.roles import DATA, REWARD, ROLES, ROLLOUT, RoleName
+from specs.schema.roles import DATA, HEADS_OF_FILES, REWARD, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
-from specs.wire.role_config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainConfig
+from specs.wire.role_config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, ScoreText, TrainConfig
 
 
 def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:
@@ -26,13 +26,13 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
         own_path = spec.model_path(role) != spec.model.path
         return ModelConfig(
             path=paths[role],
-            from_scratch=spec.model.from_scratch and not own_path,
+            from_scratch=spec.model.from_scratch and not own_path and ROLES[role].head not in HEADS_OF_FILES,
             seed=spec.run.seed,
             dtype=dtype,
             attn_implementation=spec.attention(role),
             trust_remote_code=spec.model.trust_remote_code,
             device="cuda" if spec.role(role).devices else "cpu",
-            max_sequence_tokens=spec.max_sequence_tokens,
+            max_sequence_tokens=spec.longest_tokens(role),
             head=ROLES[role].head,
         )
 
@@ -57,6 +57,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             data=spec.data,
             eval=spec.eval,
             needs_answer=compares_answer(spec.reward.terms),
+            tells_messages=spec.needs_reward_model,
             needs_columns=judged_columns(spec.reward.terms),
             row_columns=None
             if reads_whole_rows(spec.reward.terms)
@@ -71,6 +72,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             answer_column=spec.data.answer_column,
             max_response_tokens=spec.data.max_response_tokens,
             run_dir=str(run_dir),
+            score_text=_score_text(spec, paths),
         ),
         ROLLOUT: RolloutConfig(
             model=model(ROLLOUT, spec.rollout_dtype),
@@ -83,3 +85,15 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
     }
     configs |= {role: trainer(role, spec.role(role)) for role in spec.roles if ROLES[role].is_trainer}
     return {role: config.model_dump(mode="json") for role, config in configs.items()}
+
+
+def _score_text(spec: Spec, paths: Mapping[RoleName, str]) -> ScoreText | None:
+    """How samples become tokens of the run's reward model."""
+    if not spec.needs_reward_model:
+        return None
+    return ScoreText(
+        path=paths[REWARD_MODEL],
+        trust_remote_code=spec.model.trust_remote_code,
+        max_tokens=spec.longest_tokens(REWARD_MODEL),
+        chat=spec.data.chat,
+    )

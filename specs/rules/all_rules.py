@@ -18,6 +18,7 @@ from specs.rules.judge_rules import judge_problems
 from specs.rules.learning_rules import learning_warnings
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
+from specs.rules.reward_model_rules import reward_model_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
 from specs.rules.transport_rules import transport_problems
 from specs.schema.algorithms.algorithm_tables import ValueLossKeys
@@ -135,7 +136,9 @@ def _lengths(spec: Spec) -> Iterator[Problem]:
     data = spec.data
     longest = f"data.max_prompt_tokens + data.max_response_tokens = {spec.max_sequence_tokens}"
     for role, section in spec.sections():
-        if isinstance(section, ModelRole) and section.micro_batch_tokens < spec.max_sequence_tokens:
+        if not (isinstance(section, ModelRole) and ROLES[role].same_tokens):
+            continue
+        if section.micro_batch_tokens < spec.max_sequence_tokens:
             message = f"less than the longest sequence ({longest} tokens)"
             hint = f"use at least {spec.max_sequence_tokens}"
             yield Problem(f"{role}.micro_batch_tokens", message, hint, str(section.micro_batch_tokens))
@@ -247,6 +250,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     data_problems,
     reward_section_problems,
     judge_problems,
+    reward_model_problems,
     algorithm_problems,
     _lora,
     _optimizer,

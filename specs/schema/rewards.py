@@ -14,13 +14,15 @@ from specs.templates import template_columns
 MAX_SCORE = 1e18  # of a term and of the weighted sum: squares of it, and sums over a batch, are finite in float32
 
 
-GradedBy = Literal["processes", "judge"]
+GradedBy = Literal["processes", "judge", "model"]
 
 
 class RewardTerm(Table):
     """What all reward terms share."""
 
-    graded_by: ClassVar[GradedBy] = "processes"  # what gives its scores: the isolated processes, or requests to a judge
+    graded_by: ClassVar[GradedBy] = (
+        "processes"  # what gives its scores: the isolated processes, requests to a judge, or the reward model
+    )
 
     weight: float = Field(1.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Factor of this term in the weighted sum.")
 
@@ -139,6 +141,13 @@ class Judge(RewardTerm):
         return tuple(name for name in template_columns(self.prompt) if name not in ("prompt", "completion", "answer"))
 
 
+class ModelScore(RewardTerm):
+    """The score of the run's reward model, which `[reward_model]` describes."""
+
+    graded_by: ClassVar[GradedBy] = "model"
+    kind: Literal["model"]
+
+
 def compares_answer(terms: Sequence[RewardTerm]) -> bool:
     """Whether a term compares with the row's answer, so that every row needs one."""
     return any(
@@ -158,4 +167,6 @@ def reads_whole_rows(terms: Sequence[RewardTerm]) -> bool:
     return any(isinstance(term, Function) for term in terms)
 
 
-RewardTermTable = Annotated[ExactMatch | MathVerify | Regex | Overlong | Function | Judge, Field(discriminator="kind")]
+RewardTermTable = Annotated[
+    ExactMatch | MathVerify | Regex | Overlong | Function | Judge | ModelScore, Field(discriminator="kind")
+]

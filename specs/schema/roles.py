@@ -13,13 +13,14 @@ from typing import Literal
 RoleName = str
 """A key of `ROLES`."""
 
-Holds = Literal["learner", "frozen", "sampler", "data", "scorer"]
-"""What a role holds: a model that learns, a model that never changes, a model that samples with a learner's weights,
-the prompts, or what scores completions."""
+Holds = Literal["learner", "frozen", "score_model", "sampler", "data", "scorer"]
+"""What a role holds: a model that learns, a model that never changes, a frozen one that gives scores and has tokens of
+its own, a model that samples with a learner's weights, the prompts, or what scores completions."""
 
 # What a model ends in: logits of the next token; or one number for each token, which is a critic's value of what comes
 # after it, or, at a sequence's last token, a reward model's score.
 HeadKind = Literal["lm", "value", "reward"]
+HEADS_OF_FILES: frozenset[HeadKind] = frozenset({"reward"})  # those that are never made anew
 # File of a checkpoint with what an exported model must repeat.
 PROOF_FILES: dict[HeadKind, str] = {"lm": "greedy_proof.json", "value": "value_proof.json"}
 
@@ -57,12 +58,17 @@ class Role:
     @property
     def holds_model(self) -> bool:
         """Whether it builds a language model with an engine, on devices of its own section."""
-        return self.holds in ("learner", "frozen", "sampler")
+        return self.holds in ("learner", "frozen", "score_model", "sampler")
 
     @property
     def is_trainer(self) -> bool:
         """Whether its model is held by a train engine."""
-        return self.holds in ("learner", "frozen")
+        return self.holds in ("learner", "frozen", "score_model")
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether it reads the actor's tokens; else it has a tokenizer of its own."""
+        return self.holds != "score_model"
 
     @property
     def engine_family(self) -> Literal["train", "rollout"] | None:
@@ -82,6 +88,7 @@ class Role:
 
 
 ACTOR, REF, CRITIC, ROLLOUT, DATA, REWARD = "actor", "ref", "critic", "rollout", "data", "reward"
+REWARD_MODEL = "reward_model"
 
 # In the order in which problems name them: what is wished for a trainer's model is said before what follows from it.
 ROLES: dict[RoleName, Role] = {
@@ -99,6 +106,8 @@ ROLES: dict[RoleName, Role] = {
             checkpoint="critic",
             head="value",
         ),
+        # Built first: on shared devices it has left before a rollout measures what is free.
+        Role(REWARD_MODEL, "score_model", "the reward model", wave=0, needed_if="needs_reward_model", head="reward"),
         Role(ROLLOUT, "sampler", "the rollout", wave=1),
         Role(
             DATA, "data", "the data role", wave=0, inherits=REWARD

@@ -32,7 +32,7 @@ from specs.schema.sections import (
     SyncSection,
     TrackingSection,
 )
-from specs.schema.table import NonEmpty, PathText, Table
+from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
 
 SCHEMA_VERSION = 1
 
@@ -141,6 +141,23 @@ class CriticSection(ModelRole):
     optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
 
 
+class RewardModelSection(ModelRole):
+    """A frozen sequence-classification model whose score is the reward term `kind = "model"`. It reads text through a
+    tokenizer and chat template of its own."""
+
+    model: NonEmptyPath = Field(
+        description="Its folder or hub id: one output (num_labels 1), with the head in its files, a tokenizer, and a "
+        "chat template where prompts are conversations."
+    )
+    engine: TrainEngineTable = Field(DdpTable(), description="How it is held.")
+    max_tokens: int = Field(
+        4096,
+        gt=0,
+        description="Longest conversation, prompt and completion, in its own tokens. A longer one is a failed grade: "
+        "nothing is cut.",
+    )
+
+
 class RolloutSection(RoleSection):
     """The model that samples. It always holds the actor's weights."""
 
@@ -212,6 +229,7 @@ class Spec(Table):
     actor: ActorSection = ActorSection()
     ref: RefSection | None = None
     critic: CriticSection | None = None
+    reward_model: RewardModelSection | None = None
     rollout: RolloutSection = RolloutSection()
     eval: EvalSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
@@ -291,6 +309,16 @@ class Spec(Table):
     def rollout_applies_adapters(self) -> bool:
         """Whether the sampler holds the actor's adapters beside the model, instead of merged into it."""
         return self.actor.lora is not None and getattr(self.rollout.engine, "lora", "merged") == "adapters"
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a term is the score of a model. That there is a section for it is a rule."""
+        return self.reward_model is not None and any(term.graded_by == "model" for term in self.reward.terms)
+
+    def longest_tokens(self, role: RoleName) -> int:
+        """Tokens of the longest sequence that a role's model reads."""
+        section = self.role(role)
+        return section.max_tokens if isinstance(section, RewardModelSection) else self.max_sequence_tokens
 
     @property
     def needs_ref_role(self) -> bool:

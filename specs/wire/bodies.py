@@ -65,6 +65,7 @@ class Row(Body):
     where: str  # file and line, for a person
     prompt: str
     values: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None  # that the prompt was made from; None: not asked for, or plain text
 
 
 class PromptsDrawn(Answer):
@@ -84,6 +85,19 @@ class Scores(Answer):
     failures: dict[str, int]  # cause → how many completions were lost to it
     samples: list[dict[str, Any]]
     ticket: int | None = None  # to ask the judges' grades of these samples with; None: there is no judge
+
+
+class Render(Body):
+    """Samples of the prompts of `what`, which were made from `rows`, in the reward model's tokens."""
+
+    what: What
+    rows: dict[str, Row]
+
+
+class Rendered(Answer):
+    """The tensors hold those that fit, by their ids."""
+
+    failures: dict[str, int]  # cause → how many are not among them
 
 
 class AwaitJudges(Body):
@@ -281,6 +295,7 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.OPEN_DATA: (Nothing,),
     Verb.PROMPTS: (Prompts,),
     Verb.SCORE: (Score,),
+    Verb.RENDER: (Render,),
     Verb.AWAIT_JUDGES: (AwaitJudges,),
     Verb.GENERATE: (Generate,),
     Verb.SLEEP: (Sleep,),

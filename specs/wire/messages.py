@@ -31,6 +31,7 @@ class Verb(StrEnum):
     PROMPTS = "prompts"
     # reward
     SCORE = "score"
+    RENDER = "render"  # samples as a reward model reads them: in its own tokens
     AWAIT_JUDGES = "await_judges"  # what judges say of samples that were sent to them while others were scored
     # rollout
     GENERATE = "generate"
@@ -84,6 +85,7 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
     Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B"), optional=("greedy_B",)),
     Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("reward_B", "scored_B")),
+    Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("tokens_T", "id_B")),
     Verb.AWAIT_JUDGES: Columns(gives=("scored_B",)),
     Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
     Verb.VALUES: Columns(needs=("tokens_T", "loss_mask_T"), gives=("value_T",)),

@@ -73,8 +73,18 @@ class DataConfig(TextConfig):
     eval: EvalSection | None
     needs_answer: bool  # a row without `data.answer_column` is a bad one
     needs_columns: tuple[str, ...] = ()  # what else every row must have, for scoring
+    tells_messages: bool = False  # whether rows travel with the conversation that their prompt was made from
     row_columns: tuple[str, ...] | None  # what scoring reads of a row; None: all of it
     seed: int
+
+
+class ScoreText(Table):
+    """How samples become tokens of a reward model."""
+
+    path: str  # of its tokenizer
+    trust_remote_code: bool
+    max_tokens: int
+    chat: str  # `data.chat`: whether prompts go through the actor's chat template
 
 
 class RewardConfig(TextConfig):
@@ -85,6 +95,7 @@ class RewardConfig(TextConfig):
     answer_column: str
     max_response_tokens: int
     run_dir: str
+    score_text: ScoreText | None = None  # None: no reward model
 
 
 # Of roles that hold a tokenizer instead of a model.

@@ -44,17 +44,27 @@ class PromptTable:
     def prompt_tokens(self, row: int) -> NDArray[np.int64]:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
-    def rows_of(self, row_B: Column, columns: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    def rows_of(
+        self, row_B: Column, columns: Sequence[str] | None, conversations: DataSection | None = None
+    ) -> dict[str, dict[str, Any]]:
         """Rows by number, as JSON for a scorer: location of the row, its prompt as text,
-        and its values in `columns` (None: all). Values that JSON does not know (dates, decimals, bytes) are text."""
+        and its values in `columns` (None: all). Values that JSON does not know (dates, decimals, bytes) are text.
+        `conversations`: the section that says how a row becomes messages, where these are to go along."""
         return {
             str(row): {
                 "where": self.wheres[row],
                 "prompt": self.prompts[row],
                 "values": _plain(self.rows[row], columns),
+                "messages": None if conversations is None else _told(self.rows[row], conversations),
             }
             for row in np.unique(row_B).tolist()
         }
+
+
+def _told(values: Mapping[str, Any], data: DataSection) -> list[dict[str, Any]]:
+    """The conversation that a row's prompt was made from; of plain text, one message of the user."""
+    told: list[dict[str, Any]] = json.loads(json.dumps(messages_of(prompt_of(values, data), data), default=str))
+    return told
 
 
 def _plain(values: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:

@@ -43,7 +43,9 @@ class Data:
         assert self._data is not None, "open_data comes first"
         prompts = self._data.prompts(call.body.what)
         columns, state = prompts.draw(call.body.position, call.body.count, call.body.group_size)
-        return {**state, "rows": prompts.table.rows_of(columns["row_B"], self._config.row_columns)}, columns
+        conversations = self._config.data if self._config.tells_messages else None
+        rows = prompts.table.rows_of(columns["row_B"], self._config.row_columns, conversations)
+        return {**state, "rows": rows}, columns
 
     def handlers(self) -> Mapping[Verb, Handler]:
         verbs: Mapping[Verb, TypedHandler] = {

@@ -24,6 +24,7 @@ from workers.grading.completions_text import completion_texts, longest_stretches
 from workers.grading.judge import JUDGE_CAUSES, JudgePanel
 from workers.grading.pool import CAUSES, Grade, GraderPool, Request
 from workers.grading.reward_failures import FailureLog
+from workers.grading.score_text import MODEL_CAUSES, ScoreTexts, Told
 from workers.grading.terms import Setting
 from workers.rank_report import as_built
 from workers.serve import Emit, Handler, Reply, TypedHandler, typed
@@ -40,6 +41,7 @@ class Reward:
         self._own: list[int] = []  # numbers of the terms that the grading processes hold
         self._pool: GraderPool | None = None
         self._judges: JudgePanel | None = None
+        self._score_texts: ScoreTexts | None = None
         self._awaited: dict[int, Awaited] = {}  # by the ticket of their judges' grades
         self._failures: FailureLog | None = None
 
@@ -64,6 +66,8 @@ class Reward:
         if judges := {number: term for number, term in terms.items() if isinstance(term, Judge)}:
             self._judges = JudgePanel(judges, setting, Path(config.run_dir))
         self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)  # they start meanwhile
+        if config.score_text is not None:
+            self._score_texts = ScoreTexts(config.score_text, self._codec)
         if self._pool is not None:
             self._pool.wait_ready()
         return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
@@ -95,6 +99,26 @@ class Reward:
             "ticket": ticket,
         }
         return body, columns
+
+    def render(self, call: Call[bodies.Render], emit: Emit) -> Reply:
+        """Samples in the tokens of the reward model: those that it can read, by their ids."""
+        assert self._score_texts is not None, "the run has no reward model"
+        batch, rows = call.batch, call.body.rows
+        batch.require(COLUMNS[Verb.RENDER].needs, Verb.RENDER)
+        requests, ids = self._requests(batch, rows), batch["id_B"].tolist()
+        told = [Told(one.prompt, rows[str(one.row_key)].messages, one.completion) for one in requests]
+        found = self._score_texts.tokens(told)
+        grades = [one if isinstance(one, Grade) else Grade() for one in found]
+        wheres = [rows[str(request.row_key)].where for request in requests]
+        self._record_failures(call.body.what, wheres, requests, grades, ids)
+        fitting = [(sample, one) for sample, one in zip(ids, found, strict=True) if not isinstance(one, Grade)]
+        tokens = [np.array(one, dtype=np.int32) for _, one in fitting]
+        columns: dict[str, Column] = {
+            "tokens_T": np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32),
+            "length_B": np.array([len(one) for one in tokens], dtype=np.int64),
+            "id_B": np.array([sample for sample, _ in fitting], dtype=np.int64),
+        }
+        return {"failures": {cause: sum(one.cause == cause for one in grades) for cause in MODEL_CAUSES}}, columns
 
     def await_judges(self, call: Call[bodies.AwaitJudges], emit: Emit) -> Reply:
         """Wait for the judges' grades of earlier calls. `term_<i>_B` is 0 where one of them failed, and `scored_B`."""
@@ -182,6 +206,7 @@ class Reward:
         verbs: Mapping[Verb, TypedHandler] = {
             Verb.BUILD: self.build,
             Verb.SCORE: self.score,
+            Verb.RENDER: self.render,
             Verb.AWAIT_JUDGES: self.await_judges,
             Verb.CLOSE: self.close,
         }

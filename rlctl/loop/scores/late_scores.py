@@ -3,6 +3,7 @@ how it joins the rest."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 
 from specs.schema.rewards import MAX_SCORE
 from specs.wire import bodies
-from specs.wire.messages import Verb
+from specs.wire.batch import Batch, balanced_shards
+from specs.wire.messages import COLUMNS, Verb
 
 if TYPE_CHECKING:
     from rlctl.processes.groups import Group
@@ -55,6 +57,27 @@ def of_judges(reward: Group, asked: bodies.What, tickets: Sequence[int], step: i
     judged = bodies.Judged.of(answer)
     value_B = {int(name.split("_")[1]): column for name, column in answer.tensors.items() if name.startswith("term_")}
     return LateScores(value_B, answer.tensors["scored_B"].astype(bool), judged.failures, judged.counts)
+
+
+def of_model(model: Group, rendered: Sequence[Message], id_B: NDArray[np.int64], number: int, step: int) -> LateScores:
+    """Ask the reward model, whose term is `number`, about samples that were `rendered` for it. `id_B`: of all samples;
+    those that it could not be given have no score."""
+    begin = time.perf_counter()
+    parts = [part.batch for part in rendered if len(part.batch)]
+    score_of: dict[int, float] = {}
+    if parts:
+        batch = Batch.concat(parts)
+        shards = balanced_shards(batch["length_B"], model.size)
+        needed = batch.only(COLUMNS[Verb.SCORES].needs)
+        answers = model.call(Verb.SCORES, tensors=[needed.select(shard).columns for shard in shards], step=step)
+        for answer, shard in zip(answers, shards, strict=True):
+            score_of |= dict(zip(batch["id_B"][shard].tolist(), answer.tensors["score_B"].tolist(), strict=True))
+    value_B = np.array([score_of.get(int(sample), 0.0) for sample in id_B], dtype=np.float32)
+    scored_B = np.array([int(sample) in score_of for sample in id_B], dtype=bool)
+    failures = add_up([bodies.Rendered.of(part).failures for part in rendered])
+    tokens = sum(part.num_tokens for part in parts)
+    counts = {"model_tokens": tokens, "model_s": time.perf_counter() - begin}
+    return LateScores({number: value_B}, scored_B, failures, counts)
 
 
 def tickets_of(answers: Sequence[Message]) -> list[int]:

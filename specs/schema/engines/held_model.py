@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, Moment, Part
+from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, SCORING, Moment, Part
 from specs.model_facts import ModelFacts
 from specs.model_shapes import ModelTensors, ParameterShape
 from specs.schema.roles import ROLES, RoleName
@@ -102,7 +102,10 @@ def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrain
 
 
 def longest_share(spec: Spec, section: RoleSection) -> int:
-    """Most tokens that a rank of a trainer gets of a mini-batch."""
+    """Most tokens that a rank of a trainer gets of a mini-batch; of a reward model, of a step."""
+    own_limit = getattr(section, "max_tokens", None)
+    if own_limit is not None:
+        return max(int(own_limit), spec.samples_per_step * int(own_limit) // section.processes)
     mini_batch_tokens = spec.samples_per_step // spec.algorithm.mini_batches_per_step * spec.max_sequence_tokens
     return max(spec.max_sequence_tokens, mini_batch_tokens // section.processes)
 
@@ -153,9 +156,10 @@ def replica_weights(replica: Replica, *, kept: bool = False, adapter_bytes: int 
     awake: frozenset[Moment] = ALWAYS if stay else frozenset({"rollout", "sync"})
     yield Part("weights", replica.weights, awake, exact=True)
     if kept and not stay:
-        yield Part("weights, asleep", replica.weights, LEARNING, exact=True, host=True)
+        asleep = SCORING | LEARNING
+        yield Part("weights, asleep", replica.weights, asleep, exact=True, host=True)
         if replica.gpu_GiB:  # vLLM pins them piece by piece; 1 / ln 2 is the mean of rounding up to a power of two
-            yield Part("weights, asleep, rounding of pinned memory", int(0.44 * replica.weights), LEARNING, host=True)
+            yield Part("weights, asleep, rounding of pinned memory", int(0.44 * replica.weights), asleep, host=True)
     if adapter_bytes:
         yield Part("adapters", adapter_bytes, awake)
 
@@ -168,5 +172,5 @@ def share_of_gpu(
     rest = max(0, nbytes - replica.weights - adapter_bytes)
     yield Part("KV cache and the rest of its share", rest, replica.awake, exact=True)
     if replica.colocated:
-        asleep: frozenset[Moment] = frozenset({"train", "optimizer", "sync"})
+        asleep: frozenset[Moment] = frozenset({"score", "train", "optimizer", "sync"})
         yield Part("left while asleep", int(asleep_GiB * GIB), asleep)

@@ -72,6 +72,8 @@ ONE_VALUE = {
     "schema",
     *("reward.launcher", "reward.processes", "reward.nodes", "reward.devices", "rollout.launcher", "rollout.nodes"),
     *("critic.engine.logits_chunk_tokens", "critic.engine.shard"),
+    *("reward_model.engine.sync_every_micro_batch", "reward_model.engine.offload_optimizer"),
+    *("reward_model.engine.stage", "reward_model.engine.logits_chunk_tokens", "reward_model.engine.shard"),
     *("ref.engine.sync_every_micro_batch", "ref.engine.offload_optimizer", "ref.engine.stage"),
     # These repeat what processes and devices say; alone they cannot change.
     *("actor.engine.shard", "ref.engine.shard", "rollout.engine.tensor_parallel"),
@@ -104,6 +106,10 @@ OTHER: dict[str, Any] = {
     "actor.env": {"A": "b"},
     "ref.env": {"A": "b"},
     "critic.env": {"A": "b"},
+    "reward_model.env": {"A": "b"},
+    "reward_model.devices": [1],
+    "reward_model.attn_implementation": "eager",
+    "reward_model.engine.deepspeed": {"steps_per_print": 7},
     "critic.devices": [1],
     "critic.attn_implementation": "eager",
     "critic.optimizer.betas": [0.8, 0.9],
@@ -127,7 +133,14 @@ OTHER: dict[str, Any] = {
 JUDGE = {"base_url": "https://host/v1", "model": "m", "prompt": "{completion}", "min_score": 1, "max_score": 10}
 NODES = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"hostfile": "hosts"}}
 # Longest matching prefix → what the spec needs so that the key means something.
+SCORES = {"reward_model": {"model": "scores", "max_tokens": 64}, "reward.terms": [{"kind": "model"}]}
 CONTEXT: dict[str, dict[str, Any]] = {
+    "reward_model": SCORES,
+    "reward_model.nodes": {"reward_model.processes": 2, "reward_model.launcher": "srun"},
+    "reward_model.engine.offload": {"reward_model.devices": [0]},
+    "reward_model.engine.offload_parameters": {"reward_model.devices": [0]},
+    "reward_model.engine.shard": {"reward_model.processes": 4, "reward_model.engine.replicate": 2},
+    "reward_model.engine.replicate": {"reward_model.processes": 2, "reward_model.launcher": "torchrun"},
     "ref": {"algorithm.kl_coef": 0.1, "ref": {}},
     "ref.nodes": {"algorithm.kl_coef": 0.1, "ref": {"processes": 2, "launcher": "srun"}},
     "ref.engine.offload": {"ref.devices": [0]},
@@ -210,7 +223,7 @@ def specs_that_differ(key: str, table: type[Table]) -> tuple[dict[str, Any], dic
     whole = {name: value for name, value in context.items() if "." not in name}
     before = edited(edited(base(), whole), {name: value for name, value in context.items() if "." in name})
     if key.endswith("engine.kind"):
-        other = {"actor": "ddp", "ref": "ddp", "critic": "ddp", "rollout": "torch"}[key.partition(".")[0]]
+        other = "torch" if key.startswith("rollout.") else "ddp"
         other = other if kind_of(table) != other else {"ddp": "fsdp2", "torch": "vllm"}[other]
         return before, edited(before, {place: other})
     if key == "algorithm.kind":
@@ -231,14 +244,15 @@ def of_kind(place: str, table: type[Table]) -> dict[str, Any]:
     kind, family = kind_of(table), place.rpartition(".")[0]
     if family.startswith("reward.terms"):
         required = {"pattern": "a", "buffer_tokens": 4, "path": "rewards.py:score", **JUDGE}
-        return {family: {"kind": kind, **{name: required[name] for name in required if name in table.model_fields}}}
+        own = {family: {"kind": kind, **{name: required[name] for name in required if name in table.model_fields}}}
+        return {**own, **({"reward_model": SCORES["reward_model"]} if kind == "model" else {})}
     if family == "algorithm":
         return {"algorithm.kind": kind}
     if not family.endswith(".engine"):
         return {}
     if kind == "fake":
         here = place.partition(".")[0]
-        roles = ("actor", "rollout", here) if here in ("ref", "critic") else ("actor", "rollout")
+        roles = ("actor", "rollout", here) if here in ("ref", "critic", "reward_model") else ("actor", "rollout")
         return {f"{role}.engine.kind": "fake" for role in roles}
     return {f"{family}.kind": kind, **({"rollout.devices": [0]} if kind == "sglang" else {})}
 

@@ -79,6 +79,7 @@ NAMED = {
             ("max_refills", "the_bound_on_refills_holds_and_zero_draws_none"),
         )
     },
+    "ModelScore.weight": "tests/rlctl/run/test_train_reward_model.py::test_a_reward_model_beside_another_term",
     "Judge.weight": "tests/rlctl/run/test_train_judge.py::test_a_judge_beside_another_term",
     **{
         f"Judge.{key}": f"{JUDGE}::test_{test}"
@@ -190,7 +191,7 @@ def _learned(table: Optimizer) -> Any:
 
 def of_deepspeed(spec: Spec) -> Any:
     """What DeepSpeed is told, for each role that it holds."""
-    held = [(role, spec.role(role)) for role in ("actor", "ref", "critic") if role in spec.roles]
+    held = [(role, spec.role(role)) for role in ("actor", "ref", "critic", "reward_model") if role in spec.roles]
     return [
         deepspeed_config(section.engine, section.dtype, getattr(section, "optimizer", None), device="cuda")
         for _, section in held

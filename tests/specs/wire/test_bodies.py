@@ -39,7 +39,11 @@ def examples(folder: Path) -> dict[tuple[Verb, type[BaseModel]], dict[str, Any]]
         Verb.SCORE: {
             "what": "eval",
             "samples": 0,
-            "rows": {"7": {"where": "x.jsonl:8", "prompt": "1+1", "values": {"answer": 2}}},
+            "rows": {"7": {"where": "x.jsonl:8", "prompt": "1+1", "values": {"answer": 2}, "messages": None}},
+        },
+        Verb.RENDER: {
+            "what": "train",
+            "rows": {"7": {"where": "x.jsonl:8", "prompt": "1+1", "values": {}, "messages": [{"role": "user"}]}},
         },
         Verb.AWAIT_JUDGES: {"what": "train", "tickets": [1]},
         Verb.GENERATE: {"sampling": SAMPLING},

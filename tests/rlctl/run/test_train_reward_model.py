@@ -1,0 +1,63 @@
+"""A run with a reward model of another tokenizer, mixed with a term of its own; the roles take turns on the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import metrics, preset, warm_rlctl
+from tiny_reward_model import own_score, write_reward_model
+
+SMALL = """run.steps=2
+checkpoint.every=1
+data.prompts_per_step=4
+algorithm.group_size=4
+algorithm.mini_batches_per_step=1
+eval={every=2, prompts=4}
+reward.terms=[{kind="model", weight=0.5}, {kind="exact_match", partial=true, weight=2.0}]"""
+
+
+def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
+    model = write_reward_model(tmp_path / "scores")
+    spec, run = preset("quickstart", tmp_path), tmp_path / "run"
+    section = f'reward_model={{model="{model}", max_tokens=96, micro_batch_tokens=256}}'
+    sets = [part for line in (*SMALL.splitlines(), section, 'run.colocate="always"') for part in ("--set", line)]
+    done = warm_rlctl("train", spec, "--run-dir", run, *sets)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) >= 4
+    for sample in samples:
+        score, exact = sample["terms"]
+        assert score == pytest.approx(own_score(model, sample["prompt"], sample["completion"]), abs=1e-5)
+        assert sample["scored"]
+        assert sample["reward"] == pytest.approx(0.5 * score + 2 * exact, abs=1e-5)
+    lines = [line for line in metrics(run) if line["step"] > 0]
+    for line in lines:
+        assert line["reward/mean"] == pytest.approx(0.5 * line["reward/term_0"] + 2 * line["reward/term_1"], abs=1e-5)
+        assert line["reward/model_tokens"] > 0
+        assert line["reward/failed_model_overlong"] == 0
+        assert line["mem/reward_model_onloaded_GiB"] > 0
+        assert "mem/reward_model_offloaded_GiB" in line
+        assert line["sync/verified"] is True
+    assert "eval/heldout/reward_mean" in lines[-1]
+    built = json.loads((run / "as_built.json").read_text())["reward_model"][0]["model"]
+    assert (built["head"], built["model_class"]) == ("score", "Qwen2ForSequenceClassification")
+    assert built["trainable_parameters"] == 0
+    memory = json.loads((run / "memory.json").read_text())
+    assert "reward_model" in json.dumps(memory)
+
+
+def test_what_is_too_long_for_it_is_a_failed_grade(tmp_path: Path) -> None:
+    model = write_reward_model(tmp_path / "scores")
+    spec, run = preset("quickstart", tmp_path), tmp_path / "run"
+    whole = len("<user>1234></user>\n<assistant></assistant>\n")
+    section = f'reward_model={{model="{model}", max_tokens={whole + 4}, micro_batch_tokens=256}}'
+    sets = [part for line in (*SMALL.splitlines(), section, "run.steps=1") for part in ("--set", line)]
+    done = warm_rlctl("train", spec, "--run-dir", run, *sets)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in metrics(run) if line["step"] > 0]
+    assert line["reward/failed_model_overlong"] > 0
+    records = [json.loads(one) for one in (run / "reward_failures.jsonl").read_text().splitlines()]
+    assert {record["cause"] for record in records} == {"model_overlong"}
+    assert all(len(record["completion"]) > 4 for record in records)

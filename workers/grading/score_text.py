@@ -1,0 +1,74 @@
+"""Samples as a reward model reads them: the conversation and what the policy wrote, through the reward model's own chat
+template and tokenizer. Nothing is cut: what is too long has no score.
+
+Of several turns the reward model sees one answer, its parts in lines of their own, as all grading does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backends.hf.tokenizer import ChatTemplateError, TextCodec, load_codec, pad_token_of
+from specs.errors import ModelError
+from specs.wire.role_config import ScoreText
+from workers.grading.pool import Grade
+
+MODEL_CAUSES = ("model_overlong", "model_template")
+
+
+@dataclass(frozen=True)
+class Told:
+    """One sample as text."""
+
+    prompt: str
+    messages: Sequence[Mapping[str, Any]] | None  # that the prompt was made from
+    completion: str
+
+
+class ScoreTexts:
+    """Makes tokens of texts for one reward model. A tokenizer with a chat template is always given a conversation, a
+    prompt of plain text as the user's message; without one, prompt and completion as they are."""
+
+    def __init__(self, config: ScoreText, actor: TextCodec) -> None:
+        """`actor`: whose prompts are scored. Raises ModelError where there is no tokenizer, or no chat template for
+        conversations."""
+        self.config = config
+        self.codec = load_codec(config.path, trust_remote_code=config.trust_remote_code)
+        self._pad = pad_token_of(config.path, trust_remote_code=config.trust_remote_code)
+        if config.chat != "never" and actor.has_chat_template and not self.codec.has_chat_template:
+            raise ModelError(
+                f"reward model {config.path} has no chat template, and prompts are conversations",
+                hint='use a reward model whose tokenizer has a chat template, or set data.chat = "never"',
+            )
+
+    def tokens(self, samples: Sequence[Told]) -> list[list[int] | Grade]:
+        """Of each sample its tokens, or why it has none."""
+        found: list[list[int] | Grade] = []
+        texts = [self._text(sample) for sample in samples]
+        whole = [text for text in texts if isinstance(text, str)]
+        chat = self.codec.has_chat_template
+        encoded = iter(self.codec.encode(whole, rendered=True) if chat else self.codec.encode_plain(whole))
+        for text in texts:
+            found.append(self._checked(next(encoded)) if isinstance(text, str) else text)
+        return found
+
+    def _text(self, sample: Told) -> str | Grade:
+        if not self.codec.has_chat_template:
+            return sample.prompt + sample.completion
+        messages = sample.messages or [{"role": "user", "content": sample.prompt}]
+        try:
+            return self.codec.render_whole([*messages, {"role": "assistant", "content": sample.completion}])
+        except ChatTemplateError as error:
+            return Grade(cause="model_template", text=f"reward model {self.config.path}: {error}")
+
+    def _checked(self, ids: list[int]) -> list[int] | Grade:
+        """Padding tokens at the end are left out: transformers reads the score at the last token that is none."""
+        while len(ids) > 1 and ids[-1] == self._pad:
+            ids = ids[:-1]
+        most = self.config.max_tokens
+        if ids and len(ids) <= most:
+            return ids
+        text = f"reward_model.max_tokens = {most}: it has {len(ids)} tokens of the reward model"
+        return Grade(cause="model_overlong", text=text)
