@@ -202,8 +202,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
-        """Greedy continuation of each prompt by the training forward pass: the proof that an export must repeat. That
-        of a model that writes nothing are its `scores`."""
+        """Greedy continuation of each prompt by the training forward pass: the proof that an export must repeat. Of a
+        model with a value head these are its `values`, and this raises ModelError."""
 
     def close(self) -> None:
         """Release devices and process groups."""

@@ -1,10 +1,11 @@
 """Training half of a step: rlctl's `ddp` engine against a plain padded Hugging Face forward and backward.
 
-    .venv/bin/python scripts/bench_train.py [--rounds 7] [--threads 2]
+    .venv/bin/python scripts/bench_train.py [--rounds 7] [--threads 2] [--against padded|critic] [--vocabulary 52]
 
 Both sides learn from the same sequences with the same loss (on-policy clipped surrogate, token mean) and take one
 AdamW step. They alternate; the ratio of each round is printed, and its median. Two works, as in `bench_vs_trl`: short
-ragged answers (limit 64, mean about 50) and a long tail (limit 256, mean about 60).
+ragged answers (limit 64, mean about 50) and a long tail (limit 256, mean about 60). `--against critic` has a critic of
+the same size learn from the same sequences in the place of the padded side.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--against", choices=("padded", "critic"), default="padded")
+    parser.add_argument("--vocabulary", type=int, default=SMALL["vocab_size"])
     parser.add_argument("--padded-batch", type=int, default=128, help="sequences per padded forward pass")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -34,12 +37,15 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, {**SMALL, "tie_word_embeddings": True})
+        write_config(folder, {**SMALL, "tie_word_embeddings": True, "vocab_size": args.vocabulary})
         for name in ("short ragged", "long tail"):
             batch = make_batch(np.random.default_rng(0), name)
             ours = ours_step(folder, batch, args.micro_batch_tokens)
-            padded = padded_step(folder, batch, args.padded_batch)
-            report(name, batch, ours, padded, args.rounds)
+            if args.against == "critic":
+                other = critic_step(folder, batch, args.micro_batch_tokens)
+            else:
+                other = padded_step(folder, batch, args.padded_batch)
+            report(name, batch, ours, other, args.against, args.rounds)
 
 
 def make_batch(rng, name):
@@ -61,19 +67,31 @@ def make_batch(rng, name):
             "loss_mask_T": mask,
             "advantage_T": np.repeat(rng.normal(size=128), lengths).astype(np.float32),
             "rollout_logprob_T": np.full(total, -4.0, dtype=np.float32),
+            "value_T": np.zeros(total, dtype=np.float32),
+            "return_T": np.repeat(rng.normal(size=128), lengths).astype(np.float32),
         }
     )
 
 
 def ours_step(folder, batch, micro_batch_tokens):
+    from specs.schema.algorithms.algorithm_tables import PpoClip
+
+    return engine_step(folder, batch, micro_batch_tokens, "lm", PpoClip(anchor="current"))
+
+
+def critic_step(folder, batch, micro_batch_tokens):
+    from specs.schema.algorithms.algorithm_tables import ValueLoss
+
+    return engine_step(folder, batch, micro_batch_tokens, "value", ValueLoss(value_clip=0.2))
+
+
+def engine_step(folder, batch, micro_batch_tokens, head, loss):
     from backends.ddp.engine import DdpTrainEngine
     from backends.protocol import LossScale, Rank
-    from specs.schema.algorithms.algorithm_tables import PpoClip
     from specs.schema.engines.ddp_table import DdpTable
 
-    config = actor_config(model_config(folder, 512), DdpTable(), micro_batch_tokens)
+    config = actor_config(model_config(folder, 512, head=head), DdpTable(), micro_batch_tokens)
     engine = DdpTrainEngine.build(config, Rank())
-    loss = PpoClip(anchor="current")
     scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), 256)
 
     def step():
@@ -119,20 +137,20 @@ def padded_step(folder, batch, padded_batch):
     return step
 
 
-def report(name, batch, ours, padded, rounds):
-    results = [ours(), padded()], [ours(), padded()]  # warm-up
+def report(name, batch, ours, other, called, rounds):
+    results = [ours(), other()], [ours(), other()]  # warm-up
     ratios, times = [], ([], [])
     for _ in range(rounds):
-        for step, spent in zip((ours, padded), times, strict=True):
+        for step, spent in zip((ours, other), times, strict=True):
             started = time.perf_counter()
             step()
             spent.append(time.perf_counter() - started)
         ratios.append(times[1][-1] / times[0][-1])
     first = results[0]
-    print(f"{name}: {len(batch)} sequences, {batch.num_tokens} tokens; loss, norm ours {first[0]}, padded {first[1]}")
+    print(f"{name}: {len(batch)} sequences, {batch.num_tokens} tokens; loss, norm ours {first[0]}, {called} {first[1]}")
     print(f"  ours   {min(times[0]):.3f} s best, {statistics.median(times[0]):.3f} s median")
-    print(f"  padded {min(times[1]):.3f} s best, {statistics.median(times[1]):.3f} s median")
-    print(f"  padded / ours: median {statistics.median(ratios):.2f}, of {' '.join(f'{r:.2f}' for r in ratios)}")
+    print(f"  {called} {min(times[1]):.3f} s best, {statistics.median(times[1]):.3f} s median")
+    print(f"  {called} / ours: median {statistics.median(ratios):.2f}, of {' '.join(f'{r:.2f}' for r in ratios)}")
 
 
 if __name__ == "__main__":

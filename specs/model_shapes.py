@@ -47,8 +47,8 @@ class ModelTensors:
 
     def with_score_layer(self, hidden_size: int) -> ModelTensors:
         """Those of the same backbone below one number for each token, in the place of the logits."""
-        score = ParameterShape(SCORE_LAYER, (1, hidden_size), linear=True)
-        return replace(self, parameters=(*(p for p in self.parameters if p.name not in LM_HEADS), score))
+        kept = (p for p in self.parameters if p.name not in (*LM_HEADS, SCORE_LAYER))
+        return replace(self, parameters=(*kept, ParameterShape(SCORE_LAYER, (1, hidden_size))))
 
     @property
     def elements(self) -> int:

@@ -101,9 +101,10 @@ def _forward_bytes(work: Pass) -> int:
 
 def _head_bytes(work: Pass) -> int:
     """One chunk of logits with what the loss makes of it, and the gradients of hidden states and of the head."""
-    hidden = 2 * work.tokens * work.facts.hidden_size * work.size
-    if work.head != "lm":
-        return hidden
+    rows = work.tokens * work.facts.hidden_size
+    hidden = 2 * rows * work.size
+    if work.head != "lm":  # what enters it, in fp32, and the gradient of that
+        return hidden + (2 * rows * _FP32 if work.dtype == "bf16" else 0)
     chunk, vocabulary = min(work.logits_chunk, work.tokens), work.facts.vocab_size
     copies = 5 if work.entropy else 4  # logits, log-probs, probabilities, products of them
     logits = chunk * vocabulary * copies * _FP32

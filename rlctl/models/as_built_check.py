@@ -184,8 +184,9 @@ def table(spec: Spec, reports: Reports) -> Table:
 
 
 def _family(model: ModelBuilt) -> str:
-    """Its class, without what the role says already."""
-    return model.model_class.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+    """Its class, without what the role says already; a head that the checkpoint did not have is told."""
+    family = model.model_class.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+    return f"{family} with a new head," if model.new_head else family
 
 
 def _parameters(model: ModelBuilt) -> str:

@@ -50,16 +50,20 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
     if section.engine.attention is None and decision is not None and decision.asked != "auto":
         expected["attn_implementation"] = decision.asked  # whether it does so is not known before
     config = config_of(spec.model_path(role), spec_dir)
+    head = ROLES[role].head
+    if section.engine.model_of is not None:
+        expected["head"] = "lm" if head == "lm" else "score"
     if section.engine.model_of == "bigram":
         return expected | ({"vocab_size": config["vocab_size"]} if "vocab_size" in config else {})
     if section.engine.model_of == "transformers":
-        head = ROLES[role].head
-        expected |= {**_shape(config), "head": "lm" if head == "lm" else "score"}
+        expected |= _shape(config)
         tensors = tensors_of_config(config)
         if tensors is not None and "tied_embeddings" in expected:
             tensors = tensors if head == "lm" else tensors.with_score_layer(expected["hidden_size"])
             expected["parameters"] = tensors.elements
             expected["trainable_parameters"] = _learning(tensors, section) if ROLES[role].learns else 0
+        if head != "lm":
+            expected["tied_embeddings"] = False
     return expected
 
 

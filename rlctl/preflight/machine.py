@@ -15,6 +15,7 @@ from typing import Any
 
 from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import Problem
+from specs.model_facts import model_facts
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
@@ -145,6 +146,12 @@ def _shared_memory(spec: Spec) -> list[Problem]:
 
 
 def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:
-    """Size of one checkpoint; 0 where it is not known or small (adapters)."""
-    tensors = tensors_of_config(config) if config and spec.actor.lora is None else None
-    return (spec.actor.engine.checkpoint_bytes or 0) * tensors.elements if tensors else 0
+    """Size of one checkpoint, of every role that learns; 0 for what is not known or small (adapters)."""
+    facts, tensors, total = model_facts(config), tensors_of_config(config), 0
+    for role in spec.roles if facts and tensors else ():
+        section: Any = spec.role(role)
+        whole = ROLES[role].learns and getattr(section, "lora", None) is None
+        if facts and tensors and whole and spec.model_path(role) == spec.model.path:
+            own = tensors if ROLES[role].head == "lm" else tensors.with_score_layer(facts.hidden_size)
+            total += (section.engine.checkpoint_bytes or 0) * own.elements
+    return total

@@ -17,7 +17,7 @@ from specs.model_facts import ModelFacts, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.engine_table import RolloutTable, TrainTable, engine_of
 from specs.schema.engines.held_model import held_trainer, replica_of
-from specs.schema.roles import RoleName
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import RoleSection, Spec
 from specs.text import show
 
@@ -38,7 +38,8 @@ def size_problems(spec: Spec, config: Mapping[str, Any], *, here: bool) -> Itera
         if [*engine.problems(spec, role, section)]:
             continue  # its keys may be what its formula cannot count with
         has_GiB = _memory_GiB(on_gpu=bool(section.devices), here=here)
-        parts = [part for part in _parts(spec, role, section, tensors, facts, has_GiB) if part.exact and not part.host]
+        own = tensors if ROLES[role].head == "lm" else tensors.with_score_layer(facts.hidden_size)
+        parts = [part for part in _parts(spec, role, section, own, facts, has_GiB) if part.exact and not part.host]
         ranks = 1 if section.devices else max(1, section.processes // section.nodes)
         if (needs := ranks * peak(parts)) > has_GiB * GIB:
             yield _too_large(spec, role, section, parts, needs, has_GiB)

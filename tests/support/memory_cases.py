@@ -11,10 +11,13 @@ from specs.schema.engines.zero_table import ZeroTable
 from specs.schema.spec import Lora
 
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
+VALUES: dict[str, Any] = {"role": "critic", "model": {"head": "value", "dtype": "bf16"}}
 CASES: dict[str, dict[str, Any]] = {
     "ddp bf16": {"engine": DdpTable(), **BF16},
     "ddp that never learns": {"engine": DdpTable(), "optimizer": None},
     "ddp lora bf16": {"engine": DdpTable(), "lora": Lora(rank=4), **BF16},
+    "ddp critic bf16": {"engine": DdpTable(), **VALUES},
+    "fsdp2 critic bf16": {"engine": Fsdp2Table(), **VALUES},
     "fsdp2 bf16": {"engine": Fsdp2Table(), **BF16},
     "fsdp2 lora bf16": {"engine": Fsdp2Table(), "lora": Lora(rank=4, targets=("q_proj", "down_proj")), **BF16},
 }
@@ -23,6 +26,7 @@ if find_spec("deepspeed") is not None:
     CUT: dict[str, Any] = {"stage3_param_persistence_threshold": 200, "stage3_prefetch_bucket_size": 1000, **SMALL}
     CASES |= {
         "zero1": {"engine": ZeroTable(stage=1, deepspeed={"zero_optimization": SMALL})},
+        "zero3 critic bf16": {"engine": ZeroTable(stage=3, deepspeed={"zero_optimization": CUT}), **VALUES},
         "zero2 bf16": {"engine": ZeroTable(stage=2, deepspeed={"zero_optimization": SMALL}), **BF16},
         "zero3": {"engine": ZeroTable(stage=3, deepspeed={"zero_optimization": CUT})},
         "zero3 lora bf16": {

@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 from peak_memory import grown_bytes  # noqa: E402
 from train_helpers import build_engine, grpo, scale_of, train_config, write_model  # noqa: E402
 
+from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
 
@@ -37,6 +38,7 @@ def full_batch(tokens: int, longest: int, vocab: int) -> Batch:
             "loss_mask_T": np.tile([0] * 4 + [1] * (longest - 4), count).astype(np.int8),
             "advantage_T": rng.normal(size=total).astype(np.float32),
             "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
+            **{name: rng.normal(size=total).astype(np.float32) for name in ("value_T", "return_T")},
         }
     )
 
@@ -48,10 +50,11 @@ def peak_of(folder: Path, case: dict[str, Any]) -> int:
         engine=DdpTable(logits_chunk_tokens=case["logits_chunk"]),
         micro_batch_tokens=case["tokens"],
         gradient_checkpointing=case["recompute"],
-        model={"max_sequence_tokens": case["longest"]},
+        model={"max_sequence_tokens": case["longest"], "head": case["head"]},
     )
     engine = build_engine(config)
-    algorithm = grpo(anchor="current", entropy_coef=0.01 if case["entropy"] else 0.0)
+    policy = grpo(anchor="current", entropy_coef=0.01 if case["entropy"] else 0.0)
+    algorithm = policy if case["head"] == "lm" else ValueLoss(value_clip=0.2)
     for tokens in (case["longest"], case["tokens"]):  # the first one warms up
         batch = full_batch(tokens, case["longest"], case["model"]["vocab_size"])
         gc.collect()

@@ -53,6 +53,7 @@ def measure(model: Path, changes: dict[str, Any], rank: Rank) -> dict[str, int]:
     engine: Any = train_engine(config.engine.kind).build(config, rank)
     moments = sum(sizes(shard.flat for shard in engine._moment_shards()).values())
     batch = make_batch(12)
+    batch = batch.with_columns(value_T=batch["ref_logprob_T"], return_T=batch["advantage_T"])
     mine = batch.select(balanced_shards(batch["length_B"], rank.world_size)[rank.rank].tolist())
     if config.optimizer is None:
         engine.forward(mine)

@@ -30,7 +30,7 @@ def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }
-    rest = {"tokens": 1024, "longest": LONGEST, "logits_chunk": 256, "recompute": False, "entropy": False}
+    rest = {"head": "lm", "tokens": 1024, "longest": LONGEST, "logits_chunk": 256, "recompute": False, "entropy": False}
     return {"model": model, **rest, **more}
 
 
@@ -38,6 +38,7 @@ def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[
 CASES = {
     "activations": case(256, 704, 4, 2000),
     "logits": case(128, 352, 1, 16000, entropy=True),
+    "no logits, a critic": case(256, 704, 4, 16000, head="value"),
     "recomputed, twice as wide": case(512, 1408, 4, 2000, recompute=True),
 }
 
@@ -79,6 +80,7 @@ def test_estimates_are_near_the_peaks(measured: dict[str, int], name: str) -> No
         logits_chunk=chosen["logits_chunk"],
         attention="sdpa",
         recompute=chosen["recompute"],
+        head=chosen["head"],
         entropy=chosen["entropy"],
     )
     estimated = sum(part.nbytes for part in learning_parts(work))

@@ -1,11 +1,15 @@
 """As built = as specified: every kind of difference is found and named."""
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from train_helpers import QWEN2
 
 from rlctl.models import as_built_check
+from rlctl.models.expected import models_expected
+from rlctl.preflight.machine import checkpoint_bytes
 from specs.errors import AsBuiltError
 from specs.load.load import load_spec
 from specs.schema.mesh import built_mesh
@@ -183,3 +187,23 @@ def test_resume_with_other_starting_weights_is_refused(spec, tmp_path: Path):
     changed["ref"] = [report("ref", rank, weights_checksum="cc") for rank in range(2)]
     with pytest.raises(AsBuiltError, match="ref: the starting weights"):
         as_built_check.check_same_start(changed, earlier)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_is_expected_without_a_language_model_head(tmp_path, tied):
+    """Of the actor's own config: nothing is tied, and in the place of logits is one number for each token."""
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({**QWEN2, "tie_word_embeddings": tied}))
+    path = tmp_path / "spec.toml"
+    path.write_text((files("specs") / "presets" / "quickstart.toml").read_text())
+    spec = load_spec(path, ["algorithm.kind=ppo", f"model.path={config.parent}"])
+    expected = models_expected(spec, tmp_path, lambda *_: None)
+    actor, critic = expected["actor"], expected["critic"]
+    width, vocabulary = QWEN2["hidden_size"], QWEN2["vocab_size"]
+    assert (actor["tied_embeddings"], critic["tied_embeddings"]) == (tied, False)
+    assert (actor["head"], critic["head"]) == ("lm", "score")
+    assert critic["parameters"] - actor["parameters"] == width - (0 if tied else vocabulary * width)
+    assert critic["trainable_parameters"] == critic["parameters"]
+    both = 12 * (actor["parameters"] + critic["parameters"])  # fp32 weights and Adam's moments
+    assert checkpoint_bytes(spec, json.loads(config.read_text())) == both

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
@@ -86,6 +87,24 @@ def test_every_name_and_shape_is_that_of_the_built_model(name: str) -> None:
     assert known.elements == sum(p.numel() for p in model.parameters())
     linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and "lm_head" not in n}
     assert {p.name.removesuffix(".weight") for p in known.parameters if p.linear} == linear
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_below_a_score_layer_too(name: str) -> None:
+    """Tied or not, the model that gives scores has no language-model head."""
+    values = dict(CONFIGS[name])
+    hf_config = AutoConfig.for_model(values.pop("model_type"), **values, num_labels=1)
+    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        assert values["hidden_size"] == 64, "no published size of a family without such a class"
+        return
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForSequenceClassification.from_config(hf_config)
+    tensors = tensors_of_config(CONFIGS[name])
+    assert tensors is not None
+    known = tensors.with_score_layer(hf_config.hidden_size)
+    assert {p.name: p.shape for p in known.parameters} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert known.with_score_layer(hf_config.hidden_size) == known
+    assert "score" not in {p.name for p in known.adaptable}
 
 
 def test_each_known_family_is_compared() -> None:

@@ -46,6 +46,8 @@ def held(case: str) -> HeldTrainer:
     tensors = tensors_of_config(MODEL)
     assert tensors is not None
     changes = CASES[case]
+    if "critic" in case:
+        tensors = tensors.with_score_layer(MODEL["hidden_size"])
     return HeldTrainer(
         tensors=tensors,
         dtype=changes.get("model", {}).get("dtype", "fp32"),
