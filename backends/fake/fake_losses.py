@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from backends.packed.packing import log_ratio_T, sequence_T
 from backends.token_metrics import TokenValues, ValueTokens, no_function, token_values
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
-from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss, ValueLoss
+from specs.schema.algorithms.algorithm_tables import (
+    CispoLoss,
+    GmpoLoss,
+    GspoLoss,
+    PpoClip,
+    SapoLoss,
+    ValueLoss,
+)
 from specs.wire.batch import Batch
 
 Column = NDArray[np.float64]
@@ -174,6 +181,25 @@ def _mean_log_ratio(batch: Batch, loss: Loss, logprob_T: NDArray[np.float32]) ->
     return {"log_ratio_B": np.array(mean_B, dtype=np.float64)}
 
 
+def _mean_clipped_log_ratios(batch: Batch, loss: GmpoLoss, logprob_T: NDArray[np.float32]) -> dict[str, Column]:
+    ratio_T, mask_T, which_T = log_ratio_T(batch, loss, logprob_T), batch["loss_mask_T"] != 0, sequence_T(batch)
+    up_B, down_B = np.zeros(len(batch)), np.zeros(len(batch))
+    for i in range(len(batch)):
+        if len(own := ratio_T[mask_T & (which_T == i)]):
+            up_B[i] = np.mean([min(one, loss.clip_high) for one in own])
+            down_B[i] = np.mean([max(one, -loss.clip_low) for one in own])
+    return {"log_ratio_up_B": up_B, "log_ratio_down_B": down_B}
+
+
+def _gmpo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: GmpoLoss) -> FakePolicyLoss:
+    log_ratio_N, up_N = logprob_N - anchor_N, columns.advantage_N > 0
+    clipped_N = np.where(up_N, log_ratio_N > loss.clip_high, log_ratio_N < -loss.clip_low)
+    mean_N = np.where(up_N, columns.of_sequence["log_ratio_up_B"], columns.of_sequence["log_ratio_down_B"])
+    ratio_N = np.exp(np.clip(mean_N, -20, 20))
+    loss_N = -columns.advantage_N * ratio_N
+    return FakePolicyLoss(loss_N, np.where(clipped_N, 0.0, loss_N), mean_N, ratio_N, clipped_N)
+
+
 def _function(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: FunctionLoss) -> FakePolicyLoss:
     """The user's own is written in torch, which has its derivatives."""
     import torch
@@ -195,8 +221,12 @@ FAKE_LOSSES: Mapping[type[Loss], Callable[..., FakePolicyLoss]] = {
     CispoLoss: _cispo,
     SapoLoss: _sapo,
     FunctionLoss: _function,
+    GmpoLoss: _gmpo,
 }
-FAKE_SEQUENCE_COLUMNS: Mapping[type[Loss], Callable[..., dict[str, Column]]] = {GspoLoss: _mean_log_ratio}
+FAKE_SEQUENCE_COLUMNS: Mapping[type[Loss], Callable[..., dict[str, Column]]] = {
+    GspoLoss: _mean_log_ratio,
+    GmpoLoss: _mean_clipped_log_ratios,
+}
 
 
 def fake_loss(loss: Loss) -> Callable[..., FakePolicyLoss]:

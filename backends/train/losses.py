@@ -19,7 +19,7 @@ from backends.packed.packing import log_ratio_T, loss_tokens_B, sequence_T
 from backends.token_metrics import TokenValues, no_function, token_values
 from backends.train.own_loss import own_loss
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
-from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, PpoClip, SapoLoss
+from specs.schema.algorithms.algorithm_tables import CispoLoss, GmpoLoss, GspoLoss, PpoClip, SapoLoss
 from specs.wire.batch import Batch
 
 MAX_LOG_RATIO = 20.0  # exp of more overflows what a gradient can use
@@ -146,6 +146,18 @@ def _sapo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Sapo
     return PolicyLoss(-columns.advantage_N * gate_N, log_ratio_N.detach(), ratio_N.detach(), nothing_N)
 
 
+def _gmpo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: GmpoLoss) -> PolicyLoss:
+    """-A·GM with GM the geometric mean of the sequence's clipped ratios (Zhao et al. 2025, eq. 4): where A > 0 a
+    log-ratio counts up to `clip_high`, else down to -`clip_low`. Each token has the value of its sequence, and of the
+    gradient the share of its own log-ratio."""
+    log_ratio_N, up_N = logprob_N - anchor_N, columns.advantage_N > 0
+    bounded_N = torch.where(up_N, log_ratio_N.clamp(max=loss.clip_high), log_ratio_N.clamp(min=-loss.clip_low))
+    mean_N = torch.where(up_N, columns.of_sequence["log_ratio_up_B"], columns.of_sequence["log_ratio_down_B"])
+    ratio_N = mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss_N = -columns.advantage_N * ratio_N * (1.0 + bounded_N - bounded_N.detach())
+    return PolicyLoss(loss_N, mean_N, ratio_N, (bounded_N != log_ratio_N).detach())
+
+
 def _function(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: FunctionLoss) -> PolicyLoss:
     """The user's own, with the metrics of a ratio that nothing clips."""
     loss_N = own_loss(loss.path, logprob_N, anchor_N, columns.advantage_N)
@@ -154,8 +166,22 @@ def _function(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: 
     return PolicyLoss(loss_N, log_ratio_N, ratio_N, torch.zeros_like(ratio_N, dtype=torch.bool))
 
 
+def _mean_clipped_log_ratios(
+    log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64], loss: GmpoLoss
+) -> dict[str, NDArray[np.float64]]:
+    """Means over each sequence's loss tokens, clipped above and clipped below; 0 where it has none."""
+    clipped = {
+        "log_ratio_up_B": np.minimum(log_ratio_T, loss.clip_high),
+        "log_ratio_down_B": np.maximum(log_ratio_T, -loss.clip_low),
+    }
+    return {
+        name: np.bincount(sequence_T, value_T, len(tokens_B)) / np.maximum(tokens_B, 1)
+        for name, value_T in clipped.items()
+    }
+
+
 def _mean_log_ratio(
-    log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64]
+    log_ratio_T: NDArray[np.float64], tokens_B: NDArray[np.int64], sequence_T: NDArray[np.int64], loss: GspoLoss
 ) -> dict[str, NDArray[np.float64]]:
     """Mean over each sequence's loss tokens; 0 where it has none."""
     return {"log_ratio_B": np.bincount(sequence_T, log_ratio_T, len(tokens_B)) / np.maximum(tokens_B, 1)}
@@ -166,8 +192,8 @@ class LossFunction:
     """The mathematics of a loss table.
 
     `tokens`: (log-prob with gradient, that of the anchor, columns, table) → PolicyLoss. `sequences`, for a table with
-    `sequence_columns`: (log-ratio to the anchor, 0 off the mask; loss tokens of each sequence; sequence of each token)
-    → these columns.
+    `sequence_columns`: (log-ratio to the anchor, 0 off the mask; loss tokens of each sequence; sequence of each token;
+    table) → these columns.
     """
 
     tokens: Callable[[Tensor, Tensor, TokenColumns, Any], PolicyLoss]
@@ -180,6 +206,7 @@ LOSSES: Mapping[type[Loss], LossFunction] = {
     CispoLoss: LossFunction(_cispo),
     SapoLoss: LossFunction(_sapo),
     FunctionLoss: LossFunction(_function),
+    GmpoLoss: LossFunction(_gmpo, _mean_clipped_log_ratios),
 }
 
 
@@ -203,7 +230,7 @@ def sequence_columns(
         return {}
     on_policy = loss.anchor == "current"
     ratio_T = np.zeros(batch.num_tokens) if on_policy else log_ratio_T(batch, loss, logprobs())
-    return function(ratio_T, loss_tokens_B(batch), sequence_T(batch))
+    return function(ratio_T, loss_tokens_B(batch), sequence_T(batch), loss)
 
 
 def policy_loss(

@@ -238,6 +238,25 @@ class SapoLoss(SapoKeys, Loss):
     metrics: ClassVar[tuple[LossMetric, ...]] = tuple(one for one in PpoClip.metrics if one.source != "clipped")
 
 
+class GmpoKeys(LossKeys):
+    """Keys of the geometric mean of clipped ratios."""
+
+    clip_low: float = Field(0.4, gt=0, description="A token's log-ratio is clipped below at -clip_low.")
+    clip_high: float = Field(0.4, gt=0, description="A token's log-ratio is clipped above at clip_high.")
+    loss_aggregation: Aggregation = Field("seq-mean-token-mean", description=AGGREGATION)
+
+
+class GmpoLoss(GmpoKeys, Loss):
+    """The advantage times the geometric mean of a sequence's clipped ratios, each clipped at its token, on the side
+    that the advantage pushes to (Zhao et al. 2025)."""
+
+    kind: Literal["gmpo"] = "gmpo"
+
+    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    sequence_columns: ClassVar[tuple[str, ...]] = ("log_ratio_up_B", "log_ratio_down_B")
+    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
+
+
 class ValueLossKeys(Table):
     """Keys of the clipped value loss."""
 
@@ -361,6 +380,16 @@ class Opo(PpoClipKeys, Algorithm):
     loss_table: ClassVar[type[Loss]] = PpoClip
 
 
+class Gmpo(GmpoKeys, GroupRelativeKeys, Algorithm):
+    """Geometric-mean policy optimisation (Zhao et al. 2025): group-relative advantages; a single token's ratio moves
+    that of its sequence little, so the clip may be wide."""
+
+    kind: Literal["gmpo"]
+
+    advantage_table: ClassVar[type[Advantage]] = GroupRelative
+    loss_table: ClassVar[type[Loss]] = GmpoLoss
+
+
 class Cispo(CispoKeys, GroupRelativeKeys, Algorithm):
     """Clipped importance sampling (MiniMax-M1, Chen et al. 2025): group-relative advantages, and no token is left
     out of the gradient."""
@@ -417,7 +446,9 @@ AdvantageTable = Annotated[
     | FunctionAdvantage,
     Field(discriminator="kind"),
 ]
-LossTable = Annotated[PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | ValueLoss, Field(discriminator="kind")]
+LossTable = Annotated[
+    PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | GmpoLoss | ValueLoss, Field(discriminator="kind")
+]
 AlgorithmTable = Annotated[
     Grpo
     | Dapo
@@ -428,6 +459,7 @@ AlgorithmTable = Annotated[
     | ReMax
     | Opo
     | Gspo
+    | Gmpo
     | Cispo
     | Sapo
     | Ppo,

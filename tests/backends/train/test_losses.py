@@ -34,7 +34,7 @@ from backends.train.losses import (
 from specs.errors import RlctlError
 from specs.load.keys import tables_of
 from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
-from specs.schema.algorithms.algorithm_tables import CispoLoss, GspoLoss, LossTable, PpoClip, SapoLoss
+from specs.schema.algorithms.algorithm_tables import CispoLoss, GmpoLoss, GspoLoss, LossTable, PpoClip, SapoLoss
 from specs.wire.batch import Batch
 
 
@@ -121,6 +121,8 @@ OTHERS = [
     gspo(kl_coef=0.3, entropy_coef=0.1),
     CispoLoss(anchor="trainer"),
     CispoLoss(anchor="trainer", clip_low=0.3, clip_high=0.5, kl_coef=0.3),
+    GmpoLoss(anchor="trainer"),
+    GmpoLoss(anchor="trainer", clip_low=0.1, clip_high=0.6, kl_coef=0.3),
     SapoLoss(anchor="trainer"),
     SapoLoss(anchor="trainer", tau_positive=0.5, tau_negative=3.0, entropy_coef=0.1),
 ]
@@ -169,6 +171,28 @@ def test_the_ratio_against_an_older_sampler_by_hand() -> None:
         assert value.item() == pytest.approx(-3.0 * 1.28)
         assert (named["ratio"], named["clipped"]) == (pytest.approx(2.0), 1.0)
         assert named["logprob_gap"] == maxima.item() == pytest.approx(math.log(2.0))
+
+
+def test_gmpo_by_hand() -> None:
+    """Log-ratios 0.2 and 1.0, clipped at 0.4: the geometric mean is exp(0.3); pushed down it is exp(0.6), since only
+    the lower clip counts there. Loss and gradient of the mean are -A·GM and, at tokens inside, -A·GM/2."""
+    sequence_T, tokens_B = np.array([0, 0]), np.array([2])
+    ratio_T, loss = np.array([0.2, 1.0]), GmpoLoss(anchor="trainer")
+    means = LOSSES[GmpoLoss].sequences(ratio_T, tokens_B, sequence_T, loss)
+    assert {name: column_B.tolist() for name, column_B in means.items()} == {
+        "log_ratio_up_B": [pytest.approx(0.3)],
+        "log_ratio_down_B": [pytest.approx(0.6)],
+    }
+    for advantage, mean, slopes in ((2.0, 0.3, (0.5, 0.0)), (-2.0, 0.6, (0.5, 0.5))):
+        lp = torch.tensor(ratio_T, requires_grad=True)
+        half, zero = torch.full((2,), 0.5, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        of_sequence = {name: torch.tensor(column_B[sequence_T]) for name, column_B in means.items()}
+        value, *_ = policy_loss(
+            lp, zero, TokenColumns(half, 4 * half * advantage / 2, zero, zero, None, of_sequence), loss
+        )
+        value.backward()
+        assert value.item() == pytest.approx(-advantage * math.exp(mean))
+        assert lp.grad.tolist() == pytest.approx([-advantage * math.exp(mean) * slope for slope in slopes])
 
 
 def test_a_correction_weighs_the_policy_loss_alone() -> None:
