@@ -18,6 +18,10 @@ from specs.schema.spec import Spec
 _ROWS = 50  # that are looked at; all of them must be alike
 _MESSAGES = re.compile(r"""\s*(?:array\()?\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
 _BYTES = re.compile(r"""b(["']).*\1\Z""", re.DOTALL)
+_NO_VALUES = {"nan", "NaN", "NaT", "None", "null", "NULL", "<NA>"}  # as pandas and databases write them into text
+_SHARE = 0.1  # of rows from which on such a trace is no chance
+_MOJIBAKE = re.compile("\u00c3[\u0080-\u00bf]|\u00e2\u20ac|\u00c2[\u00a0-\u00bf]")
+_ESCAPED = re.compile(r"\\n(?![a-z])")
 # Tokens by which templates of all families mark who speaks, as they stand in text.
 _MARKUP = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]")
 _SPEAKER = re.compile(r"user|assistant|system|im_|turn|header|INST", re.IGNORECASE)
@@ -28,7 +32,8 @@ def text_warnings(spec: Spec, looked: Mapping[str, Looked], template: str) -> It
     for key, found in looked.items():
         rows = found.rows[:_ROWS]
         if rows and not found.fault:
-            for message, hint in (*_written_out(rows, spec), *_marked_twice(rows, spec, template)):
+            seen = (*_written_out(rows, spec), *_marked_twice(rows, spec, template), *_misread(found.rows, spec))
+            for message, hint in seen:
                 yield Problem(key, message, hint, source_of(key, spec))
 
 
@@ -76,6 +81,22 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _misread(rows: Sequence[Mapping[str, Any]], spec: Spec) -> Iterator[tuple[str, str]]:
+    """Traces of a program that read or wrote the file in a wrong way."""
+    data, texts = spec.data, [last_text(row, spec) for row in rows]
+    if not data.template and rows[0][data.prompt_column] == data.prompt_column:
+        yield "its first row holds the names of the columns", "leave the header out"
+    if compares_answer(spec.reward.terms):
+        empty = [gold for row in rows if (gold := str(row[data.answer_column]).strip()) in _NO_VALUES]
+        if len(empty) > _SHARE * len(rows):
+            message = f"column {data.answer_column!r} is {empty[0]!r} in {len(empty)} of its first {len(rows)} rows"
+            yield message, "leave out the rows that have no answer"
+    if sum(_MOJIBAKE.search(text) is not None for text in texts) > _SHARE * len(texts):
+        yield "prompts hold UTF-8 that was read as Latin-1, such as Ã© for é", "read the source as UTF-8"
+    if all("\n" not in text and len(_ESCAPED.findall(text)) > 1 for text in texts):
+        yield r"prompts hold \n as two characters, and no line break", "write the file with a library for JSON"
 
 
 def _marked_twice(rows: Iterable[Mapping[str, Any]], spec: Spec, template: str) -> Iterator[tuple[str, str]]:

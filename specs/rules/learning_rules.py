@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.rewards import Regex
+from specs.schema.rewards import ExactMatch, MathVerify, Regex
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -21,6 +21,7 @@ def learning_warnings(spec: Spec) -> Iterator[Problem]:
     yield from _sampling(spec)
     yield from _learning_rate(spec)
     yield from _patterns(spec)
+    yield from _punished(spec)
     yield from _far_from_usual(spec)
     yield from _deadlines(spec)
 
@@ -57,6 +58,13 @@ def _patterns(spec: Spec) -> Iterator[Problem]:
             yield Problem(key, "the slashes are part of the pattern", "leave them and the flags out", value)
         elif re.search(r"\\\\[dDwWsS](?:[+*?)]|\{\d|$)", term.pattern):
             yield Problem(key, "is found only behind a backslash", r"in TOML's '...' write \d, not \\d", value)
+
+
+def _punished(spec: Spec) -> Iterator[Problem]:
+    for index, term in enumerate(spec.reward.terms):
+        if isinstance(term, ExactMatch | MathVerify) and term.weight < 0:
+            message = "a right completion lowers the reward"
+            yield Problem(f"reward.terms.{index}.weight", message, "write it without the minus", show(term.weight))
 
 
 def _far_from_usual(spec: Spec) -> Iterator[Problem]:
