@@ -140,3 +140,18 @@ def test_what_is_built_first_leaves_the_device_for_what_comes_next(grader):
     log.clear()
     residency.enter("train")
     assert log == []
+
+
+def test_who_shares_a_gpu_takes_turns_in_order() -> None:
+    """Critic and actor share one, the reference has its own, and the rest is on the CPU."""
+    roles = ("critic", "actor", "ref", "rollout", "grader")
+    groups = [Recorder(role, []) for role in roles]
+    devices = {"critic": frozenset({0, 1}), "actor": frozenset({1, 2}), "ref": frozenset({3})}
+    apart = Residency(False, [], devices=devices)
+    assert [[group.role for group in turn] for turn in apart.turns(groups)] == [
+        ["critic", "ref", "rollout", "grader"],
+        ["actor"],
+    ]
+    assert apart.turns([groups[1], groups[1]]) == [[groups[1]]], "a group that is asked twice"
+    shared = Residency(True, [])
+    assert [[group.role for group in turn] for turn in shared.turns(groups[:2])] == [["critic"], ["actor"]]
