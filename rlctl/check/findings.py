@@ -72,7 +72,7 @@ def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Proble
 
     of_imports = import_problems(spec, spec_dir, [problem.key for problem in [*problems, *warnings]])
     problems, warnings = [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
-    said = {problem.key for problem in problems}
+    said = {problem.key for problem in [*problems, *warnings]}
     return problems, [*warnings, *(one for one in reward_warnings(spec, spec_dir) if one.key not in said)]
 
 

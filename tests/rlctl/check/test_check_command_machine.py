@@ -27,7 +27,7 @@ from rlctl.processes.placement import make_plan
 from specs.load.load import spec_from
 
 FUNCTION = {"reward.terms.0": {"kind": "function", "path": "rewards.py:score"}}
-SCORE = "def score(prompt, completion, row): return 1.0\n"
+SCORE = "def score(prompt, completion, row): return float(len(completion))\n"
 
 
 @pytest.fixture
