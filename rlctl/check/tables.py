@@ -173,7 +173,8 @@ def _arithmetic(spec: Spec) -> str:
     ahead = f"\nahead  {_ahead(most)}" if most else ""
     return (
         f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} completions = "
-        f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}\n"
+        f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}"
+        f"{_besides(spec)}\n"
         f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}\n"
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
@@ -181,6 +182,17 @@ def _arithmetic(spec: Spec) -> str:
         f"sync   weights travel by {transport} ({why}){buckets}"
         f"{ahead}"
     )
+
+
+def _besides(spec: Spec) -> str:
+    """What a step draws besides the samples that it learns from."""
+    algorithm = spec.algorithm
+    if algorithm.advantage.greedy_baseline:
+        return f"\n       and {spec.data.prompts_per_step} greedy completions to compare with"
+    if algorithm.dynamic_sampling:
+        refills = counted(algorithm.max_refills, "refill")
+        return f"\n       groups of equal scores are thrown away, with {refills} at most in a step"
+    return ""
 
 
 def _ahead(most: int) -> str:

@@ -75,6 +75,22 @@ def test_the_person_sees_roles_arithmetic_and_ok(spec: Path, capsys: pytest.Capt
     assert "ahead  the samples of the next 2 steps are drawn while the actor learns" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("dapo", "groups of equal scores are thrown away, with 4 refills at most in a step"),
+        ("remax", "and 64 greedy completions to compare with"),
+    ],
+)
+def test_another_algorithm_is_one_change(spec: Path, capsys: pytest.CaptureFixture[str], kind: str, words: str) -> None:
+    assert check(spec, (f"algorithm.kind={kind}",), as_json=False) == 0
+    out = capsys.readouterr().out
+    assert words in out
+    assert ("note: algorithm.kind" in out) == (kind == "dapo"), "what of the file is not used"
+    (note,) = as_json(spec, capsys, "algorithm.kind=gspo")[1]["notes"]  # type: ignore[misc]
+    assert str(note).endswith("clip_low = 0.2, clip_high = 0.28")
+
+
 def test_the_person_sees_problems_on_stderr(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(spec, ("actor.micro_batch_tokens=3",), as_json=False) == 2
     out, err = capsys.readouterr()
