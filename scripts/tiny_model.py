@@ -1,6 +1,7 @@
 """Make a tiny Qwen2 model folder: config, tokenizer, generation config, and weights when asked.
 
     python scripts/tiny_model.py specs/builtin/tiny-digits --kind digits      # what ships with rlctl
+    python scripts/tiny_model.py specs/builtin/mini-digits --kind digits --hidden 64 --intermediate 128
     python scripts/tiny_model.py /tmp/bytes --kind bytes --hidden 64 --layers 2 --weights 7
 
 Without `--weights SEED` only JSON is written and neither torch nor transformers is imported.

@@ -45,17 +45,19 @@ class KlController:
         self._measured: dict[str, float] = {}
 
     def penalty_T(self, batch: Batch) -> NDArray[np.float64] | None:
-        """β · KL at each loss token, 0 elsewhere; None where the KL is not in the reward."""
-        if not self.algorithm.penalty_columns:
+        """β · KL at each loss token, 0 elsewhere; None where the KL is not in the reward. Measures the KL where the
+        loss does not: of a penalty, or by k1 the distance to a teacher."""
+        penalty = bool(self.algorithm.penalty_columns)
+        if not penalty and not self.algorithm.advantage.needs_teacher:
             return None
         mask_T = batch["loss_mask_T"] > 0
-        kl_T = token_kl(self.algorithm.kl_estimator, batch["old_logprob_T"], batch["ref_logprob_T"])
-        kl_T = np.where(mask_T, kl_T, 0.0)
+        estimator = self.algorithm.kl_estimator if penalty else "k1"
+        kl_T = np.where(mask_T, token_kl(estimator, batch["old_logprob_T"], batch["ref_logprob_T"]), 0.0)
+        self._measured = {"actor/kl": float(kl_T.sum() / max(int(mask_T.sum()), 1))}
+        if not penalty:
+            return None
         rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
-        self._measured = {
-            "actor/kl": float(kl_T.sum() / max(int(mask_T.sum()), 1)),
-            "reward/kl_penalty": float(self.coef * kl_T.sum() / max(rollouts, 1)),
-        }
+        self._measured["reward/kl_penalty"] = float(self.coef * kl_T.sum() / max(rollouts, 1))
         return self.coef * kl_T
 
     def in_loss(self, loss: AnyLoss) -> AnyLoss:
@@ -67,7 +69,7 @@ class KlController:
         """Steer by the step's KL, if the actor `learned` in it; what it adds to the metrics, with the weight that
         the step had."""
         if not self.coef:
-            return {}
+            return dict(self._measured)
         found = {**self._measured, "actor/kl_coef": self.coef}
         target = self.algorithm.kl_target
         if target is not None and learned:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.schema.algorithms.algorithm import Advantage
-from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo
+from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo, Teacher
 from specs.wire.batch import Batch
 
 WHITEN_EPS = 1e-8
@@ -143,8 +143,18 @@ def _greedy_baseline(table: GreedyBaseline, tokens: LossTokens) -> TokenAdvantag
     return TokenAdvantages(return_N - tokens.column["baseline_B"])
 
 
+def _teacher(table: Teacher, tokens: LossTokens) -> TokenAdvantages:
+    """ref - old at each token (Lu et al. 2025), and with `reward_coef` that much of the return less its mean."""
+    advantage_N = tokens.column["ref_logprob_T"] - tokens.column["old_logprob_T"]
+    if table.reward_coef and len(advantage_N):
+        return_N = decayed_sums(tokens.reward_N, np.where(tokens.last_N, 0.0, 1.0))
+        advantage_N = advantage_N + table.reward_coef * (return_N - return_N.mean())
+    return TokenAdvantages(whitened(advantage_N) if table.whiten else advantage_N)
+
+
 TOKEN_ADVANTAGES: Mapping[type[Advantage], Callable[[Any, LossTokens], TokenAdvantages]] = {
     ReturnToGo: _return_to_go,
     Gae: _gae,
     GreedyBaseline: _greedy_baseline,
+    Teacher: _teacher,
 }

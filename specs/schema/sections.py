@@ -56,7 +56,7 @@ class ModelSection(Table):
 
     path: NonEmptyPath = Field(
         description="Folder (relative to the spec file), hub id, or one of the tiny random models that ship with "
-        "rlctl: `builtin:tiny-digits`, `builtin:tiny-bytes`."
+        "rlctl: `builtin:tiny-digits`, `builtin:mini-digits`, `builtin:tiny-bytes`."
     )
     attn_implementation: Attention = Field(
         "auto",

@@ -119,7 +119,8 @@ class ActorSection(ModelRole):
 
 
 class RefSection(ModelRole):
-    """The frozen model that the KL term compares with. Exists only when `algorithm.kl_coef` is above 0."""
+    """The frozen model that the actor is compared with: the KL's, or a teacher. Exists only when `algorithm.kl_coef` is
+    above 0, or the algorithm has a teacher."""
 
     model: PathText = Field("", description="Another model's path; empty: the actor's own starting weights.")
     engine: TrainEngineTable = Field(DdpTable(), description="How the reference is held.")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from corpus import write_model
 
 from rlctl.preflight.file_problems import file_problems
 from rlctl.presets import presets, summary, write_preset
@@ -16,6 +17,7 @@ from specs.rules.all_rules import cross_field_warnings
 
 NAMES = [
     "dapo-8gpu",
+    "distill-cpu",
     "fake",
     "fsdp2-8gpu",
     "grpo-1gpu",
@@ -47,6 +49,8 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         rows = tmp_path / spec.data.train
         rows.parent.mkdir(parents=True)
         rows.write_text(100 * (json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"))  # 16 are held out
+    if name == "distill-cpu":  # the quickstart's export
+        write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
     if spec.rollout.python and not Path(spec.rollout.python).exists():
         pytest.skip(f"scripts/setup-engine {spec.rollout.engine.kind} makes {spec.rollout.python}")
     errors, warnings = file_problems(spec, tmp_path, elsewhere="gpu" in name)

@@ -3,6 +3,8 @@ processes and sockets. For what the steps compute; only the graders are processe
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from local_group import LocalGroup
+from safetensors.numpy import save_file
 
+from backends.fake import bigram
 from backends.protocol import Rank
 from rlctl.loop.driver import Driver, StepRecord, UpdateWindow
+from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.processes.placement import make_plan
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.run_dir import RunDir
@@ -78,6 +84,17 @@ class LocalRun:
             if step in save:
                 self.saver.save(self.driver, step)
         return records
+
+
+def bigram_folder(folder: Path, *, likes: str, by: float = 4.0) -> Path:
+    """A model of the fake engine, with the files of builtin:tiny-digits, whose logits of the digits `likes` are higher
+    by so much wherever it stands."""
+    shutil.copytree(BUILTIN_FOLDER / "tiny-digits", folder)
+    ids = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    weights = {name: np.zeros(shape, np.float32) for name, shape in bigram.shapes(len(ids)).items()}
+    weights["bias.weight"][[ids[digit] for digit in likes]] = by
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 @contextmanager

@@ -62,6 +62,8 @@ class Advantage(Table):
     equal_is_silent: ClassVar[bool] = False
     # Whether each prompt gets a greedy completion too, whose score is the column `baseline_B`.
     greedy_baseline: ClassVar[bool] = False
+    # Whether it learns from another model, which `ref.model` must name.
+    needs_teacher: ClassVar[bool] = False
     # Columns of the batch that it reads besides scores, groups and masks.
     columns: ClassVar[tuple[str, ...]] = ()
 

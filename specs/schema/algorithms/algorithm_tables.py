@@ -155,6 +155,30 @@ class GreedyBaseline(ReturnToGoKeys, Advantage):
     columns: ClassVar[tuple[str, ...]] = ("baseline_B",)
 
 
+class TeacherKeys(Table):
+    """Keys of what a teacher says of each token."""
+
+    reward_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the reward beside the teacher: of a completion's score less the mean over the step's "
+        "loss tokens. 0: rewards are graded and shown, and nothing is learned from them.",
+    )
+    whiten: bool = Field(
+        False, description="Mean 0 and standard deviation 1 over the step's loss tokens; else in nats, as they are."
+    )
+
+
+class Teacher(TeacherKeys, Advantage):
+    """Log-prob of a teacher minus the actor's at each token that the actor sampled: minus the reverse KL, token by
+    token (on-policy distillation: Agarwal et al. 2024; Gu et al. 2024; Lu et al. 2025). It needs no group."""
+
+    kind: Literal["teacher"] = "teacher"
+
+    needs_teacher: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ("old_logprob_T", "ref_logprob_T")
+
+
 # ── losses ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -433,6 +457,16 @@ class Ppo(PpoClipKeys, GaeKeys, ValueLossKeys, Algorithm):
         return self.critic_warmup_steps
 
 
+class Distill(PpoClipKeys, TeacherKeys, Algorithm):
+    """On-policy distillation: the model in `ref.model` scores what the actor writes, token by token (Agarwal et al.
+    2024; Lu et al. 2025)."""
+
+    kind: Literal["distill"]
+
+    advantage_table: ClassVar[type[Advantage]] = Teacher
+    loss_table: ClassVar[type[Loss]] = PpoClip
+
+
 # ── the unions ────────────────────────────────────────────────────────────────────────────────────
 
 AdvantageTable = Annotated[
@@ -443,6 +477,7 @@ AdvantageTable = Annotated[
     | ReturnToGo
     | Gae
     | GreedyBaseline
+    | Teacher
     | FunctionAdvantage,
     Field(discriminator="kind"),
 ]
@@ -462,7 +497,8 @@ AlgorithmTable = Annotated[
     | Gmpo
     | Cispo
     | Sapo
-    | Ppo,
+    | Ppo
+    | Distill,
     Field(discriminator="kind"),
 ]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import base, edited, write_case
+from corpus import base, edited, write_case, write_model
 from process_ends import ended
 
 from rlctl.check.check_command import as_dict, check
@@ -237,6 +237,8 @@ def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
     (folder / "data/gsm8k").mkdir(parents=True)
     row = json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"
     (folder / "data/gsm8k/train.jsonl").write_text(row * 100)
+    if name == "distill-cpu":
+        write_model(folder / "teacher", {}, "tiny-digits", {})
     before = listing(folder)
     found = examine(spec, (), elsewhere=True)
     assert found.problems == []

@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.loop.advantages import columns
 from rlctl.loop.token_advantages import decayed_sums
-from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo
+from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo, Teacher
 from specs.wire.batch import Batch
 
 
@@ -193,3 +193,44 @@ def test_a_million_tokens_take_no_time():
         columns(table, batch, np.ones(1000, np.float32), np.ones(1000, bool))
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.15, f"{total:,} tokens took {min(seconds):.3f} s"
+
+
+# ── a teacher ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def taught(*masks, old, ref):
+    batch = batch_of(*masks)
+    return batch.with_columns(old_logprob_T=np.array(old, np.float32), ref_logprob_T=np.array(ref, np.float32))
+
+
+def test_a_teachers_advantage_by_hand():
+    """The teacher's log-prob less the student's at each token; what stands off the mask means nothing."""
+    batch = taught([0, 1, 0, 1], [0, 1], old=[np.nan, -1, np.nan, -2, np.nan, -3], ref=[9, -1.5, np.nan, -1, 9, -3])
+    assert advantages(Teacher(), batch, [5.0, -7.0]) == pytest.approx([0, -0.5, 0, 1, 0, 0])
+    spread = np.sqrt(((-0.5 - 1 / 6) ** 2 + (1 - 1 / 6) ** 2 + (1 / 6) ** 2) / 2)
+    whitened = [0, (-0.5 - 1 / 6) / spread, 0, (1 - 1 / 6) / spread, 0, -1 / 6 / spread]
+    assert advantages(Teacher(whiten=True), batch, [5.0, -7.0]) == pytest.approx(whitened, rel=1e-6)
+    # rewards, where asked: returns 5, 5 and -7 have mean 1
+    with_rewards = advantages(Teacher(reward_coef=0.1), batch, [5.0, -7.0])
+    assert with_rewards == pytest.approx([0, -0.5 + 0.4, 0, 1 + 0.4, 0, -0.8])
+    assert advantages(Teacher(reward_coef=1), batch, [1.0, 1.0], [False, False]).tolist() == [0] * 6
+
+
+def test_a_teachers_advantage_is_the_gradient_of_the_reverse_kl():
+    """E over the student's own samples of -A·∇log p is ∇KL(student ‖ teacher), by finite differences."""
+    rng = np.random.default_rng(0)
+    logits, teacher = rng.normal(size=5), rng.normal(size=5)
+
+    def log_p(values):
+        return values - np.log(np.exp(values).sum())
+
+    def kl(values):
+        return float(np.exp(log_p(values)) @ (log_p(values) - log_p(teacher)))
+
+    p = np.exp(log_p(logits))
+    batch = taught(*[[0, 1]] * 5, old=np.ravel([[0, x] for x in log_p(logits)]),
+                   ref=np.ravel([[0, x] for x in log_p(teacher)]))  # fmt: skip
+    advantage = advantages(Teacher(), batch, np.zeros(5))[1::2]
+    gradient = -(p * advantage) @ (np.eye(5) - p)
+    steps = 1e-6 * np.eye(5)
+    assert gradient == pytest.approx(np.array([(kl(logits + d) - kl(logits - d)) / 2e-6 for d in steps]), abs=1e-6)

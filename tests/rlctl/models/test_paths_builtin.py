@@ -14,16 +14,22 @@ from specs.builtin_tasks import sort_digits
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXTS = {
+    "mini-digits": ["3142>"],
     "tiny-digits": ["3142>", "1+2=3-4", "0"],
     "tiny-bytes": ["héllo\n\tworld  'x'", "漢字 🙂", "a\x00b", "Natalia sold 48/2 = <<48/2=24>>24 clips\n#### 72"],
 }
-SIZES = {"tiny-digits": 299_904, "tiny-bytes": 1_010_112}
+SIZES = {"mini-digits": 76_224, "tiny-digits": 299_904, "tiny-bytes": 1_010_112}
 
 
 def test_they_are_what_the_script_writes(tmp_path: Path) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "tiny_model.py"))
-    for name, kind, tied in (("tiny-digits", "digits", False), ("tiny-bytes", "bytes", True)):
-        script["write_folder"](tmp_path / name, kind, script["SIZES"][kind], tied)
+    mini = {"hidden": 64, "intermediate": 128}
+    for name, kind, tied, other in (
+        ("tiny-digits", "digits", False, {}),
+        ("mini-digits", "digits", False, mini),
+        ("tiny-bytes", "bytes", True, {}),
+    ):
+        script["write_folder"](tmp_path / name, kind, {**script["SIZES"][kind], **other}, tied)
         for file in (BUILTIN_FOLDER / name).iterdir():
             assert json.loads((tmp_path / name / file.name).read_text()) == json.loads(file.read_text()), file
     assert builtin_models() == sorted(TEXTS)

@@ -26,7 +26,11 @@ def algorithm_of(file: dict[str, Any], *overrides: str) -> tuple[Any, list[str]]
 
 @pytest.mark.parametrize("kind", [kind_of(table) for table in ALGORITHMS])
 def test_the_name_of_every_algorithm_alone_is_a_valid_change_of_the_quickstart(kind: str) -> None:
+    """One with a teacher is told that it needs one, and valid with it."""
     parsed = parse(read_toml(QUICKSTART), [f"algorithm.kind={kind}"])
+    if "ref.model" in [problem.key for problem in parsed.problems]:
+        parsed = parse(read_toml(QUICKSTART), [f"algorithm.kind={kind}", "ref.model=teacher"])
+        assert parsed.spec is None or parsed.spec.algorithm.advantage.needs_teacher
     assert parsed.problems == []
     assert parsed.spec is not None
     assert parsed.spec.algorithm.group_size == 16

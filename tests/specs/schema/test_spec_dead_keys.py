@@ -25,6 +25,7 @@ from specs.errors import SpecError
 from specs.load.keys import kind_of, tables_of, walk
 from specs.load.load import spec_from
 from specs.rules.transport_rules import choose_transport
+from specs.schema.algorithms.algorithm import Algorithm
 from specs.schema.mesh import shard_groups
 from specs.schema.spec import ActorSection, Spec
 from specs.schema.table import Table
@@ -247,7 +248,8 @@ def of_kind(place: str, table: type[Table]) -> dict[str, Any]:
         own = {family: {"kind": kind, **{name: required[name] for name in required if name in table.model_fields}}}
         return {**own, **({"reward_model": SCORES["reward_model"]} if kind == "model" else {})}
     if family == "algorithm":
-        return {"algorithm.kind": kind}
+        teacher = issubclass(table, Algorithm) and table.advantage_table.needs_teacher
+        return {"algorithm.kind": kind, **({"ref.model": "teacher"} if teacher else {})}
     if not family.endswith(".engine"):
         return {}
     if kind == "fake":

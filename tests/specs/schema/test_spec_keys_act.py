@@ -156,7 +156,7 @@ def algorithm(spec: Spec) -> Any:
     controller = KlController(spec.algorithm)
     advantages = {name: column_T.tolist() for name, column_T in advantages_of_six(spec, controller).items()}
     controller.after_step({"actor/kl": 1.0}, 6)
-    return float(total), of_critic, advantages, controller.coef
+    return float(total), of_critic, advantages, controller.coef, spec.ratio_against
 
 
 def advantages_of_six(spec: Spec, controller: KlController) -> dict[str, Any]:
