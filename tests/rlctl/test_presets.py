@@ -26,6 +26,7 @@ NAMES = [
     "gsm8k-cpu",
     "gspo-8gpu",
     "ppo-cpu",
+    "ppo-rm-8gpu",
     "quickstart",
     "sglang-1gpu",
     "vllm-cpu",
