@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT)]
 from specs.load.keys import kind_of, tables_of  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable  # noqa: E402
 
-KINDS = [kind_of(table) for table in tables_of(AlgorithmTable)]
+KINDS = [kind_of(table) for table in tables_of(AlgorithmTable) if not table.advantage_table.needs_teacher]
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s")
 
 

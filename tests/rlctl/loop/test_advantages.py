@@ -1,14 +1,19 @@
 """Advantages against hand-computed numbers and slow, obvious loops."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlctl.loop.advantages import ADVANTAGES, advantages_of, columns, per_token, silent_group_share
 from rlctl.loop.token_advantages import TOKEN_ADVANTAGES
 from specs.errors import RlctlError
 from specs.load.keys import tables_of
+from specs.schema.algorithms.algorithm import Advantage
 from specs.schema.algorithms.algorithm_tables import (
     AdvantageTable,
     GroupCentredWhitened,
@@ -231,3 +236,87 @@ def test_per_token_and_silent_groups():
     )
     assert per_token(np.array([2.0, -1.0], np.float32), batch).tolist() == [0, 2, 2, 0, -1]
     assert silent_group_share(np.array([1, 1, 0, 1], np.float32), np.array([1, 1, 2, 2])) == 0.5
+
+
+# ── what holds of every advantage, whatever the batch ─────────────────────────────────────────────
+
+ALL_TABLES = [table() for table in (*ADVANTAGES, *TOKEN_ADVANTAGES) if not any(
+    field.is_required() for field in table.model_fields.values())]  # fmt: skip
+COMPARES = [table for table in ALL_TABLES if type(table) in ADVANTAGES]
+CENTRED = [table for table in COMPARES if not isinstance(table, LengthWeighted | GroupCentredWhitened)]
+QUICK = settings(max_examples=25, deadline=None)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Batch, np.ndarray]:
+    """Two to four groups of two to four rollouts with holes in their masks, and scores."""
+    sizes = draw(st.lists(st.integers(2, 4), min_size=2, max_size=4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    group_B = np.repeat(np.arange(len(sizes)), sizes)
+    masks = [np.concatenate([[0, 1], rng.random(rng.integers(0, 6)) < 0.6]) for _ in group_B]
+    return drawn_batch(masks, group_B, np.arange(len(group_B)), rng), rng.integers(-4, 5, len(group_B)) / 2
+
+
+def drawn_batch(masks: list[np.ndarray], group_B: np.ndarray, rollout_B: np.ndarray, rng: np.random.Generator) -> Batch:
+    mask_T = np.concatenate(masks).astype(np.uint8)
+    made = {"length_B": np.array([len(mask) for mask in masks]), "group_B": group_B, "rollout_B": rollout_B}
+    reads = {name for table in ALL_TABLES for name in table.columns}
+    made |= {name: rng.normal(size=len(mask_T if name.endswith("_T") else group_B)) for name in sorted(reads)}
+    return Batch({**made, "loss_mask_T": mask_T})
+
+
+def advantage(table: Advantage, batch: Batch, score_B: np.ndarray) -> np.ndarray:
+    return columns(table, batch, score_B.astype(np.float32), np.ones(len(batch), bool))["advantage_T"]
+
+
+@pytest.mark.parametrize("table", CENTRED, ids=str)
+@QUICK
+@given(case=batches())
+def test_a_groups_advantages_sum_to_zero(table: Advantage, case: tuple[Batch, np.ndarray]) -> None:
+    """Of its rollouts, each counted once."""
+    batch, score_B = case
+    advantage_T = advantage(table, batch, score_B)
+    first_B = advantage_T[batch.offsets[:-1] + 1]  # the first loss token
+    assert np.bincount(batch["group_B"], first_B) == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("table", ALL_TABLES, ids=str)
+@QUICK
+@given(case=batches())
+def test_masked_tokens_never_matter(table: Advantage, case: tuple[Batch, np.ndarray]) -> None:
+    """Neither what stands there, nor that they are there."""
+    batch, score_B = case
+    on_T = batch["loss_mask_T"] > 0
+    want_T = advantage(table, batch, score_B)
+    assert not want_T[~on_T].any()
+    spoiled = {name: np.where(on_T, column, np.nan) if name in table.columns and name.endswith("_T") else column
+               for name, column in batch.columns.items()}  # fmt: skip
+    assert advantage(table, Batch(spoiled), score_B).tolist() == want_T.tolist()
+    gone = {name: column[on_T] if name.endswith("_T") else column for name, column in batch.columns.items()}
+    gone["length_B"] = batch.sum_by_sequence("loss_mask_T")
+    assert advantage(table, Batch(gone), score_B).tolist() == want_T[on_T].tolist()
+
+
+@pytest.mark.parametrize("table", COMPARES, ids=str)
+@QUICK
+@given(case=batches(), shift=st.integers(-3, 3))
+def test_a_shift_of_a_groups_rewards_changes_nothing(
+    table: Advantage, case: tuple[Batch, np.ndarray], shift: int
+) -> None:
+    """Where a group is compared with itself: by another amount for each group."""
+    batch, score_B = case
+    if getattr(table, "scale", "") != "batch":
+        shifted_B = score_B + shift * (1 + batch["group_B"])
+        assert advantage(table, batch, shifted_B) == pytest.approx(advantage(table, batch, score_B), abs=2e-4)
+
+
+@pytest.mark.parametrize("table", CENTRED, ids=str)
+@QUICK
+@given(case=batches())
+def test_a_rollout_of_several_samples_counts_once(table: Advantage, case: tuple[Batch, np.ndarray]) -> None:
+    """Doubling the samples of the first rollout changes nobody's baseline."""
+    batch, score_B = case
+    again = np.concatenate([[0], np.arange(len(batch))])
+    want_T = advantage(table, batch, score_B)
+    got_T = advantage(table, batch.select(again), score_B[again])
+    assert got_T[batch["length_B"][0] :] == pytest.approx(want_T, abs=1e-5)
