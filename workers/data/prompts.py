@@ -55,7 +55,7 @@ class PromptTable:
                 "where": self.wheres[row],
                 "prompt": self.prompts[row],
                 "values": _plain(self.rows[row], columns),
-                "messages": None if conversations is None else _told(self.rows[row], conversations),
+                **({} if conversations is None else {"messages": _told(self.rows[row], conversations)}),
             }
             for row in np.unique(row_B).tolist()
         }
