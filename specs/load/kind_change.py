@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import PydanticCustomError
+
 from specs.load.keys import Path, chosen_tables, dotted, tables_at, value_at
 from specs.schema.table import Table
 from specs.text import show
@@ -38,7 +40,7 @@ def drop_keys_of_old_kinds(file: dict[str, Any], raw: dict[str, Any], set_paths:
         before, after = value_at(path, file), value_at(path, raw)
         if replaced or not isinstance(before, dict) or not isinstance(after, dict):
             continue
-        old, new = (chosen_tables(tables_at(path, raw), node) for node in (before, after))
+        old, new = (_tables_of(path, raw, node) for node in (before, after))
         if len(old) != 1 or len(new) != 1 or before.get("kind") == after.get("kind"):
             continue  # a kind that nobody knows, or the same
         kept = {other[len(path)] for other in set_paths if other[: len(path)] == path and len(other) > len(path)}
@@ -48,6 +50,15 @@ def drop_keys_of_old_kinds(file: dict[str, Any], raw: dict[str, Any], set_paths:
         if keys:
             found.append(Dropped(dotted(path), (before["kind"], after["kind"]), keys))
     return found
+
+
+def _tables_of(path: Path, raw: dict[str, Any], node: dict[str, Any]) -> tuple[type[Table], ...]:
+    """Of the kind that `node` names; none where another package brings that kind and cannot be used, which is said when
+    the spec is read."""
+    try:
+        return chosen_tables(tables_at(path, raw), node)
+    except PydanticCustomError:
+        return ()
 
 
 def _goes(name: str, old: type[Table], new: type[Table]) -> bool:

@@ -19,6 +19,9 @@ TINY = {file.name: file.read_bytes() for file in (BUILTIN_FOLDER / "tiny-digits"
 CONFIG: dict[str, Any] = json.loads(TINY["config.json"])
 
 
+REWARD_MODEL = {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3", "id2label": {"0": "LABEL_0"}}
+
+
 def index_of(layers: int) -> bytes:
     names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(layers)]
     return json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}).encode()
@@ -28,12 +31,13 @@ def changed(**changes: Any) -> dict[str, bytes]:
     return {**TINY, "model.safetensors": b"", "config.json": json.dumps({**CONFIG, **changes}).encode()}
 
 
-def qwen(hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, bytes]:
+def qwen(hidden: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, bytes]:
     """What the hub has of a Qwen2.5, in small: a tokenizer too large to be read, a template, an index."""
-    config = {
+    config: dict[str, Any] = {
         **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "eos_token_id": 151645},
         **{"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers},
         **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 32768},
+        **more,
     }
     return {
         "config.json": json.dumps(config).encode(),
@@ -47,6 +51,7 @@ MODELS: dict[str, dict[str, bytes]] = {
     "org/good": {**TINY, "model.safetensors": b"weights"},
     "Qwen/Qwen2.5-7B-Instruct": qwen(3584, 28, 28, 4),
     "Qwen/Qwen2.5-0.5B-Instruct": qwen(896, 24, 14, 2),
+    "Skywork/Skywork-Reward-V2-Qwen3-8B": qwen(4096, 36, 32, 8, **REWARD_MODEL),
     "org/gated": {**TINY, "model.safetensors": b"weights"},
     "org/cut": {**TINY, "model.safetensors": b"", "config.json": TINY["config.json"][:-40]},
     "org/heads": changed(num_attention_heads=6),
