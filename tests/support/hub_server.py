@@ -19,7 +19,11 @@ TINY = {file.name: file.read_bytes() for file in (BUILTIN_FOLDER / "tiny-digits"
 CONFIG: dict[str, Any] = json.loads(TINY["config.json"])
 
 
-REWARD_MODEL = {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3", "id2label": {"0": "LABEL_0"}}
+REWARD_MODEL = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "model_type": "qwen3",
+    "id2label": {"0": "LABEL_0"},
+}
 
 
 def index_of(layers: int) -> bytes:

@@ -75,7 +75,7 @@ class Advantage(Table):
 class FunctionAdvantage(Advantage):
     """A function of the user's, of rollouts' scores, groups and loss tokens."""
 
-    kind: Literal["function"] = "function"
+    kind: Literal["own_function"] = "own_function"
     path: str
 
     equal_is_silent: ClassVar[bool] = True  # whoever throws such groups away wants it so
@@ -180,7 +180,7 @@ class Loss(LossKeys, AnyLoss):
 class FunctionLoss(Loss):
     """A function of the user's, of a token's log-prob, that of the ratio's anchor, and its advantage."""
 
-    kind: Literal["function"] = "function"
+    kind: Literal["own_function"] = "own_function"
     path: str
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
