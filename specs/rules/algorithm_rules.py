@@ -27,6 +27,10 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
 def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
     """What works but is seldom meant."""
     algorithm = spec.algorithm
+    if algorithm.advantage.needs_teacher and not (spec.ref is not None and spec.ref.model):
+        message = f"not set: the teacher of {algorithm.kind} is then the actor's own start, and teaches it to stay"
+        hint = "name a trained model with the actor's tokenizer, larger or better than the actor"
+        yield Problem("ref.model", message, hint)
     if algorithm.advantage.needs_teacher and algorithm.kl_coef:
         message = f"the advantage of {algorithm.kind} is minus the KL to ref.model already"
         yield Problem("algorithm.kl_coef", message, "leave it out", show(algorithm.kl_coef))
@@ -36,11 +40,6 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:
-    kind, needs_teacher = spec.algorithm.kind, spec.algorithm.advantage.needs_teacher
-    if needs_teacher and not (spec.ref is not None and spec.ref.model):
-        message = f"{kind} learns from a teacher, and none is named"
-        hint = "set ref.model to a trained model with the actor's tokenizer, larger or better than the actor"
-        yield Problem("ref.model", message, hint)
     if spec.ref_is_actor and spec.ref is not None:
         message = "has no effect: with actor.lora the reference is the actor without its adapters"
         yield Problem("[ref]", message, "remove the section, or name another model in ref.model")
