@@ -90,7 +90,9 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     }
     if not fake:
         for role, check in {ACTOR: main, **others}.items():
-            check.check_length(spec.longest_tokens(role), "" if ROLES[role].same_tokens else f"{role}.max_tokens")
+            check.check_length(
+                spec.longest_tokens(role), "" if ROLES[role].same_tokens else f"{role}.max_sequence_tokens"
+            )
             check.check_kind(learns=ROLES[role].learns, here=not spec.role(role).python)
         main.problems += _heads(spec, main, others)
     main.check_chat(spec.data)

@@ -94,6 +94,6 @@ def _score_text(spec: Spec, paths: Mapping[RoleName, str]) -> ScoreText | None:
     return ScoreText(
         path=paths[REWARD_MODEL],
         trust_remote_code=spec.model.trust_remote_code,
-        max_tokens=spec.longest_tokens(REWARD_MODEL),
+        max_sequence_tokens=spec.longest_tokens(REWARD_MODEL),
         chat=spec.data.chat,
     )

@@ -151,7 +151,7 @@ class RewardModelSection(ModelRole):
         "chat template where prompts are conversations."
     )
     engine: TrainEngineTable = Field(DdpTable(), description="How it is held.")
-    max_tokens: int = Field(
+    max_sequence_tokens: int = Field(
         4096,
         gt=0,
         description="Longest conversation, prompt and completion, in its own tokens. A longer one is a failed grade: "
@@ -319,7 +319,7 @@ class Spec(Table):
     def longest_tokens(self, role: RoleName) -> int:
         """Tokens of the longest sequence that a role's model reads."""
         section = self.role(role)
-        return section.max_tokens if isinstance(section, RewardModelSection) else self.max_sequence_tokens
+        return section.max_sequence_tokens if isinstance(section, RewardModelSection) else self.max_sequence_tokens
 
     @property
     def needs_ref_role(self) -> bool:

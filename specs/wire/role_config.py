@@ -83,7 +83,7 @@ class ScoreText(Table):
 
     path: str  # of its tokenizer
     trust_remote_code: bool
-    max_tokens: int
+    max_sequence_tokens: int
     chat: str  # `data.chat`: whether prompts go through the actor's chat template
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specs.load.keys import homes, known_keys, walk
+from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,9 @@ def test_every_key_is_explained() -> None:
 
 def test_keys_know_where_they_belong() -> None:
     assert homes()["lr"] == ("actor.optimizer.lr", "critic.optimizer.lr")
-    assert set(homes()["micro_batch_tokens"]) == {f"{role}.micro_batch_tokens" for role in ("actor", "ref", "critic")}
+    assert set(homes()["micro_batch_tokens"]) == {
+        f"{role}.micro_batch_tokens" for role in ROLES if ROLES[role].is_trainer
+    }
     assert "reward.terms.N.pattern" in homes()["pattern"]
 
 

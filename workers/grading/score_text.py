@@ -67,8 +67,8 @@ class ScoreTexts:
         """Padding tokens at the end are left out: transformers reads the score at the last token that is none."""
         while len(ids) > 1 and ids[-1] == self._pad:
             ids = ids[:-1]
-        most = self.config.max_tokens
+        most = self.config.max_sequence_tokens
         if ids and len(ids) <= most:
             return ids
-        text = f"reward_model.max_tokens = {most}: it has {len(ids)} tokens of the reward model"
+        text = f"reward_model.max_sequence_tokens = {most}: it has {len(ids)} tokens of the reward model"
         return Grade(cause="model_overlong", text=text)

@@ -103,7 +103,7 @@ def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrain
 
 def longest_share(spec: Spec, section: RoleSection) -> int:
     """Most tokens that a rank of a trainer gets of a mini-batch; of a reward model, of a step."""
-    own_limit = getattr(section, "max_tokens", None)
+    own_limit = getattr(section, "max_sequence_tokens", None)
     if own_limit is not None:
         return max(int(own_limit), spec.samples_per_step * int(own_limit) // section.processes)
     mini_batch_tokens = spec.samples_per_step // spec.algorithm.mini_batches_per_step * spec.max_sequence_tokens

@@ -361,7 +361,7 @@ def test_report_check_and_export(run_dir, tmp_path, monkeypatch, capfd, mess):
     spec = str(tmp_path / "fake.toml")
     placed = ("--set", f'run.dir="{tmp_path}"', "--set", 'run.name="run"')
     assert main(["check-config", spec, *placed, *OPTIONS]) == 0
-    proof = {"tensors": 1, "parameters": 1, "greedy_tokens": 1, "undecided_tokens": 0, "loaded": "memory"}
+    proof = {"tensors": 1, "parameters": 1, "greedy_tokens": 1, "values": 0, "undecided_tokens": 0, "loaded": "memory"}
     monkeypatch.setattr(export, "_run", lambda *args: proof)
     code = main(["export-checkpoint", str(run_dir), str(tmp_path / "out")])
     out, err = capfd.readouterr()

@@ -21,7 +21,7 @@ reward.terms=[{kind="model", weight=0.5}, {kind="exact_match", partial=true, wei
 def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
     model = write_reward_model(tmp_path / "scores")
     spec, run = preset("quickstart", tmp_path), tmp_path / "run"
-    section = f'reward_model={{model="{model}", max_tokens=96, micro_batch_tokens=256}}'
+    section = f'reward_model={{model="{model}", max_sequence_tokens=96, micro_batch_tokens=256}}'
     sets = [part for line in (*SMALL.splitlines(), section, 'run.colocate="always"') for part in ("--set", line)]
     done = warm_rlctl("train", spec, "--run-dir", run, *sets)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,7 +52,7 @@ def test_what_is_too_long_for_it_is_a_failed_grade(tmp_path: Path) -> None:
     model = write_reward_model(tmp_path / "scores")
     spec, run = preset("quickstart", tmp_path), tmp_path / "run"
     whole = len("<user>1234></user>\n<assistant></assistant>\n")
-    section = f'reward_model={{model="{model}", max_tokens={whole + 4}, micro_batch_tokens=256}}'
+    section = f'reward_model={{model="{model}", max_sequence_tokens={whole + 4}, micro_batch_tokens=256}}'
     sets = [part for line in (*SMALL.splitlines(), section, "run.steps=1") for part in ("--set", line)]
     done = warm_rlctl("train", spec, "--run-dir", run, *sets)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -134,7 +134,7 @@ OTHER: dict[str, Any] = {
 JUDGE = {"base_url": "https://host/v1", "model": "m", "prompt": "{completion}", "min_score": 1, "max_score": 10}
 NODES = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster": {"hostfile": "hosts"}}
 # Longest matching prefix → what the spec needs so that the key means something.
-SCORES = {"reward_model": {"model": "scores", "max_tokens": 64}, "reward.terms": [{"kind": "model"}]}
+SCORES = {"reward_model": {"model": "scores", "max_sequence_tokens": 64}, "reward.terms": [{"kind": "model"}]}
 CONTEXT: dict[str, dict[str, Any]] = {
     "reward_model": SCORES,
     "reward_model.nodes": {"reward_model.processes": 2, "reward_model.launcher": "srun"},

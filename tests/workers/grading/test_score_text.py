@@ -22,7 +22,7 @@ def texts(folder: Path, **keys: Any) -> ScoreTexts:
     actor = load_codec(str(BUILTIN_FOLDER / "tiny-digits"))
     if keys.pop("conversations", True):
         actor.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}>{% endfor %}"
-    config = {"path": str(folder), "trust_remote_code": False, "max_tokens": 128, "chat": "auto", **keys}
+    config = {"path": str(folder), "trust_remote_code": False, "max_sequence_tokens": 128, "chat": "auto", **keys}
     return ScoreTexts(ScoreText.model_validate(config), actor)
 
 
@@ -57,13 +57,13 @@ def test_nothing_is_cut(tmp_path: Path) -> None:
     folder = write_reward_model(tmp_path)
     whole = len("<user>1</user>\n<assistant></assistant>\n")
     samples = [Told("", [{"role": "user", "content": "1"}], "a" * length) for length in (0, 2, 3)]
-    empty, fits, too_long = texts(folder, max_tokens=whole + 2).tokens(samples)
+    empty, fits, too_long = texts(folder, max_sequence_tokens=whole + 2).tokens(samples)
     assert isinstance(empty, list)
     assert isinstance(fits, list)
     assert (len(empty), len(fits)) == (whole, whole + 2)
     assert too_long == Grade(
         cause="model_overlong",
-        text=f"reward_model.max_tokens = {whole + 2}: it has {whole + 3} tokens of the reward model",
+        text=f"reward_model.max_sequence_tokens = {whole + 2}: it has {whole + 3} tokens of the reward model",
     )
 
 
