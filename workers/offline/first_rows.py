@@ -18,7 +18,7 @@ from specs.text import show
 from specs.wire.meta_request import Finding, Token
 from specs.wire.role_config import DataConfig
 from workers.data.prompts import PromptTable, messages_of, prompt_of, read_table, uses_chat
-from workers.data.row_source import read_rows
+from workers.data.row_source import DataRow, read_rows
 
 ROWS = 256
 _CHUNK_ROWS = 1024
@@ -32,15 +32,24 @@ _LOST = 0.1  # share of a prompt's letters that a tokenizer may lose (by normali
 _TRAIN, _EVAL = "data.train", "eval.data"
 
 
+def _sources(config: DataConfig) -> dict[str, str]:
+    """The data sources that the spec names, by their keys."""
+    held = {_EVAL: config.eval.data} if config.eval is not None and config.eval.data else {}
+    return {_TRAIN: config.data.train, **held}
+
+
+def _rows(config: DataConfig, key: str) -> Iterator[DataRow]:
+    """As many rows of a source as a run reads."""
+    most = config.data.max_rows if key == _TRAIN else None
+    return read_rows(_sources(config)[key], split="", base=Path(config.spec_dir), max_rows=most)
+
+
 def first_tables(config: DataConfig, codec: TextCodec) -> Iterator[tuple[str, PromptTable, bool] | Finding]:
     """(key, table, whether it is the whole source) of each source that lies on this machine, or why there is none."""
-    sources = [(_TRAIN, config.data.train, config.data.max_rows)]
-    if config.eval is not None and config.eval.data:
-        sources.append((_EVAL, config.eval.data, None))
-    for key, source, most in sources:
+    for key, source in _sources(config).items():
         if is_hub_data(source):
             continue
-        rows = read_rows(source, split="", base=Path(config.spec_dir), max_rows=most)
+        rows = _rows(config, key)
         try:
             first = list(islice(rows, ROWS))
             table = read_table(source, first, config.data, codec, config.needs_answer, config.needs_columns)
@@ -68,11 +77,8 @@ def row_findings(config: DataConfig, codec: TextCodec) -> Iterator[Finding]:
 
 def _later_rows(config: DataConfig, codec: TextCodec, key: str) -> Iterator[Finding]:
     """The first row behind those of `first_tables` that a run would refuse, as far as there is time to look."""
-    held = config.eval
-    source = config.data.train if key == _TRAIN or held is None else held.data
-    most = config.data.max_rows if key == _TRAIN else None
-    deadline = time.monotonic() + _LATER_S
-    rows = islice(read_rows(source, split="", base=Path(config.spec_dir), max_rows=most), ROWS, None)
+    source, deadline = _sources(config)[key], time.monotonic() + _LATER_S
+    rows = islice(_rows(config, key), ROWS, None)
     try:
         while (chunk := list(islice(rows, _CHUNK_ROWS))) and time.monotonic() < deadline:
             table = read_table(source, chunk, config.data, codec, config.needs_answer)
