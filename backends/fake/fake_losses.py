@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.packed.packing import log_ratio_T, sequence_T
+from backends.packed.packing import log_ratio_T
 from backends.token_metrics import TokenValues, ValueTokens, no_function, token_values
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
 from specs.schema.algorithms.algorithm_tables import (
@@ -176,13 +176,13 @@ def _sapo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: SapoL
 
 
 def _mean_log_ratio(batch: Batch, loss: Loss, logprob_T: NDArray[np.float32]) -> dict[str, Column]:
-    ratio_T, mask_T, which_T = log_ratio_T(batch, loss, logprob_T), batch["loss_mask_T"] != 0, sequence_T(batch)
+    ratio_T, mask_T, which_T = log_ratio_T(batch, loss, logprob_T), batch["loss_mask_T"] != 0, batch.sequence_T
     mean_B = [ratio_T[mask_T & (which_T == i)].mean() if mask_T[which_T == i].any() else 0 for i in range(len(batch))]
     return {"log_ratio_B": np.array(mean_B, dtype=np.float64)}
 
 
 def _mean_clipped_log_ratios(batch: Batch, loss: GmpoLoss, logprob_T: NDArray[np.float32]) -> dict[str, Column]:
-    ratio_T, mask_T, which_T = log_ratio_T(batch, loss, logprob_T), batch["loss_mask_T"] != 0, sequence_T(batch)
+    ratio_T, mask_T, which_T = log_ratio_T(batch, loss, logprob_T), batch["loss_mask_T"] != 0, batch.sequence_T
     up_B, down_B = np.zeros(len(batch)), np.zeros(len(batch))
     for i in range(len(batch)):
         if len(own := ratio_T[mask_T & (which_T == i)]):

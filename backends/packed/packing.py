@@ -117,7 +117,7 @@ def _cut(batch: Batch, limit: int, share_prompts: bool) -> list[MicroBatch]:
     if mask_T[offsets[:-1][length_B > 0]].any():
         raise BatchError("loss_mask_T marks the first token of a sequence, which no token predicts")
     position_T = np.arange(len(mask_T)) - np.repeat(offsets[:-1], length_B)
-    sequence_N, position_N = np.repeat(np.arange(len(batch)), length_B)[mask_T], position_T[mask_T]
+    sequence_N, position_N = batch.sequence_T[mask_T], position_T[mask_T]
     used_B = np.zeros(len(batch), dtype=np.int64)
     np.maximum.at(used_B, sequence_N, position_N)
     prompt_B = used_B.copy()
@@ -265,11 +265,6 @@ def check_update(batch: Batch, loss: AnyLoss) -> None:
 def by_token(column_B: NDArray[np.float64], batch: Batch) -> NDArray[np.float32]:
     """A sequence's value at each of its tokens."""
     return np.repeat(column_B, batch["length_B"]).astype(np.float32)
-
-
-def sequence_T(batch: Batch) -> NDArray[np.int64]:
-    """Index of the sequence that each token is part of."""
-    return np.repeat(np.arange(len(batch)), batch["length_B"])
 
 
 def log_ratio_T(batch: Batch, loss: Loss, logprob_T: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backends.packed.packing import log_ratio_T, loss_tokens_B, sequence_T
+from backends.packed.packing import log_ratio_T, loss_tokens_B
 from backends.token_metrics import TokenValues, no_function, token_values
 from backends.train.own_loss import own_loss
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
@@ -230,7 +230,7 @@ def sequence_columns(
         return {}
     on_policy = loss.anchor == "current"
     ratio_T = np.zeros(batch.num_tokens) if on_policy else log_ratio_T(batch, loss, logprobs())
-    return function(ratio_T, loss_tokens_B(batch), sequence_T(batch), loss)
+    return function(ratio_T, loss_tokens_B(batch), batch.sequence_T, loss)
 
 
 def policy_loss(

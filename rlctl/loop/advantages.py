@@ -49,11 +49,10 @@ def columns(
 ) -> dict[str, NDArray[np.float32]]:
     """`advantage_T`, and `return_T` where the table estimates it; 0 off the loss mask.
 
-    Samples without a valid score have nothing to teach: advantage 0, and the critic's own values as returns.
-
     The reward of a sample stands at its last loss token; `penalty_T` is taken off at every loss token, so that a
     rollout's score is what is left. Samples with `valid_B` false (aborted, or their grading failed) are left out of all
-    statistics and get advantage 0. Raises RlctlError for a table without a function.
+    statistics and get advantage 0, and the critic's own values as returns. Raises RlctlError for a table without a
+    function.
     """
     if type(table) in TOKEN_ADVANTAGES:
         tokens = LossTokens.of(table, batch, score_B, valid_B, penalty_T)
@@ -76,7 +75,7 @@ def _left_of(
     valid_B: NDArray[np.bool_],
 ) -> NDArray[np.float64]:
     """Scores less the penalties of all valid samples of the rollout."""
-    sample_T = np.repeat(np.arange(len(batch)), batch["length_B"])
+    sample_T = batch.sequence_T
     counts_T = (batch["loss_mask_T"] > 0) & valid_B[sample_T]
     penalty_B = np.bincount(sample_T[counts_T], penalty_T[counts_T], len(batch))
     index_B = Rollouts.of(rollout_B).index_B

@@ -19,7 +19,7 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class LossTokens:
+class LogRatios:
     """lr of each loss token (N), and its sample."""
 
     lr_N: Numbers
@@ -28,10 +28,10 @@ class LossTokens:
     samples: int
 
     @staticmethod
-    def of(batch: Batch) -> LossTokens:
+    def of(batch: Batch) -> LogRatios:
         at_N = np.flatnonzero(batch["loss_mask_T"])
         lr_N = batch["old_logprob_T"][at_N].astype(np.float64) - batch["rollout_logprob_T"][at_N]
-        return LossTokens(lr_N, np.repeat(np.arange(len(batch)), batch["length_B"])[at_N], at_N, len(batch))
+        return LogRatios(lr_N, batch.sequence_T[at_N], at_N, len(batch))
 
     def log_ratios(self, level: str) -> Numbers:
         """Of each token: its own; or of its sample the sum, or for `geometric` the mean."""
@@ -51,7 +51,7 @@ def correct(table: Correction, batch: Batch, anchor: Anchor) -> tuple[NDArray[np
     else 0 (IcePop, Ling team 2025; of whole samples MIS, Liu et al. 2025). Where the loss's own ratio is against the
     sampler it holds k already, and what the mask leaves weighs 1.
     """
-    tokens = LossTokens.of(batch)
+    tokens = LogRatios.of(batch)
     ratio_N = np.exp(np.clip(tokens.log_ratios(table.level), -MAX_LOG_RATIO, MAX_LOG_RATIO))
     low, high = table.band
     if table.mode == "mask":
@@ -82,7 +82,7 @@ def diagnostics(batch: Batch) -> dict[str, float]:
     """
     if "old_logprob_T" not in batch:
         return {}
-    tokens = LossTokens.of(batch)
+    tokens = LogRatios.of(batch)
     lr_N = np.clip(tokens.lr_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_N = np.exp(lr_N)
     found = {

@@ -47,7 +47,7 @@ class LossTokens:
     ) -> LossTokens:
         counts_T = (batch["loss_mask_T"] > 0) & np.repeat(valid_B, batch["length_B"])
         at_N = np.flatnonzero(counts_T)
-        sample_N = np.repeat(np.arange(len(batch)), batch["length_B"])[at_N]
+        sample_N = batch.sequence_T[at_N]
         last_N = np.ones(len(at_N), dtype=bool)
         last_N[:-1] = sample_N[:-1] != sample_N[1:]
         reward_N = np.zeros(len(at_N)) if penalty_T is None else -penalty_T[at_N].astype(np.float64)

@@ -81,6 +81,18 @@ class Batch:
         """Where each sequence starts; one more entry than sequences."""
         return np.concatenate([[0], np.cumsum(self.columns["length_B"])]).astype(np.int64)
 
+    @property
+    def sequence_T(self) -> Column:
+        """Index of the sequence that each token is part of."""
+        return np.repeat(np.arange(len(self)), self.columns["length_B"])
+
+    @property
+    def predicted_T(self) -> Column:
+        """A mask of all tokens but the first of each sequence, which nothing predicts."""
+        mask_T = np.ones(self.num_tokens, dtype=np.uint8)
+        mask_T[self.offsets[:-1]] = 0
+        return mask_T
+
     def with_columns(self, **columns: Column) -> Batch:
         """A new batch with more columns. Replacing one is an error: a batch only gains."""
         taken = sorted(set(columns) & set(self.columns))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from backends.protocol import Rank
 from specs.schema.roles import ACTOR, RoleName
 from specs.wire import bodies
@@ -37,9 +35,7 @@ class Actor(Learner):
 
     def probe(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         batch = call.batch
-        mask_T = np.ones(batch.num_tokens, dtype=np.uint8)
-        mask_T[batch.offsets[:-1]] = 0  # no token precedes the first
-        return {}, {"logprob_T": self.engine.forward(batch.with_columns(loss_mask_T=mask_T))}
+        return {}, {"logprob_T": self.engine.forward(batch.with_columns(loss_mask_T=batch.predicted_T))}
 
     def export_begin(self, call: Request[bodies.ExportBegin], emit: Emit) -> Reply:
         body = call.body

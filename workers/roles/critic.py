@@ -24,10 +24,8 @@ class Critic(Learner):
         """The value before each token of the prompts but the first, and in which precision."""
         length_B = np.array([len(prompt) for prompt in prompts])
         tokens_T = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
-        mask_T = np.ones(len(tokens_T), dtype=np.uint8)
-        batch = Batch({"tokens_T": tokens_T, "loss_mask_T": mask_T, "length_B": length_B})
-        mask_T[batch.offsets[:-1]] = 0  # no token precedes the first
-        value_T = self.engine.values(batch)
+        batch = Batch({"tokens_T": tokens_T, "length_B": length_B})
+        value_T = self.engine.values(batch.with_columns(loss_mask_T=batch.predicted_T))
         pieces = np.split(value_T, batch.offsets[1:-1])
         return {"values": [piece[1:].tolist() for piece in pieces], "dtype": self.config.model.dtype}
 
