@@ -151,7 +151,7 @@ def from_rank_end(
         if others:
             message += f", and so did that of rank {', '.join(map(str, others))}: which was first is not known"
         return Evidence(role, rank, Cause.ENDED, message, Weight.EXIT)
-    root = reported or _order(code) == 0
+    root = reported or (code < 0 and code not in _FROM_OTHERS)
     hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
     return Evidence(role, rank, Cause.ENDED, describe_exit(code), Weight.ROOT if root else Weight.EXIT, hint=hint)
 
@@ -161,9 +161,22 @@ def first_to_end(codes: Mapping[int, int | None]) -> int:
     return min(codes, key=lambda rank: _order(codes[rank]))
 
 
+def perhaps_first(codes: Mapping[int, int | None], blamed: int) -> list[int]:
+    """The other ranks of which it is not known that they ended after `blamed`: SIGKILL may have come from outside, or
+    from the launcher once that one had ended."""
+    return [rank for rank, code in codes.items() if rank != blamed and code in (None, -signal.SIGKILL)]
+
+
+_FROM_OTHERS = (-signal.SIGABRT, -signal.SIGTERM)
+
+
 def _order(code: int | None) -> int:
     """Which of several ends came first. A launcher has taken the code of that one (None) and then ends the others with
-    SIGTERM; a process aborts itself when its peer is gone."""
+    SIGTERM or SIGKILL; a process aborts itself when its peer is gone."""
     if code is None:
         return 1
-    return 2 if code >= 0 else 3 if code in (-signal.SIGABRT, -signal.SIGTERM) else 0
+    if code >= 0:
+        return 3
+    if code in _FROM_OTHERS:
+        return 4
+    return 2 if code == -signal.SIGKILL else 0

@@ -27,6 +27,7 @@ from rlctl.processes.failures import (
     from_end,
     from_error,
     from_rank_end,
+    perhaps_first,
 )
 from rlctl.processes.handshake import Member
 from rlctl.processes.launch import Launcher, tail
@@ -335,7 +336,7 @@ class Groups:
                 self._ended_first[role] = list(codes)
                 rank = first_to_end(codes)
                 blame_s = LAUNCHER_GRACE_S if codes[rank] is None else _EXIT_GRACE_S
-                others = [other for other, code in codes.items() if other != rank and code is None]
+                others = perhaps_first(codes, rank)
                 self._assess(from_rank_end(role, rank, codes[rank], others=others), _EXIT_GRACE_S, blame_s)
         for started in self.launcher.started:
             code = started.process.poll()

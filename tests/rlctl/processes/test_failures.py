@@ -9,7 +9,16 @@ import pytest
 from probe_groups import probe_groups, role_plan
 
 from rlctl.processes import failures
-from rlctl.processes.failures import Blame, Evidence, Weight, first_to_end, from_end, from_error, from_rank_end
+from rlctl.processes.failures import (
+    Blame,
+    Evidence,
+    Weight,
+    first_to_end,
+    from_end,
+    from_error,
+    from_rank_end,
+    perhaps_first,
+)
 from rlctl.processes.launch import Started
 from specs.errors import Cause, PeerGone, RoleFailure, SamplerDied
 from specs.wire.error_body import ErrorBody
@@ -110,10 +119,18 @@ def test_of_several_ends_the_first_blow_is_blamed(tmp_path: Path, codes, first, 
         ({0: 1, 1: None}, 1),
         ({0: None, 1: None}, 0),  # the report will tell
         ({0: -15, 1: 1}, 1),
+        ({0: -9, 1: None}, 1),  # a launcher may have ended the other with SIGKILL
+        ({0: -9, 1: -11}, 1),
     ],
 )
 def test_of_ranks_that_ended_together_the_first_is_found(codes, first) -> None:
     assert first_to_end(codes) == first
+
+
+def test_a_launcher_may_have_killed_the_others() -> None:
+    assert perhaps_first({0: -9, 1: None, 2: None, 3: -15}, blamed=1) == [0, 2]
+    unknown = from_rank_end("actor", 1, None, others=[0, 2])
+    assert unknown.message == "its process ended, and so did that of rank 0, 2: which was first is not known"
 
 
 def test_an_abort_and_an_unknown_end_wait_for_a_better_cause() -> None:
