@@ -128,6 +128,10 @@ class LogprobGapError(RlctlError):
     """Sampler and trainer give the sampled tokens log-probs that differ by more than the spec allows."""
 
 
+class GradingError(RlctlError):
+    """More of a step's completions could not be graded than the spec allows."""
+
+
 class NotFiniteError(RlctlError):
     """A number that the actor would learn from, or that says how it learns, is NaN or infinite."""
 

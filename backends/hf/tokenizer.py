@@ -82,12 +82,12 @@ class TextCodec:
             for text, ids in zip(texts, encoded, strict=True)
         ]
 
-    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each token sequence, special tokens left out, spaces exactly as generated."""
+    def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
+        """Text of each token sequence, spaces exactly as generated. `special_tokens`: with these in it."""
         if not sequences:
             return []
         return self.tokenizer.batch_decode(
-            [list(ids) for ids in sequences], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [list(ids) for ids in sequences], skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
         )
 
 

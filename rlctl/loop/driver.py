@@ -21,6 +21,7 @@ from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Prompts, Sampler, Scored, ScoreModel
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
+from rlctl.loop.scores.signal_watch import SignalWatch
 from rlctl.loop.step_metrics import RankReport, Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
@@ -101,7 +102,8 @@ class Driver:
             self._score_model(groups),
         )
         self.queue = SampleQueue(spec, self.sampler)
-        self.reward_failures = RewardFailureWatch(lambda text: progress.warning(text))
+        self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, lambda text: progress.warning(text))
+        self.signals = SignalWatch(spec, lambda text: progress.warning(text))
         self.eval_prompts: Prompts | None = None
         self.correction_metrics: dict[str, float] = {}
         self.said_skipped = self.said_no_signal = self.said_excluded = False
@@ -127,6 +129,7 @@ class Driver:
         self.sync.resend_if_asleep(step)
         with self.phase("rollout", step):
             drawn = self.queue.take(step)
+        self.reward_failures.see(drawn.scored, step)
         with self.phase("train", step):
             batch = self.add_model_columns(drawn.batch, step)
             batch = self.add_correction(batch, step)
@@ -172,7 +175,7 @@ class Driver:
         rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
         metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
-        self.reward_failures.see(scored.failures, len(batch), step)
+        self.signals.see(metrics, scored, step)
         self.note_no_signal(scored, step)
         for role, reports in updates.items():
             self.note_skipped(role, metrics[f"{role}/skipped_updates"], len(reports), step)

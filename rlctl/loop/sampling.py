@@ -276,6 +276,9 @@ class Scored:
     counts: dict[str, float] = field(default_factory=dict)  # what grading took, as metrics below reward/
     thrown: Thrown | None = None  # None without dynamic sampling
     greedy: Greedy | None = None  # None without a greedy baseline
+    completions: int = 0  # that were sent to be graded
+    first_failure: str = ""  # what the first one without a score died of
+    zero_terms: tuple[int, ...] = ()  # those that gave 0 to all that were graded
 
     @staticmethod
     def gather(
@@ -306,6 +309,9 @@ class Scored:
             terms,
             [joined.complete(sample, place[sample["id"]]) for part in graded for sample in part.samples],
             late_scores.add_up([part.counts for part in late]),
+            completions=len(id_B),
+            first_failure=next((part.first_failure for part in graded if part.first_failure), ""),
+            zero_terms=zero_terms(joined.term_B, counted_B),
         )
 
     def by_rollout(self, rollout_B: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -358,6 +364,17 @@ def term_means(columns: Mapping[str, NDArray[Any]], chosen: NDArray[np.int64]) -
         name.removesuffix("_B"): float(columns[name][chosen].mean(dtype=np.float64)) if len(chosen) else 0.0
         for name in names
     }
+
+
+def zero_terms(columns: Mapping[str, NDArray[Any]], counted_B: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Numbers of the terms that gave 0 to all of the samples that count."""
+    return tuple(
+        sorted(
+            int(name.split("_")[1])
+            for name, column_B in columns.items()
+            if name.startswith("term_") and not column_B[counted_B].any()
+        )
+    )
 
 
 def in_id_order(batch: Batch) -> Batch:

@@ -26,6 +26,7 @@ from rlctl.show.report import write_report
 from rlctl.show.text_format import counted
 from rlctl.show.tracking import Tracker, open_tracker
 from specs.errors import (
+    GradingError,
     Interrupted,
     LogprobGapError,
     MemoryGrowthError,
@@ -41,7 +42,7 @@ from specs.schema.spec import Spec
 from specs.terminal import json_text
 
 # The roles still answer: what they reached can be saved.
-STOPPED = (Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
+STOPPED = (GradingError, Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
 
 
 def train(

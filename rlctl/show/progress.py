@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.show.screen import Screen
-from rlctl.show.text_format import count, duration, number, sparkline, time_shares
+from rlctl.show.text_format import FEW_FINISH, count, duration, number, share, sparkline, time_shares
 from specs.phases import Phase
 from specs.wire.heartbeat import Moving, amount
 
@@ -26,6 +26,7 @@ REDRAW_S = 0.15
 PLAIN_LINE_S = 1.0  # at most one plain line per second
 PLAIN_QUIET_S = 30.0  # a plain line while nothing else happens
 STILL_S = 10.0  # from when on a person is told how long nothing has moved
+NARROW = 60  # columns below which the panel has no progress bar
 WINDOW = 20  # steps that rates and shares are taken over
 COLORS = ("cyan", "magenta", "blue", "green", "yellow", "red", "white")
 
@@ -167,12 +168,14 @@ class Progress:
                            ("stale", "rollout/staleness_mean")):  # fmt: skip
             if latest.get(key) is not None:
                 parts.append(f"{label} {number(latest[key])}")
+        if (finished := latest.get("rollout/finished")) is not None:
+            parts.append(f"finished {share(finished)}")
         for name, history in self._evals.items():
             if history[-1][0] == self._step:
                 parts.append(f"eval {name} {number(history[-1][1])}")
         parts.append(f"{count(latest.get('perf/tokens_per_s'))} tokens/s")
         shares = time_shares([latest])
-        split = " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+        split = " ".join(f"{name} {part:.0%}" for name, part in shares.items() if part >= 0.005)
         parts.append(f"{number(latest.get('time/step_s'))} s" + (f" ({split})" if split else ""))
         parts.append(f"ETA {duration(self.eta_s)}")
         return "  ".join(parts)
@@ -197,74 +200,95 @@ class Progress:
         width = max(20, self.console.width - 9)
         rows.add_row("reward", self._reward_row(width))
         if self._evals:
-            rows.add_row("eval", self._eval_row())
+            rows.add_row("eval", self._eval_row(width))
+        if self._recent and self._recent[-1].get("rollout/length_mean") is not None:
+            rows.add_row("length", self._length_row(width))
         rows.add_row("speed", self._speed_row(width))
         rows.add_row("time", _time_row(list(self._recent), width))
-        rows.add_row("now", self._now_row())
+        rows.add_row("now", self._now_row(width))
         return Group(self._head(), rows)
 
     def _head(self) -> RenderableType:
         elapsed = duration(time.monotonic() - self._started)
+        step, eta = f"step {self._step}/{self._total}", f"{elapsed} · ETA {duration(self.eta_s)}"
+        name = Text(self._name, style="bold")
+        if self.console.width < NARROW:
+            return _fitting([Text(step), Text(eta), name], self.console.width)
         head = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
         bar = ProgressBar(total=max(1, self._total), completed=self._step, complete_style="cyan")
-        eta = f"{elapsed} · ETA {duration(self.eta_s)}"
-        head.add_row(Text(self._name, style="bold"), Text(f"step {self._step}/{self._total}"), bar, Text(eta))
+        head.add_row(name, Text(step), bar, Text(eta))
         return head
 
     def _reward_row(self, width: int) -> Text:
         latest = self._rewards[-1] if self._rewards else None
-        row = Text(number(latest), style="bold green")
+        parts = [Text(number(latest), style="bold green")]
         known = [value for value in self._rewards if value is not None]
         if known:
-            row.append(f"  {sparkline(known, min(48, width - 33))}", style="green")
-            row.append(f"  from {number(known[0])}, best {number(max(known))}", style="default not bold")
-        return row
+            parts.append(Text(sparkline(known, max(8, min(48, width - 33))), style="green"))
+            parts.append(Text(f"from {number(known[0])}, best {number(max(known))}"))
+        return _fitting(parts, width)
 
-    def _eval_row(self) -> Text:
-        row = Text()
+    def _eval_row(self, width: int) -> Text:
+        parts = []
         for name, history in self._evals.items():
             step, value = history[-1]
-            row.append(f"{name} {number(value)}", style="green")
-            row.append(f" at step {step}, first {number(history[0][1])}   ", style="dim")
-        return row
+            shown = Text(f"{name} {number(value)}", style="green")
+            parts.append(shown.append(f" at step {step}", style="dim"))
+            parts.append(Text(f"first {number(history[0][1])}", style="dim"))
+        return _fitting(parts, width)
+
+    def _length_row(self, width: int) -> Text:
+        """How many completions end by themselves instead of being cut, and how long they are."""
+        latest, parts = self._recent[-1], []
+        if (finished := latest.get("rollout/finished")) is not None:
+            few = "yellow" if finished < FEW_FINISH else ""
+            parts.append(Text(f"finished {share(finished)}, truncated {share(1 - finished)}", style=few))
+        parts += [Text(f"{number(latest.get('rollout/length_mean'))} tokens")]
+        parts += [Text(f"longest {number(latest.get('rollout/length_max'))}")]
+        return _fitting(parts, width)
 
     def _speed_row(self, width: int) -> Text:
         latest = self._recent[-1] if self._recent else {}
         parts = [f"{count(latest.get('perf/tokens_per_s'))} tokens/s", f"{number(latest.get('time/step_s'))} s/step"]
-        for label, key in (("length", "rollout/length_mean"), ("loss", "actor/loss"), ("KL", "actor/kl"),
-                           ("entropy", "actor/entropy"), ("gap", "rollout/logprob_gap"),
-                           ("stale", "rollout/staleness_mean")):  # fmt: skip
+        for label, key in (("loss", "actor/loss"), ("KL", "actor/kl"), ("entropy", "actor/entropy"),
+                           ("gap", "rollout/logprob_gap"), ("stale", "rollout/staleness_mean")):  # fmt: skip
             if latest.get(key) is not None:
                 parts.append(f"{label} {number(latest[key])}")
-        while len("  ".join(parts)) > width and len(parts) > 1:  # only whole numbers: a cut one misleads
-            parts.pop()
-        return Text("  ".join(parts))
+        return _fitting([Text(part) for part in parts], width)
 
-    def _now_row(self) -> Text:
-        row = Text()
+    def _now_row(self, width: int) -> Text:
+        parts = []
         if self._phase:
-            row.append(f"{self._phase} for {duration(time.monotonic() - self._phase_started)}")
-            row.append("".join(f"   {part}" for part in self._so_far()))
-        if self._checkpoint is not None:
-            row.append(f"{'   ' if row else ''}checkpoint at step {self._checkpoint}", style="dim")
+            parts.append(Text(f"{self._phase} for {duration(time.monotonic() - self._phase_started)}"))
+            parts += [Text(part) for part in self._so_far()]
         if self._warnings:
-            row.append(f"   {self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow")
-        return row or Text("done")
+            parts.append(Text(f"{self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow"))
+        if self._checkpoint is not None:
+            parts.append(Text(f"checkpoint at step {self._checkpoint}", style="dim"))
+        return _fitting(parts, width) if parts else Text("done")
+
+
+def _fitting(parts: Sequence[Text], width: int) -> Text:
+    """The first of the parts in a line, as many as fit: a number that is cut misleads."""
+    row = parts[0].copy() if parts else Text()
+    for part in parts[1:]:
+        if row.cell_len + 2 + part.cell_len > width:
+            break
+        row = Text.assemble(row, "  ", part)
+    return row
 
 
 def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:
-    """A bar of the phases' shares, with its legend."""
-    shares = {name: share for name, share in time_shares(records).items() if share >= 0.005}
-    row = Text()
+    """A bar of the phases' shares, with the legend of as many as fit."""
+    shares = {name: part for name, part in time_shares(records).items() if part >= 0.005}
     if not shares:
         return Text("–")
-    bar = max(10, width - sum(len(name) + 6 for name in shares))
+    legend = sum(len(name) + 6 for name in shares)
     colors = dict(zip(shares, COLORS * len(shares), strict=False))
-    for name, share in shares.items():
-        row.append("━" * round(bar * share), style=colors[name])
-    for name, share in shares.items():
-        row.append(f"  {name}", style=colors[name])
-        row.append(f" {share:.0%}", style="default")
-    return row
+    bar = Text()
+    for name, part in shares.items():
+        bar.append("━" * round(max(10, width - legend) * part), style=colors[name])
+    named = [Text(name, style=colors[name]).append(f" {part:.0%}", style="default") for name, part in shares.items()]
+    return _fitting([bar, *named], width)

@@ -34,6 +34,7 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Staleness", "steps", {"mean": "rollout/staleness_mean", "largest": "rollout/staleness_max"}),
     ("Gradient norm", "before clipping", _of_learners("grad_norm")),
     ("Learning rate", "", _of_learners("lr")),
+    ("Completions that end by themselves", "share; the others are cut off", {"finished": "rollout/finished"}),
     ("Completion length", "tokens", {"mean": "rollout/length_mean"}),
     ("Throughput", "tokens/s", {"prompt and completion": "perf/tokens_per_s"}),
     ("Weight sync", "GB/s", {"actor → rollout": "sync/GB_per_s"}),
@@ -48,6 +49,7 @@ NO_SCRIPTS = (
     "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
 )
 SAMPLES_SHOWN = 12
+ENDS = {True: "finished", False: "truncated"}
 _LARGEST = 1e300  # of a number: sums and spans of these are numbers, too
 TEXT_SHOWN = 600  # characters of a prompt or a completion
 
@@ -205,13 +207,14 @@ def _samples(path: Path) -> str:
     keep = samples if len(samples) <= SAMPLES_SHOWN else [*samples[:4], *samples[4 - SAMPLES_SHOWN :]]
     rows = []
     for sample in keep:
-        texts = "".join(
-            f"<td><pre>{html(_cut(sample.get(key)))}</pre></td>" for key in ("prompt", "completion", "answer")
-        )
+        written = sample.get("completion_raw", sample.get("completion"))
+        texts = "".join(f"<td><pre>{html(_cut(text))}</pre></td>" for text in (sample.get("prompt"), written))
+        texts += f"<td>{ENDS[sample['finished'] is True] if 'finished' in sample else '–'}</td>"
+        texts += f"<td><pre>{html(_cut(sample.get('answer')))}</pre></td>"
         reward = sample.get("reward")
         score = number(_number(sample, "reward")) if isinstance(reward, int | float | None) else html(reward)
         rows.append(f"<tr><td>{html(sample.get('step', ''))}</td>{texts}<td>{score}</td></tr>")
-    head = "<tr><th>step</th><th>prompt</th><th>completion</th><th>answer</th><th>reward</th></tr>"
+    head = "<tr><th>step</th><th>prompt</th><th>completion</th><th>end</th><th>answer</th><th>reward</th></tr>"
     return (
         f"<section><h2>Samples, first and last</h2><div class=wide><table>{head}{''.join(rows)}</table></div></section>"
     )

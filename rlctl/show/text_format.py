@@ -11,6 +11,7 @@ from specs.phases import GRADING_METRIC, TIME_METRICS
 from specs.terminal import visible
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+FEW_FINISH = 0.1  # share of completions that end by themselves below which what is shown is mostly cut off
 # Times of a step's phases, in its order: the metric, and what a person reads.
 TIMES = {TIME_METRICS["rollout"]: "rollout", GRADING_METRIC: "reward"}
 TIMES |= {metric: phase for phase, metric in TIME_METRICS.items()}
@@ -46,6 +47,15 @@ def number(value: float | int | None, digits: int = 3) -> str:
         return f"{value:.{digits - 1}e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(size)))
     return f"{value:.{min(decimals, digits + 2)}f}"
+
+
+def share(value: float) -> str:
+    """A share as a percentage that is 0 % or 100 % only where it is none or all: 98%, 1.5%, 99.95%."""
+    percent = 100 * value
+    if percent in (0, 100):
+        return f"{percent:.0f}%"
+    near = min(percent, 100 - percent)  # as many digits as the smaller part needs
+    return f"{percent:.{0 if near >= 9.5 else 1 if near >= 0.05 else 2}f}%"
 
 
 def count(value: float | None) -> str:

@@ -24,6 +24,10 @@ class RewardTerm(Table):
         "processes"  # what gives its scores: the isolated processes, requests to a judge, or the reward model
     )
 
+    # Whether 0 is the best score, which most completions have.
+    is_penalty: ClassVar[bool] = False
+
+    kind: str
     weight: float = Field(1.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Factor of this term in the weighted sum.")
 
 
@@ -52,6 +56,8 @@ class Regex(RewardTerm):
 
 class Overlong(RewardTerm):
     """0 up to `limit - buffer` tokens, then falls linearly to -1 at the limit (DAPO, Yu et al. 2025, eq. 13)."""
+
+    is_penalty: ClassVar[bool] = True
 
     kind: Literal["overlong"]
     buffer_tokens: int = Field(gt=0, description="Length of the slope before `max_response_tokens`.")

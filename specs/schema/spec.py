@@ -216,6 +216,13 @@ class RewardSection(RoleSection):
     fallback: float = Field(
         0.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Score of a completion whose grading raised, hung or crashed."
     )
+    max_failed_share: float = Field(
+        0.9,
+        ge=0,
+        le=1,
+        description="Share of a step's completions that may fail to be graded. A step that loses more ends the run, "
+        "which keeps what it learned before; 1: none does.",
+    )
 
 
 class Spec(Table):

@@ -83,6 +83,7 @@ class Score(Body):
 
 class Scores(Answer):
     failures: dict[str, int]  # cause → how many completions were lost to it
+    first_failure: str = ""  # what the first of them died of, and the row it was about; empty: none, or judges'
     samples: list[dict[str, Any]]
     ticket: int | None = None  # to ask the judges' grades of these samples with; None: there is no judge
 

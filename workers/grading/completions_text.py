@@ -11,12 +11,14 @@ from backends.hf.tokenizer import TextCodec
 from specs.wire.batch import Batch
 
 
-def completion_texts(batch: Batch, codec: TextCodec) -> list[str]:
+def completion_texts(batch: Batch, codec: TextCodec, *, special_tokens: bool = False) -> list[str]:
     """Decode each run of loss tokens; several turns are joined by line breaks, so that the end of one turn and the
-    start of the next do not merge into a new word or number. Needs `tokens_T`, `loss_mask_T`."""
+    start of the next do not merge into a new word or number. Needs `tokens_T`, `loss_mask_T`. `special_tokens`: the
+    text has them too, for people; no reward sees them."""
     cuts = [stretches(mask) for mask in batch.sequences("loss_mask_T")]
     tokens = batch.sequences("tokens_T")
-    texts = codec.decode([tokens[i][start:stop].tolist() for i, found in enumerate(cuts) for start, stop in found])
+    pieces = [tokens[i][start:stop].tolist() for i, found in enumerate(cuts) for start, stop in found]
+    texts = codec.decode(pieces, special_tokens=special_tokens)
     ends = np.cumsum([len(found) for found in cuts], dtype=np.int64).tolist()
     return [_joined(texts[end - len(found) : end]) for found, end in zip(cuts, ends, strict=True)]
 

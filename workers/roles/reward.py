@@ -95,6 +95,7 @@ class Reward:
             self._awaited[ticket] = Awaited(ids, wheres, [bool(grade.cause) for grade in grades])
         body = {
             "failures": {cause: sum(grade.cause == cause for grade in grades) for cause in CAUSES},
+            "first_failure": _first_failure(grades, wheres),
             "samples": self._examples(batch, requests, columns, call.body.samples),
             "ticket": ticket,
         }
@@ -186,20 +187,24 @@ class Reward:
     ) -> list[dict[str, Any]]:
         """`count` samples spread over the batch, as readable text."""
         assert self._config is not None
+        assert self._codec is not None
         answer = self._config.answer_column
         terms = [f"term_{number}_B" for number in self._own]
         chosen = np.unique(np.linspace(0, len(requests) - 1, min(count, len(requests))).astype(int)).tolist()
+        raw = completion_texts(batch.select(np.array(chosen, dtype=np.int64)), self._codec, special_tokens=True)
         return [
             {
                 "id": int(batch["id_B"][index]),
                 "prompt": requests[index].prompt,
                 "completion": requests[index].completion,
+                "completion_raw": text,
+                "finished": bool(batch["finished_B"][index]),
                 "answer": gold_answer(requests[index].row[answer]) if answer in requests[index].row else None,
                 "reward": float(columns["reward_B"][index]),
                 "scored": bool(columns["scored_B"][index]),
                 "terms": [float(columns[name][index]) for name in terms],
             }
-            for index in chosen
+            for index, text in zip(chosen, raw, strict=True)
         ]
 
     def handlers(self) -> Mapping[Verb, Handler]:
@@ -251,6 +256,15 @@ def weigh(
     for index, number in enumerate(numbers):
         columns[f"term_{number}_B"] = np.where(scored, values[:, index], 0.0).astype(np.float32)
     return columns, checked
+
+
+def _first_failure(grades: Sequence[Grade], wheres: Sequence[str]) -> str:
+    """The last line of what the first sample without a score died of, and its row; empty where all have one."""
+    found = next(((grade, where) for grade, where in zip(grades, wheres, strict=True) if grade.cause), None)
+    if found is None:
+        return ""
+    grade, where = found
+    return f"{(grade.text.strip().splitlines() or [grade.cause])[-1]} ({where})"
 
 
 def _too_large(values: Sequence[float], total: float, numbers: Sequence[int]) -> str:

@@ -1,29 +1,42 @@
-"""Warns of completions that no reward could grade, while the reward can still be fixed."""
+"""Warns of completions that no reward could grade, and ends a run that loses nearly all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rlctl.show.text_format import share
+from specs.errors import GradingError
+
+if TYPE_CHECKING:
+    from rlctl.loop.sampling import Scored
 
 HALF = 0.5  # of a step's completions: then the reward itself is broken
 
 
 class RewardFailureWatch:
-    """Sees each step's failures and warns twice at most: of the first, and of the first step that lost more than
-    half of its completions."""
+    """Sees each step's scores before anything is learned from them. It warns twice at most: of the first failures, and
+    of the first step that lost more than half of its completions."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+    def __init__(self, max_failed_share: float, warn: Callable[[str], None]) -> None:
+        self._max_failed_share, self._warn = max_failed_share, warn
         self._said = 0.0  # share of a step's completions above which there is news
 
-    def see(self, failures: Mapping[str, int], completions: int, step: int) -> None:
-        """`failures`: how many of the step's `completions` were lost to each cause."""
-        failed = sum(failures.values())
+    def see(self, scored: Scored, step: int) -> None:
+        """Raises GradingError where more completions were lost than `reward.max_failed_share` of them."""
+        failed, completions = sum(scored.failures.values()), scored.completions
+        causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in scored.failures.items() if count)
+        lost = f"step {step}: {failed} of {completions} completions could not be graded ({causes})"
+        first = f": {scored.first_failure}" if scored.first_failure else ""
+        if failed > self._max_failed_share * completions:
+            raise GradingError(
+                f"{lost}, more than reward.max_failed_share = {share(self._max_failed_share)}{first}",
+                hint="reward_failures.jsonl in the run directory has each with its row and the end of its traceback",
+            )
         if failed <= self._said * completions:
             return
         self._said = HALF if failed <= HALF * completions else 1.0
-        causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in failures.items() if count)
         self._warn(
-            f"step {step}: {failed} of {completions} completions could not be graded ({causes}); they get "
-            "reward.fallback and an advantage of 0. reward_failures.jsonl in the run directory says why; "
-            "reward/failed_* counts on"
+            f"{lost}{first}. They get reward.fallback and an advantage of 0. reward_failures.jsonl in the run "
+            "directory says why; reward/failed_* counts on"
         )

@@ -82,12 +82,12 @@ def test_plain_lines_name_what_matters(clock: Clock) -> None:
     with Progress(120, 0, "quickstart", target) as bar:
         run(bar, clock, range(1, 4), 2.0)
         clock.now += 2.0
-        ahead = {"rollout/staleness_mean": 1.5}
+        ahead = {"rollout/staleness_mean": 1.5, "rollout/finished": 0.9996}
         bar.step(metrics(4, **{"actor/loss": -0.0012, "eval/heldout/reward_mean": 0.71, **ahead}))
     lines = text_of(target).splitlines()
     assert len(lines) == 4
     for part in ("step 4/120", "reward 0.0400", "loss -0.0012", "eval heldout 0.710", "12.4k tokens/s", "rollout 50%",
-                 "stale 1.50", "other 10%", "ETA 3:13"):  # fmt: skip
+                 "stale 1.50", "finished 99.96%", "other 10%", "ETA 3:13"):  # fmt: skip
         assert part in lines[-1]
 
 
@@ -110,12 +110,15 @@ def test_a_long_wait_is_told_in_plain_lines(clock: Clock) -> None:
     assert [line.split(" for")[0] for line in text_of(target).splitlines()] == ["… build (roles)"] * 2
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_panel_fits_its_width_and_shows_everything(clock: Clock, width: int) -> None:
     target = console(width, terminal=True)
     bar = Progress(120, 0, "quickstart", target)
     bar.evaluation("heldout", 0, 0.12)
-    run(bar, clock, range(1, 61), 1.0)
+    run(bar, clock, range(1, 60), 1.0)
+    clock.now += 1.0
+    ends = {"rollout/finished": 0.015, "rollout/length_mean": 123.4, "rollout/length_max": 512, "time/wall_s": 1.0}
+    bar.step(metrics(60, **ends))
     bar.checkpoint(50)
     bar.warning("odd [numbers]")
     bar.phase("rollout")
@@ -123,9 +126,12 @@ def test_the_panel_fits_its_width_and_shows_everything(clock: Clock, width: int)
     Console(file=panel, width=width, color_system=None).print(bar.render())
     lines = panel.getvalue().splitlines()
     assert max(len(line) for line in lines) <= width
+    assert "…" not in panel.getvalue(), "a number that is cut misleads"
     for part in ("step 60/120", "ETA 1:00", "0.600", "█", "heldout 0.120 at step 0", "12.4k tokens/s", "1 s/step",
-                 "rollout 50%", "rollout for 0:00", "checkpoint at step 50", "1 warning"):  # fmt: skip
+                 "rollout 50%", "rollout for 0:00", "1 warning"):  # fmt: skip
         assert part in panel.getvalue()
+    assert "finished 1.5%" in panel.getvalue()
+    assert ("truncated 98.5%" in panel.getvalue(), "checkpoint at step 50" in panel.getvalue()) == (True, width > 40)
     assert "warning: odd [numbers]" in text_of(target)
 
 

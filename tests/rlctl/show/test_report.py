@@ -54,7 +54,16 @@ def fill(run_dir: Path, steps: int) -> None:
     records[-1]["eval/heldout/reward_mean"] = 0.93
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     samples = [
-        {"step": i, "prompt": f"<{i}>", "completion": "1234", "answer": "1243", "reward": 0.5} for i in range(30)
+        {
+            "step": i,
+            "prompt": f"<{i}>",
+            "completion": "1234",
+            "completion_raw": "1234<eos>",
+            "finished": i % 2 == 0,
+            "answer": "1243",
+            "reward": 0.5,
+        }
+        for i in range(30)
     ]
     (run_dir / "samples.jsonl").write_text(
         "".join(json.dumps(sample) + "\n" for sample in samples) + '{"step": 31, "pr'
@@ -145,7 +154,7 @@ def test_what_a_model_or_a_file_says_is_text_on_the_page(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         fill(tmp_path / name, 3)
     run_dir = tmp_path / "hostile"
-    sample = dict.fromkeys(("step", "prompt", "completion", "answer", "reward"), HOSTILE)
+    sample = dict.fromkeys(("step", "prompt", "completion", "completion_raw", "finished", "answer", "reward"), HOSTILE)
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for _ in range(2)))
     built = json.loads((run_dir / "as_built.json").read_text())
     model = dict.fromkeys(("model_class", "dtype", "attn_implementation"), HOSTILE)

@@ -61,6 +61,8 @@ NAMED = {
     "RewardSection.workers": f"{REWARD}::test_workers_grade_side_by_side",
     "RewardSection.timeout_s": f"{REWARD}::test_failures_are_counted_and_saved",
     "RewardSection.fallback": f"{REWARD}::test_failures_are_counted_and_saved",
+    "RewardSection.max_failed_share": "tests/rlctl/loop/scores/test_reward_failure_watch.py::"
+    "test_a_step_that_loses_more_than_its_share_ends_the_run",
     **{
         f"{table}.weight": f"{REWARD}::test_from_build_to_score"
         for table in ("ExactMatch", "MathVerify", "Regex", "Overlong", "Function")

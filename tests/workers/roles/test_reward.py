@@ -81,6 +81,8 @@ class Role:
         return answer
 
     def score(self, answers: Batch, **body: Any) -> Message:
+        if "finished_B" not in answers:
+            answers = answers.with_columns(finished_B=np.ones(len(answers), dtype=np.uint8))
         needed = answers.only(COLUMNS[Verb.SCORE].needs)
         return self.call(Verb.SCORE, {"what": "train", "samples": 0, "rows": self.rows, **body}, dict(needed.columns))
 
@@ -107,6 +109,7 @@ def answered(prompts: Batch, codec: TextCodec, answers: list[str]) -> Batch:
             "tokens_T": np.concatenate([np.array([*prompt, *answer], dtype=np.int64) for prompt, answer in pairs]),
             "loss_mask_T": np.concatenate([np.repeat([0, 1], [len(p), len(a)]).astype(np.uint8) for p, a in pairs]),
             "length_B": np.array([len(p) + len(a) for p, a in pairs], dtype=np.int64),
+            "finished_B": np.array([i % 2 == 0 for i in range(len(pairs))], dtype=np.uint8),
             **{name: prompts[name] for name in ("group_B", "rollout_B", "id_B", "row_B")},
         }
     )
@@ -128,6 +131,7 @@ def test_what_a_tool_said_is_not_graded(role: Role, codec: TextCodec) -> None:
             "tokens_T": np.array([*prompt, *tokens, *reply[:2], *prompt, *reply], dtype=np.int64),
             "loss_mask_T": np.concatenate([mask, nothing]).astype(np.uint8),
             "length_B": np.array([len(mask), len(nothing)]),
+            "finished_B": np.array([1, 0], dtype=np.uint8),
             **{name: prompts[name] for name in ("group_B", "rollout_B", "id_B", "row_B")},
         }
     )
@@ -136,6 +140,7 @@ def test_what_a_tool_said_is_not_graded(role: Role, codec: TextCodec) -> None:
     assert scored.tensors["term_1_B"].tolist() == [0, 0], "nines are the tool's"
     assert scored.tensors["term_2_B"].tolist() == [0, 0], "no turn of more than 4 tokens, though there are 5 in all"
     assert [sample["completion"] for sample in scored.body["samples"]] == ["1\n23", ""]
+    assert [sample["completion_raw"] for sample in scored.body["samples"]] == ["1<eos>\n23<eos>", ""]
 
 
 def test_from_build_to_score(role: Role, codec: TextCodec) -> None:
@@ -165,12 +170,14 @@ def test_from_build_to_score(role: Role, codec: TextCodec) -> None:
         "id": int(prompts["id_B"][0]),
         "prompt": texts[0],
         "completion": right[0],
+        "completion_raw": f"{right[0]}<eos>",
+        "finished": True,
         "answer": right[0],
         "reward": 1.75,
         "scored": True,
         "terms": [1.0, -0.25],
     }
-    assert last["completion"] == right[5]
+    assert (last["completion"], last["finished"]) == (right[5], False)
 
 
 def test_evaluation_is_graded_against_its_own_rows(role: Role, codec: TextCodec) -> None:
@@ -201,6 +208,7 @@ def test_failures_are_counted_and_saved(role: Role, codec: TextCodec) -> None:
     assert scored.tensors["reward_B"].tolist() == [1, -7, -7, -7, -7, 1]
     assert scored.tensors["scored_B"].tolist() == [1, 0, 0, 0, 0, 1]
     assert scored.body["failures"] == {"timeouts": 1, "crashes": 1, "exceptions": 1, "bad_values": 1}
+    assert scored.body["first_failure"].startswith("the process")
     lines = (role.folder / "run" / "reward_failures.jsonl").read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     assert [record["cause"] for record in records] == ["crashes", "timeouts", "bad_values", "exceptions"]

@@ -1,0 +1,60 @@
+"""Warns of what a step's scores and completions cannot teach, while it can still be put right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlctl.show.text_format import FEW_FINISH, number, share
+
+if TYPE_CHECKING:
+    from rlctl.loop.sampling import Scored
+    from specs.schema.spec import Spec
+
+
+class SignalWatch:
+    """Looks at the scores of the first step of an attempt, and at every step's completions until it has warned of
+    them."""
+
+    def __init__(self, spec: Spec, warn: Callable[[str], None]) -> None:
+        self._spec, self._warn = spec, warn
+        self._seen_first = self._said_cut = False
+
+    def see(self, metrics: Mapping[str, Any], scored: Scored, step: int) -> None:
+        """`metrics`: the step's line."""
+        finished = metrics["rollout/finished"]
+        if finished < FEW_FINISH and not self._said_cut:
+            self._said_cut = True
+            self._warn(f"step {step}: {self._cut(finished)}")
+        if self._seen_first:
+            return
+        self._seen_first = True
+        if scored.scored_B.any():
+            for words in self._scores(metrics, scored):
+                self._warn(f"step {step}: {words}")
+
+    def _cut(self, finished: float) -> str:
+        limit = self._spec.data.max_response_tokens
+        return (
+            f"{share(finished)} of the completions end by themselves, the others are cut off at "
+            f"data.max_response_tokens = {limit}: what is graded is the beginning of an answer. Raise it, or see in "
+            "samples.jsonl (completion_raw) what the model writes instead of its end token. Said once; "
+            "rollout/finished counts on"
+        )
+
+    def _scores(self, metrics: Mapping[str, Any], scored: Scored) -> Iterator[str]:
+        advantage, terms = self._spec.algorithm.advantage, self._spec.reward.terms
+        if not advantage.needs_teacher and metrics["reward/std"] == 0.0:
+            yield (
+                f"all completions score {number(metrics['reward/mean'])}: equal scores teach nothing. Either none "
+                "earns more yet, or the reward cannot be right: samples.jsonl in the run directory has what was graded"
+            )
+            return
+        if advantage.equal_is_silent and scored.thrown is None and metrics["reward/silent_groups"] == 1.0:
+            yield (
+                "in every group all completions score the same, so that all advantages are 0: the reward tells prompts "
+                "apart, not completions; or algorithm.group_size is too small for a score that is rarely earned"
+            )
+        for index in scored.zero_terms:
+            if not terms[index].is_penalty:
+                yield f"reward.terms.{index} ({terms[index].kind}) gives every completion 0"

@@ -1,0 +1,80 @@
+"""What is said of scores that teach nothing, and of completions that never end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from corpus import base
+from running import preset, warm_rlctl
+
+from rlctl.loop.sampling import Scored, Thrown, zero_terms
+from rlctl.loop.scores.signal_watch import SignalWatch
+from specs.load.load import spec_from
+
+GRADED = Scored(np.zeros(8, np.float32), np.ones(8, bool), {}, {}, [], completions=8)
+USUAL = {"rollout/finished": 0.9, "reward/mean": 0.4, "reward/std": 0.3, "reward/silent_groups": 0.5}
+
+
+def said_of(*steps: dict, scored: Scored = GRADED, **sections: dict) -> list[str]:
+    raw = base()
+    for name, keys in sections.items():
+        raw[name].update(keys)
+    said: list[str] = []
+    watch = SignalWatch(spec_from(raw), said.append)
+    for number, metrics in enumerate(steps, start=1):
+        watch.see({**USUAL, **metrics}, scored, number)
+    return said
+
+
+def test_nothing_is_said_of_a_usual_step() -> None:
+    assert said_of({}, {}) == []
+
+
+def test_equal_scores_are_told_once_at_the_first_step() -> None:
+    (line,) = said_of({"reward/std": 0.0, "reward/mean": 0.0, "reward/silent_groups": 1.0}, {"reward/std": 0.0})
+    assert line.startswith("step 1: all completions score 0: equal scores teach nothing")
+    assert said_of({}, {"reward/std": 0.0}) == []
+
+
+def test_silent_groups_are_told_where_groups_are_compared() -> None:
+    (line,) = said_of({"reward/silent_groups": 1.0})
+    assert "in every group all completions score the same" in line
+    assert said_of({"reward/silent_groups": 1.0}, algorithm={"kind": "reinforce++"}) == []
+    thrown = replace(GRADED, thrown=Thrown(1, 4, 0, []))
+    assert said_of({"reward/silent_groups": 1.0}, scored=thrown) == [], "dynamic sampling has its own words"
+
+
+def test_a_term_that_never_scores_is_named_unless_zero_is_its_best() -> None:
+    terms = [{"kind": "exact_match"}, {"kind": "regex", "pattern": "x"}, {"kind": "overlong", "buffer_tokens": 2}]
+    (line,) = said_of({}, scored=replace(GRADED, zero_terms=(1, 2)), reward={"terms": terms})
+    assert line == "step 1: reward.terms.1 (regex) gives every completion 0"
+
+
+def test_what_could_not_be_graded_at_all_is_told_elsewhere() -> None:
+    lost = replace(GRADED, scored_B=np.zeros(8, bool), zero_terms=(0,))
+    assert said_of({"reward/std": 0.0}, scored=lost) == []
+
+
+@pytest.mark.parametrize(("finished", "told"), [(0.1, 0), (0.0999, 1), (0.0, 1)])
+def test_completions_that_never_end_are_told_once_at_any_step(finished: float, told: int) -> None:
+    said = said_of({}, {"rollout/finished": finished}, {"rollout/finished": finished})
+    assert len(said) == told
+    if said:
+        assert said[0].startswith("step 2: ")
+        assert f"data.max_response_tokens = {base()['data']['max_response_tokens']}" in said[0]
+
+
+def test_terms_of_which_all_counted_values_are_zero() -> None:
+    columns = {"term_0_B": np.array([0, 0, 1]), "term_10_B": np.array([0, 1, -1]), "reward_B": np.zeros(3)}
+    assert zero_terms(columns, np.array([True, True, False])) == (0,)
+    assert zero_terms(columns, np.array([True, True, True])) == ()
+
+
+def test_a_reward_that_cannot_be_right_is_told_within_the_first_step(tmp_path) -> None:
+    """`answer` is a column, and never stands in what this policy writes: the run says so at once."""
+    term = ("--set", 'reward.terms=[{kind="regex", pattern="never written"}]')
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", tmp_path / "run", *term, "--set", "run.steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1: all completions score 0: equal scores teach nothing" in done.stdout
