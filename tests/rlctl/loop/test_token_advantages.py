@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlctl.loop.advantages import columns
-from rlctl.loop.token_advantages import decayed_sums
+from rlctl.loop.token_advantages import TOKENS_AT_ONCE, decayed_sums
 from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo, Teacher
 from specs.wire.batch import Batch
 
@@ -69,7 +69,7 @@ def test_the_greedy_baseline_by_hand():
     assert got_T.tolist() == [0, 4 - 1 - 2 - 1, 0, 4 - 1 - 1, 0, -2.0, 0, -2.0]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 99, 1000])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 99, 1000, 2 * TOKENS_AT_ONCE + 1])
 def test_decayed_sums_against_a_slow_loop(count):
     rng = np.random.default_rng(count)
     value_N, decay_N = rng.normal(size=count), rng.choice([0.0, 0.3, 1.0], size=count)
