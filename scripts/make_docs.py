@@ -119,12 +119,14 @@ def render() -> str:
     sections = {name: found for name, field in Spec.model_fields.items() if (found := tables_of(field.annotation))}
     for name, tables in sections.items():
         needed = "" if not Spec.model_fields[name].is_required() else " (required)"
-        lines.append(f"- [`[{name}]`](#{name}){needed}: {about(tables)}")
+        title = f"[[{name}]]" if is_list(Spec.model_fields[name].annotation) else f"[{name}]"
+        lines.append(f"- [`{title}`](#{name}){needed}: {about(tables)}")
     lines.append("")
     for name, tables in sections.items():
         lines += [f'<a id="{name}"></a>', ""]
         for table in tables:
-            lines += section(name, table, 2, name_kind=len(tables) > 1)
+            many = is_list(Spec.model_fields[name].annotation)
+            lines += section(f"[{name}]" if many else name, table, 2, name_kind=len(tables) > 1)
     return "\n".join(lines).rstrip() + "\n"
 
 

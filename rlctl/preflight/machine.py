@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.model_tensors import tensors_of_config
+from rlctl.show.tracking import missing_package
 from specs.errors import Problem
 from specs.model_facts import model_facts
 from specs.schema.engines.engine_table import engine_of
@@ -22,7 +23,6 @@ from specs.schema.spec import Spec
 from specs.text import show
 
 _GIB = 2**30
-_TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 1.2  # free space per what checkpoints take, below which a warning is due
 
@@ -51,10 +51,8 @@ def _commands(spec: Spec) -> list[Problem]:
 
 
 def _tracking(spec: Spec) -> list[Problem]:
-    if spec.tracking is None or find_spec(package := _TRACKERS[spec.tracking.kind]) is not None:
-        return []
-    message = f"the package {package} is not installed"
-    return [Problem("tracking.kind", message, "pip install 'rlctl[tracking]'", show(spec.tracking.kind))]
+    found = enumerate(spec.tracking)
+    return [missing_package(number, table) for number, table in found if find_spec(table.package) is None]
 
 
 def _ports(spec: Spec) -> list[Problem]:

@@ -24,7 +24,7 @@ from rlctl.show.metrics_file import MetricsWriter, truncate_samples_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
 from rlctl.show.text_format import counted
-from rlctl.show.tracking import Tracker, open_tracker
+from rlctl.show.tracking import Trackers, open_trackers
 from specs.errors import (
     GradingError,
     Interrupted,
@@ -98,13 +98,15 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
         if keep_to is not None:
             truncate_samples_after(run_dir.samples, keep_to, progress.warning)
         metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to))
-        tracker = stack.enter_context(open_tracker(spec, run_dir.path))
+        trackers = stack.enter_context(
+            open_trackers(spec, run_dir.path, resume=resume, say=progress.message, warn=progress.warning)
+        )
         try:
             driver = start(spec, spec_dir, run_dir, plan, groups, window, progress)
             run_dir.add_downloaded(spec, spec_dir)
             saver = Saver(spec, spec_dir, run_dir, plan, groups, progress)
             done = saver.restore(driver, checkpoint) if checkpoint is not None else 0
-            run = Run(spec, run_dir, groups, driver, saver, metrics, tracker, interrupt, progress, done)
+            run = Run(spec, run_dir, groups, driver, saver, metrics, trackers, interrupt, progress, done)
             run.steps()
             _compare_memory(spec, spec_dir, run_dir, groups, progress)
         except STOPPED:
@@ -149,13 +151,13 @@ class Run:
         driver: Driver,
         saver: Saver,
         metrics: MetricsWriter,
-        tracker: Tracker,
+        trackers: Trackers,
         interrupt: Interrupt,
         progress: Progress,
         done: int,
     ) -> None:
         self.spec, self.run_dir, self.groups, self.driver, self.saver = spec, run_dir, groups, driver, saver
-        self.metrics, self.tracker, self.interrupt, self.progress = metrics, tracker, interrupt, progress
+        self.metrics, self.trackers, self.interrupt, self.progress = metrics, trackers, interrupt, progress
         self.memory_watch = MemoryWatch(spec.run.max_memory_growth_GiB, progress.warning)
         self.done = done  # steps completed
 
@@ -193,22 +195,19 @@ class Run:
                 record.metrics.update(self.driver.evaluate(step))
         finally:  # also when interrupted: no checkpoint may be ahead of the metrics
             record.metrics["time/wall_s"] = time.monotonic() - started
-            self._log(record.metrics)
-            self._write_samples(step, record.samples)
+            self._log(record.metrics, record.samples)
             self.progress.step(record.metrics)
         self.memory_watch.see(record.metrics, step)
         if step % spec.checkpoint.every == 0 or last:
             self.saver.save(self.driver, step)
         self.interrupt.check()
 
-    def _log(self, metrics: dict[str, Any]) -> None:
+    def _log(self, metrics: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> None:
         self.metrics.write(metrics)
-        self.tracker.log(metrics)
-
-    def _write_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         with open(self.run_dir.samples, "a", encoding="utf-8") as file:
             for sample in samples:
-                file.write(json_text({"step": step, **sample}) + "\n")
+                file.write(json_text({"step": metrics["step"], **sample}) + "\n")
+        self.trackers.log(metrics, samples)
 
     def _where_to_resume(self) -> str:
         saved = self.saver.saved

@@ -1,45 +1,101 @@
-"""Optional trackers: TensorBoard and Weights & Biases, besides `metrics.jsonl`."""
+"""Trackers (`[[tracking]]`): where hyperparameters, metrics and samples go besides the run directory.
+
+No run is lost for a tracker: one that fails is left out from then on, with a warning, and the run directory has
+everything. `trackers.json` holds what the run is called there, so that a resume goes on with the same one.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from specs.errors import Problem, RlctlError, SpecError
+from rlctl.show.trackers import TRACKERS
+from rlctl.show.trackers.tracker import Attempt, Ended, Samples, Tracker
+from specs.errors import Interrupted, Problem, RlctlError, SpecError
+from specs.json_file import read_object, write_object
 from specs.schema.spec import Spec
+from specs.schema.tracker_tables import Tracker as Table
+
+STATE_FILE = "trackers.json"
+Say = Callable[[str], None]
+Metrics = Mapping[str, Any]
 
 
-class Tracker(ABC):
-    """A context manager that takes each line of `metrics.jsonl`."""
+class Trackers:
+    """A context manager that hands each step to every tracker."""
 
-    @abstractmethod
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """One step; `metrics["step"]` numbers it. Values that are not finite numbers are left out."""
+    def __init__(self, opened: Sequence[tuple[Table, Tracker]], warn: Say) -> None:
+        self._opened, self._warn = list(opened), warn
 
-    def close(self) -> None:
-        """Write out what is pending."""
+    def log(self, metrics: Metrics, samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """A line of `metrics.jsonl` and samples of its step. Values that are no finite numbers are left out."""
+        step, values = int(metrics["step"]), numbers(metrics)
+        for table, tracker in list(self._opened):
+            every = table.samples_every
+            due = Samples.of(step, samples) if samples and every and (step == 1 or step % every == 0) else None
+            try:
+                tracker.log(step, values, due)
+            except Exception as error:  # of a foreign package and its network: any
+                self._opened.remove((table, tracker))
+                self._warn(f"{table.kind} takes no more metrics from step {step} on: {_words(error)}")
 
-    def __enter__(self) -> Tracker:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        ended: Ended = (
+            "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed" if error else "finished"
+        )
+        self.close(ended)
+
+    def close(self, ended: Ended) -> None:
+        """Each writes out what is pending."""
+        for table, tracker in self._opened:
+            try:
+                tracker.close(ended)
+            except Exception as failure:
+                self._warn(f"{table.kind} may lack the last metrics: {_words(failure)}")
 
 
-def open_tracker(spec: Spec, run_dir: Path) -> Tracker:
-    """The tracker that `[tracking]` asks for. Raises SpecError when its package is missing."""
-    if spec.tracking is None:
-        return NoTracker()
-    if spec.tracking.kind == "tensorboard":
-        return TensorBoard(run_dir / "tensorboard")
-    return WandB(spec, run_dir)
+def open_trackers(spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Say) -> Trackers:
+    """The trackers that the spec asks for. `resume`: with the runs that an earlier attempt logged to. Raises SpecError
+    where a package is missing, RlctlError where a tracker does not start."""
+    before = _read_state(run_dir, warn) if resume and spec.tracking else {}
+    opened: list[tuple[Table, Tracker]] = []
+    state = dict(before)
+    for number, table in enumerate(spec.tracking):
+        kind = table.kind
+        known = before.get(kind)
+        same = isinstance(known, dict) and known.get("place") == table.place
+        attempt = Attempt(spec.run.name, run_dir, spec.resolved(), known.get("run", {}) if same and known else {})
+        try:
+            tracker = TRACKERS[kind](table, attempt)
+        except ImportError as error:
+            Trackers(opened, warn).close("failed")
+            raise SpecError([missing_package(number, table, str(error))]) from None
+        except Exception as error:
+            Trackers(opened, warn).close("failed")
+            hint = f"{TRACKERS[kind].hint}; leave tracking.{number} out to train without it"
+            raise RlctlError(f"{kind} did not start: {_words(error)}", hint=hint) from error
+        opened.append((table, tracker))
+        state[kind] = {"place": table.place, "run": dict(tracker.remembers)}
+        if tracker.address:
+            say(f"{kind}: {tracker.address}")
+    if opened:
+        write_object(run_dir / STATE_FILE, state)
+    return Trackers(opened, warn)
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def missing_package(number: int, table: Table, why: str = "") -> Problem:
+    """The tracker's package is not there, or, with `why`, cannot be imported."""
+    message = f"the package {table.package} " + (f"cannot be imported: {why}" if why else "is not installed")
+    return Problem(f"tracking.{number}.kind", message, f"pip install {table.package}", f'"{table.kind}"')
+
+
+def numbers(metrics: Metrics) -> dict[str, float]:
     """The finite numbers among the metrics, without the step."""
     return {
         key: float(value)
@@ -48,62 +104,18 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-class NoTracker(Tracker):
-    """`metrics.jsonl` alone."""
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        pass
-
-
-class TensorBoard(Tracker):
-    """Event files in `folder`. A resumed run writes another file there; later values win."""
-
-    def __init__(self, folder: Path) -> None:
-        self._writer = _load("tensorboardX").SummaryWriter(str(folder), write_to_disk=True)
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        for key, value in numbers(metrics).items():
-            self._writer.add_scalar(key, value, metrics["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandB(Tracker):
-    """A run of Weights & Biases; the resolved spec is its config. Its own settings (WANDB_MODE, …) apply."""
-
-    def __init__(self, spec: Spec, run_dir: Path) -> None:
-        assert spec.tracking is not None
-        wandb = _load("wandb")
-        try:
-            self._run = wandb.init(
-                project=spec.tracking.project or "rlctl",
-                name=spec.run.name,
-                dir=str(run_dir),
-                config=spec.resolved(),
-                settings=wandb.Settings(console="off"),
-            )
-        except wandb.Error as error:
-            raise RlctlError(
-                f"wandb did not start: {error}", hint="`wandb login`, or WANDB_MODE=offline to log to the run directory"
-            ) from None
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        self._run.log(numbers(metrics), step=metrics["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _load(package: str) -> ModuleType:
-    from importlib import import_module
-
+def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:
+    path = run_dir / STATE_FILE
+    if not path.exists():
+        return {}
     try:
-        return import_module(package)
-    except ImportError:
-        kind = "wandb" if package == "wandb" else "tensorboard"
-        problem = Problem(
-            "tracking.kind", f"the package {package} is not installed", "pip install 'rlctl[tracking]'", kind
-        )
-        raise SpecError([problem]) from None
+        return read_object(path)
+    except ValueError as error:
+        warn(f"{path} {error}: trackers begin a new run")
+        return {}
+
+
+def _words(error: BaseException) -> str:
+    """The first lines of what a foreign package says."""
+    said = " ".join(str(error).split())
+    return (said[:400] + "…" if len(said) > 400 else said) or type(error).__name__

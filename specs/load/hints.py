@@ -28,6 +28,11 @@ def hint_for(kind: str, path: Path, bound: Any, raw: dict[str, Any]) -> str:
     field = _field(path, raw)
     if kind in ("dict_type", "model_type", "model_attributes_type", "dataclass_type"):
         return _as_table(path, raw)
+    if kind == "tuple_type" and tables_at(path, raw) and isinstance(value_at(path, raw), dict):
+        first = next(iter(kinds_of(tables_at(path, raw)[0])), "")
+        return f"write [[{dotted(path)}]], once for each; with --set '{dotted(path)}=[{{ kind = \"{first}\" }}]'"
+    if kind == "union_tag_invalid" and isinstance(path[-1], int):
+        return "write one of them, or remove the entry"
     if kind == "string_pattern_mismatch" and path[-1] in _FUNCTIONS:
         given, (file, name) = value_at(path, raw), _FUNCTIONS[path[-1]]
         return (

@@ -61,7 +61,8 @@ def repaired(raw: dict[str, Any], errors: Sequence[ErrorDetails], problems: Sequ
 
 
 def _take_out(raw: dict[str, Any], path: Path) -> bool | None:
-    """True: the key could be removed; False: a required number became 1; None: neither was possible."""
+    """True: the key, or the list that it is in, could be removed; False: a required number became 1; None: neither was
+    possible."""
     while path and isinstance(path[-1], int):
         path = path[:-1]  # a list goes as a whole
     if not path:
@@ -76,7 +77,7 @@ def _take_out(raw: dict[str, Any], path: Path) -> bool | None:
     if field.annotation in (int, float):
         parent[name] = field.annotation(1)
         return False
-    return None
+    return _take_out(raw, path[:-1]) if len(path) > 1 and isinstance(path[-2], int) else None
 
 
 def _field(raw: dict[str, Any], path: Path) -> Any:

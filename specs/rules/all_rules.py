@@ -187,13 +187,11 @@ def _logprob_gap(spec: Spec) -> Iterator[Problem]:
 
 
 def _tracking(spec: Spec) -> Iterator[Problem]:
-    tracking = spec.tracking
-    if tracking is None:
-        return
-    if tracking.kind == "tensorboard" and "project" in tracking.model_fields_set:
-        yield no_effect("tracking.project", tracking, 'only kind "wandb" has projects')
-    if tracking.kind == "wandb" and not tracking.project:
-        yield Problem("tracking.project", "wandb needs one", 'add project = "…" under [tracking]')
+    kinds = [tracker.kind for tracker in spec.tracking]
+    for number, kind in enumerate(kinds):
+        if kind in kinds[:number]:
+            message = f"tracking.{kinds.index(kind)} is of this kind already"
+            yield Problem(f"tracking.{number}.kind", message, "remove one of the two", f'"{kind}"')
 
 
 # ── roles ─────────────────────────────────────────────────────────────────────────────────────────

@@ -174,12 +174,3 @@ class ClusterSection(Table):
         "", description="Address of this host that the other nodes can reach; empty: found from the first of them."
     )
     port: int = Field(29400, gt=1023, lt=65536, description="Port where the ranks of a group first meet.")
-
-
-class TrackingSection(Table):
-    """Where metrics go besides `metrics.jsonl`."""
-
-    kind: Literal["tensorboard", "wandb"] = Field(
-        description="`tensorboard` writes to the run directory; `wandb` logs to a project."
-    )
-    project: str = Field("", description="Project name; only for wandb.")

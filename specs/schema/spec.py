@@ -30,9 +30,9 @@ from specs.schema.sections import (
     ModelSection,
     RunSection,
     SyncSection,
-    TrackingSection,
 )
 from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
+from specs.schema.tracker_tables import TrackerTable
 
 SCHEMA_VERSION = 1
 
@@ -243,7 +243,7 @@ class Spec(Table):
     checkpoint: CheckpointSection = CheckpointSection()
     sync: SyncSection = SyncSection()
     cluster: ClusterSection | None = None
-    tracking: TrackingSection | None = None
+    tracking: tuple[TrackerTable, ...] = ()
 
     # Derived values: what the sections mean together. Nothing here rewrites the spec.
 

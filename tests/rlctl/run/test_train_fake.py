@@ -10,7 +10,8 @@ import time
 
 import psutil
 import pytest
-from running import metrics, preset, rlctl, start, steps_done, trajectory, wait_for, warm_rlctl, workers_of
+from running import REPO, metrics, preset, rlctl, start, steps_done, trajectory, wait_for, warm_rlctl, workers_of
+from tracker_packages.told import told
 
 FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=2")
 
@@ -88,8 +89,11 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     steered = ("kl_coef=0.3", 'kl_in="reward"', "kl_target=1e-4", "kl_horizon=64")  # its weight is part of a checkpoint
     options += tuple(word for key in steered for word in ("--set", f"algorithm.{key}"))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
+    tracked = ("--set", 'tracking=[{kind="wandb", project="p", samples_every=3}, {kind="tensorboard"}]')
+    support = REPO / "tests" / "support"
+    env = {"PYTHONPATH": f"{REPO}:{support}:{support / 'tracker_packages'}", "TRACKERS_TOLD": str(tmp_path / "told")}
     assert warm_rlctl("train", spec, "--run-dir", whole, *options).returncode == 0
-    assert warm_rlctl("train", spec, "--run-dir", halves, *options).returncode == 0
+    assert warm_rlctl("train", spec, "--run-dir", halves, *options, *tracked, **env).returncode == 0
     torn = halves / "checkpoints" / "step_000006" / "actor" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:-3])
     for copy in ("step_000009x", "step_000003 (copy)", "backup"):
@@ -97,8 +101,13 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     (halves / "logs" / "attempt_backup").mkdir()
     with (halves / "samples.jsonl").open("ab") as samples:
         samples.write(b'{"step": 6, "prompt": "\xc3')
-    again = warm_rlctl("train", spec, "--run-dir", halves, *options, "--resume")
+    again = warm_rlctl("train", spec, "--run-dir", halves, *options, *tracked, "--resume", **env)
     assert again.returncode == 0, again.stdout + again.stderr
+    logged = [call["data"] for call in told(tmp_path / "told", "wandb.log")]
+    assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+    assert [line["step"] for line in logged if "samples" in line] == [1, 3, 6, 6]
+    assert [call["id"] for call in told(tmp_path / "told", "wandb.init")] == [None, "run1"]
+    assert len(list((halves / "tensorboard").iterdir())) == 2
     assert "skipped step_000006" in again.stdout
     assert "step_000003" in again.stdout
     assert trajectory(halves) == trajectory(whole)

@@ -1,23 +1,68 @@
-"""Trackers get every finite metric, and a missing package is a spec error."""
+"""What trackers are told: hyperparameters, finite metrics, samples; by which name a resume finds the run again."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_spec import raw_spec
+from tracker_packages.told import told
 
-from rlctl.show.tracking import numbers, open_tracker
-from specs.errors import SpecError
+from rlctl.show.trackers import TRACKERS
+from rlctl.show.tracking import numbers, open_trackers
+from specs.errors import Interrupted, RlctlError, SpecError
+from specs.load.keys import kinds_of, tables_of
+from specs.load.load import spec_from
 from specs.schema.spec import Spec
 
+STAND_INS = Path(__file__).resolve().parents[2] / "support" / "tracker_packages"
+WANDB = {"kind": "wandb", "project": "mine", "entity": "team"}
+TRACKIO = {"kind": "trackio", "project": "mine", "space_id": "me/board"}
+MLFLOW = {"kind": "mlflow", "experiment": "mine", "tracking_uri": "http://server"}
+SAMPLES = [
+    {"id": 7, "prompt": "1+1|", "completion": "<b>2</b>\n# x", "answer": "2", "reward": 0.5, "terms": [1.0, 0.0]},
+    {"id": 9, "prompt": "2+2", "completion": "", "answer": None, "reward": 0.0, "terms": [0.0, 0.0]},
+]
 
-def spec_with(tracking: dict[str, Any] | None) -> Spec:
-    return Spec.model_validate(raw_spec(run={"name": "tracked"}, **({"tracking": tracking} if tracking else {})))
+
+def spec_with(*tracking: dict[str, Any], name: str = "tracked") -> Spec:
+    return spec_from({**raw_spec(run={"name": name}), "tracking": [dict(table) for table in tracking]})
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """The stand-ins are installed; returns what one of their functions was told."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    for name in ("wandb", "trackio", "mlflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    path = tmp_path / "told.jsonl"
+    monkeypatch.setenv("TRACKERS_TOLD", str(path))
+    yield lambda call: told(path, call)
+    for name in ("wandb", "trackio", "mlflow"):
+        sys.modules.pop(name, None)
+
+
+def run(spec: Spec, folder: Path, steps: range, *, resume: bool = False, warned: list[str] | None = None) -> list[str]:
+    """Log these steps, with samples; returns what was said to the user."""
+    said: list[str] = []
+    warn = (warned if warned is not None else said).append
+    with open_trackers(spec, folder, resume=resume, say=said.append, warn=warn) as trackers:
+        for step in steps:
+            metrics = {"step": step, "reward/mean": step / 10, "eval/x/pass@4": 1, "actor/loss": math.nan}
+            trackers.log(metrics, SAMPLES)
+    return said
+
+
+def test_every_kind_of_the_schema_has_a_tracker() -> None:
+    tables = tables_of(Spec.model_fields["tracking"].annotation)
+    assert {kind for table in tables for kind in kinds_of(table)} == set(TRACKERS)
 
 
 def test_only_finite_numbers_are_tracked() -> None:
@@ -25,55 +70,231 @@ def test_only_finite_numbers_are_tracked() -> None:
     assert numbers(metrics) == {"a": 1.0, "b": 0.5, "ok": 1.0}
 
 
-def test_without_the_section_nothing_is_written(tmp_path: Path) -> None:
-    with open_tracker(spec_with(None), tmp_path) as tracker:
-        tracker.log({"step": 1, "reward/mean": 0.5})
+def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:
+    run(spec_with(), tmp_path, range(1, 3))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("kind", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_a_missing_package_is_a_spec_error_with_the_way_out(
-    kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_several_get_the_same_steps(tmp_path: Path, calls: Any) -> None:
+    said = run(spec_with(WANDB, TRACKIO, MLFLOW), tmp_path, range(1, 4))
+    values = [{"reward/mean": step / 10, "eval/x/pass@4": 1.0} for step in (1, 2, 3)]
+    logged = [{key: value for key, value in call["data"].items() if key != "samples"} for call in calls("wandb.log")]
+    assert logged == [{"step": step, **one} for step, one in enumerate(values, start=1)]
+    logged = [
+        {key: value for key, value in call["metrics"].items() if key != "samples"} for call in calls("trackio.log")
+    ]
+    assert logged == values
+    assert [call["step"] for call in calls("trackio.log")] == [1, 2, 3]
+    renamed = [{"reward/mean": one["reward/mean"], "eval/x/pass_4": 1.0} for one in values]  # what MLflow takes
+    assert [call["metrics"] for call in calls("mlflow.log_metrics")] == renamed
+    assert said == ["wandb: https://wandb.ai/run/run1", "mlflow: run run1 of experiment mine at http://server"]
+    assert calls("wandb.finish") == [{"exit_code": 0}]
+    assert calls("trackio.finish") == [{}]
+    assert calls("mlflow.end_run") == [{"status": "FINISHED"}]
+
+
+def test_wandb_is_told_the_project_and_the_values(tmp_path: Path, calls: Any) -> None:
+    run(spec_with(WANDB), tmp_path, range(1, 2))
+    (init,) = calls("wandb.init")
+    assert (init["project"], init["entity"], init["name"]) == ("mine", "team", "tracked")
+    assert init["config"]["actor"]["optimizer"]["lr"] == spec_with().actor.optimizer.lr
+    # W&B's own step only grows, and a resume goes back: `step` is a metric, and the axis of the others
+    assert {"name": "*", "step_metric": "step"} in calls("wandb.define_metric")
+    assert all(call["step"] is None for call in calls("wandb.log"))
+
+
+def test_trackio_is_told_the_project_and_the_space(tmp_path: Path, calls: Any) -> None:
+    run(spec_with(TRACKIO), tmp_path, range(1, 2))
+    (init,) = calls("trackio.init")
+    assert (init["project"], init["space_id"], init["name"]) == ("mine", "me/board", "tracked")
+    assert init["config"]["run"]["name"] == "tracked"
+
+
+def test_mlflow_is_told_the_experiment_and_every_hyperparameter(tmp_path: Path, calls: Any) -> None:
+    raw = {**raw_spec(), "tracking": [MLFLOW]}
+    raw["data"] = {**raw["data"], "template": "x" * 600 + "{prompt}"}
+    spec = spec_from(raw)
+    run(spec, tmp_path, range(1, 2))
+    assert calls("mlflow.set_tracking_uri") == [{"uri": "http://server"}]
+    assert calls("mlflow.set_experiment") == [{"name": "mine"}]
+    known = {key: value for call in calls("mlflow.log_params") for key, value in call["params"].items()}
+    assert known["actor.optimizer.lr"] == str(spec.actor.optimizer.lr)
+    assert known["reward.terms.0.kind"] == spec.reward.terms[0].kind
+    assert known["data.template"] == "x" * 499 + "…"
+    (resolved,) = calls("mlflow.log_dict")
+    assert resolved == {"artifact_file": "resolved.json", "dictionary": spec.resolved()}
+
+
+def test_samples_are_a_table(tmp_path: Path, calls: Any) -> None:
+    columns = ["step", "prompt", "completion", "answer", "reward", "term_0", "term_1"]
+    row = [10, "1+1|", "<b>2</b>\n# x", "2", 0.5, 1.0, 0.0]
+    run(spec_with(WANDB, TRACKIO, {**MLFLOW, "samples_every": 4}), tmp_path, range(1, 13))
+    tables = [call["data"]["samples"] for call in calls("wandb.log") if "samples" in call["data"]]
+    assert [table["data"][0][0] for table in tables] == [1, 10]
+    assert (tables[1]["columns"], tables[1]["data"][0]) == (columns, row)
+    tables = [call["metrics"]["samples"] for call in calls("trackio.log") if "samples" in call["metrics"]]
+    assert (tables[1]["columns"], tables[1]["data"][0]) == (columns, row)
+    grown = [call["data"] for call in calls("mlflow.log_table")]
+    assert [data["step"] for data in grown] == [[1, 1], [4, 4], [8, 8], [12, 12]]
+    assert grown[0]["completion"] == ["<b>2</b>\n# x", ""]
+
+
+def test_samples_stay_here_where_they_are_not_wanted(tmp_path: Path, calls: Any) -> None:
+    run(spec_with({**WANDB, "samples_every": 0}, {**TRACKIO, "samples_every": 0}), tmp_path, range(1, 12))
+    assert not any("samples" in call["data"] for call in calls("wandb.log"))
+    assert not any("samples" in call["metrics"] for call in calls("trackio.log"))
+
+
+# ── resume ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_resume_goes_on_with_the_same_runs(tmp_path: Path, calls: Any) -> None:
+    spec = spec_with(WANDB, TRACKIO, MLFLOW, name="again")
+    run(spec, tmp_path, range(1, 4))
+    run(spec, tmp_path, range(3, 6), resume=True)
+    first, second = calls("wandb.init")
+    assert (first["id"], first["resume"]) == (None, None)
+    assert (second["id"], second["resume"]) == ("run1", "allow")
+    first, second = calls("trackio.init")
+    assert (first["name"], first["resume"], second["name"], second["resume"]) == ("again", "never", "again", "allow")
+    first, second = calls("mlflow.start_run")
+    assert (first["run_id"], second["run_id"]) == (None, "run1")
+    params = [call for call in calls("mlflow.log_params") if "run.name" in call["params"]]
+    assert len(params) == 1, "parameters of MLflow never change"
+
+
+def test_a_name_that_trackio_changed_is_the_one_to_resume(tmp_path: Path, calls: Any) -> None:
+    spec = spec_with(TRACKIO, name="twice")
+    for number, resume in (("a", False), ("b", False), ("b", True)):
+        (tmp_path / number).mkdir(exist_ok=True)
+        run(spec, tmp_path / number, range(1, 2), resume=resume)
+    assert [call["name"] for call in calls("trackio.init")] == ["twice", "twice", "twice-2"]
+
+
+def test_another_project_or_a_new_run_begins_anew(tmp_path: Path, calls: Any) -> None:
+    run(spec_with(WANDB), tmp_path, range(1, 2))
+    run(spec_with({**WANDB, "project": "other"}), tmp_path, range(1, 2), resume=True)
+    run(spec_with({**WANDB, "project": "other"}), tmp_path, range(1, 2))
+    (tmp_path / "trackers.json").write_text("{")
+    said = run(spec_with(WANDB), tmp_path, range(1, 2), resume=True)
+    assert [call["id"] for call in calls("wandb.init")] == [None] * 4
+    assert any("trackers.json" in text and "begin a new run" in text for text in said)
+
+
+def test_a_tracker_that_was_left_out_for_once_is_found_again(tmp_path: Path, calls: Any) -> None:
+    run(spec_with(WANDB, TRACKIO), tmp_path, range(1, 2))
+    run(spec_with(TRACKIO), tmp_path, range(2, 3), resume=True)
+    run(spec_with(WANDB), tmp_path, range(3, 4), resume=True)
+    assert [call["id"] for call in calls("wandb.init")] == [None, "run1"]
+
+
+# ── what goes wrong ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("tensorboard", {}), ("wandb", WANDB), ("trackio", TRACKIO), ("mlflow", MLFLOW)]
+)
+def test_a_package_that_breaks_is_a_spec_error_with_the_way_out(
+    kind: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spec = spec_with({**more, "kind": kind})
+    package = spec.tracking[0].package
     monkeypatch.setitem(sys.modules, package, None)  # what Python itself uses to say: not importable
     with pytest.raises(SpecError) as caught:
-        open_tracker(spec_with({"kind": kind}), tmp_path)
+        run(spec, tmp_path, range(1, 2))
     assert caught.value.exit_code == 2
     text = str(caught.value)
-    assert f"tracking.kind = {kind}: the package {package} is not installed" in text
-    assert "pip install 'rlctl[tracking]'" in text
+    assert f'tracking.0.kind = "{kind}": the package {package} cannot be imported' in text
+    assert f"pip install {package}" in text
+
+
+def test_a_tracker_that_does_not_start_ends_the_run_before_it_begins(
+    tmp_path: Path, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKERS_FAIL_AT", "mlflow.set_experiment")
+    with pytest.raises(RlctlError) as caught:
+        run(spec_with(WANDB, MLFLOW), tmp_path, range(1, 2))
+    assert caught.value.message == "mlflow did not start: no route to the server of mlflow.set_experiment"
+    assert "MLFLOW_TRACKING_URI" in caught.value.hint
+    assert "tracking.1" in caught.value.hint
+    assert calls("wandb.finish") == [{"exit_code": 1}]
+
+
+def test_a_tracker_that_fails_later_is_left_out_and_the_others_go_on(
+    tmp_path: Path, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    with open_trackers(spec_with(MLFLOW, WANDB), tmp_path, resume=False, say=print, warn=warned.append) as trackers:
+        trackers.log({"step": 1, "reward/mean": 1.0})
+        monkeypatch.setenv("TRACKERS_FAIL_AT", "mlflow.log_metrics")
+        trackers.log({"step": 2, "reward/mean": 1.0})
+        monkeypatch.delenv("TRACKERS_FAIL_AT")
+        trackers.log({"step": 3, "reward/mean": 1.0})
+    assert warned == ["mlflow takes no more metrics from step 2 on: no route to the server of mlflow.log_metrics"]
+    assert [call["step"] for call in calls("mlflow.log_metrics")] == [1]
+    assert [call["data"]["step"] for call in calls("wandb.log")] == [1, 2, 3]
+    assert calls("wandb.finish") == [{"exit_code": 0}]
+
+
+@pytest.mark.parametrize(("error", "status"), [(RlctlError("x"), "FAILED"), (Interrupted("x"), "KILLED")])
+def test_trackers_know_how_a_run_ended(error: Exception, status: str, tmp_path: Path, calls: Any) -> None:
+    with (
+        pytest.raises(type(error)),
+        open_trackers(spec_with(WANDB, MLFLOW), tmp_path, resume=False, say=print, warn=print),
+    ):
+        raise error
+    assert calls("mlflow.end_run") == [{"status": status}]
+    assert calls("wandb.finish") == [{"exit_code": 1}]
+
+
+# ── the packages themselves ───────────────────────────────────────────────────────────────────────
 
 
 def test_tensorboard_files_hold_the_values(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
-    with open_tracker(spec_with({"kind": "tensorboard"}), tmp_path) as tracker:
-        tracker.log({"step": 1, "reward/mean": 0.25, "actor/loss": math.nan})
-        tracker.log({"step": 2, "reward/mean": 0.5})
+    run(spec_with({"kind": "tensorboard", "samples_every": 2}), tmp_path, range(1, 3))
     [path] = (tmp_path / "tensorboard").iterdir()
-    data, seen = path.read_bytes(), []
+    data, seen, texts, parameters = path.read_bytes(), [], {}, {}
     while data:  # length, its checksum, the event, its checksum
         length = int.from_bytes(data[:8], "little")
         body = data[12 : 12 + length]
         assert int.from_bytes(data[12 + length : 16 + length], "little") == masked_crc32c(body)
         event = Event.FromString(body)
-        seen += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                seen.append((event.step, value.tag, round(value.simple_value, 6)))
+            elif value.HasField("tensor"):
+                texts[value.tag.removesuffix("/text_summary"), event.step] = value.tensor.string_val[0].decode()
+            elif "session_start" in value.tag:
+                parameters = value.metadata.plugin_data.content
         data = data[16 + length :]
-    assert seen == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5)]
+    wanted = [[(step, "reward/mean", step / 10), (step, "eval/x/pass_4", 1.0)] for step in (1, 2)]
+    assert [one for one in seen if one[1] in ("reward/mean", "eval/x/pass_4")] == [
+        one for step in wanted for one in step
+    ]
+    assert b"actor.optimizer.lr" in parameters  # the tab HParams
+    assert '"name": "tracked"' in texts["spec", 0]
+    assert "\n    <b>2</b>\n    # x\n" in texts["samples", 2]  # in a code block: what a model writes is no markup
 
 
-def test_wandb_is_told_the_project_and_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb wants an account, so a stand-in takes down what it is told."""
-    told: list[Any] = []
-    run = SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("end"))
-    stand_in = SimpleNamespace(
-        init=lambda **options: told.append((options["project"], options["name"])) or run,
-        Settings=lambda **options: options,
-        Error=RuntimeError,
-    )
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    with open_tracker(spec_with({"kind": "wandb", "project": "mine"}), tmp_path) as tracker:
-        tracker.log({"step": 1, "reward/mean": 0.25})
-    assert told == [("mine", "tracked"), (1, {"reward/mean": 0.25}), "end"]
+@pytest.mark.parametrize("package", ["wandb", "trackio", "mlflow"])
+def test_the_stand_ins_have_the_signatures_of_the_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pytest.importorskip(package, reason=f"{package} is not installed")
+    assert not os.fspath(real.__file__).startswith(str(STAND_INS)), "the stand-in of an earlier test"
+    names = {
+        "wandb": "init Table Run.log Run.finish Run.define_metric",
+        "trackio": "init Table Run.log Run.finish",
+        "mlflow": "set_tracking_uri get_tracking_uri set_experiment start_run end_run "
+        "log_params log_metrics log_dict log_table",
+    }
+    stand_in = importlib.import_module(f"tracker_packages.{package}")
+    for name in names[package].split():
+        signatures = []
+        for module in (stand_in, real):
+            found: Any = module
+            for part in name.split("."):
+                found = getattr(found, part)
+            signatures.append(list(inspect.signature(found).parameters))
+        assert signatures[0] == signatures[1], name

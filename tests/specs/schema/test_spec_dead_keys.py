@@ -64,8 +64,17 @@ AT_RUN_TIME = {
     "test_a_step_learns_from_groups_with_signal_alone",
     "algorithm.max_refills": "tests/rlctl/loop/test_dynamic_sampling.py::"
     "test_the_bound_on_refills_holds_and_zero_draws_none",
-    "tracking.kind": "tests/rlctl/show/test_tracking.py::test_tensorboard_files_hold_the_values",
-    "tracking.project": "tests/rlctl/show/test_tracking.py::test_wandb_is_told_the_project_and_the_values",
+    **{
+        f"tracking.N.{key}": f"tests/rlctl/show/test_tracking.py::test_{test}"
+        for test, keys in {
+            "several_get_the_same_steps": ("kind",),
+            "wandb_is_told_the_project_and_the_values": ("project", "entity"),
+            "trackio_is_told_the_project_and_the_space": ("space_id",),
+            "mlflow_is_told_the_experiment_and_every_hyperparameter": ("experiment", "tracking_uri"),
+            "samples_are_a_table": ("samples_every",),
+        }.items()
+        for key in keys
+    },
 }
 
 # Keys that only ever take one value: any other is refused, and the refusal says why.
@@ -177,7 +186,6 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "eval": {"eval": {"every": 2}},
     "eval.split": {"eval": {"every": 2, "data": "some/rows"}},
     "cluster": NODES,
-    "tracking": {"tracking": {"kind": "wandb", "project": "a"}},
     "sync.folder": {"sync": {"transport": "folder"}},
     "rollout.processes": {"rollout.processes": 2},
     "model.attn_implementation": {"rollout.attn_implementation": "sdpa"},
