@@ -80,6 +80,17 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
     )
 
 
+def shares_out(heads: int, kv_heads: int, parts: int) -> bool:
+    """Whether as many processes can each have as many query heads, with the key-value heads that these use: key-value
+    heads are dealt out too, or, where there are more processes, repeated."""
+    return heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
+
+
+def sharing_degrees(heads: int, kv_heads: int) -> list[int]:
+    """Numbers of processes for which `shares_out` holds."""
+    return [parts for parts in range(1, heads + 1) if shares_out(heads, kv_heads, parts)]
+
+
 def positions_of(config: Mapping[str, Any]) -> int:
     """How many positions a sequence may have by a `config.json`, or by one that a class of transformers has filled in;
     0: no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from backends.ulysses.split_attention import eager_function
 from specs.attention import FLASH, PACKAGES, AttentionFacts, Decision, decide, score_changes
 from specs.errors import ModelError
 from specs.model_facts import model_facts
@@ -92,8 +92,7 @@ def functions_called(model: PreTrainedModel) -> tuple[str, ...]:
 def attention_function(implementation: str, module_class: type[nn.Module] | None = None) -> str:
     """Module and name of the function that a layer of this class calls; of flash attention, the kernel below it too."""
     if implementation == "eager":  # every model file has its own
-        file = sys.modules.get(module_class.__module__) if module_class else None
-        function = getattr(file, "eager_attention_forward", None)
+        function = eager_function(module_class) if module_class else None
         return _name(function) if function is not None else "eager"
     called = _name(ALL_ATTENTION_FUNCTIONS[implementation])
     kernel = modeling_flash_attention_utils._flash_varlen_fn

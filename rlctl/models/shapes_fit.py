@@ -1,6 +1,7 @@
-"""Whether the shapes of a model fit what the spec asks: parts of a sampler across GPUs, adapters of the actor.
+"""Whether the shapes of a model fit what the spec asks: parts of a sampler, ranks that share rows, adapters.
 
-FSDP2 and ZeRO cut by rows and elements, so any number of ranks will do; samplers cut by heads.
+FSDP2 and ZeRO cut by rows and elements, so any number of ranks will do; samplers cut by heads, and so does attention
+over a shared row.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import Problem
-from specs.model_facts import model_facts
+from specs.model_facts import model_facts, shares_out, sharing_degrees
 from specs.model_shapes import ModelTensors
 from specs.schema.mesh import devices_of_a_process
 from specs.schema.spec import Spec
@@ -25,16 +26,27 @@ def cut_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
     facts, parts = model_facts(config), devices_of_a_process(spec.rollout)
     if facts is None or parts == 1:
         return
-    fitting = [n for n in range(1, facts.heads + 1) if _shares_out(facts.heads, facts.kv_heads, n)]
+    fitting = sharing_degrees(facts.heads, facts.kv_heads)
     inner = int(config.get("moe_intermediate_size") or 0) if facts.experts else facts.intermediate_size
     fitting = [n for n in fitting if inner % n == 0]
     if parts in fitting:
         return
     what = f"the model's {facts.heads} attention heads and {facts.kv_heads} key-value heads"
-    if _shares_out(facts.heads, facts.kv_heads, parts):
+    if shares_out(facts.heads, facts.kv_heads, parts):
         what = f"the {inner} columns of the model's MLP"
     hint = f"use {listed(fitting)}"
     yield Problem("rollout.engine.tensor_parallel", f"{what} are not divisible by it", hint, str(parts))
+
+
+def sequence_problems(key: str, degree: int, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Attention heads that cannot be dealt out to the `degree` ranks that share a row. `key`: of the degree, dotted;
+    `config`: a parsed config.json."""
+    facts = model_facts(config)
+    if facts is None or shares_out(facts.heads, facts.kv_heads, degree):
+        return
+    what = f"the model's {facts.heads} attention heads and {facts.kv_heads} key-value heads"
+    hint = f"use {listed(sharing_degrees(facts.heads, facts.kv_heads))}"
+    yield Problem(key, f"{what} cannot be dealt out to so many ranks", hint, str(degree))
 
 
 def adapter_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -84,8 +96,3 @@ def _of_experts(tensors: ModelTensors) -> int:
 
 def _last_names(layers: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-
-
-def _shares_out(heads: int, kv_heads: int, parts: int) -> bool:
-    """Key-value heads are cut, or, where there are more GPUs than heads, repeated."""
-    return heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)

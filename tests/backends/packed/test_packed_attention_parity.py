@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from plain_kernel import PlainKernel, put_plain_kernel
 from train_helpers import (
     GEMMA2,
     GEMMA3,
@@ -28,7 +28,6 @@ from train_helpers import (
     weights_of,
     write_model,
 )
-from transformers import modeling_flash_attention_utils as flash
 
 from backends.hf.attention_choice import functions_called
 from backends.hf.hf_model import build_model
@@ -130,62 +129,9 @@ def test_a_learner_on_the_cpu_is_refused_flex_attention(tmp_path: Path) -> None:
 # ── flash attention, with a kernel of plain torch ─────────────────────────────────────────────────
 
 
-class PlainKernel:
-    """What flash_attn_varlen_func promises, slowly: causal attention inside each of the sequences whose ends are given.
-
-    Records the lengths and windows that it was called with.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], int, tuple[int, int]]] = []
-
-    def flash_attn_varlen_func(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """q [T, H, D], k and v [T, KV, D] → [T, H, D]."""
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-        assert (causal, dropout_p) == (True, 0.0)
-        assert isinstance(max_seqlen_q, int)
-        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
-        self.calls.append((cu_seqlens_q.tolist(), max_seqlen_q, window_size))
-        heads = q.shape[1] // k.shape[1]
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        outputs = []
-        for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
-            queries, keys, values = (t[start:end].transpose(0, 1) for t in (q, k, v))
-            scores = queries @ keys.repeat_interleave(heads, 0).transpose(1, 2) * scale
-            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            row = torch.arange(end - start)
-            back = row[:, None] - row
-            seen = (back >= 0) & ((back <= window_size[0]) if window_size[0] >= 0 else True)
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            outputs.append((weights @ values.repeat_interleave(heads, 0)).transpose(0, 1))
-        return torch.cat(outputs)
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> PlainKernel:
-    """In place of the package's function, below transformers' own code."""
-    plain = PlainKernel()
-    for name in [n for n in vars(flash) if n.startswith(("_flash_", "_pad_", "_unpad_", "_process_", "_loaded_"))]:
-        monkeypatch.setattr(flash, name, getattr(flash, name))  # as they were, when the test is over
-    monkeypatch.setattr(flash, "_loaded_implementation", None)
-    functions = (None, plain.flash_attn_varlen_func, None, None, None)
-    monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: functions)
-    return plain
+    return put_plain_kernel(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
