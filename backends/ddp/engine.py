@@ -21,6 +21,7 @@ from backends.protocol import OnMeta, Rank, StepResult, Weight
 from backends.train import weight_export
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
+from backends.train.lm_head import Head
 from backends.train.offload import Offloader
 from backends.train.policy import Policy
 from backends.train.role_group import join_group, leave_group
@@ -41,7 +42,9 @@ class DdpTrainEngine(HfTrainEngine):
         assert isinstance(config.engine, DdpTable)
         model = self._hold_model(partial(build_model, load_weights=True)).model
         self.flat = _flatten(model, config)
-        self.policy = Policy(model, config.engine.logits_chunk(on_gpu=self.device.type == "cuda"))
+        self.policy = Policy(model, config.engine, self.device)
+        if isinstance(self.policy.head, Head):
+            self.policy.head.adds_gradient = config.engine.adds_gradients_in_place(config.model.dtype)
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)
         self.offloading = Offloader()
         self.gradients_are_zero = True

@@ -102,8 +102,7 @@ class HfTrainEngine(TrainEngine):
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
         """As `__init__` goes about it, up to where memory is needed."""
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
-        table: Any = config.engine  # each engine of this family has a table with `logits_chunk`
-        policy = Policy(held.model, table.logits_chunk(on_gpu=config.model.device != "cpu"))
+        policy = Policy(held.model, config.engine, torch.device(config.model.device))
         said = cls._wrapped_on_meta(policy, config, rank)
         return said if config.model.head == "lm" else replace(said, not_seen=(*said.not_seen, "new_head"))
 

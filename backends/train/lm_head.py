@@ -1,7 +1,8 @@
 """The language-model head during training: it never makes the logits of a whole row.
 
-Logits exist for one chunk of chosen rows at a time, in fp32. For the loss, each chunk goes forward and backward at once
-and only the gradients of hidden states and head weight are kept (as fused linear cross-entropy does, Hsu et al. 2024),
+Logits exist for one chunk of chosen rows at a time, in fp32; how many rows that is follows from the vocabulary, so that
+peaks do not grow with it. For the loss, each chunk goes forward and backward at once and only the gradients of hidden
+states and head weight are kept (as fused linear cross-entropy does, Hsu et al. 2024),
 so one forward pass makes one graph, in which every parameter is used where its module is called. Engines that gather
 parameters by module hooks (FSDP2, ZeRO-3) rely on that.
 
@@ -58,6 +59,9 @@ class Head:
         self.model = model
         self.linear: nn.Linear = model.get_output_embeddings()
         self.chunk = chunk
+        # Of an engine whose backward pass starts from the loss itself (a factor of 1) and adds to gradients in fp32:
+        # the head's is then added during the forward pass, and never exists twice.
+        self.adds_gradient = False
         self.scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere
         self.scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)  # Gemma 2 and later
@@ -110,17 +114,32 @@ class Head:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         return logits_NV
 
-    def logits_backward(self, grad_NV: Tensor, logits_NV: Tensor) -> Tensor:
-        """From the gradient of `logits` to that of the linear layer's output. In place."""
-        if self.softcap is not None:
-            grad_NV *= 1.0 - (logits_NV / self.softcap).square()
+    def logits_backward(self, grad_NV: Tensor, capped_NV: Tensor | None) -> Tensor:
+        """From the gradient of `logits` to that of the linear layer's output. In place, also in the logits, which only
+        a soft cap needs."""
+        if capped_NV is not None and self.softcap is not None:
+            grad_NV *= 1.0 - capped_NV.div_(self.softcap).square_()
         return grad_NV if self.scale == 1.0 else grad_NV.mul_(self.scale)
 
 
 def target_logprob(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) at the targets, [N]. The same arithmetic as `_HeadLoss`."""
-    logp_NV = torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV / temperature, dim=-1)
-    return logp_NV.gather(1, target_N[:, None]).squeeze(1)
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    return torch.log_softmax(logits_NV, dim=-1).gather(1, target_N[:, None]).squeeze(1)
+
+
+_BLOCK = 2**22  # elements of a product on its way into a sum of another dtype
+
+
+def _add_product(sum_VE: Tensor, grad_NV: Tensor, hidden_NE: Tensor) -> None:
+    """Add grad.T @ hidden, in fp32."""
+    if sum_VE.dtype == grad_NV.dtype:
+        sum_VE.addmm_(grad_NV.T, hidden_NE)
+        return
+    rows = max(1, _BLOCK // hidden_NE.shape[1])
+    for part_VE, part_NV in zip(sum_VE.split(rows), grad_NV.split(rows, dim=1), strict=True):
+        part_VE += part_NV.T @ hidden_NE
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -136,20 +155,26 @@ class _HeadLoss(torch.autograd.Function):
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         chunks = list(head.chunks(len(hidden_NE)))
         grad_NE = torch.empty_like(hidden_NE)
+        added = head.linear.weight.grad if needs_weight and head.adds_gradient else None
         # Sums over chunks are made in fp32, whatever the weight's own dtype.
-        grad_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if needs_weight and len(chunks) > 1 else None
+        sum_VE = added
+        if added is None and needs_weight and len(chunks) > 1:
+            sum_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
         grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         loss = torch.zeros((), device=hidden_NE.device)
         sums = torch.zeros(len(task.loss.summed()), dtype=torch.float64, device=hidden_NE.device)
         maxima = torch.full((len(task.loss.maxima()),), -torch.inf, device=hidden_NE.device)
+        grad_VE: Tensor | None = None
         for a, b in chunks:
             chunk_NE = hidden_NE[a:b]
             logits_NV = head.logits(F.linear(chunk_NE, weight_VE, bias_V))
+            capped_NV = None if head.softcap is None else logits_NV.clone()
             chunk_loss, chunk_sums, chunk_maxima, grad_NV = _chunk_loss(logits_NV, task, a, b)
-            grad_NV = head.logits_backward(grad_NV, logits_NV).to(weight_VE.dtype)
+            del logits_NV  # overwritten
+            grad_NV = head.logits_backward(grad_NV, capped_NV).to(weight_VE.dtype)
             torch.mm(grad_NV, weight_VE, out=grad_NE[a:b])
-            if grad_VE is not None:
-                grad_VE += grad_NV.T @ chunk_NE
+            if sum_VE is not None:
+                _add_product(sum_VE, grad_NV, chunk_NE)
             elif needs_weight:
                 grad_VE = grad_NV.T @ chunk_NE
             if grad_V is not None:
@@ -157,11 +182,10 @@ class _HeadLoss(torch.autograd.Function):
             loss += chunk_loss
             sums += chunk_sums
             maxima = torch.maximum(maxima, chunk_maxima)
-        ctx.grads = (
-            grad_NE,
-            None if grad_VE is None else grad_VE.to(weight_VE.dtype),
-            None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
-        )
+            del grad_NV, capped_NV  # before the next chunk's logits
+        if sum_VE is not None and added is None:
+            grad_VE = sum_VE.to(weight_VE.dtype)
+        ctx.grads = (grad_NE, grad_VE, None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype))
         ctx.mark_non_differentiable(sums, maxima)
         return loss, sums, maxima
 
@@ -172,22 +196,28 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk_loss(logits_NV: Tensor, task: LossTask, a: int, b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, sums and maxima of a chunk, and the gradient of the loss by its logits.
+    """Loss, sums and maxima of a chunk, and the gradient of the loss by its logits, in whose memory it lies.
 
     With p = softmax(logits / temperature): d logprob / d logits = (onehot - p) / temperature,
     d entropy / d logits = -p (log p + entropy) / temperature.
     """
     temperature, target_N = task.temperature, task.target_N[a:b, None]
-    logp_NV = torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV / temperature, dim=-1)
-    p_NV = logp_NV.exp()
+    logp_NV = torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV.div_(temperature), dim=-1)
+    p_NV = torch.exp(logp_NV, out=logits_NV)
+    logprob_N = logp_NV.gather(1, target_N).squeeze(1)
+    # Log-probs are needed further only where the entropy itself is learned.
+    product_NV = p_NV * logp_NV if task.loss.entropy_coef else logp_NV.mul_(p_NV)
+    entropy_N = -product_NV.sum(-1)
+    del product_NV
     with torch.enable_grad():
-        logprob_N = logp_NV.gather(1, target_N).squeeze(1).requires_grad_()
-        entropy_N = (-torch.linalg.vecdot(p_NV, logp_NV)).requires_grad_()
+        logprob_N.requires_grad_()
+        entropy_N.requires_grad_()
         loss, sums, maxima = policy_loss(logprob_N, entropy_N, task.columns.slice(a, b), task.loss)
         grad_logprob_N, grad_entropy_N = torch.autograd.grad(loss, (logprob_N, entropy_N), allow_unused=True)
-    factor_NV = -grad_logprob_N[:, None]
-    if grad_entropy_N is not None:
-        factor_NV = factor_NV - grad_entropy_N[:, None] * (logp_NV + entropy_N.detach()[:, None])
-    grad_NV = p_NV.mul_(factor_NV)
+    if grad_entropy_N is None:
+        grad_NV = p_NV.mul_(-grad_logprob_N[:, None])
+    else:
+        factor_NV = logp_NV.add_(entropy_N.detach()[:, None]).mul_(-grad_entropy_N[:, None])
+        grad_NV = p_NV.mul_(factor_NV.sub_(grad_logprob_N[:, None]))
     grad_NV.scatter_add_(1, target_N, grad_logprob_N[:, None])
     return loss.detach(), sums, maxima, grad_NV if temperature == 1.0 else grad_NV.div_(temperature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,10 +21,15 @@ Task = LossTask | LogprobTask | ValueLossTask | ValueTask
 class Policy(nn.Module):
     """Backbone and head. This is the module that engines wrap: no part of the model may run outside its `forward`."""
 
-    def __init__(self, model: PreTrainedModel, logits_chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, table: Any, device: torch.device) -> None:
+        """`table`: of any engine of this family, which all have `logits_chunk`."""
         super().__init__()
         self.model = model
-        self.head: Any = ScoreHead(model) if has_score_layer(model) else Head(model, logits_chunk_tokens)
+        if has_score_layer(model):
+            self.head: Any = ScoreHead(model)
+        else:
+            vocabulary = model.config.get_text_config().vocab_size
+            self.head = Head(model, table.logits_chunk(vocabulary, on_gpu=device.type == "cuda"))
         use_fast_norms(model)
 
     def forward(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:

@@ -35,6 +35,7 @@ class Pass:
     recompute: bool
     head: HeadKind = "lm"
     trains_head: bool = True
+    adds_head_gradient: bool = False  # straight into what the engine holds
     entropy: bool = False
 
     @property
@@ -72,7 +73,11 @@ def scoring_parts(work: Pass) -> Iterator[Part]:
 
 
 def _scored_bytes(work: Pass) -> int:
-    return min(work.logits_chunk, work.tokens) * work.facts.vocab_size * 3 * _FP32 if work.head == "lm" else 0
+    return min(work.logits_chunk, work.tokens) * work.facts.vocab_size * 2 * _FP32 if work.head == "lm" else 0
+
+
+def _softcap(work: Pass) -> bool:
+    return work.config.get("final_logit_softcapping") is not None
 
 
 def _layer_bytes(work: Pass) -> int:
@@ -106,10 +111,9 @@ def _head_bytes(work: Pass) -> int:
     if work.head != "lm":  # what enters it, in fp32, and the gradient of that
         return hidden + (2 * rows * _FP32 if work.dtype == "bf16" else 0)
     chunk, vocabulary = min(work.logits_chunk, work.tokens), work.facts.vocab_size
-    copies = 5 if work.entropy else 4  # logits, log-probs, probabilities, products of them
+    copies = 2 + (work.entropy or _softcap(work))  # logits and log-probs, in whose memory the rest is computed
     logits = chunk * vocabulary * copies * _FP32
     weight = 0
-    if work.trains_head:
-        sums = 2 if work.tokens > chunk else 1
-        weight = vocabulary * work.facts.hidden_size * (sums * _FP32 + (work.size if work.dtype == "bf16" else 0))
+    if work.trains_head and not work.adds_head_gradient:
+        weight = vocabulary * work.facts.hidden_size * (_FP32 + (work.size if work.dtype == "bf16" else 0))
     return logits + weight + hidden

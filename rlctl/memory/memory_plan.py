@@ -19,7 +19,7 @@ from specs.schema.engines.held_model import held_trainer, longest_share, replica
 from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.mesh import devices_of_a_process
 from specs.schema.roles import ACTOR, ROLES, RoleName
-from specs.schema.spec import ModelRole, Spec
+from specs.schema.spec import Spec
 from workers.transports.base import BLOCK_BYTES, BLOCKS
 
 CONTEXT_GIB = 0.7  # of a process on a GPU: CUDA context and kernels
@@ -113,8 +113,9 @@ def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str
             yield from _sync(spec, model, device)
 
 
-def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: str, tokens: int) -> Pass:
-    engine = getattr(section, "engine", None)
+def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, tokens: int) -> Pass:
+    here = section.engine if isinstance(section.engine, TrainedHere) else None
+    chunk = tokens if here is None else here.logits_chunk(model.facts.vocab_size, on_gpu=device != "cpu")
     return Pass(
         facts=model.facts,
         config=model.config,
@@ -122,11 +123,12 @@ def _pass(spec: Spec, role: RoleName, section: ModelRole, model: Model, device: 
         device=device,
         tokens=tokens,
         longest=spec.longest_tokens(role),
-        logits_chunk=engine.logits_chunk(on_gpu=device != "cpu") if isinstance(engine, TrainedHere) else tokens,
+        logits_chunk=chunk,
         attention=spec.attention(role),
         recompute=bool(getattr(section, "gradient_checkpointing", False)),
         head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,
+        adds_head_gradient=here is not None and here.adds_gradients_in_place(section.dtype),
         entropy=spec.loss.entropy_coef != 0,
     )
 

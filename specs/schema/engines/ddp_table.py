@@ -39,6 +39,9 @@ class DdpTable(TrainedHere):
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
         return ()
 
+    def adds_gradients_in_place(self, dtype: DType) -> bool:
+        return dtype == "fp32"
+
     def node_hint(self, section: RoleSection, mesh: Mesh) -> None:
         return None
 

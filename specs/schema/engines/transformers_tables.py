@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specs.errors import Problem
     from specs.model_facts import ModelFacts
     from specs.schema.roles import RoleName
-    from specs.schema.spec import RoleSection, Spec
+    from specs.schema.spec import DType, RoleSection, Spec
 
 HUGGING_FACE = ("torch", "transformers", "accelerate", "packaging")
 
@@ -51,17 +51,24 @@ class TrainedHere(BuiltHere, TrainTable):
     logits_chunk_tokens: int | None = Field(
         None,
         gt=0,
-        description="Response tokens whose logits exist at the same time; lower it for large vocabularies. Unset: 4096 "
-        "on the CPU, 1024 on a GPU.",
+        description="Response tokens whose logits exist at the same time. Unset: as many as make 64 MiB of logits on "
+        "the CPU, 256 MiB on a GPU, and 4096 at most.",
     )
 
     checkpoint_format: ClassVar[str | None] = "tensor shards"  # backends/train/tensor_shards.py
     checkpoint_bytes: ClassVar[int | None] = 12  # the fp32 weight and both moments
     resumes_reshaped: ClassVar[bool | None] = True
 
-    def logits_chunk(self, *, on_gpu: bool) -> int:
-        """`logits_chunk_tokens` in effect. On a GPU 4096 of them would hold 11 GB for a vocabulary of 152k."""
-        return self.logits_chunk_tokens or (1024 if on_gpu else 4096)
+    def logits_chunk(self, vocabulary: int, *, on_gpu: bool) -> int:
+        """`logits_chunk_tokens` in effect. Peaks then do not grow with the vocabulary; a GPU needs more rows at a time
+        to be busy with a matrix product."""
+        elements = 2**26 if on_gpu else 2**24
+        return self.logits_chunk_tokens or max(1, min(4096, elements // max(1, vocabulary)))
+
+    def adds_gradients_in_place(self, dtype: DType) -> bool:
+        """Whether a gradient may be added to what the engine holds as soon as it is computed: it is fp32, whole, and
+        waits for nothing."""
+        return False
 
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
         return NCCL_SHARED_MEMORY_MIB if on_gpu and processes > 1 else 0

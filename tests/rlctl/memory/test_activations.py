@@ -13,6 +13,7 @@ import pytest
 
 from rlctl.memory.activations import Pass, learning_parts
 from specs.model_facts import model_facts
+from specs.schema.engines.ddp_table import DdpTable
 
 WITHIN = 0.2
 LONGEST = 128
@@ -31,7 +32,7 @@ def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[
         "tie_word_embeddings": True,
     }
     rest = {"head": "lm", "tokens": 1024, "longest": LONGEST, "logits_chunk": 256, "recompute": False, "entropy": False}
-    return {"model": model, **rest, **more}
+    return {"model": model, **rest, "dtype": "fp32", **more}
 
 
 # Where activations dominate, where logits do, and where a recomputed layer does.
@@ -73,7 +74,7 @@ def test_estimates_are_near_the_peaks(measured: dict[str, int], name: str) -> No
     work = Pass(
         facts=facts,
         config=chosen["model"],
-        dtype="fp32",
+        dtype=chosen["dtype"],
         device="cpu",
         tokens=chosen["tokens"],
         longest=LONGEST,
@@ -82,6 +83,7 @@ def test_estimates_are_near_the_peaks(measured: dict[str, int], name: str) -> No
         recompute=chosen["recompute"],
         head=chosen["head"],
         entropy=chosen["entropy"],
+        adds_head_gradient=DdpTable().adds_gradients_in_place(chosen["dtype"]),
     )
     estimated = sum(part.nbytes for part in learning_parts(work))
     print(f"{name}: estimated {estimated / 2**20:.0f} MiB, measured {measured[name] / 2**20:.0f}")
