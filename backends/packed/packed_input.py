@@ -3,8 +3,8 @@ sequences apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +17,28 @@ from backends.packed.layout import PackedLayout
 from backends.packed.masks import PackedRows, additive_masks, block_masks
 from backends.packed.packed_attention import use_layout
 from backends.packed.staging import Staging
+from backends.ulysses.sequence_group import ALONE, SequenceGroup
+from backends.ulysses.split_attention import sharing
 from specs.attention import FLASH
 from specs.errors import ModelError
 
 
 @dataclass(frozen=True)
 class PackedInput:
-    """One packed row. `attending()` must be entered around forward *and* backward."""
+    """One packed row, or this rank's part of one that its group shares. `attending()` must be entered around forward
+    *and* backward."""
 
     inputs: dict[str, Any]
     layout: PackedLayout | None
     unfused: bool = False  # attention by plain operators, where it would else compile itself
+    group: SequenceGroup = ALONE  # who share the row: `inputs` are this rank's part, all else is of the whole row
 
-    def attending(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        with sharing(self.group), self._layout_in_effect():
+            yield
+
+    def _layout_in_effect(self) -> AbstractContextManager[Any]:
         if self.unfused:
             stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
             return stance
@@ -54,30 +63,32 @@ def packed_row(
     positions_T: NDArray[np.int64],
     lengths: Sequence[int],
     parents: Sequence[int] | None = None,
+    group: SequenceGroup = ALONE,
 ) -> PackedInput:
     """Inputs of the model's backbone for segments that lie one after another; each may continue an earlier one. They
-    are there when `staging` is sent.
+    are there when `staging` is sent. Of a row that a group shares they are this rank's part.
 
     Raises ModelError for an attention that cannot keep sequences apart.
     """
     implementation = _implementation(model)
+    own_T = slice(None) if group.alone else group.own_rows(len(tokens_T))
     inputs: dict[str, Any] = {
-        "input_ids": staging.put(tokens_T)[None],
-        "position_ids": staging.put(positions_T)[None],
+        "input_ids": staging.put(tokens_T[own_T])[None],
+        "position_ids": staging.put(positions_T[own_T])[None],
         "use_cache": False,  # with a cache, transformers forgets that the row is packed
     }
     if implementation == "sdpa":
         layout = PackedLayout(lengths, staging.device, parents, staging.put)
-        return PackedInput({**inputs, "attention_mask": layout.mask}, layout)
+        return PackedInput({**inputs, "attention_mask": layout.mask}, layout, group=group)
     if implementation in FLASH:
         assert parents is None or max(parents) < 0, "can_share_prompts"
-        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, staging)}, None)
+        return PackedInput({**inputs, "attention_mask": None, **_varlen(lengths, staging)}, None, group=group)
     if implementation not in _MASKS:
         raise ModelError(f"{implementation} attention cannot keep the sequences of a packed row apart")
     masks = _MASKS[implementation](model, PackedRows(positions_T, lengths, parents, staging))
     # For some masks torch 2.13 makes C++ that does not compile out of flex_attention.
     unfused = implementation == "flex_attention" and staging.device.type == "cpu"
-    return PackedInput({**inputs, "attention_mask": masks}, None, unfused)
+    return PackedInput({**inputs, "attention_mask": masks}, None, unfused, group)
 
 
 _MASKS = {"eager": additive_masks, "flex_attention": block_masks}

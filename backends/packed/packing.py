@@ -31,7 +31,7 @@ def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:
         if length > limit:
             raise BatchError(
                 f"sequence {index} has {length} tokens, over the limit of {limit} per micro-batch",
-                hint="raise micro_batch_tokens of the role, or lower data.max_response_tokens",
+                hint="raise micro_batch_tokens or sequence_parallel of the role, or lower data.max_response_tokens",
             )
         if not length:
             continue

@@ -75,5 +75,7 @@ class _CopyRows(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
         # A sum of gathered rows, in a fixed order; index_add_ is slower on CPU for narrow rows and not ordered on CUDA.
         copies: RowCopies = ctx.copies
+        if not len(copies.places):
+            return grad_N.new_zeros(len(copies.offset_T), *grad_N.shape[1:]), None
         flat_T = F.embedding_bag(copies.places, grad_N.flatten(1), copies.offset_T, mode="sum")
         return flat_T.unflatten(1, grad_N.shape[1:]), None

@@ -37,6 +37,7 @@ from backends.packed.packing import (
     update_counts,
 )
 from backends.packed.row_ops import RowCopies
+from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, TrainEngine, Weight, WeightSpec
 from backends.train import weight_export
@@ -47,14 +48,18 @@ from backends.train.losses import TokenColumns, sequence_columns
 from backends.train.lr_schedule import lr_at
 from backends.train.policy import Policy, Task
 from backends.train.rng import read_rng, write_rng
+from backends.train.role_group import pretended_group
 from backends.train.score_head import ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainable import HeldModel, Make, hold_model
 from backends.train.trainer_state import TrainerState
 from backends.train.value_loss import ValueColumns
+from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
+from backends.ulysses.sharding_manager import ShardingManager
 from backends.weights.tensor_bytes import DTYPES
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
+from specs.schema.mesh import SEQUENCE
 from specs.schema.spec import DType, WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
@@ -63,7 +68,7 @@ from specs.wire.role_config import TrainConfig
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 AS_HELD: Mapping[str, torch.dtype] = MappingProxyType({})
 
-# Computed by a rank without work while other ranks still need its parameters.
+# Computed by a rank without work while other ranks still need its parameters; by each for itself.
 _NOTHING = MicroBatch(
     lengths=[2],
     parents=[-1],
@@ -84,8 +89,11 @@ class HfTrainEngine(TrainEngine):
     adapters: Adapters | None = None
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
+        """The role's process group exists where there is more than one rank."""
         self.config, self.rank = config, rank
         self.device = torch.device(config.model.device)
+        group = sequence_group(rank, config.sequence_parallel)
+        self.sequences = ShardingManager(group, self.device, config.model.seed + rank.rank // group.size)
         self.state = TrainerState()
 
     @classmethod
@@ -104,6 +112,10 @@ class HfTrainEngine(TrainEngine):
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
         policy = Policy(held.model, config.engine, torch.device(config.model.device))
         said = cls._wrapped_on_meta(policy, config, rank)
+        if config.sequence_parallel > 1:
+            with pretended_group(rank):
+                group = sequence_group(rank, config.sequence_parallel)
+                said = replace(said, model=_on_sequences(said.model, group))
         return said if config.model.head == "lm" else replace(said, not_seen=(*said.not_seen, "new_head"))
 
     @classmethod
@@ -112,7 +124,7 @@ class HfTrainEngine(TrainEngine):
         return OnMeta(describe(policy.model, config.model, checksum=False))
 
     def built(self) -> ModelBuilt:
-        about = self._built()
+        about = _on_sequences(self._built(), self.sequences.group)
         if not has_score_layer(self.policy.model):
             return about
         weights = [weight for _, weight in self._full_weights(score_names(self.policy.model))]
@@ -173,20 +185,26 @@ class HfTrainEngine(TrainEngine):
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        share = can_share_prompts(self.policy.model)
-        return micro_batches(batch, self.config.micro_batch_tokens, share_prompts=share)
+    def _micro_batches(self, batch: Batch, cut: Callable[..., list[MicroBatch]] = micro_batches) -> list[MicroBatch]:
+        """Those of the group's batch, as this rank computes them."""
+        group, share = self.sequences.group, can_share_prompts(self.policy.model)
+        whole = cut(batch, self.config.micro_batch_tokens * group.size, share_prompts=share)
+        return [part_of(micro, group) for micro in whole]
 
     def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
-        """A micro-batch's row, and the rows of it whose targets count."""
-        row = packed_row(self.policy.model, staging, micro.tokens_T, micro.positions_T, micro.lengths, micro.parents)
-        return row, RowCopies(micro.hidden_N, micro.num_tokens, staging.put)
+        """A micro-batch's row, or this rank's part of it, and the rows whose targets count."""
+        group = ALONE if micro is _NOTHING else self.sequences.group
+        model, segments = self.policy.model, (micro.lengths, micro.parents)
+        row = packed_row(model, staging, micro.tokens_T, micro.positions_T, *segments, group)
+        return row, RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
 
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
         if has_score_layer(self.policy.model):
             raise self._no_lm_head()
-        with self._without_adapters() if not adapters else nullcontext():
-            return self._logprobs(batch)
+        without = self._without_adapters() if not adapters else nullcontext()
+        with without, self.sequences as gear:
+            shared = gear.preprocess(batch)
+            return gear.postprocess(shared, logprob_T=self._logprobs(shared.batch))["logprob_T"]
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         assert self.adapters is not None, "this model has no adapters"
@@ -201,20 +219,26 @@ class HfTrainEngine(TrainEngine):
     def values(self, batch: Batch) -> NDArray[np.float32]:
         if not has_score_layer(self.policy.model):
             raise self._no_scalar_head()
-        return self._told(self._micro_batches(batch), batch.num_tokens, lambda *_: ValueTask())
+        with self.sequences as gear:
+            shared = gear.preprocess(batch)
+            micros = self._micro_batches(shared.batch)
+            told = self._told(micros, shared.batch.num_tokens, lambda *_: ValueTask())
+            return gear.postprocess(shared, value_T=told)["value_T"]
 
     def scores(self, batch: Batch) -> NDArray[np.float32]:
         if not has_score_layer(self.policy.model):
             raise self._no_scalar_head()
-        share = can_share_prompts(self.policy.model)
-        micros = last_token_micro_batches(batch, self.config.micro_batch_tokens, share_prompts=share)
-        return self._told(micros, len(batch), lambda *_: ValueTask())
+        with self.sequences as gear:
+            shared = gear.preprocess(batch)
+            micros = self._micro_batches(shared.batch, last_token_micro_batches)
+            told = self._told(micros, len(shared.batch), lambda *_: ValueTask())
+            return gear.postprocess(shared, score_B=told)["score_B"]
 
     @torch.no_grad()
     def _told(
         self, micros: Sequence[MicroBatch], columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
-        """What the head says at the rows of each micro-batch, in their columns; 0 in the others."""
+        """What the head says at the rows of each micro-batch, in their columns; 0 in the others. Of the whole group."""
         told = np.zeros(columns, dtype=np.float32)
         for number in range(self._rounds(len(micros))):
             micro = micros[number] if number < len(micros) else _NOTHING
@@ -227,7 +251,7 @@ class HfTrainEngine(TrainEngine):
             if micro is not _NOTHING:
                 told[micro.column_N] = told_N.cpu().numpy()
             activity.count("micro-batch")
-        return told
+        return self.sequences.joined(told)
 
     def _check_head(self, loss: AnyLoss) -> None:
         """Raises ModelError for a loss that this model's head cannot have."""
@@ -237,12 +261,25 @@ class HfTrainEngine(TrainEngine):
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
         self._check_head(loss)
+        with self.sequences as gear:
+            shared = gear.preprocess(batch).batch
+            micros = self._micro_batches(shared)
+            read = self._gradients_of(shared, micros, loss, scale)
+        counted = micros if gear.group.rank == 0 else []  # once, although the whole group computes them
+        return {
+            **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
+            **update_counts(batch, counted),
+        }
+
+    def _gradients_of(
+        self, batch: Batch, micros: Sequence[MicroBatch], loss: AnyLoss, scale: LossScale
+    ) -> Sequence[float]:
+        """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0."""
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
         sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
-        maxima = torch.zeros(len(loss.maxima()), device=self.device)
-        micros = self._micro_batches(batch)
+        maxima = torch.full((len(loss.maxima()),), -torch.inf, device=self.device)
         rounds = self._rounds(len(micros))
         for number in range(rounds):
             last = number == rounds - 1
@@ -252,14 +289,12 @@ class HfTrainEngine(TrainEngine):
                 columns = self._columns(batch, micro, weight_T, of_sequence_T, loss, staging)
                 _, micro_sums, micro_maxima = self._forward_backward(micro, columns, loss, last, staging)
                 sums += micro_sums
-                maxima = torch.maximum(maxima, micro_maxima) if number else micro_maxima
+                maxima = torch.maximum(maxima, micro_maxima)
             else:
                 self._forward_backward(_NOTHING, self._no_columns(loss), loss, last, Staging(self.device))
-        read = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
-        return {
-            **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
-            **update_counts(batch, micros),
-        }
+        maxima.masked_fill_(maxima == -torch.inf, 0.0)
+        read: list[float] = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
+        return read
 
     def _forward_backward(
         self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, last: bool, staging: Staging
@@ -320,9 +355,10 @@ class HfTrainEngine(TrainEngine):
         if has_score_layer(self.policy.model):
             raise self._no_lm_head()
         completions = [GreedyCompletion([], []) for _ in prompts]
+        limit = self.config.micro_batch_tokens * self.sequences.group.size  # no sequence is longer; each rank runs all
         for _ in range(new_tokens):
             sequences = [[*prompt, *written.tokens] for prompt, written in zip(prompts, completions, strict=True)]
-            for chosen in pack([len(sequence) for sequence in sequences], self.config.micro_batch_tokens):
+            for chosen in pack([len(sequence) for sequence in sequences], limit):
                 logits_BV = self._last_logits([sequences[i] for i in chosen])
                 best, token = (part.tolist() for part in logits_BV.topk(2))
                 for i, values, ids in zip(chosen, best, token, strict=True):
@@ -387,7 +423,7 @@ class HfTrainEngine(TrainEngine):
             written.append(self.state.write(folder))
             if self.adapters is not None:
                 written.append(self.adapters.write(folder))
-        return [*written, write_rng(folder, rank)]
+        return [*written, write_rng(folder, rank, self.sequences.states())]
 
     def load(self, folder: Path) -> None:
         saved = TrainerState.read(folder)
@@ -404,7 +440,7 @@ class HfTrainEngine(TrainEngine):
             ShardReader(folder, "optimizer").load(self._moment_shards(), moments)
         self.state = saved
         self._loaded(saved.optimizer_steps)
-        read_rng(folder, self.rank.rank)
+        self.sequences.restore(read_rng(folder, self.rank.rank))
 
     def _saved_shards(self) -> Iterator[Shard]:
         return (shard for shard in self._weight_shards() if self._is_saved(shard.name))
@@ -416,3 +452,10 @@ class HfTrainEngine(TrainEngine):
     @abstractmethod
     def _learned(self) -> Sequence[str]:
         """Names of the weights that the optimizer changes."""
+
+
+def _on_sequences(about: ModelBuilt, group: SequenceGroup) -> ModelBuilt:
+    """With the axis of the mesh along which rows are cut, where there is one."""
+    if group.group is None:
+        return about
+    return about.model_copy(update={"mesh": {**about.mesh, SEQUENCE: group.group.size()}})

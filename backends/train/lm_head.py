@@ -158,7 +158,7 @@ class _HeadLoss(torch.autograd.Function):
         added = head.linear.weight.grad if needs_weight and head.adds_gradient else None
         # Sums over chunks are made in fp32, whatever the weight's own dtype.
         sum_VE = added
-        if added is None and needs_weight and len(chunks) > 1:
+        if added is None and needs_weight and len(chunks) != 1:  # of no chunk it is zero
             sum_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
         grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         loss = torch.zeros((), device=hidden_NE.device)

@@ -40,10 +40,10 @@ class ZeroTrainEngine(HfTrainEngine):
     """Any Hugging Face causal language model, under ZeRO stage 1, 2 or 3."""
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
+        deepspeed = start_deepspeed(rank, config.model.device)
         super().__init__(config, rank)
         assert isinstance(config.engine, ZeroTable)
         self.stage = config.engine.stage
-        deepspeed = start_deepspeed(rank, config.model.device)
         ds_config = deepspeed_config(config.engine, config.model.dtype, config.optimizer, device=config.model.device)
         cuts = self.stage == 3
         held = self._hold_model(build_on_meta if cuts else partial(build_model, load_weights=False))

@@ -72,17 +72,18 @@ def reference(spec: Spec) -> dict[str, Any]:
 
 
 def placement(spec: Spec) -> dict[str, dict[str, Any]]:
-    """Role → its mesh and the place of every rank, for roles whose model is cut across ranks; null where the
-    engine does not say."""
+    """Role → its mesh and the place of every rank, for roles whose model or samples are cut across ranks; null where
+    the engine does not say."""
     found: dict[str, dict[str, Any]] = {}
     for name in spec.roles:
         section = spec.role(name)
         mesh = mesh_of(section)
         if mesh is not None:
             listed = [asdict(rank) for group in shard_groups(section) for rank in group.ranks]
-            found[name] = {"replicate": mesh.replicate, "shard": mesh.shard, "ranks": listed}
+            axes = {"replicate": mesh.replicate, "shard": mesh.shard, "sequence": mesh.sequence}
+            found[name] = {**axes, "ranks": listed}
         elif not mesh_is_known(section):
-            found[name] = {"replicate": None, "shard": None, "ranks": []}
+            found[name] = {"replicate": None, "shard": None, "sequence": None, "ranks": []}
     return found
 
 
@@ -101,6 +102,7 @@ def batch(spec: Spec) -> dict[str, int]:
         "max_sequence_tokens": spec.max_sequence_tokens,
         "max_tokens_per_step": spec.samples_per_step * spec.max_sequence_tokens,
         "micro_batch_tokens": spec.actor.micro_batch_tokens,
+        "sequence_parallel": spec.actor.sequence_parallel,
     }
 
 

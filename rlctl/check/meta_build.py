@@ -154,6 +154,8 @@ def requests_of(spec: Spec, spec_dir: Path, level: Level) -> dict[RoleName, Role
 
 def _one_update(spec: Spec, role: RoleName, body: dict[str, Any]) -> RoleRequest:
     body = {**body, "model": {**body["model"], "from_scratch": True}, "engine": _alone(spec, role)}
+    if ROLES[role].is_trainer:  # one process computes what a group of the run shares
+        body |= {"micro_batch_tokens": _row_tokens(spec, role), "sequence_parallel": 1}
     shape = UpdateShape(
         sequences=_sequences(spec, role),
         prompt_tokens=spec.data.max_prompt_tokens,
@@ -175,9 +177,13 @@ def _sequences(spec: Spec, role: RoleName) -> int:
     """As many of full length as fill a micro-batch, or a few answers."""
     if ROLES[role].samples:
         return min(MOST_ANSWERS, spec.samples_per_step)
+    return max(1, min(_row_tokens(spec, role) // spec.max_sequence_tokens, spec.samples_per_step))
+
+
+def _row_tokens(spec: Spec, role: RoleName) -> int:
     section = spec.role(role)
     assert isinstance(section, ModelRole), "a trainer"
-    return max(1, min(section.micro_batch_tokens // spec.max_sequence_tokens, spec.samples_per_step))
+    return section.row_tokens
 
 
 # ── who is asked ──────────────────────────────────────────────────────────────────────────────────

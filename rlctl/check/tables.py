@@ -13,32 +13,18 @@ from rlctl.check.meaning import batch, reference, roles
 from rlctl.preflight.role_attention import role_attention
 from rlctl.processes.placement import Plan
 from rlctl.show.screen import Screen
-from rlctl.show.text_format import counted, number
+from rlctl.show.text_format import counted
 from specs.errors import Problem
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
-from specs.schema.mesh import ShardGroup, mesh_is_known, mesh_of, shard_groups
+from specs.schema.mesh import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
 from specs.schema.spec import RoleSection, Spec
 
 if TYPE_CHECKING:
     from rlctl.check.findings import Findings
     from rlctl.check.meta_build import Probe
-    from rlctl.check.reward_import import Tried
 
 PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON has them all
-
-
-def _call_table(tried: Tried) -> Table:
-    """What each parameter of a reward function gets, and what it gave for the first row."""
-    table = Table(box=None, pad_edge=False, title=f"reward {tried.path}", title_justify="left", title_style="bold")
-    table.add_column("parameter")
-    table.add_column("gets")
-    for name, source in tried.given.items():
-        table.add_row(name, source)
-    for what, value in (("the first row's own answer", tried.own_answer), ("an empty completion", tried.empty)):
-        if value is not None:
-            table.add_row("→", f"{number(value)} for {what}")
-    return table
 
 
 def print_findings(findings: Findings, spec_path: Path) -> None:
@@ -59,9 +45,6 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
             out.print(said, soft_wrap=True)
         out.print(_arithmetic(findings.spec), highlight=True)
         out.print()
-        for tried in findings.tried:
-            out.print(_call_table(tried))
-            out.print()
         if findings.probe:
             _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
     for note in findings.notes:
@@ -122,7 +105,7 @@ def _interpreters_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
 
 
 def _shows_mesh(section: RoleSection) -> bool:
-    """Whether ranks hold parts of the model, or may do so for all that is known."""
+    """Whether ranks hold parts of the model or share samples, or may do so for all that is known."""
     return mesh_of(section) is not None or (section.processes > 1 and not mesh_is_known(section))
 
 
@@ -137,31 +120,43 @@ def _not_known(spec: Spec, plan: Plan, spec_dir: Path) -> list[str]:
 
 
 def _seats_table(spec: Spec) -> Table:
-    table = Table("role", "mesh", "replica", "ranks", "node", "devices", box=None, pad_edge=False)
+    table = Table("role", "mesh", "group", "ranks", "node", "devices", box=None, pad_edge=False)
     for name in spec.roles:
         section, mesh = spec.role(name), mesh_of(spec.role(name))
         if mesh is None:
             if _shows_mesh(section):
                 table.add_row(name, "not known", "", _span(list(range(section.processes))), "", "")
             continue
-        groups = shard_groups(section)
-        shown = groups if len(groups) <= PLACEMENT_ROWS else [*groups[: PLACEMENT_ROWS - 2], groups[-1]]
-        for group in shown:
-            if group is shown[-1] and len(shown) < len(groups):
-                table.add_row("", "", f"… {len(groups) - len(shown)} more")
-            first = group.replica == 0
-            whose = (name, f"replicate {mesh.replicate} × shard {mesh.shard}") if first else ("", "")
-            table.add_row(*whose, *_seats_row(section, group))
+        meshes = [(f"replicate {mesh.replicate} × shard {mesh.shard}", shard_groups(section))]
+        if shared := sequence_groups(section):
+            of_samples = (f"data {len(shared)} × sequence {mesh.sequence}", shared)
+            meshes = [*(meshes if _model_is_cut(section) else []), of_samples]
+        for number, (said, groups) in enumerate(meshes):
+            _add_groups(table, "" if number else name, said, section, groups)
     return table
 
 
-def _seats_row(section: RoleSection, group: ShardGroup) -> tuple[str, str, str, str]:
+def _model_is_cut(section: RoleSection) -> bool:
+    alone = section.model_copy(update={"sequence_parallel": 1})
+    return mesh_of(alone) is not None
+
+
+def _add_groups(table: Table, role: str, mesh: str, section: RoleSection, groups: Sequence[RankGroup]) -> None:
+    shown = groups if len(groups) <= PLACEMENT_ROWS else [*groups[: PLACEMENT_ROWS - 2], groups[-1]]
+    for group in shown:
+        if group is shown[-1] and len(shown) < len(groups):
+            table.add_row("", "", f"… {len(groups) - len(shown)} more")
+        whose = (role, mesh) if group is shown[0] else ("", "")
+        table.add_row(*whose, *_seats_row(section, group))
+
+
+def _seats_row(section: RoleSection, group: RankGroup) -> tuple[str, str, str, str]:
     places = []
     for node in group.nodes:
         devices = [rank.device for rank in group.ranks if rank.node == node and rank.device is not None]
         places.append(f"GPU {_span(devices)}" if devices else "CPU")
     nodes = _span(list(group.nodes))
-    return str(group.replica), _span([rank.rank for rank in group.ranks]), nodes, "; ".join(dict.fromkeys(places))
+    return str(group.number), _span([rank.rank for rank in group.ranks]), nodes, "; ".join(dict.fromkeys(places))
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -186,6 +181,8 @@ def _arithmetic(spec: Spec) -> str:
     epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
     transport, why = choose_transport(spec)
     buckets = "" if transport == "shm" else f", in buckets of {spec.sync.bucket_MiB:g} MiB"
+    degree = numbers["sequence_parallel"]
+    shared = f",\n       {spec.actor.row_tokens} in a row that {degree} ranks share"
     most = spec.rollout.max_staleness
     ahead = f"\nahead  {_ahead(most)}" if most else ""
     return (
@@ -194,7 +191,8 @@ def _arithmetic(spec: Spec) -> str:
         f"{_besides(spec)}\n"
         f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}\n"
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
-        f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass\n"
+        f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass"
+        f"{shared if degree > 1 else ''}\n"
         f"ref    {_reference(spec)}\n"
         f"sync   weights travel by {transport} ({why}){buckets}"
         f"{ahead}"

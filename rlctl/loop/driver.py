@@ -26,10 +26,11 @@ from rlctl.loop.step_metrics import RankReport, Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
+from specs.schema.mesh import sequence_parallel_of
 from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies
-from specs.wire.batch import Batch, balanced_shards
+from specs.wire.batch import Batch, shares_of_ranks
 from specs.wire.messages import COLUMNS, Message, Verb
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Driver:
             self.progress.phase("score")
             self.residency.enter("score", step=step)
 
-        return ScoreModel(group, number, begin)
+        return ScoreModel(group, number, begin, sequence_parallel_of(self.spec.role(REWARD_MODEL)))
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -249,12 +250,16 @@ class Driver:
                 columns[name] = self._unshard(call, given, shards, batch)
         return columns
 
-    @staticmethod
-    def _post_column(column: ModelColumn, batch: Batch, step: int) -> tuple[Call, list[NDArray[np.int64]]]:
-        shards = balanced_shards(batch["length_B"], column.group.size, batch["group_B"])
+    def _post_column(self, column: ModelColumn, batch: Batch, step: int) -> tuple[Call, list[NDArray[np.int64]]]:
+        shards = self._shares(batch, column.group)
         needed = batch.only(COLUMNS[column.verb].needs)
         tensors = [needed.select(shard).columns for shard in shards]
         return column.group.post(column.verb, column.body, tensors=tensors, step=step), shards
+
+    def _shares(self, batch: Batch, group: Group) -> list[NDArray[np.int64]]:
+        """The sequences of each rank of a trainer."""
+        degree = sequence_parallel_of(self.spec.role(group.role))
+        return shares_of_ranks(batch["length_B"], group.size, degree, batch["group_B"])
 
     @staticmethod
     def _unshard(call: Call, name: str, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:
@@ -312,7 +317,7 @@ class Driver:
         """Loss and gradients of the mini-batch; weights are not changed yet."""
         loss, group = self.kl.in_loss(self.spec.losses[role]).placed(self.spec_dir), self.learners[role]
         mini.require(loss.columns, Verb.UPDATE)
-        needed, shards = mini.only(loss.columns), balanced_shards(mini["length_B"], group.size, mini["group_B"])
+        needed, shards = mini.only(loss.columns), self._shares(mini, group)
         body = bodies.Update(loss=loss, scale=self.loss_scale(mini))
         return group.post(Verb.UPDATE, body, tensors=[needed.select(shard).columns for shard in shards], step=step)
 

@@ -127,6 +127,7 @@ class ScoreModel:
     group: Group
     number: int  # of its term in `reward.terms`
     begin: Callable[[int], None]
+    degree: int  # ranks that share samples
 
 
 class Generation:
@@ -198,7 +199,7 @@ class Generation:
             rendered = [call.result()[0] for call in self._rendering[first:]]
             id_B = np.concatenate([part["id_B"] for part in self._parts[first:]])
             model.begin(self.step)
-            found["model"] = late_scores.of_model(model.group, rendered, id_B, model.number, self.step)
+            found["model"] = late_scores.of_model(model.group, rendered, id_B, model.number, self.step, model.degree)
         if tickets := late_scores.tickets_of(new):
             found["judges"] = late_scores.of_judges(self._reward, self.what, tickets, self.step)
         self._late |= {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.models.expected import Expected
 from specs.errors import AsBuiltError, RunDirError
 from specs.json_file import read_object, write_object
+from specs.schema.mesh import SEQUENCE
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.wire.as_built import AsBuilt, ModelBuilt
@@ -172,7 +173,7 @@ def table(spec: Spec, reports: Reports) -> Table:
         report, model = ranks[0], ranks[0].model
         held = f"{len(ranks)} × {report.engine}, {report.device}"
         if model is not None and model.mesh:
-            held += "\n" + " × ".join(f"{axis} {ranks}" for axis, ranks in model.mesh.items())
+            held += "\n" + _mesh(model.mesh)
         if model is None:
             grid.add_row(role, held)
             continue
@@ -181,6 +182,12 @@ def table(spec: Spec, reports: Reports) -> Table:
         attention = model.attn_implementation if expected != "auto" else f"{model.attn_implementation} (auto)"
         grid.add_row(role, held, name, _parameters(model), model.dtype, attention)
     return grid
+
+
+def _mesh(axes: Mapping[str, int]) -> str:
+    """The axes that the model is cut along; below, the one that samples are: its ranks are the same again."""
+    of_model = " × ".join(f"{axis} {ranks}" for axis, ranks in axes.items() if axis != SEQUENCE)
+    return "\n".join(filter(None, (of_model, f"{SEQUENCE} {axes[SEQUENCE]}" if SEQUENCE in axes else "")))
 
 
 def _family(model: ModelBuilt) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl.models.chat_template import chat_template_of
 from rlctl.models.model_check import ModelCheck
-from rlctl.models.shapes_fit import adapter_problems, adapter_warnings, cut_problems
+from rlctl.models.shapes_fit import adapter_problems, adapter_warnings, cut_problems, sequence_problems
 from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
 from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data
@@ -27,7 +27,8 @@ from specs.errors import Problem
 from specs.model_facts import model_facts
 from specs.packages import installed_here
 from specs.schema.engines.engine_table import engine_of
-from specs.schema.roles import ACTOR, ROLES
+from specs.schema.mesh import sequence_parallel_of
+from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -107,7 +108,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         token_errors, token_warnings = _tokens(main, other)
         errors, warnings = errors + token_errors, warnings + token_warnings
     if not fake:
-        errors += [*cut_problems(spec, main.config), *_engines(spec, main.config)]
+        errors += [*cut_problems(spec, main.config), *_engines(spec, main.config, others)]
         errors += adapter_problems(spec, main.config)
         warnings += adapter_warnings(spec, main.config)
     return errors, warnings, main.config
@@ -145,13 +146,14 @@ def _lone_tokenizer(spec: Spec, spec_dir: Path, main: ModelCheck) -> list[Proble
     return [Problem(main.key, f"has its tokenizer only in {name}, and {where}", hint, show(main.path))]
 
 
-def _engines(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """What the engines cannot run in the main model."""
-    facts = model_facts(config)
+def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, ModelCheck]) -> Iterator[Problem]:
+    """What the engines cannot run in their roles' models, and ranks cannot share of them."""
     for role, section in spec.sections():
-        engine = engine_of(section)
-        if facts is not None and engine is not None and spec.model_path(role) == spec.model.path:
+        engine, own_config = engine_of(section), others[role].config if role in others else config
+        if (facts := model_facts(own_config)) is not None and engine is not None:
             yield from engine.model_problems(section, facts)
+        if (degree := sequence_parallel_of(section)) > 1:
+            yield from sequence_problems(f"{role}.sequence_parallel", degree, own_config)
 
 
 def _tokens(actor: ModelCheck, other: ModelCheck) -> tuple[list[Problem], list[Problem]]:

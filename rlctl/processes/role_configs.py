@@ -45,6 +45,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             lora=getattr(section, "lora", None),
             total_optimizer_steps=spec.optimizer_steps_of(role),
             micro_batch_tokens=section.micro_batch_tokens,
+            sequence_parallel=section.sequence_parallel,
             gradient_checkpointing=getattr(section, "gradient_checkpointing", False),
             temperature=spec.rollout.temperature,
         )

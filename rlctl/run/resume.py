@@ -32,11 +32,11 @@ MAY_CHANGE = (
 # The same of every role: where it runs, and how its model is held.
 _OF_A_ROLE = (
     *RoleSection.model_fields,
-    *("engine", "micro_batch_tokens", "gradient_checkpointing", "attn_implementation"),
+    *("engine", "micro_batch_tokens", "sequence_parallel", "gradient_checkpointing", "attn_implementation"),
 )
 
 # What only an engine may change of itself whose table says so (`resumes_reshaped`).
-_SHAPE = ("actor.engine", "actor.processes", "actor.nodes")
+_SHAPE = ("actor.engine", "actor.processes", "actor.nodes", "actor.sequence_parallel")
 # Keys of a config.json that say nothing about what the model computes.
 _NOT_THE_MODEL = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}

@@ -19,13 +19,14 @@ from specs.rules.learning_rules import learning_warnings
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
 from specs.rules.reward_model_rules import reward_model_problems
+from specs.rules.sequence_rules import sharing_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
 from specs.rules.transport_rules import transport_problems
 from specs.schema.algorithms.algorithm_tables import ValueLossKeys
-from specs.schema.mesh import devices_of_a_process
+from specs.schema.mesh import devices_of_a_process, sequence_parallel_of
 from specs.schema.rewards import Overlong
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import ModelRole, Optimizer, RoleSection, Spec
+from specs.schema.spec import Optimizer, RoleSection, Spec
 from specs.schema.table import no_effect
 from specs.text import show
 
@@ -121,9 +122,11 @@ def _batch(spec: Spec) -> Iterator[Problem]:
         yield Problem("algorithm.mini_batches_per_step", message, f"{near} would fit", str(parts))
     else:
         for role, section in spec.sections():
-            if ROLES[role].learns and total // parts < section.processes:
-                message = f"{arithmetic} in {parts} mini-batches leave some of {section.processes} ranks without work"
-                hint = f"use at most {total // parts} processes"
+            degree = sequence_parallel_of(section)
+            if ROLES[role].learns and total // parts < section.processes // degree:
+                ranks = f"{section.processes // degree} {'ranks' if degree == 1 else 'groups of ranks'}"
+                message = f"{arithmetic} in {parts} mini-batches leave some of {ranks} without work"
+                hint = f"use at most {total // parts * degree} processes"
                 yield Problem(f"{role}.processes", message, hint, str(section.processes))
     if data.prompts_per_step < spec.rollout.processes:
         message = f"{data.prompts_per_step} prompts per step leave some replicas without work"
@@ -132,16 +135,8 @@ def _batch(spec: Spec) -> Iterator[Problem]:
         )
 
 
-def _lengths(spec: Spec) -> Iterator[Problem]:
+def _overlong_buffer(spec: Spec) -> Iterator[Problem]:
     data = spec.data
-    longest = f"data.max_prompt_tokens + data.max_response_tokens = {spec.max_sequence_tokens}"
-    for role, section in spec.sections():
-        if not (isinstance(section, ModelRole) and ROLES[role].same_tokens):
-            continue
-        if section.micro_batch_tokens < spec.max_sequence_tokens:
-            message = f"less than the longest sequence ({longest} tokens)"
-            hint = f"use at least {spec.max_sequence_tokens}"
-            yield Problem(f"{role}.micro_batch_tokens", message, hint, str(section.micro_batch_tokens))
     for index, term in enumerate(spec.reward.terms):
         if isinstance(term, Overlong) and term.buffer_tokens > data.max_response_tokens:
             message = f"longer than the longest completion (data.max_response_tokens = {data.max_response_tokens})"
@@ -244,7 +239,8 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     _batch,
-    _lengths,
+    sharing_problems,
+    _overlong_buffer,
     data_problems,
     reward_section_problems,
     judge_problems,

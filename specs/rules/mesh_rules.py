@@ -1,4 +1,4 @@
-"""Groups of ranks that hold a model together and lie on more than one node."""
+"""Groups of ranks that hold a model together or share samples, and lie on more than one node."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import TrainTable, engine_of
-from specs.schema.mesh import mesh_of, straddling
+from specs.schema.mesh import mesh_of, sequence_groups, shard_groups, straddling
 from specs.schema.spec import Spec
 
 
 def straddling_warnings(spec: Spec) -> Iterator[Problem]:
-    """Groups that hold a model together across nodes."""
+    """Groups across nodes."""
     for role, section in spec.sections():
-        groups, mesh, engine = straddling(section), mesh_of(section), engine_of(section)
+        groups, mesh, engine = straddling(shard_groups(section)), mesh_of(section), engine_of(section)
+        if mesh is not None and (sharing := straddling(sequence_groups(section))):
+            message = (
+                f"{len(sharing)} of {len(sequence_groups(section))} groups that share samples sit on more than one "
+                "node, so what attention exchanges in every layer crosses the network"
+            )
+            hint = f"use a divisor of {section.processes // section.nodes}, the processes of a node"
+            yield Problem(f"{role}.sequence_parallel", message, hint, str(mesh.sequence))
         if not groups or mesh is None:
             continue
         per_node = section.processes // section.nodes

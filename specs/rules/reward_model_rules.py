@@ -26,10 +26,6 @@ def reward_model_problems(spec: Spec) -> Iterator[Problem]:
     for index in asking[1:]:
         hint = f"change the weight of reward.terms.{asking[0]} instead"
         yield Problem(f"reward.terms.{index}", "asks the same model again", hint, 'kind = "model"')
-    if section.micro_batch_tokens < section.max_sequence_tokens:
-        message = f"less than the longest sequence ({REWARD_MODEL}.max_sequence_tokens = {section.max_sequence_tokens})"
-        hint = f"use at least {section.max_sequence_tokens}, or lower max_sequence_tokens"
-        yield Problem(f"{REWARD_MODEL}.micro_batch_tokens", message, hint, str(section.micro_batch_tokens))
     if getattr(spec.algorithm, "dynamic_sampling", False) and _takes_turns(spec):
         message = (
             "refills are sampled after groups were scored, and the reward model takes the sampler's device for that"

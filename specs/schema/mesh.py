@@ -5,12 +5,16 @@ whole model. `shard` is the inner one: ranks of a group hold a part each. Ranks 
 node before the next, so that a group whose size fits into a node stays inside one:
 
     16 processes, 2 nodes, shard 8, replicate 2         rank 11 = replica 1, shard 3, node 1, local rank 3
+
+The same ranks share out the samples along two other axes. `data` is the outer one: groups that each have samples of
+their own. `sequence` is the inner one: ranks of a group have the same samples, and a part of each row. So rank 11, with
+sequence 2, is number 1 of the group 5. How the model is cut does not matter to that, nor the other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specs.schema.engines.engine_table import engine_of
@@ -18,13 +22,17 @@ from specs.schema.engines.engine_table import engine_of
 if TYPE_CHECKING:
     from specs.schema.spec import RoleSection
 
+SEQUENCE = "sequence"
+"""The axis in `ModelBuilt.mesh` of a role whose ranks share samples."""
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along each axis."""
+    """Ranks along each axis; those along `sequence` are the same ranks again."""
 
     replicate: int
     shard: int
+    sequence: int = 1
 
     @property
     def ranks(self) -> int:
@@ -41,13 +49,16 @@ class RankPlacement:
     device: int | None
     replica: int
     shard: int
+    data: int
+    sequence: int
 
 
 @dataclass(frozen=True)
-class ShardGroup:
-    """The ranks that hold one copy of the model together, in the order of their shards."""
+class RankGroup:
+    """Ranks that hold one copy of the model together, in the order of their shards; or that share samples, in the order
+    of their parts."""
 
-    replica: int
+    number: int
     ranks: tuple[RankPlacement, ...]
 
     @property
@@ -62,13 +73,20 @@ def devices_of_a_process(section: RoleSection) -> int:
 
 
 def mesh_of(section: RoleSection) -> Mesh | None:
-    """The mesh that a role's model is cut along; None where every rank holds the whole model, or it is not known
-    (`mesh_is_known`). The axes need not give the role's processes: a rule says so."""
-    engine = engine_of(section)
+    """The mesh that a role's model or samples are cut along; None where every rank holds the whole model and has
+    samples of its own, or it is not known (`mesh_is_known`). The axes need not give the role's processes: a rule says
+    so."""
+    engine, sequence = engine_of(section), sequence_parallel_of(section)
     mesh = None if engine is None else engine.mesh(section.processes)
-    if engine is None or mesh is None or (mesh.shard == 1 and not engine.reported_mesh(section.processes)):
+    if engine is None or mesh is None:
         return None
-    return mesh
+    cut = mesh.shard > 1 or sequence > 1 or engine.reported_mesh(section.processes)
+    return replace(mesh, sequence=sequence) if cut else None
+
+
+def sequence_parallel_of(section: RoleSection) -> int:
+    """Ranks that share samples; 1 of a role that has no such key."""
+    return int(getattr(section, "sequence_parallel", 1))
 
 
 def mesh_is_known(section: RoleSection) -> bool:
@@ -79,25 +97,31 @@ def mesh_is_known(section: RoleSection) -> bool:
 
 def built_mesh(section: RoleSection) -> dict[str, int] | None:
     """Axis → ranks, as the engine must report it in `ModelBuilt.mesh`; None where that is not known."""
-    engine = engine_of(section)
-    return None if engine is None else engine.reported_mesh(section.processes)
+    engine, sequence = engine_of(section), sequence_parallel_of(section)
+    axes = None if engine is None else engine.reported_mesh(section.processes)
+    return axes if axes is None or sequence == 1 else {**axes, SEQUENCE: sequence}
 
 
-def shard_groups(section: RoleSection) -> list[ShardGroup]:
+def shard_groups(section: RoleSection) -> list[RankGroup]:
     """One entry per copy of the model; empty where nothing is cut."""
     mesh = mesh_of(section)
-    if mesh is None:
-        return []
-    ranks = list(_ranks(section, mesh))
-    return [
-        ShardGroup(replica, tuple(ranks[replica * mesh.shard : (replica + 1) * mesh.shard]))
-        for replica in range(mesh.replicate)
-    ]
+    return [] if mesh is None else _groups(section, mesh, mesh.shard)
 
 
-def straddling(section: RoleSection) -> list[ShardGroup]:
-    """Groups whose ranks sit on more than one node: every gathered layer crosses the network."""
-    return [group for group in shard_groups(section) if len(group.nodes) > 1]
+def sequence_groups(section: RoleSection) -> list[RankGroup]:
+    """One entry per group of ranks that share samples; empty where each has its own."""
+    mesh = mesh_of(section)
+    return [] if mesh is None or mesh.sequence == 1 else _groups(section, mesh, mesh.sequence)
+
+
+def straddling(groups: Sequence[RankGroup]) -> list[RankGroup]:
+    """Those whose ranks sit on more than one node: what they exchange for every layer crosses the network."""
+    return [group for group in groups if len(group.nodes) > 1]
+
+
+def _groups(section: RoleSection, mesh: Mesh, size: int) -> list[RankGroup]:
+    ranks = tuple(_ranks(section, mesh))
+    return [RankGroup(number, ranks[number * size : (number + 1) * size]) for number in range(len(ranks) // size)]
 
 
 def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
@@ -105,4 +129,5 @@ def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
     for rank in range(mesh.ranks):
         node, local = divmod(rank, per_node)
         device = section.devices[local] if local < len(section.devices) else None
-        yield RankPlacement(rank, node, local, device, rank // mesh.shard, rank % mesh.shard)
+        of_model, of_samples = divmod(rank, mesh.shard), divmod(rank, mesh.sequence)
+        yield RankPlacement(rank, node, local, device, *of_model, *of_samples)

@@ -76,8 +76,22 @@ class ModelRole(RoleSection):
         None, description="This role's attention; unset: `model.attn_implementation`."
     )
     micro_batch_tokens: int = Field(
-        8192, gt=0, description="Most tokens in one forward pass. A hard limit: no sequence may be longer."
+        8192,
+        gt=0,
+        description="Most tokens in one forward pass of a rank. A hard limit: no sequence may be longer than it times "
+        "`sequence_parallel`.",
     )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share samples: each computes a part of every row, and attention exchanges rows for "
+        "heads (Ulysses, Jacobs et al. 2023). A row has up to so many times `micro_batch_tokens`.",
+    )
+
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a row, however many ranks share it."""
+        return self.micro_batch_tokens * self.sequence_parallel
 
 
 class Optimizer(Table):

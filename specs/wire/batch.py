@@ -170,6 +170,15 @@ def balanced_shards(
     return [np.flatnonzero(owner_B == shard) for shard in range(shards)]
 
 
+def shares_of_ranks(
+    length_B: NDArray[np.int64], ranks: int, degree: int = 1, group_B: NDArray[np.int64] | None = None
+) -> list[NDArray[np.int64]]:
+    """Sorted indices of each rank's sequences. `degree` ranks after one another share all that any of them has: work is
+    balanced over such groups, and inside them only what travels."""
+    groups = balanced_shards(length_B, ranks // degree, group_B)
+    return [shard[part] for shard in groups for part in balanced_shards(length_B[shard], degree)]
+
+
 def _lightest_first(load_N: NDArray[Any], shards: int) -> NDArray[np.int64]:
     """Shard of each item: heaviest items first, each onto the shard that holds least (then fewest) so far."""
     owner_N = np.zeros(len(load_N), dtype=np.int64)

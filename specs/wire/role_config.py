@@ -41,6 +41,7 @@ class TrainConfig(Table):
     lora: Lora | None = None
     total_optimizer_steps: int
     micro_batch_tokens: int
+    sequence_parallel: int = 1  # ranks that share samples
     gradient_checkpointing: bool
     temperature: float  # log-probs are those of softmax(logits / temperature)
 

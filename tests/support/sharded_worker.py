@@ -38,9 +38,18 @@ from specs.schema.engines.zero_table import ZeroTable  # noqa: E402
 from specs.schema.spec import WeightForm  # noqa: E402
 from specs.wire.batch import Batch, balanced_shards  # noqa: E402
 
+MICRO_BATCH_TOKENS = 32
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
 VALUES: dict[str, Any] = {"role": "critic", "model": {"head": "value"}}
 VALUES_BF16: dict[str, Any] = {"role": "critic", "model": {"head": "value", "dtype": "bf16"}}
+EAGER: dict[str, Any] = {"model": {"attn_implementation": "eager"}}
+
+
+def sequences(degree: int) -> dict[str, Any]:
+    """Ranks that share samples, with rows as long as those of ranks that do not."""
+    return {"sequence_parallel": degree, "micro_batch_tokens": MICRO_BATCH_TOKENS // degree}
+
+
 # Changes to `train_config`, by the name of a case. One that starts with "4:" runs on four ranks, others on two.
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"engine": DdpTable()},
@@ -60,6 +69,16 @@ CASES: dict[str, dict[str, Any]] = {
         "engine": Fsdp2Table(shard=2, replicate=2, sync_every_micro_batch=True),
     },
     "4:fsdp2": {"engine": Fsdp2Table()},
+    "ddp sequences eager": {"engine": DdpTable(), **sequences(2), **EAGER},
+    "fsdp2 sequences": {"engine": Fsdp2Table(), **sequences(2)},
+    "fsdp2 critic sequences recompute": {
+        "engine": Fsdp2Table(),
+        **sequences(2),
+        **VALUES,
+        "gradient_checkpointing": True,
+    },
+    "4:ddp sequences 4": {"engine": DdpTable(), **sequences(4)},
+    "4:fsdp2 2x2 sequences 2": {"engine": Fsdp2Table(shard=2, replicate=2), **sequences(2)},
 }
 if find_spec("deepspeed") is not None:
     # By default stage 3 leaves parameters of less than 100,000 elements whole, and these models have no others.
@@ -78,6 +97,8 @@ if find_spec("deepspeed") is not None:
         "zero3 offload": {"engine": ZeroTable(**ZERO3, **ON_HOST, offload_parameters=True)},
         "zero3 recompute": {"engine": ZeroTable(**ZERO3), "gradient_checkpointing": True},
         "zero3 small ones whole": {"engine": ZeroTable(stage=3)},
+        "zero1 critic sequences": {"engine": ZeroTable(stage=1), **sequences(2), **VALUES},
+        "4:zero3 sequences 2 eager": {"engine": ZeroTable(**ZERO3), **sequences(2), **EAGER},
     }
 STEPS = 5
 EMPTY_STEP, UNEVEN_STEP = 3, 2
@@ -214,7 +235,7 @@ def export_in_bf16(engine: TrainEngine, form: WeightForm = "merged") -> tuple[di
 def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
     `offload`: whether to leave the device in every step. One more step follows."""
-    config = train_config(model, micro_batch_tokens=32, **CASES[job["case"]])
+    config = train_config(model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **CASES[job["case"]]})
     engine = train_engine(config.engine.kind).build(config, rank)
     mesh = engine.built().mesh
     report = resume(engine, Path(job["load"])) if "load" in job else train(engine, job, rank)

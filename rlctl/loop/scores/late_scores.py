@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from specs.schema.rewards import MAX_SCORE
 from specs.wire import bodies
-from specs.wire.batch import Batch, balanced_shards
+from specs.wire.batch import Batch, shares_of_ranks
 from specs.wire.messages import COLUMNS, Verb
 
 if TYPE_CHECKING:
@@ -59,15 +59,17 @@ def of_judges(reward: Group, asked: bodies.What, tickets: Sequence[int], step: i
     return LateScores(value_B, answer.tensors["scored_B"].astype(bool), judged.failures, judged.counts)
 
 
-def of_model(model: Group, rendered: Sequence[Message], id_B: NDArray[np.int64], number: int, step: int) -> LateScores:
+def of_model(
+    model: Group, rendered: Sequence[Message], id_B: NDArray[np.int64], number: int, step: int, degree: int
+) -> LateScores:
     """Ask the reward model, whose term is `number`, about samples that were `rendered` for it. `id_B`: of all samples;
-    those that it could not be given have no score."""
+    those that it could not be given have no score. `degree`: ranks of the model that share samples."""
     begin = time.perf_counter()
     parts = [part.batch for part in rendered if len(part.batch)]
     score_of: dict[int, float] = {}
     if parts:
         batch = Batch.concat(parts)
-        shards = balanced_shards(batch["length_B"], model.size)
+        shards = shares_of_ranks(batch["length_B"], model.size, degree)
         needed = batch.only(COLUMNS[Verb.SCORES].needs)
         answers = model.call(Verb.SCORES, tensors=[needed.select(shard).columns for shard in shards], step=step)
         for answer, shard in zip(answers, shards, strict=True):

@@ -99,6 +99,8 @@ class TrainTable(EngineTable):
     """Name of the format of its checkpoints: engines of one format read each other's. None: only its own are read."""
     checkpoint_bytes: ClassVar[int | None] = None
     """Bytes of a checkpoint per trained parameter."""
+    cuts_sequences: ClassVar[bool | None] = None
+    """Whether ranks can share samples and compute a part of each row (`sequence_parallel` of the role)."""
     resumes_reshaped: ClassVar[bool | None] = None
     """Whether a resume may change its keys, the number of its processes and their nodes."""
 
@@ -165,6 +167,7 @@ QUESTIONS: dict[str, str] = {
     "installed_problems": "builds of its packages",
     "checkpoint_format": "checkpoint format",
     "checkpoint_bytes": "size of a checkpoint",
+    "cuts_sequences": "sequence parallelism",
     "resumes_reshaped": "what a resume may change",
     "node_hint": "keys that keep its groups inside a node",
     "memory_hint": "keys that save memory",

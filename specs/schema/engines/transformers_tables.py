@@ -57,6 +57,7 @@ class TrainedHere(BuiltHere, TrainTable):
 
     checkpoint_format: ClassVar[str | None] = "tensor shards"  # backends/train/tensor_shards.py
     checkpoint_bytes: ClassVar[int | None] = 12  # the fp32 weight and both moments
+    cuts_sequences: ClassVar[bool | None] = True
     resumes_reshaped: ClassVar[bool | None] = True
 
     def logits_chunk(self, vocabulary: int, *, on_gpu: bool) -> int:

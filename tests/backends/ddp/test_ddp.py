@@ -30,6 +30,7 @@ from train_helpers import (
 
 from backends.ddp.engine import DdpTrainEngine
 from backends.hf.hf_model import DTYPES
+from backends.packed.row_ops import RowCopies, copy_rows
 from backends.train.lm_head import Head, LogprobTask, LossTask, target_logprob
 from backends.train.losses import TokenColumns, policy_loss
 from backends.train.tensor_shards import ShardReader
@@ -351,6 +352,22 @@ def test_the_heads_loss_against_autograd(chunk: int, temperature: float, config:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     logprob = head.logprob(hidden, LogprobTask(target, temperature))
     torch.testing.assert_close(logprob, target_logprob(head(hidden), target, temperature))
+
+
+def test_no_row_at_all_has_gradients_of_zero() -> None:
+    """A rank's part of a row may predict no loss token. Its gradients take part in sums over ranks, so there must be
+    some; a maximum over nothing is below every other."""
+    model, nothing = TinyLm(), torch.zeros(0)
+    hidden_TE = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    columns = TokenColumns(*(nothing,) * 5)
+    task = LossTask(torch.zeros(0, dtype=torch.int64), 1.0, columns, grpo(kl_coef=0.3))
+    rows = RowCopies(np.zeros(0, dtype=np.int64), 5)
+    loss, sums, maxima = Head(model, 3).loss(copy_rows(hidden_TE, rows), task)
+    loss.backward()
+    assert (loss.item(), sums.abs().max().item(), maxima.tolist()) == (0.0, 0.0, [-float("inf")] * len(maxima))
+    for grad in (hidden_TE.grad, model.linear.weight.grad, model.linear.bias.grad):
+        assert grad is not None
+        assert not grad.any()
 
 
 def test_a_scaled_head_is_understood(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_adapters_do_not_load_a_whole_models_checkpoint(tmp_path: Path, qwen2: P
 
 def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
     """Norms, merged weights, log-probs without adapters and counts of parameters, over real gloo processes."""
-    cases = [case for case in ("ddp", "fsdp2", "zero1", "zero3") if case in sharded_worker.CASES]
+    cases = [case for case in ("ddp", "fsdp2", "zero1", "zero3", "fsdp2 sequences") if case in sharded_worker.CASES]
     warm_torchrun(2, "lora_worker.py", qwen2, tmp_path, *cases)
     alone, batch = engine_of(qwen2), make_batch()
     start_T, norms, built = alone.forward(batch), learn(alone)[1::2], alone.built()

@@ -141,6 +141,26 @@ def test_who_sits_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 8–15 0 CPU" in lines
 
 
+def test_who_shares_samples(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside who holds the model, or alone where every rank holds it whole."""
+    shared = ("actor.processes=8", "actor.sequence_parallel=4", "actor.micro_batch_tokens=16")
+    assert check(spec, (*shared, "actor.engine.kind=fsdp2"), as_json=False) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    at = lines.index("actor replicate 1 × shard 8 0 0–7 0 CPU")
+    assert lines[at + 1 : at + 3] == ["data 2 × sequence 4 0 0–3 0 CPU", "1 4–7 0 CPU"]
+    assert "64 in a row that 4 ranks share" in lines
+    assert check(spec, shared, as_json=False) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "actor data 2 × sequence 4 0 0–3 0 CPU" in lines
+    assert not any("replicate" in line for line in lines)
+    _, found = as_json(spec, capsys, *shared)
+    actor: dict[str, object] = found["placement"]["actor"]  # type: ignore[index]
+    assert actor["sequence"] == 4
+    assert actor["ranks"][6] == {  # type: ignore[index]
+        "rank": 6, "node": 0, "local_rank": 6, "device": None, "replica": 6, "shard": 0, "data": 1, "sequence": 2
+    }  # fmt: skip
+
+
 def test_many_groups_are_cut_short(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mesh = ("actor.engine.kind=fsdp2", "actor.processes=256", "actor.engine.replicate=64")
     assert check(spec, mesh, as_json=False) == 0
@@ -150,7 +170,7 @@ def test_many_groups_are_cut_short(spec: Path, capsys: pytest.CaptureFixture[str
     assert len(lines) < 30
     _, found = as_json(spec, capsys, *mesh)
     assert found["placement"]["actor"]["ranks"][255] == {  # type: ignore[index]
-        "rank": 255, "node": 0, "local_rank": 255, "device": None, "replica": 63, "shard": 3
+        "rank": 255, "node": 0, "local_rank": 255, "device": None, "replica": 63, "shard": 3, "data": 255, "sequence": 0
     }  # fmt: skip
 
 

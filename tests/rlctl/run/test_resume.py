@@ -54,6 +54,12 @@ def test_what_may_change(tmp_path, change):
         assert (refused, allowed) == ([REFUSED[change]], [])
 
 
+def test_ranks_may_share_samples_from_now_on(tmp_path):
+    spec, two = preset("quickstart", tmp_path), "actor.processes=2"
+    before, after = load_spec(spec, [two]).resolved(), load_spec(spec, [two, "actor.sequence_parallel=2"]).resolved()
+    assert differences(before, after, DdpTable()) == ([], ["actor.sequence_parallel: 1 → 2"])
+
+
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [

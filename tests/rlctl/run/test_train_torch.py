@@ -82,6 +82,26 @@ def test_two_ranks_and_two_replicas_train_the_same(finished, tmp_path):
         assert b["actor/grad_norm"] == pytest.approx(a["actor/grad_norm"], rel=1e-3)
 
 
+def test_two_ranks_that_share_samples_train_the_same(finished, tmp_path):
+    """All that a step says of learning and sampling, counts too, is what one rank says; the reference has one rank."""
+    spec, run, _ = finished
+    shared = ("actor.processes=2", "actor.launcher=torchrun", "actor.sequence_parallel=2", "ref={}", "run.steps=2")
+    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *(word for s in shared for word in ("--set", s)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sequence 2" in done.stdout
+    built = json.loads((tmp_path / "run" / "as_built.json").read_text())
+    assert [rank["model"]["mesh"] for rank in built["actor"]] == [{"sequence": 2}] * 2
+    assert [rank["model"]["mesh"] for rank in built["ref"]] == [{}]
+    one = [line for line in metrics(run) if 0 < line["step"] <= 2]
+    two = [line for line in metrics(tmp_path / "run") if line["step"] > 0]
+    for a, b in zip(one, two, strict=True):
+        told = [key for key in a if not key.startswith(("time/", "mem/", "perf/", "sync/", "eval/"))]
+        assert len(told) > 20
+        for key in told:
+            assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-5), key
+        assert b["perf/micro_batches"] == a["perf/micro_batches"] == 2
+
+
 def test_taking_turns_on_one_device_changes_nothing(finished, tmp_path):
     spec, run, _ = finished
     turns = ("--set", "run.colocate=always", "--set", "run.steps=3")

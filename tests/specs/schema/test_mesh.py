@@ -14,7 +14,7 @@ from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.engines.zero_table import ZeroTable
-from specs.schema.mesh import Mesh, RankPlacement, built_mesh, mesh_of, shard_groups, straddling
+from specs.schema.mesh import Mesh, RankPlacement, built_mesh, mesh_of, sequence_groups, shard_groups, straddling
 from specs.schema.spec import ActorSection, RolloutSection, Spec
 
 
@@ -43,7 +43,9 @@ def test_sixteen_ranks_as_one_group_or_as_two() -> None:
     assert ranks(one) == [list(range(16))]
     two = actor(Fsdp2Table(shard=8, replicate=2), 16, nodes=2)
     assert ranks(two) == [list(range(8)), list(range(8, 16))]
-    assert shard_groups(two)[1].ranks[3] == RankPlacement(rank=11, node=1, local_rank=3, device=3, replica=1, shard=3)
+    assert shard_groups(two)[1].ranks[3] == RankPlacement(
+        rank=11, node=1, local_rank=3, device=3, replica=1, shard=3, data=11, sequence=0
+    )
     assert [group.nodes for group in shard_groups(two)] == [(0,), (1,)]
 
 
@@ -60,6 +62,33 @@ def test_zero_is_one_group_and_ddp_none() -> None:
     assert (mesh_of(actor(DdpTable(), 4)), built_mesh(actor(DdpTable(), 4))) == (None, {})
 
 
+def test_ranks_that_share_samples_lie_on_two_axes_more() -> None:
+    """However the model is cut: whole on each rank, in one group, or in groups larger or smaller than theirs."""
+    for engine in (DdpTable(), ZeroTable(), Fsdp2Table(), Fsdp2Table(shard=2, replicate=4)):
+        section = actor(engine, 8).model_copy(update={"sequence_parallel": 4})
+        assert [[rank.rank for rank in group.ranks] for group in sequence_groups(section)] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+        ]
+        last = sequence_groups(section)[1].ranks[3]
+        assert (last.rank, last.data, last.sequence) == (7, 1, 3)
+        axes = built_mesh(section)
+        assert axes is not None
+        assert axes.pop("sequence") == 4
+        assert axes == built_mesh(actor(engine, 8))
+    assert sequence_groups(actor(Fsdp2Table(), 8)) == []
+
+
+def test_samples_shared_across_nodes_are_warned_of(plain_spec: Spec) -> None:
+    section = actor(DdpTable(), 6, nodes=2).model_copy(update={"sequence_parallel": 2})
+    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": section}))
+    assert (warning.key, warning.value) == ("actor.sequence_parallel", "2")
+    assert "1 of 3 groups that share samples sit on more than one node" in warning.message
+    assert "a divisor of 3" in warning.hint
+    inside = section.model_copy(update={"sequence_parallel": 3})
+    assert cross_field_warnings(plain_spec.model_copy(update={"actor": inside})) == []
+
+
 @pytest.mark.parametrize(("parallel", "mesh"), [(1, {}), (4, {"tensor": 4})])
 def test_a_sampler_cut_by_vllm_says_so(parallel: int, mesh: dict[str, int]) -> None:
     assert built_mesh(RolloutSection(engine=VllmTable(tensor_parallel=parallel))) == mesh
@@ -70,12 +99,12 @@ def test_a_sampler_cut_by_vllm_says_so(parallel: int, mesh: dict[str, int]) -> N
     [(8, 2, 2, 0), (4, 4, 2, 0), (16, 1, 2, 1), (8, 2, 4, 2), (16, 1, 1, 0)],
 )
 def test_groups_that_leave_their_node_are_counted(shard: int, replicate: int, nodes: int, crossing: int) -> None:
-    assert len(straddling(actor(Fsdp2Table(shard=shard, replicate=replicate), 16, nodes))) == crossing
+    assert len(straddling(shard_groups(actor(Fsdp2Table(shard=shard, replicate=replicate), 16, nodes)))) == crossing
 
 
 def test_a_group_of_three_on_nodes_of_four_straddles_though_it_would_fit() -> None:
-    groups = straddling(actor(Fsdp2Table(shard=3, replicate=4), 12, 3))
-    assert [(group.replica, group.nodes) for group in groups] == [(1, (0, 1)), (2, (1, 2))]
+    groups = straddling(shard_groups(actor(Fsdp2Table(shard=3, replicate=4), 12, 3)))
+    assert [(group.number, group.nodes) for group in groups] == [(1, (0, 1)), (2, (1, 2))]
 
 
 def test_crossing_groups_are_warned_of(plain_spec: Spec) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specs.errors import BatchError
-from specs.wire.batch import Batch, balanced_shards
+from specs.wire.batch import Batch, balanced_shards, shares_of_ranks
 
 
 def batch(lengths=(3, 1, 4, 2)):
@@ -70,3 +70,16 @@ def test_groups_stay_whole_where_that_is_even_enough():
     assert all(len(set(group_B[part].tolist())) == 4 for part in parts)
     uneven = balanced_shards(np.array([10, 10, 10, 100, 100]), 2, np.array([1, 1, 1, 2, 2]))  # 30 against 200
     assert [int(np.array([10, 10, 10, 100, 100])[part].sum()) for part in uneven] == [120, 110]
+
+
+def test_work_is_balanced_over_ranks_that_share_it() -> None:
+    """Eight ranks in groups of two, four samples: each group has one, though half of the ranks have none."""
+    parts = shares_of_ranks(np.array([40, 30, 20, 10]), 8, 2, np.array([0, 0, 1, 1]))
+    assert [part.tolist() for part in parts] == [[0], [], [1], [], [2], [], [3], []]
+    length_B = np.random.default_rng(0).integers(1, 100, 24)
+    for degree in (1, 2, 4):
+        parts = shares_of_ranks(length_B, 4, degree, np.arange(24) // 6)
+        assert sorted(i for part in parts for i in part) == list(range(24))
+        groups = [np.sort(np.concatenate(parts[first : first + degree])) for first in range(0, 4, degree)]
+        wanted = balanced_shards(length_B, 4 // degree, np.arange(24) // 6)
+        assert [group.tolist() for group in groups] == [shard.tolist() for shard in wanted]

@@ -109,7 +109,7 @@ def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> Non
     assert "not known" in actor["actor"]["attn_why"]
     assert actor["rollout"]["not_known"] == []
     mesh: Any = found["placement"]
-    assert mesh["actor"] == {"replicate": None, "shard": None, "ranks": []}
+    assert mesh["actor"] == {"replicate": None, "shard": None, "sequence": None, "ranks": []}
     shown = rlctl("check-config", spec, *silent, PYTHONPATH=site).stdout
     assert "not known of the engine plain (actor)" in shown
 

@@ -1,0 +1,143 @@
+"""One of four ranks of the test of sharding managers; started by torchrun. Every rank holds roles of three meshes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+torch.set_num_threads(1)
+
+from train_helpers import grpo, make_batch, scale_of, train_config  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from backends.ddp.engine import DdpTrainEngine  # noqa: E402
+from backends.protocol import LossScale, Rank  # noqa: E402
+from backends.ulysses.sequence_group import ALONE, sequence_group  # noqa: E402
+from backends.ulysses.sharding_manager import ShardingManager  # noqa: E402
+from backends.ulysses.split_attention import group_in_effect  # noqa: E402
+from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
+from specs.wire.batch import Batch, shares_of_ranks  # noqa: E402
+from specs.wire.role_config import TrainConfig  # noqa: E402
+
+CPU = torch.device("cpu")
+DEGREES = {"actor": 4, "ref": 1, "critic": 2}
+SAMPLES = {0: [0, 1, 2], 1: [], 2: [3], 3: [4, 5]}  # of each rank
+
+
+def outside() -> tuple[Any, ...]:
+    """All that a manager changes."""
+    return group_in_effect(), torch.get_rng_state().tolist(), dict(ALL_ATTENTION_FUNCTIONS.items())
+
+
+def managers(rank: Rank) -> dict[str, ShardingManager]:
+    groups = {role: sequence_group(rank, degree) for role, degree in DEGREES.items()}
+    return {role: ShardingManager(group, CPU, 7 + rank.rank // group.size) for role, group in groups.items()}
+
+
+def nested(gears: dict[str, ShardingManager]) -> dict[str, Any]:
+    """Random numbers and groups inside one another, and whether all is as before behind the last one."""
+    before, found = outside(), {}
+    with gears["actor"]:
+        first = torch.rand(()).item()
+        with gears["critic"] as inner:
+            assert group_in_effect() is inner.group
+            found["critic"] = [torch.rand(()).item()]
+            with gears["actor"] as again:
+                assert group_in_effect() is again.group
+                second = torch.rand(()).item()
+            assert group_in_effect() is inner.group
+            found["critic"].append(torch.rand(()).item())
+        third = torch.rand(()).item()
+    assert outside() == before
+    with gears["ref"]:
+        assert outside() == before, "a rank alone changes nothing"
+    return {**found, "actor": [first, second, third]}
+
+
+def broken(gears: dict[str, ShardingManager]) -> None:
+    before = outside()
+    try:
+        with gears["actor"], gears["critic"]:
+            torch.rand(3)
+            raise KeyError("inside")
+    except KeyError:
+        pass
+    assert outside() == before
+    assert group_in_effect() is ALONE
+
+
+def shared(gear: ShardingManager, rank: Rank) -> dict[str, Any]:
+    """What the group has of a batch, and what comes back of it."""
+    whole = make_batch(6)
+    own = whole.select(SAMPLES[rank.rank])
+    inside = gear.preprocess(own)
+    assert inside.batch.columns.keys() == own.columns.keys()
+    assert all(inside.batch[name].dtype == column.dtype for name, column in own.columns.items())
+    back = gear.postprocess(inside, tokens_T=inside.batch["tokens_T"], length_B=inside.batch["length_B"])
+    assert back["tokens_T"].tolist() == own["tokens_T"].tolist()
+    assert back["length_B"].tolist() == own["length_B"].tolist()
+    part = np.zeros(inside.batch.num_tokens, dtype=np.float32)
+    part[gear.group.rank :: gear.group.size] = 1 + gear.group.rank
+    return {"tokens": inside.batch["tokens_T"].tolist(), "joined": gear.joined(part).tolist()}
+
+
+def several_meshes(model: Path, rank: Rank) -> dict[str, Any]:
+    """Engines of three meshes in one process, by turns."""
+    engines = {role: DdpTrainEngine.build(engine_config(model, role, degree), rank) for role, degree in DEGREES.items()}
+    found: dict[str, Any] = {role: [] for role in DEGREES}
+    for step in range(2):
+        batch = step_batch(step)
+        for role, engine in engines.items():
+            mine = shares_of_ranks(batch["length_B"], rank.world_size, DEGREES[role])[rank.rank]
+            told_T, norm = step_of(engine, batch.select(mine), scale_of(batch))
+            told = dict(zip(batch.token_index(mine).tolist(), told_T.tolist(), strict=True))
+            found[role].append({"told": told, "norm": norm})
+            assert group_in_effect() is ALONE
+    return found
+
+
+def engine_config(model: Path, role: str, degree: int) -> TrainConfig:
+    changes = {"sequence_parallel": degree, "micro_batch_tokens": 64 // degree}
+    if role == "ref":
+        changes["optimizer"] = None
+    return train_config(model, role=role, model={"head": "value" if role == "critic" else "lm"}, **changes)
+
+
+def step_batch(step: int) -> Batch:
+    batch = make_batch(seed=step)
+    return batch.with_columns(value_T=batch["ref_logprob_T"] + 3, return_T=batch["advantage_T"])
+
+
+def step_of(engine: Any, batch: Batch, scale: LossScale) -> tuple[Any, float]:
+    """Values or log-probs, and, of an engine that learns, the gradient's norm."""
+    values = engine.config.model.head == "value"
+    told_T = engine.values(batch) if values else engine.forward(batch)
+    if engine.config.optimizer is None:
+        return told_T, 0.0
+    loss = ValueLoss(value_clip=0.3) if values else grpo(kl_coef=0.1)
+    engine.forward_backward(batch, loss, scale)
+    return told_T, engine.optim_step().grad_norm
+
+
+def main(model: Path, out: Path) -> None:
+    rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    engines = several_meshes(model, rank)  # joins the group
+    torch.manual_seed(rank.rank)
+    gears = managers(rank)
+    report = {"nested": nested(gears), "again": nested(gears), "engines": engines}
+    broken(gears)
+    report["shared"] = {role: shared(gear, rank) for role, gear in gears.items()}
+    (out / f"rank{rank.rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
