@@ -18,6 +18,7 @@ from specs.errors import Problem
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
+from specs.schema.roles import ACTOR
 from specs.schema.spec import RoleSection, Spec
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ def _arithmetic(spec: Spec) -> str:
         f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} completions = "
         f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}"
         f"{_besides(spec)}\n"
-        f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}\n"
+        f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}"
+        f"{_other_learners(spec)}\n"
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass"
         f"{shared if degree > 1 else ''}\n"
@@ -214,6 +216,12 @@ def _arithmetic(spec: Spec) -> str:
         f"sync   weights travel by {transport} ({why}){buckets}"
         f"{ahead}"
     )
+
+
+def _other_learners(spec: Spec) -> str:
+    """Optimizer steps of roles that learn beside the actor."""
+    others = [f"{spec.optimizer_steps_of(role)} of the {role}" for role in spec.losses if role != ACTOR]
+    return f" of the actor, {', '.join(others)}" if others else ""
 
 
 def _besides(spec: Spec) -> str:
