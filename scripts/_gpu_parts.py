@@ -18,7 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _flops import FORMULA, DecoderSize, mfu, peak_tflops, train_flops
+from _flops import mfu, peak_tflops
+
+from specs.wire.model_flops import FORMULA, DecoderSize, train_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 Figures = dict[str, Any]
@@ -462,7 +464,9 @@ def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
             sides[f"Hugging Face loop, {kind}"] = lambda kind=kind: plain_step(size, folder, kind)  # type: ignore[misc]
         lengths = [size.train_length] * size.train_sequences
         loss_tokens = sum(lengths) - PROMPT * len(lengths)
-        flops = train_flops(DecoderSize.of(config), lengths, loss_tokens)
+        counted = DecoderSize.of(config)
+        assert counted is not None
+        flops = train_flops(counted, lengths, loss_tokens)
         sheet = peak_tflops(size.device_name())
         found: Figures = {"formula": FORMULA, "flops": flops, "tokens": sum(lengths), "sides": {}}
         for name, make in sides.items():
@@ -620,6 +624,7 @@ def check_arithmetic() -> int:
     """Numbers worked out by hand; prints each, returns an exit code."""
     config = {**QWEN, **SHAPES["0.5B"]}
     size = DecoderSize.of(config)
+    assert size is not None
     one = DecoderSize(layers=1, heads=1, head_size=1, layer_weights=0, head_weights=0)
     checks = [
         # q, o: 896 · 896 each; k, v: 896 · 128 each; gate, up, down: 896 · 4864 each

@@ -4,8 +4,8 @@
     .venv/bin/python scripts/bench_fsdp2.py --tiny                                       (one CPU: that it runs at all)
 
 Both learn from the same sequences of equal length with the same loss (on-policy clipped surrogate, token mean) and make
-one AdamW step a round, in turns. Printed: tokens/s, model FLOP utilisation (6 × parameters + 6 × layers × hidden size ×
-length per token, as of a causal model without recomputation), peak memory of each alone, and the ratio of each round.
+one AdamW step a round, in turns. Printed: tokens/s, model FLOP utilisation (`specs/wire/model_flops.py`), peak memory
+of each alone, and the ratio of each round.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import tempfile
 import time
 
 from _bench import actor_config, model_config, write_config
+
+from specs.wire.model_flops import DecoderSize, train_flops
 
 FAMILY = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
 # Qwen2-1.5B's shapes: 1.54 billion parameters.
@@ -184,7 +186,9 @@ def report(sides, batch, parameters, args, rank, device):
     if rank.rank:
         return
     shapes = TINY if args.tiny else LARGE
-    flops = 6 * parameters + 6 * shapes["num_hidden_layers"] * shapes["hidden_size"] * args.length
+    size = DecoderSize.of({**FAMILY, **shapes})
+    assert size is not None
+    flops = train_flops(size, batch["length_B"], int(batch["loss_mask_T"].sum())) / batch.num_tokens
     print(f"{parameters / 1e6:.2f} million parameters, {rank.world_size} × {device}, {batch.num_tokens} tokens a rank")
     for name, (_, peak) in sides.items():
         rate = batch.num_tokens / statistics.median(times[name])

@@ -91,6 +91,14 @@ def sharing_degrees(heads: int, kv_heads: int) -> list[int]:
     return [parts for parts in range(1, heads + 1) if shares_out(heads, kv_heads, parts)]
 
 
+def mlp_width(facts: ModelFacts, config: Mapping[str, Any]) -> int:
+    """Of the MLP that a token meets in a layer; of a mixture, of all experts that it visits."""
+    if not facts.experts:
+        return facts.intermediate_size or 4 * facts.hidden_size
+    inner = int(config.get("moe_intermediate_size") or facts.intermediate_size)
+    return inner * (facts.experts_per_token or 2) + int(config.get("shared_expert_intermediate_size") or 0)
+
+
 def positions_of(config: Mapping[str, Any]) -> int:
     """How many positions a sequence may have by a `config.json`, or by one that a class of transformers has filled in;
     0: no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised.

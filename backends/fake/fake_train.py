@@ -21,12 +21,12 @@ from backends.fake.fake_losses import (
     fake_value_loss,
 )
 from backends.packed.packing import (
+    Budget,
     MicroBatch,
+    Packing,
     by_token,
     check_update,
-    last_token_micro_batches,
     loss_weight_T,
-    micro_batches,
     update_counts,
 )
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
@@ -56,6 +56,7 @@ class FakeTrainEngine(TrainEngine):
             for kind in ("exp_avg", "exp_avg_sq")
         }
         self.state = TrainerState()
+        self._packing = Packing(Budget(config.micro_batch_tokens, key=f"{config.role}.micro_batch_tokens"))
 
     @classmethod
     def build(cls, config: TrainConfig, rank: Rank) -> FakeTrainEngine:
@@ -86,7 +87,7 @@ class FakeTrainEngine(TrainEngine):
         if self.config.model.head != "lm":
             raise self._no_lm_head()
         logprob_T = np.zeros(batch.num_tokens, dtype=np.float32)
-        for micro in micro_batches(batch, self.config.micro_batch_tokens):
+        for micro in self._packing.micro_batches(batch):
             logp_NV = self._log_softmax(micro)
             logprob_T[micro.column_N] = logp_NV[np.arange(len(logp_NV)), micro.target_N]
             activity.count("micro-batch")
@@ -95,7 +96,7 @@ class FakeTrainEngine(TrainEngine):
     def values(self, batch: Batch) -> NDArray[np.float32]:
         value_V = self._value_V()
         value_T = np.zeros(batch.num_tokens, dtype=np.float32)
-        for micro in micro_batches(batch, self.config.micro_batch_tokens):
+        for micro in self._packing.micro_batches(batch):
             value_T[micro.column_N] = value_V[micro.tokens_T[micro.hidden_N]]
             activity.count("micro-batch")
         return value_T
@@ -103,7 +104,7 @@ class FakeTrainEngine(TrainEngine):
     def scores(self, batch: Batch) -> NDArray[np.float32]:
         value_V = self._value_V()
         score_B = np.zeros(len(batch), dtype=np.float32)
-        for micro in last_token_micro_batches(batch, self.config.micro_batch_tokens):
+        for micro in self._packing.last_token_micro_batches(batch):
             score_B[micro.column_N] = value_V[micro.tokens_T[micro.hidden_N]]
             activity.count("micro-batch")
         return score_B
@@ -125,12 +126,12 @@ class FakeTrainEngine(TrainEngine):
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         of_sequence = fake_sequence_columns(batch, loss, lambda: self.forward(batch))
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in of_sequence.items()}
-        micros = micro_batches(batch, self.config.micro_batch_tokens)
+        micros = self._packing.micro_batches(batch)
         done = [self._forward_backward(batch, micro, weight_T, of_sequence_T, loss) for micro in micros]
         return {
             **{name: sum((terms.sums[name] for terms in done), 0.0) for name in loss.summed()},
             **{name: max((terms.maxima[name] for terms in done), default=0.0) for name in loss.maxima()},
-            **update_counts(batch, micros),
+            **update_counts(batch, micros.tokens),
         }
 
     def _value_forward_backward(self, batch: Batch, loss: ValueLoss, scale: LossScale) -> Mapping[str, float]:
@@ -138,7 +139,7 @@ class FakeTrainEngine(TrainEngine):
         value_V = self._value_V().astype(np.float64)
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         sums = dict.fromkeys(loss.summed(), 0.0)
-        micros = micro_batches(batch, self.config.micro_batch_tokens)
+        micros = self._packing.micro_batches(batch)
         for micro in micros:
             columns = (column_T[micro.column_N] for column_T in (weight_T, batch["value_T"], batch["return_T"]))
             weight_N, old_N, return_N = (column_N.astype(np.float64) for column_N in columns)
@@ -147,7 +148,7 @@ class FakeTrainEngine(TrainEngine):
             np.add.at(self.grads[bigram.SCORE][0], token_N, by_value_N)
             sums = {name: value + found[name] for name, value in sums.items()}
             activity.count("micro-batch")
-        return {**sums, **update_counts(batch, micros)}
+        return {**sums, **update_counts(batch, micros.tokens)}
 
     def _forward_backward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes, w
 from specs.errors import ModelError
 from specs.model_facts import positions_of, tokens_of_one_rope
 from specs.wire.as_built import ModelBuilt
+from specs.wire.model_flops import DecoderSize
 from specs.wire.role_config import ModelConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -234,6 +236,14 @@ def _first_line(error: BaseException) -> str:
 # ── reading back ──────────────────────────────────────────────────────────────────────────────────
 
 
+def decoder_size(model: PreTrainedModel) -> DecoderSize | None:
+    """What decides how much arithmetic the model is, where its config says so."""
+    size = DecoderSize.of(model.config.to_dict())
+    if size is None or not has_score_layer(model):
+        return size
+    return replace(size, head_weights=model.config.get_text_config().hidden_size)
+
+
 def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> ModelBuilt:
     """Describes the model, read back from it: adapters count as trainable, but not as parameters or in the checksum.
     `checksum` reads every weight once."""
@@ -259,5 +269,6 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
         attn_function=",".join(functions_called(model)),
         tied_embeddings=tied,
         head="score" if has_score_layer(model) else "lm",
+        size=decoder_size(model),
         weights_checksum=checksum_weights(digests) if checksum else "",
     )

@@ -6,8 +6,9 @@ that several sequences begin with, or what one of these adds to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,32 +17,9 @@ from backends.protocol import LossScale
 from specs.errors import BatchError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.wire.batch import Batch
-
-
-def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch, none over `limit` tokens (first-fit decreasing).
-
-    First-fit decreasing uses at most 11/9 of the fewest possible bins, plus one (Johnson 1973). Empty sequences
-    are left out. Raises BatchError naming the first sequence that is too long by itself.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = int(lengths[index])
-        if length > limit:
-            raise BatchError(
-                f"sequence {index} has {length} tokens, over the limit of {limit} per micro-batch",
-                hint="raise micro_batch_tokens or sequence_parallel of the role, or lower data.max_response_tokens",
-            )
-        if not length:
-            continue
-        slot = next((i for i, free in enumerate(room) if free >= length), len(bins))
-        if slot == len(bins):
-            bins.append([])
-            room.append(limit)
-        bins[slot].append(index)
-        room[slot] -= length
-    return bins
+from specs.wire.model_flops import DecoderSize
+from specs.wire.partition import Part, even_rows, fewest_rows
+from specs.wire.sequence_work import SequenceWork
 
 
 @dataclass(frozen=True)
@@ -62,102 +40,138 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _Sequences:
-    """Of each sequence of a batch: its first column, how many tokens are computed, and how many of them are prompt."""
+class Budget:
+    """The tokens that a rank computes at once: never more. Where `ranks` share a row, each has an equal slice of it,
+    and the row may have so many times as many. `key`: what the spec calls it."""
 
-    offset_B: NDArray[np.int64]
-    used_B: NDArray[np.int64]
-    prompt_B: NDArray[np.int64]
+    tokens: int
+    ranks: int = 1
+    key: str = "micro_batch_tokens"
 
+    @property
+    def row_tokens(self) -> int:
+        return self.tokens * self.ranks
 
-def micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> list[MicroBatch]:
-    """Cut a batch (needs `tokens_T`, `loss_mask_T`) into micro-batches of at most `limit` tokens.
-
-    Only what predicts a loss token is computed: a sequence ends before its last loss token, and one without any is
-    left out. With `share_prompts`, a prompt (the tokens before the first loss token) that several sequences of a
-    micro-batch begin with is computed once in it. Raises BatchError when a whole sequence is over the limit, computed
-    or not.
-    """
-    _refuse_too_long(batch, limit)
-    return _cut(batch, limit, share_prompts)
-
-
-def last_token_micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> list[MicroBatch]:
-    """Cut a batch (needs `tokens_T`) into micro-batches that compute all of it, of at most `limit` tokens.
-
-    `hidden_N`: the row of each sequence's last token. `column_N`: the sequence's index. Sequences without tokens are
-    left out. Raises BatchError when one is over the limit.
-    """
-    _refuse_too_long(batch, limit)
-    length_B, ends = batch["length_B"].astype(np.int64), batch.offsets[1:]
-    has_B = length_B > 0
-    # One more token, which nothing computes: what the last one would predict.
-    asked = Batch(
-        {
-            "length_B": length_B + has_B,
-            "tokens_T": np.insert(batch["tokens_T"], ends[has_B], 0),
-            "loss_mask_T": np.insert(np.zeros(batch.num_tokens, dtype=np.int8), ends[has_B], 1),
-        }
-    )
-    last_B = asked.offsets[1:] - 1
-    return [
-        replace(micro, column_N=np.searchsorted(last_B, micro.column_N)) for micro in _cut(asked, limit, share_prompts)
-    ]
+    def check(self, length_B: NDArray[np.int64]) -> None:
+        """Raises BatchError for the first sequence that no row can hold."""
+        over = np.flatnonzero(length_B > self.row_tokens)
+        if not len(over):
+            return
+        shared = f" × {self.ranks} ranks that share a row" if self.ranks > 1 else ""
+        raise BatchError(
+            f"sequence {over[0]} has {length_B[over[0]]} tokens, over {self.key} = {self.tokens}{shared}",
+            hint=f"raise {self.key} or sequence_parallel of the role, or lower data.max_response_tokens",
+        )
 
 
-def _refuse_too_long(batch: Batch, limit: int) -> None:
-    length_B = batch["length_B"]
-    if len(batch) and length_B.max() > limit:
-        pack(length_B.tolist(), limit)
+class MicroBatches(Sequence[MicroBatch]):
+    """A batch's micro-batches, those with most work first. A row is made when it is asked for, while the device may
+    still compute the one before. `rounds`: how many all ranks make; this one may have fewer."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        work: SequenceWork,
+        parts: Sequence[Part],
+        rounds: int,
+        column_T: NDArray[np.int64] | None = None,
+        part: Callable[[MicroBatch], MicroBatch] | None = None,
+    ) -> None:
+        """`column_T`: what `column_N` says of each token, if not where it stands. `part`: as in `Packing`."""
+        self.rounds, self._part = rounds, part
+        self._batch, self._work, self._parts, self._column_T = batch, work, parts, column_T
+        self._mask_T = batch["loss_mask_T"] != 0
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, number: int) -> MicroBatch: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
+
+    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        micro = _micro_batch(self._batch, self._mask_T, self._work, self._parts[number])
+        if self._column_T is not None:
+            micro = replace(micro, column_N=self._column_T[micro.column_N])
+        return micro if self._part is None else self._part(micro)
+
+    @property
+    def tokens(self) -> list[int]:
+        """How many each computes."""
+        return [self._work.rows(part) for part in self._parts]
+
+    @property
+    def flops(self) -> float:
+        """Of all of them, forward and backward."""
+        return sum(self._work.flops(part) for part in self._parts)
 
 
-def _cut(batch: Batch, limit: int, share_prompts: bool) -> list[MicroBatch]:
-    offsets, length_B = batch.offsets, batch["length_B"]
-    mask_T = batch["loss_mask_T"] != 0
-    if mask_T[offsets[:-1][length_B > 0]].any():
-        raise BatchError("loss_mask_T marks the first token of a sequence, which no token predicts")
-    position_T = np.arange(len(mask_T)) - np.repeat(offsets[:-1], length_B)
-    sequence_N, position_N = batch.sequence_T[mask_T], position_T[mask_T]
-    used_B = np.zeros(len(batch), dtype=np.int64)
-    np.maximum.at(used_B, sequence_N, position_N)
-    prompt_B = used_B.copy()
-    np.minimum.at(prompt_B, sequence_N, position_N)
-    sequences = _Sequences(offsets[:-1], used_B, prompt_B)
-    families = _families(batch["tokens_T"], sequences) if share_prompts else [[int(i)] for i in np.flatnonzero(used_B)]
-    pieces = [piece for family in families for piece in _pieces(family, sequences, limit)]
-    sizes = [_size(piece, sequences) for piece in pieces]
-    return [_micro_batch(batch, mask_T, sequences, [pieces[i] for i in chosen]) for chosen in pack(sizes, limit)]
+@dataclass(frozen=True)
+class Packing:
+    """How a rank packs what it is given. `share_prompts`: a prompt (the tokens before the first loss token) that
+    several sequences of a micro-batch begin with is computed once in it. `size`: of the model; its arithmetic is what
+    is even between micro-batches. `rounds`: how many of them all ranks make when this one needs so many. `part`: what
+    this rank computes of a micro-batch that it shares."""
+
+    budget: Budget
+    share_prompts: bool = False
+    size: DecoderSize | None = None
+    rounds: Callable[[int], int] = int
+    part: Callable[[MicroBatch], MicroBatch] | None = None
+
+    def micro_batches(self, batch: Batch) -> MicroBatches:
+        """Cut a batch (needs `tokens_T`, `loss_mask_T`): as few micro-batches as fit, or as many as all ranks make
+        where there are sequences enough.
+
+        Only what predicts a loss token is computed: a sequence ends before its last loss token, and one without any is
+        left out. Raises BatchError when a whole sequence is over the budget, computed or not.
+        """
+        self.budget.check(batch["length_B"])
+        return self._cut(batch, None)
+
+    def last_token_micro_batches(self, batch: Batch) -> MicroBatches:
+        """Cut a batch (needs `tokens_T`) so that all of it is computed.
+
+        `hidden_N`: the row of each sequence's last token. `column_N`: the sequence's index. Sequences without tokens
+        are left out. Raises BatchError when one is over the budget.
+        """
+        self.budget.check(batch["length_B"])
+        length_B, ends = batch["length_B"].astype(np.int64), batch.offsets[1:]
+        has_B = length_B > 0
+        # One more token, which nothing computes: what the last one would predict.
+        asked = Batch(
+            {
+                "length_B": length_B + has_B,
+                "tokens_T": np.insert(batch["tokens_T"], ends[has_B], 0),
+                "loss_mask_T": np.insert(np.zeros(batch.num_tokens, dtype=np.int8), ends[has_B], 1),
+            }
+        )
+        return self._cut(asked, asked.sequence_T)
+
+    def _cut(self, batch: Batch, column_T: NDArray[np.int64] | None) -> MicroBatches:
+        work = SequenceWork.of(batch, size=self.size, share_prompts=self.share_prompts)
+        found = fewest_rows(work, self.budget.row_tokens)
+        rounds = self.rounds(len(found))
+        parts = even_rows(work, self.budget.row_tokens, found, rounds)
+        return MicroBatches(batch, work, parts, rounds, column_T, self.part)
 
 
-def _families(tokens_T: NDArray[np.int32], sequences: _Sequences) -> list[list[int]]:
-    """Sequences by their prompt, those that compute nothing left out."""
-    found: dict[bytes, list[int]] = {}
-    for i in np.flatnonzero(sequences.used_B):
-        start = sequences.offset_B[i]
-        found.setdefault(tokens_T[start : start + sequences.prompt_B[i]].tobytes(), []).append(int(i))
-    return list(found.values())
-
-
-def _pieces(family: list[int], sequences: _Sequences, limit: int) -> list[list[int]]:
-    """The family, or, where it is over the limit, parts of it that each repeat the prompt."""
-    if _size(family, sequences) <= limit:
-        return [family]
-    prompt = int(sequences.prompt_B[family[0]])
-    own = [int(sequences.used_B[i]) - prompt for i in family]
-    parts = [[family[i] for i in chosen] for chosen in pack(own, limit - prompt)]
-    parts[0] += [i for i, length in zip(family, own, strict=True) if not length]  # these need the prompt only
-    return parts
-
-
-def _size(piece: list[int], sequences: _Sequences) -> int:
-    """Tokens that are computed for sequences with the same prompt."""
-    return int(sequences.used_B[piece].sum() - (len(piece) - 1) * sequences.prompt_B[piece[0]])
+def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch, none over `limit` tokens. Empty sequences are left out. Raises
+    BatchError when one is over it."""
+    length_B = np.array(lengths, dtype=np.int64)
+    Budget(limit).check(length_B)
+    return fewest_rows(SequenceWork.apart(length_B, length_B.astype(np.float64)), limit)
 
 
 class _Segments:
     """The segments of a micro-batch, and for each sequence (M) where its prompt's last row and its own rows are."""
 
-    def __init__(self, sequences: _Sequences, pieces: list[list[int]]) -> None:
+    def __init__(self, work: SequenceWork, pieces: list[list[int]]) -> None:
         self.lengths: list[int] = []
         self.parents: list[int] = []
         self.columns: list[int] = []  # of the first token
@@ -167,9 +181,9 @@ class _Segments:
         self.own_row_M: list[int] = []
         self.prompt_M: list[int] = []
         for piece in pieces:
-            offset = sequences.offset_B[piece].tolist()
-            used = sequences.used_B[piece].tolist()
-            prompt = int(sequences.prompt_B[piece[0]]) if len(piece) > 1 else 0
+            offset = work.offset_B[piece].tolist()
+            used = work.rows_B[piece].tolist()
+            prompt = int(work.prompt_B[piece[0]]) if len(piece) > 1 else 0
             parent = self._add(prompt, offset[0], 0, -1) if prompt else -1
             last = self.rows - 1
             for start, length in zip(offset, used, strict=True):
@@ -188,13 +202,16 @@ class _Segments:
         return len(self.lengths) - 1
 
 
-def _micro_batch(batch: Batch, mask_T: NDArray[np.bool_], sequences: _Sequences, pieces: list[list[int]]) -> MicroBatch:
-    segments = _Segments(sequences, pieces)
+def _micro_batch(batch: Batch, mask_T: NDArray[np.bool_], work: SequenceWork, part: Part) -> MicroBatch:
+    families: dict[int, list[int]] = {}
+    for sequence, family in zip(part, work.family_B[part].tolist(), strict=True):
+        families.setdefault(family, []).append(sequence)
+    segments = _Segments(work, list(families.values()))
     segment_T, within_T = _count_up(np.array(segments.lengths))
     column_T = within_T + np.array(segments.columns)[segment_T]
-    members = [i for piece in pieces for i in piece]
-    member_N, within_N = _count_up(sequences.used_B[members])
-    column_N, position_N = sequences.offset_B[members][member_N] + within_N + 1, within_N + 1
+    members = [sequence for family in families.values() for sequence in family]
+    member_N, within_N = _count_up(work.rows_B[members])
+    column_N, position_N = work.offset_B[members][member_N] + within_N + 1, within_N + 1
     chosen = mask_T[column_N]
     column_N, position_N, member_N = column_N[chosen], position_N[chosen], member_N[chosen]
     own_N = position_N - 1 - np.array(segments.prompt_M)[member_N]  # -1: the prompt's last token predicts it
@@ -246,14 +263,15 @@ def loss_tokens_B(batch: Batch) -> NDArray[np.int64]:
     return np.asarray(counts[batch.offsets[1:]] - counts[batch.offsets[:-1]], dtype=np.int64)
 
 
-def update_counts(batch: Batch, micros: Sequence[MicroBatch]) -> dict[str, float]:
-    """What `forward_backward` counts of a batch that it cut into `micros`: `ENGINE_SUMS` and `ENGINE_MAXIMA`."""
+def update_counts(batch: Batch, computed: Sequence[int]) -> dict[str, float]:
+    """What `forward_backward` counts, of a batch and of the tokens of each micro-batch: `ENGINE_SUMS` and
+    `ENGINE_MAXIMA`."""
     tokens_B = loss_tokens_B(batch)
     return {
         "tokens": float(tokens_B.sum()),
         "sequences": float((tokens_B > 0).sum()),
-        "micro_batches": float(len(micros)),
-        "micro_batch_tokens_max": float(max((micro.num_tokens for micro in micros), default=0)),
+        "micro_batches": float(len(computed)),
+        "micro_batch_tokens_max": float(max(computed, default=0)),
     }
 
 

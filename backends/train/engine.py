@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,16 +24,17 @@ from torch import Tensor
 
 from backends import activity
 from backends.hf.adapter_names import base_name, is_adapter
-from backends.hf.hf_model import build_without_memory, describe
+from backends.hf.hf_model import build_without_memory, decoder_size, describe
 from backends.hf.score_layer import has_score_layer, score_names
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
 from backends.packed.packing import (
+    Budget,
     MicroBatch,
+    MicroBatches,
+    Packing,
     by_token,
     check_update,
-    last_token_micro_batches,
     loss_weight_T,
-    micro_batches,
     pack,
     update_counts,
 )
@@ -185,11 +187,13 @@ class HfTrainEngine(TrainEngine):
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
-    def _micro_batches(self, batch: Batch, cut: Callable[..., list[MicroBatch]] = micro_batches) -> list[MicroBatch]:
-        """Those of the group's batch, as this rank computes them."""
-        group, share = self.sequences.group, can_share_prompts(self.policy.model)
-        whole = cut(batch, self.config.micro_batch_tokens * group.size, share_prompts=share)
-        return [part_of(micro, group) for micro in whole]
+    @cached_property
+    def _packing(self) -> Packing:
+        """What makes the micro-batches of the group's batch, as this rank computes them."""
+        group, model = self.sequences.group, self.policy.model
+        budget = Budget(self.config.micro_batch_tokens, group.size, f"{self.config.role}.micro_batch_tokens")
+        part = partial(part_of, group=group)
+        return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part)
 
     def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
         """A micro-batch's row, or this rank's part of it, and the rows whose targets count."""
@@ -214,14 +218,14 @@ class HfTrainEngine(TrainEngine):
         def task(micro: MicroBatch, staging: Staging) -> LogprobTask:
             return LogprobTask(staging.put(micro.target_N), self.config.temperature)
 
-        return self._told(self._micro_batches(batch), batch.num_tokens, task)
+        return self._told(self._packing.micro_batches(batch), batch.num_tokens, task)
 
     def values(self, batch: Batch) -> NDArray[np.float32]:
         if not has_score_layer(self.policy.model):
             raise self._no_scalar_head()
         with self.sequences as gear:
             shared = gear.preprocess(batch)
-            micros = self._micro_batches(shared.batch)
+            micros = self._packing.micro_batches(shared.batch)
             told = self._told(micros, shared.batch.num_tokens, lambda *_: ValueTask())
             return gear.postprocess(shared, value_T=told)["value_T"]
 
@@ -230,17 +234,17 @@ class HfTrainEngine(TrainEngine):
             raise self._no_scalar_head()
         with self.sequences as gear:
             shared = gear.preprocess(batch)
-            micros = self._micro_batches(shared.batch, last_token_micro_batches)
+            micros = self._packing.last_token_micro_batches(shared.batch)
             told = self._told(micros, len(shared.batch), lambda *_: ValueTask())
             return gear.postprocess(shared, score_B=told)["score_B"]
 
     @torch.no_grad()
     def _told(
-        self, micros: Sequence[MicroBatch], columns: int, task_of: Callable[[MicroBatch, Staging], Task]
+        self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
         """What the head says at the rows of each micro-batch, in their columns; 0 in the others. Of the whole group."""
         told = np.zeros(columns, dtype=np.float32)
-        for number in range(self._rounds(len(micros))):
+        for number in range(micros.rounds):
             micro = micros[number] if number < len(micros) else _NOTHING
             staging = Staging(self.device)
             row, rows_N = self._row(micro, staging)
@@ -263,26 +267,23 @@ class HfTrainEngine(TrainEngine):
         self._check_head(loss)
         with self.sequences as gear:
             shared = gear.preprocess(batch).batch
-            micros = self._micro_batches(shared)
+            micros = self._packing.micro_batches(shared)
             read = self._gradients_of(shared, micros, loss, scale)
-        counted = micros if gear.group.rank == 0 else []  # once, although the whole group computes them
+        counted = micros.tokens if gear.group.rank == 0 else []  # once, although the whole group computes them
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
             **update_counts(batch, counted),
         }
 
-    def _gradients_of(
-        self, batch: Batch, micros: Sequence[MicroBatch], loss: AnyLoss, scale: LossScale
-    ) -> Sequence[float]:
+    def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
         """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0."""
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
         sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
         maxima = torch.full((len(loss.maxima()),), -torch.inf, device=self.device)
-        rounds = self._rounds(len(micros))
-        for number in range(rounds):
-            last = number == rounds - 1
+        for number in range(micros.rounds):
+            last = number == micros.rounds - 1
             if number < len(micros):
                 micro = micros[number]
                 staging = Staging(self.device)

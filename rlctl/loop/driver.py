@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from rlctl.loop.recovery import SteadySync
 from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.sample_queue import SampleQueue
-from rlctl.loop.sampling import Prompts, Sampler, Scored, ScoreModel
+from rlctl.loop.sampling import Prompts, Sampler, Scored
+from rlctl.loop.scores.late_scores import ScoreModel
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.scores.signal_watch import SignalWatch
 from rlctl.loop.step_metrics import RankReport, Updates
@@ -29,9 +31,11 @@ from specs.phases import Phase
 from specs.schema.mesh import sequence_parallel_of
 from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import Spec
-from specs.wire import bodies
-from specs.wire.batch import Batch, shares_of_ranks
+from specs.wire import bodies, partition
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, Message, Verb
+from specs.wire.sequence_work import SequenceWork
 
 if TYPE_CHECKING:
     from rlctl.processes.calls import Call
@@ -83,8 +87,10 @@ class Driver:
         window: UpdateWindow,
         progress: Progress,
         spec_dir: Path = Path(),
+        built: Mapping[RoleName, ModelBuilt] | None = None,
     ) -> None:
-        """`spec_dir`: where relative paths of the spec start."""
+        """`spec_dir`: where relative paths of the spec start. `built`: each role's model, as far as it is known."""
+        self.built = built or {}
         self.spec_dir = spec_dir
         self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
         self.gap_limits, self.window = gap_limits, window
@@ -120,7 +126,7 @@ class Driver:
             self.progress.phase("score")
             self.residency.enter("score", step=step)
 
-        return ScoreModel(group, number, begin, sequence_parallel_of(self.spec.role(REWARD_MODEL)))
+        return ScoreModel(group, number, begin, partial(self._shares, group=group, whole=True))
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -256,10 +262,17 @@ class Driver:
         tensors = [needed.select(shard).columns for shard in shards]
         return column.group.post(column.verb, column.body, tensors=tensors, step=step), shards
 
-    def _shares(self, batch: Batch, group: Group) -> list[NDArray[np.int64]]:
-        """The sequences of each rank of a trainer."""
-        degree = sequence_parallel_of(self.spec.role(group.role))
-        return shares_of_ranks(batch["length_B"], group.size, degree, batch["group_B"])
+    def _shares(self, batch: Batch, group: Group, *, whole: bool = False) -> list[NDArray[np.int64]]:
+        """The sequences of each rank of a role that holds a model. `whole`: they are computed to their end."""
+        if group.size == 1:
+            return [np.arange(len(batch))]
+        built = self.built.get(group.role)
+        size = built.size if built else None
+        if whole:
+            work = SequenceWork.of_whole(batch, size=size)
+        else:
+            work = SequenceWork.of(batch, size=size, share_prompts=built is None or built.shares_prompts)
+        return partition.shards(work, group.size, sequence_parallel_of(self.spec.role(group.role)))
 
     @staticmethod
     def _unshard(call: Call, name: str, shards: Sequence[NDArray[np.int64]], batch: Batch) -> NDArray[np.float32]:

@@ -22,7 +22,7 @@ from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from rlctl.loop.clock import Clock
-    from rlctl.loop.scores.late_scores import LateScores
+    from rlctl.loop.scores.late_scores import LateScores, ScoreModel
     from rlctl.processes.calls import Call
     from rlctl.processes.groups import Group
     from specs.wire.messages import Message
@@ -119,17 +119,6 @@ class Sampler:
         return Generation(self, prompts, sampling, step, what, show)
 
 
-@dataclass(frozen=True)
-class ScoreModel:
-    """The model that a term of the reward asks. `begin`, with the step: give it the device; nothing is sampled after it
-    before the next sync."""
-
-    group: Group
-    number: int  # of its term in `reward.terms`
-    begin: Callable[[int], None]
-    degree: int  # ranks that share samples
-
-
 class Generation:
     """A batch on its way. Completions arrive, and are sent on to the grader, whenever the driver waits for any role.
 
@@ -199,7 +188,7 @@ class Generation:
             rendered = [call.result()[0] for call in self._rendering[first:]]
             id_B = np.concatenate([part["id_B"] for part in self._parts[first:]])
             model.begin(self.step)
-            found["model"] = late_scores.of_model(model.group, rendered, id_B, model.number, self.step, model.degree)
+            found["model"] = late_scores.of_model(model, rendered, id_B, self.step)
         if tickets := late_scores.tickets_of(new):
             found["judges"] = late_scores.of_judges(self._reward, self.what, tickets, self.step)
         self._late |= {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specs.memory_parts import DTYPE_BYTES, Moment, Part
-from specs.model_facts import ModelFacts
+from specs.model_facts import ModelFacts, mlp_width
 from specs.schema.roles import HeadKind
 from specs.schema.spec import DType
 
@@ -45,11 +45,7 @@ class Pass:
     @property
     def mlp_width(self) -> int:
         """I: of all experts that a token visits."""
-        facts, config = self.facts, self.config
-        if not facts.experts:
-            return facts.intermediate_size or 4 * facts.hidden_size
-        inner = int(config.get("moe_intermediate_size") or facts.intermediate_size)
-        return inner * int(config.get("num_experts_per_tok", 2)) + int(config.get("shared_expert_intermediate_size", 0))
+        return mlp_width(self.facts, self.config)
 
 
 def learning_parts(work: Pass) -> Iterator[Part]:

@@ -60,7 +60,9 @@ def start(
         warn=progress.warning,
     )
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
-    return Driver(spec, roles, residency, sync, _gap_limits(spec, run, bodies, progress), window, progress, spec_dir)
+    limits = _gap_limits(spec, run, bodies, progress)
+    built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
+    return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built)
 
 
 def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> Reports:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from specs.attention import FLASH
 from specs.schema.table import Table
+from specs.wire.model_flops import DecoderSize
 
 
 class ModelBuilt(Table):
@@ -25,7 +27,13 @@ class ModelBuilt(Table):
     mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: nothing is cut
     head: str = "lm"  # or "score": one number for each token
     new_head: bool = False  # its weights are all zero: the checkpoint had none
+    size: DecoderSize | None = None  # what decides how much arithmetic it is; None: not known
     weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether sequences of a row may share their prompt's computation (docs/attention.md)."""
+        return not set(FLASH) & set(self.attn_implementation.split(","))
 
 
 class AsBuilt(Table):

@@ -31,7 +31,6 @@ a `_T` column off the mask means nothing, and the first token of a sample is nev
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -145,46 +144,3 @@ class Batch:
             if set(batch.columns) != names:
                 raise BatchError(f"batches differ in columns: {sorted(names ^ set(batch.columns))}")
         return Batch({name: np.concatenate([batch.columns[name] for batch in batches]) for name in batches[0].columns})
-
-
-UNEVEN = 1.1  # whole groups go to a shard as long as the fullest holds at most this much of the average
-
-
-def balanced_shards(
-    length_B: NDArray[np.int64], shards: int, group_B: NDArray[np.int64] | None = None
-) -> list[NDArray[np.int64]]:
-    """Split sequences over `shards` so that token counts are even. Returns the sorted indices of each shard.
-
-    With `group_B`, groups stay whole where that is even enough: a trainer computes a group's shared prompt once.
-    Every shard gets a sequence as long as there are enough.
-    """
-    if shards == 1:
-        return [np.arange(len(length_B))]
-    if group_B is not None:
-        _, inverse_B = np.unique(group_B, return_inverse=True)
-        load_G = np.bincount(inverse_B, length_B)
-        owner_G = _lightest_first(load_G, shards)
-        if np.bincount(owner_G, load_G, shards).max() <= UNEVEN * load_G.sum() / shards:
-            return [np.flatnonzero(owner_G[inverse_B] == shard) for shard in range(shards)]
-    owner_B = _lightest_first(length_B, shards)
-    return [np.flatnonzero(owner_B == shard) for shard in range(shards)]
-
-
-def shares_of_ranks(
-    length_B: NDArray[np.int64], ranks: int, degree: int = 1, group_B: NDArray[np.int64] | None = None
-) -> list[NDArray[np.int64]]:
-    """Sorted indices of each rank's sequences. `degree` ranks after one another share all that any of them has: work is
-    balanced over such groups, and inside them only what travels."""
-    groups = balanced_shards(length_B, ranks // degree, group_B)
-    return [shard[part] for shard in groups for part in balanced_shards(length_B[shard], degree)]
-
-
-def _lightest_first(load_N: NDArray[Any], shards: int) -> NDArray[np.int64]:
-    """Shard of each item: heaviest items first, each onto the shard that holds least (then fewest) so far."""
-    owner_N = np.zeros(len(load_N), dtype=np.int64)
-    heap = [(0.0, 0, shard) for shard in range(shards)]
-    for item in np.argsort(-load_N, kind="stable").tolist():
-        load, count, shard = heapq.heappop(heap)
-        owner_N[item] = shard
-        heapq.heappush(heap, (load + float(load_N[item]), count + 1, shard))
-    return owner_N

@@ -13,8 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from _flops import DecoderSize, train_flops  # noqa: E402
-from _gpu_parts import PARTS, QWEN, SHAPES, toy_size  # noqa: E402
+from _gpu_parts import PARTS, toy_size  # noqa: E402
 
 
 def prove(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -30,24 +29,6 @@ def test_without_a_gpu_it_says_so_and_checks_its_arithmetic() -> None:
     assert done.stdout.startswith("No GPU here: ")
     assert done.stdout.count("✓") >= 9
     assert "✗" not in done.stdout
-
-
-def test_the_count_is_that_of_the_operations_that_torch_runs() -> None:
-    """Forward, where every operation is counted; torch counts attention without the causal mask."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = {**QWEN, **SHAPES["toy"]}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
-    length = 24
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.arange(length)[None] + 1, use_cache=False)
-    size = DecoderSize.of(config)
-    weights = train_flops(size, [length], length) / 3
-    all_pairs = 4.0 * size.layers * size.heads * size.head_size * length**2
-    causal_pairs = 2.0 * size.layers * size.heads * size.head_size * length * (length + 1)
-    assert counter.get_total_flops() == weights - causal_pairs + all_pairs
 
 
 @pytest.mark.parametrize("name", ["device", "weights", "decode", "train-0.5B", "run-host"])

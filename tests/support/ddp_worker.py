@@ -16,7 +16,8 @@ from train_helpers import grpo, gspo, make_batch, scale_of, train_config  # noqa
 
 from backends.ddp.engine import DdpTrainEngine  # noqa: E402
 from backends.protocol import ENGINE_SUMS, Rank  # noqa: E402
-from specs.wire.batch import balanced_shards  # noqa: E402
+from specs.wire.partition import shards  # noqa: E402
+from specs.wire.sequence_work import SequenceWork  # noqa: E402
 
 
 def main(model: Path, out: Path, steps: int) -> None:
@@ -27,7 +28,7 @@ def main(model: Path, out: Path, steps: int) -> None:
     for step in range(steps):
         # The last step has one sequence only: a rank with nothing to do must still take part.
         batch = make_batch(1 if step == steps - 1 else 12, seed=step)
-        shard = balanced_shards(batch["length_B"], rank.world_size)[rank.rank]
+        shard = shards(SequenceWork.of(batch), rank.world_size)[rank.rank]
         loss = losses[step % 2]
         sums = engine.forward_backward(batch.select(shard), loss, scale_of(batch))
         result = engine.optim_step()
@@ -35,7 +36,7 @@ def main(model: Path, out: Path, steps: int) -> None:
     bad = make_batch()
     if rank.rank == rank.world_size - 1:  # one rank alone sees a bad number; all must skip
         bad["advantage_T"][:] = float("inf")
-    shard = balanced_shards(bad["length_B"], rank.world_size)[rank.rank]
+    shard = shards(SequenceWork.of(bad), rank.world_size)[rank.rank]
     engine.forward_backward(bad.select(shard), losses[0], scale_of(bad))
     skipped = engine.optim_step().skipped
     folder = out / "state"

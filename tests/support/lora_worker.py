@@ -19,7 +19,8 @@ from backends.hf.adapter_names import is_on_the_wire  # noqa: E402
 from backends.protocol import Rank  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
 from specs.schema.spec import Lora  # noqa: E402
-from specs.wire.batch import balanced_shards  # noqa: E402
+from specs.wire.partition import shards  # noqa: E402
+from specs.wire.sequence_work import SequenceWork  # noqa: E402
 
 
 def main(model: Path, out: Path, cases: list[str]) -> None:
@@ -30,7 +31,7 @@ def main(model: Path, out: Path, cases: list[str]) -> None:
         norms = []
         for step in range(3):
             batch = make_batch(seed=step)
-            mine = batch.select(balanced_shards(batch["length_B"], rank.world_size)[rank.rank])
+            mine = batch.select(shards(SequenceWork.of(batch), rank.world_size)[rank.rank])
             engine.forward_backward(mine, grpo(kl_coef=0.1), scale_of(batch))
             norms.append(engine.optim_step().grad_norm)
         base_T, built = engine.forward(make_batch(), adapters=False), engine.built()

@@ -22,7 +22,8 @@ from train_helpers import make_batch, scale_of, train_config  # noqa: E402
 
 from backends.protocol import Rank  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
-from specs.wire.batch import balanced_shards  # noqa: E402
+from specs.wire.partition import shards  # noqa: E402
+from specs.wire.sequence_work import SequenceWork  # noqa: E402
 
 
 def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -54,7 +55,7 @@ def measure(model: Path, changes: dict[str, Any], rank: Rank) -> dict[str, int]:
     moments = sum(sizes(shard.flat for shard in engine._moment_shards()).values())
     batch = make_batch(12)
     batch = batch.with_columns(value_T=batch["ref_logprob_T"], return_T=batch["advantage_T"])
-    mine = batch.select(balanced_shards(batch["length_B"], rank.world_size)[rank.rank].tolist())
+    mine = batch.select(shards(SequenceWork.of(batch), rank.world_size)[rank.rank].tolist())
     if config.optimizer is None:
         engine.forward(mine)
         held = between = alive()

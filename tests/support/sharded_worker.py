@@ -36,7 +36,9 @@ from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
 from specs.schema.engines.fsdp2_table import Fsdp2Table  # noqa: E402
 from specs.schema.engines.zero_table import ZeroTable  # noqa: E402
 from specs.schema.spec import WeightForm  # noqa: E402
-from specs.wire.batch import Batch, balanced_shards  # noqa: E402
+from specs.wire.batch import Batch  # noqa: E402
+from specs.wire.partition import shards  # noqa: E402
+from specs.wire.sequence_work import SequenceWork  # noqa: E402
 
 MICRO_BATCH_TOKENS = 32
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
@@ -118,7 +120,7 @@ def shares(step: int, rank: Rank) -> tuple[Batch, list[int]]:
     batch = batch.with_columns(value_T=batch["ref_logprob_T"] + 3, return_T=batch["advantage_T"])
     if step == UNEVEN_STEP and rank.world_size > 1:
         return batch, [list(range(11)), [11], [], []][rank.rank]
-    return batch, balanced_shards(batch["length_B"], rank.world_size)[rank.rank].tolist()
+    return batch, shards(SequenceWork.of(batch), rank.world_size)[rank.rank].tolist()
 
 
 def loss_of(engine: Any, step: int) -> AnyLoss:
@@ -261,7 +263,7 @@ def run_family(job: dict[str, Any], rank: Rank) -> None:
     config = train_config(Path(job["family"]), **given)
     engine = train_engine(config.engine.kind).build(config, rank)
     batch, out = family_batch(), Path(job["out"])
-    mine = balanced_shards(batch["length_B"], rank.world_size)[rank.rank]
+    mine = shards(SequenceWork.of(batch), rank.world_size)[rank.rank]
     part = batch.select(mine.tolist())
     (out / "state").mkdir(parents=True, exist_ok=True)
     np.savez(out / f"rank{rank.rank}.npz", token_N=batch.token_index(mine), logprob_N=engine.forward(part))

@@ -24,8 +24,10 @@ from backends.ulysses.sequence_group import ALONE, sequence_group  # noqa: E402
 from backends.ulysses.sharding_manager import ShardingManager  # noqa: E402
 from backends.ulysses.split_attention import group_in_effect  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
-from specs.wire.batch import Batch, shares_of_ranks  # noqa: E402
+from specs.wire.batch import Batch  # noqa: E402
+from specs.wire.partition import shards  # noqa: E402
 from specs.wire.role_config import TrainConfig  # noqa: E402
+from specs.wire.sequence_work import SequenceWork  # noqa: E402
 
 CPU = torch.device("cpu")
 DEGREES = {"actor": 4, "ref": 1, "critic": 2}
@@ -96,7 +98,7 @@ def several_meshes(model: Path, rank: Rank) -> dict[str, Any]:
     for step in range(2):
         batch = step_batch(step)
         for role, engine in engines.items():
-            mine = shares_of_ranks(batch["length_B"], rank.world_size, DEGREES[role])[rank.rank]
+            mine = shards(SequenceWork.of(batch), rank.world_size, DEGREES[role])[rank.rank]
             told_T, norm = step_of(engine, batch.select(mine), scale_of(batch))
             told = dict(zip(batch.token_index(mine).tolist(), told_T.tolist(), strict=True))
             found[role].append({"told": told, "norm": norm})

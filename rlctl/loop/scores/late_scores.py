@@ -4,7 +4,7 @@ how it joins the rest."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from specs.schema.rewards import MAX_SCORE
 from specs.wire import bodies
-from specs.wire.batch import Batch, shares_of_ranks
+from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, Verb
 
 if TYPE_CHECKING:
@@ -51,6 +51,17 @@ def concat(before: LateScores | None, part: LateScores) -> LateScores:
     )
 
 
+@dataclass(frozen=True)
+class ScoreModel:
+    """The model that a term of the reward asks. `begin`, with the step: give it the device; nothing is sampled after it
+    before the next sync."""
+
+    group: Group
+    number: int  # of its term in `reward.terms`
+    begin: Callable[[int], None]
+    shares: Callable[[Batch], list[NDArray[np.int64]]]  # the sequences of each of its ranks
+
+
 def of_judges(reward: Group, asked: bodies.What, tickets: Sequence[int], step: int) -> LateScores:
     """Wait for what the judges say of the samples of these tickets."""
     (answer,) = reward.call(Verb.AWAIT_JUDGES, bodies.AwaitJudges(what=asked, tickets=list(tickets)), step=step)
@@ -59,19 +70,17 @@ def of_judges(reward: Group, asked: bodies.What, tickets: Sequence[int], step: i
     return LateScores(value_B, answer.tensors["scored_B"].astype(bool), judged.failures, judged.counts)
 
 
-def of_model(
-    model: Group, rendered: Sequence[Message], id_B: NDArray[np.int64], number: int, step: int, degree: int
-) -> LateScores:
-    """Ask the reward model, whose term is `number`, about samples that were `rendered` for it. `id_B`: of all samples;
-    those that it could not be given have no score. `degree`: ranks of the model that share samples."""
+def of_model(model: ScoreModel, rendered: Sequence[Message], id_B: NDArray[np.int64], step: int) -> LateScores:
+    """Ask the reward model about samples that were `rendered` for it. `id_B`: of all samples; those that it could not
+    be given have no score."""
     begin = time.perf_counter()
     parts = [part.batch for part in rendered if len(part.batch)]
     score_of: dict[int, float] = {}
     if parts:
         batch = Batch.concat(parts)
-        shards = shares_of_ranks(batch["length_B"], model.size, degree)
+        shards = model.shares(batch)
         needed = batch.only(COLUMNS[Verb.SCORES].needs)
-        answers = model.call(Verb.SCORES, tensors=[needed.select(shard).columns for shard in shards], step=step)
+        answers = model.group.call(Verb.SCORES, tensors=[needed.select(shard).columns for shard in shards], step=step)
         for answer, shard in zip(answers, shards, strict=True):
             score_of |= dict(zip(batch["id_B"][shard].tolist(), answer.tensors["score_B"].tolist(), strict=True))
     value_B = np.array([score_of.get(int(sample), 0.0) for sample in id_B], dtype=np.float32)
@@ -79,7 +88,7 @@ def of_model(
     failures = add_up([bodies.Rendered.of(part).failures for part in rendered])
     tokens = sum(part.num_tokens for part in parts)
     counts = {"model_tokens": tokens, "model_s": time.perf_counter() - begin}
-    return LateScores({number: value_B}, scored_B, failures, counts)
+    return LateScores({model.number: value_B}, scored_B, failures, counts)
 
 
 def tickets_of(answers: Sequence[Message]) -> list[int]:

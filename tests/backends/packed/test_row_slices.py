@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from train_helpers import make_batch, make_grouped_batch
 
-from backends.packed.packing import micro_batches
+from backends.packed.packing import Budget, MicroBatches, Packing
 from backends.packed.row_slices import part_of
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.wire.batch import Batch
+
+
+def micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> MicroBatches:
+    return Packing(Budget(limit), share_prompts).micro_batches(batch)
 
 
 def groups(size: int) -> list[SequenceGroup]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specs.errors import BatchError
-from specs.wire.batch import Batch, balanced_shards, shares_of_ranks
+from specs.wire.batch import Batch
 
 
 def batch(lengths=(3, 1, 4, 2)):
@@ -51,35 +51,3 @@ def test_columns_must_fit_and_are_only_gained():
         batch().with_columns(reward=np.zeros(4))
     with pytest.raises(BatchError, match="update needs the columns advantage_T"):
         batch().require(["tokens_T", "advantage_T"], "update")
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 7])
-def test_shards_hold_everything_once_and_evenly(shards):
-    length_B = np.random.default_rng(0).integers(1, 100, 50)
-    parts = balanced_shards(length_B, shards)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(50))
-    loads = [int(length_B[part].sum()) for part in parts]
-    assert max(loads) - min(loads) <= 100
-    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
-
-
-def test_groups_stay_whole_where_that_is_even_enough():
-    length_B, group_B = np.full(48, 10), np.repeat(np.arange(12), 4)
-    parts = balanced_shards(length_B, 3, group_B)
-    assert [len(part) for part in parts] == [16, 16, 16]
-    assert all(len(set(group_B[part].tolist())) == 4 for part in parts)
-    uneven = balanced_shards(np.array([10, 10, 10, 100, 100]), 2, np.array([1, 1, 1, 2, 2]))  # 30 against 200
-    assert [int(np.array([10, 10, 10, 100, 100])[part].sum()) for part in uneven] == [120, 110]
-
-
-def test_work_is_balanced_over_ranks_that_share_it() -> None:
-    """Eight ranks in groups of two, four samples: each group has one, though half of the ranks have none."""
-    parts = shares_of_ranks(np.array([40, 30, 20, 10]), 8, 2, np.array([0, 0, 1, 1]))
-    assert [part.tolist() for part in parts] == [[0], [], [1], [], [2], [], [3], []]
-    length_B = np.random.default_rng(0).integers(1, 100, 24)
-    for degree in (1, 2, 4):
-        parts = shares_of_ranks(length_B, 4, degree, np.arange(24) // 6)
-        assert sorted(i for part in parts for i in part) == list(range(24))
-        groups = [np.sort(np.concatenate(parts[first : first + degree])) for first in range(0, 4, degree)]
-        wanted = balanced_shards(length_B, 4 // degree, np.arange(24) // 6)
-        assert [group.tolist() for group in groups] == [shard.tolist() for shard in wanted]

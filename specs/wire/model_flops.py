@@ -1,0 +1,104 @@
+"""How much arithmetic a pass of a decoder over sequences is, by its shape alone.
+
+Counted is what the model needs (Chowdhery et al. 2022, appendix B): matrix products and attention under a causal mask,
+the backward pass twice the forward pass, recomputed activations not counted. Biases, norms and lookups in the embedding
+are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from specs.model_facts import ModelFacts, mlp_width, model_facts
+
+FORMULA = (
+    "FLOPs = 6 · (tokens · layer weights + loss tokens · head weights) "
+    "+ 12 · layers · heads · head size · Σ (keys that a token sees)"
+)
+_WHOLE, _WINDOWS = "full_attention", ("sliding_attention", "chunked_attention")  # transformers' kinds of layers
+# One layer in so many sees everything, where the config does not say which do.
+_WHOLE_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+_UNGATED = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "mpt")
+
+
+@dataclass(frozen=True)
+class DecoderSize:
+    """Weights that a token is multiplied with, and what attention sees. A layer without softmax attention has weights
+    alone."""
+
+    layers: int  # where a token sees all tokens before it
+    heads: int
+    head_size: int
+    layer_weights: int  # of all layers; of experts those that a token visits
+    head_weights: int  # of the language-model head, tied or not
+    window_layers: int = 0  # where it sees `window` tokens, itself included
+    window: int = 0
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> DecoderSize | None:
+        """Of a parsed `config.json`, or of one that a class of transformers has filled in; None where it does not name
+        what this needs."""
+        facts = model_facts(config)
+        if facts is None:
+            return None
+        text = config.get("text_config")
+        merged = {**config, **text} if isinstance(text, Mapping) else config
+        hidden, width = facts.hidden_size, facts.heads * facts.head_dim
+        attention = 2 * hidden * width + 2 * hidden * facts.kv_heads * facts.head_dim
+        matrices = 2 if facts.model_type in _UNGATED else 3
+        whole, windows = _layers(facts, merged)
+        return DecoderSize(
+            layers=whole,
+            heads=facts.heads,
+            head_size=facts.head_dim,
+            layer_weights=facts.layers * (attention + matrices * hidden * mlp_width(facts, merged)),
+            head_weights=hidden * facts.vocab_size,
+            window_layers=windows,
+            window=facts.sliding_window if windows else 0,
+        )
+
+    def sequence_flops(self, length: ArrayLike) -> NDArray[np.float64]:
+        """Of training on the first `length` tokens of a sequence, the head aside: forward and backward. What a sequence
+        that goes on from there adds is the difference of two."""
+        n = np.asarray(length, dtype=np.float64)
+        seen = self.layers * n * (n + 1) / 2
+        if self.window_layers:
+            inside = np.minimum(n, self.window)
+            seen = seen + self.window_layers * (inside * (inside + 1) / 2 + (n - inside) * self.window)
+        return 6.0 * self.layer_weights * n + 12.0 * self.heads * self.head_size * seen
+
+    def head_flops(self, loss_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Of the language-model head, which is computed where a loss token is predicted."""
+        return 6.0 * self.head_weights * np.asarray(loss_tokens, dtype=np.float64)
+
+
+def train_flops(size: DecoderSize, lengths: ArrayLike, loss_tokens: int) -> float:
+    """Of a forward and a backward pass over sequences of these lengths under a causal mask.
+
+    A weight takes a multiplication and an addition per token forward, and twice that backward: 6. In attention a token
+    at position i meets i + 1 keys, in two products (scores, values): 2 · 2 · (i + 1) · heads · head size forward, three
+    times that in all.
+    """
+    return float(size.sequence_flops(lengths).sum() + size.head_flops(loss_tokens))
+
+
+def _layers(facts: ModelFacts, config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many layers see everything, and how many a window."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple):
+        windows = sum(kind in _WINDOWS for kind in kinds) if facts.sliding_window else 0
+        seeing = sum(kind in (_WHOLE, *_WINDOWS) for kind in kinds)
+        return seeing - windows, windows
+    if not facts.sliding_window:
+        return facts.layers, 0
+    if facts.model_type.startswith("qwen"):  # the first ones see everything
+        whole = min(facts.layers, int(config.get("max_window_layers") or facts.layers))
+        return whole, facts.layers - whole
+    every = config.get("sliding_window_pattern") or _WHOLE_EVERY.get(facts.model_type)
+    whole = facts.layers // every if isinstance(every, int) else 0
+    return whole, facts.layers - whole
