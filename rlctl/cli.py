@@ -145,9 +145,21 @@ def train(
             help="With --resume: go on though data, reward or tokenizer files are not what they were. Recorded.",
         ),
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Set aside a run in the same directory that has saved no checkpoint.")
+    ] = False,
+    fork_of: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="RUN_DIR[@STEP]",
+            help="Begin with the weights and optimizer state of another run, after its newest checkpoint or that STEP.",
+            show_default=False,
+        ),
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, role by role.")] = False,
 ) -> None:
-    """Train."""
+    """Train. SPEC may be the directory of a run, with --resume: it goes on with the spec that it was started with."""
     if dry_run:
         from rlctl.check.dry_run import dry_run as show_plan
 
@@ -155,7 +167,7 @@ def train(
         return
     from rlctl.run.train import train as run
 
-    raise typer.Exit(run(spec, overrides or [], run_dir, resume, accept_changed_files))
+    raise typer.Exit(run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of))
 
 
 @app.command("plan")

@@ -369,6 +369,11 @@ class Driver:
         self.kl.restore(state)
         return self.queue.restore(folder, state)
 
+    def begin_at(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on with the prompts that come after what another run's `save` left. What it had drawn ahead, and how it
+        steered β, are that run's own."""
+        self.queue.restore(folder, {"position": state["position"]})
+
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
     def evaluate(self, step: int) -> dict[str, float]:

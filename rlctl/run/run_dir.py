@@ -9,8 +9,8 @@ import errno
 import fcntl
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -19,11 +19,15 @@ from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import step_path, steps_in
 from rlctl.run.input_files import Inputs, changes, inputs_of, parsed, size_of, told_progress
 from rlctl.run.resume import differences
+from rlctl.show.journal import FILE as JOURNAL
+from rlctl.show.journal import Journal
 from specs.errors import Problem, RlctlError, RoleFailure, RunDirError
 from specs.json_file import read_object, write_object
+from specs.load.as_run import as_run
 from specs.schema.spec import Spec
 
 START_ANEW = "train with --run-dir or another run.name to start anew"
+ASIDE = "before_attempt_"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_A_DISK = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
 
@@ -38,6 +42,9 @@ class RunDir:
         self.inputs: Inputs = {}  # what the run reads, as it is now
         self.accepted: list[str] = []  # what of it is not as it was in the attempt before
         self.notes: list[str] = []  # what a person should know of this directory
+        self.spec_dir = Path()
+        self.overrides: Sequence[str] = ()  # of the spec, as the attempt was started with it
+        self.journal = Journal(self.path, 0)
         self._suffix = ""  # of the files that an attempt leaves, between name and ending
         self.starting_weights: Mapping[str, str] = {}  # role → checksum, as the first attempt built them
         self._lock: IO[str] | None = None
@@ -66,17 +73,30 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs" / f"attempt_{self.attempt}"
 
-    def open(self, spec: Spec, spec_path: Path, *, resume: bool, accept_changed_files: bool = False) -> None:
+    def open(
+        self,
+        spec: Spec,
+        spec_path: Path,
+        *,
+        resume: bool,
+        accept_changed_files: bool = False,
+        force: bool = False,
+        spec_dir: Path | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
         """Make (or find again) the directory and lock it. `accept_changed_files`: a resume goes on though files that
-        the run reads are not what they were. Raises RunDirError; then nothing was changed."""
+        the run reads are not what they were. `force`: a run that saved no checkpoint is set aside, and another begins.
+        `spec_dir`: where relative paths start, when that is not the spec file's folder. Raises RunDirError; then
+        nothing was changed."""
+        self.spec_dir, self.overrides = spec_dir or spec_path.absolute().parent, tuple(overrides)
         try:
             with told_as_disk_errors(self.path):
-                self._open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files)
+                self._open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files, force=force)
         except BaseException:
             self.release()
             raise
 
-    def _open(self, spec: Spec, spec_path: Path, *, resume: bool, accept_changed_files: bool) -> None:
+    def _open(self, spec: Spec, spec_path: Path, *, resume: bool, accept_changed_files: bool, force: bool) -> None:
         begun = self.resolved.is_file()
         if self.path.exists() and not self.path.is_dir():
             raise RunDirError(f"{self.path} is a file", hint="pass another folder with --run-dir")
@@ -91,15 +111,15 @@ class RunDir:
             self._take_lock()  # in use is the more helpful message: say that first
         holds_run = begun and self._holds_steps()
         if holds_run and not resume:
-            raise RunDirError(
-                f"{self.path} already holds a run",
-                hint="add --resume to go on with it, or choose another folder with --run-dir or another run.name",
-            )
-        if not begun and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
+            if not force or steps_in(self.checkpoints):
+                raise self._already_there()
+            self._set_aside()
+            begun = holds_run = False
+        if not begun and self.path.is_dir() and any(not _outlives(p.name) for p in self.path.iterdir()):
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
         if holds_run:
             self._same_run(spec)
-        self._read_inputs(spec, spec_path.absolute().parent)
+        self._read_inputs(spec, self.spec_dir)
         if holds_run:
             self._same_inputs(accept_changed_files)
             self.starting_weights = read_starting_weights(self.as_built)
@@ -115,10 +135,31 @@ class RunDir:
 
     def _holds_steps(self) -> bool:
         """Whether a run made steps here. Raises RunDirError where something else stands in a file's place."""
-        for file in (self.metrics, self.samples):
+        for file in (self.metrics, self.samples, self.path / JOURNAL):
             _check_is_file(file)
         metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
         return metrics or bool(steps_in(self.checkpoints))
+
+    def _already_there(self) -> RunDirError:
+        saved = _newest_checkpoint(self.checkpoints)
+        anew = "" if saved else ", with --force to set it aside and start anew (it has saved no checkpoint)"
+        return RunDirError(
+            f"{self.path} already holds a run" + (f", saved at step {saved}" if saved else ""),
+            hint=f"add --resume to go on with it{anew}, or choose another folder with --run-dir or another run.name",
+        )
+
+    def _set_aside(self) -> None:
+        """What a run without a checkpoint left moves to a folder of its own, but for its logs and the journal."""
+        aside = self.path / f"{ASIDE}{self._next_attempt()}"
+        aside.mkdir()
+        for path in self.path.iterdir():
+            if not _outlives(path.name):
+                path.rename(aside / path.name)
+        self.notes.append(f"what the run before left is in {aside}")
+
+    def _next_attempt(self) -> int:
+        names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in (self.path / "logs").glob("attempt_*"))
+        return max((int(name[1]) for name in names if name), default=0) + 1
 
     def _take_lock(self) -> None:
         path = self.path / ".lock"
@@ -196,22 +237,28 @@ class RunDir:
         write_object(self.path / f"inputs{self._suffix}.json", record)
 
     def _begin_attempt(self, spec: Spec, spec_path: Path) -> None:
-        names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in (self.path / "logs").glob("attempt_*"))
-        self.attempt = max((int(name[1]) for name in names if name), default=0) + 1
+        self.attempt = self._next_attempt()
         self.logs.mkdir(parents=True)
         name = f".attempt_{self.attempt}" if self.resolved.exists() else ""
         copy = self.path / f"spec{name}.toml"
-        if not (copy.exists() and copy.samefile(spec_path)):
-            shutil.copyfile(spec_path, copy)
+        copy.write_text(as_run(spec_path.read_text(encoding="utf-8"), self.overrides), encoding="utf-8")
         write_object(self.path / f"resolved{name}.json", spec.resolved())
         self._suffix = name
         self._record_inputs()
         self.checkpoints.mkdir(exist_ok=True)
+        self.journal = Journal(self.path, self.attempt)
+        where = {"spec": str(spec_path.absolute()), "spec_dir": str(self.spec_dir), "copy": copy.name}
+        self.journal.add("start", **where, overrides=list(self.overrides), pid=os.getpid(), host=socket.gethostname())
 
     def release(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _outlives(name: str) -> bool:
+    """Whether a file of a run directory stays there when a run that was set aside moves."""
+    return name in (".lock", "logs", JOURNAL) or name.startswith(ASIDE)
 
 
 def _check_is_file(path: Path) -> None:

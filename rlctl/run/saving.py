@@ -14,6 +14,7 @@ from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import model_paths
 from rlctl.run import checkpoints
+from rlctl.run.lineage import Fork
 from rlctl.run.resume import about_model, check_fits
 from rlctl.run.run_dir import RunDir
 from rlctl.show.metrics_file import read_metrics
@@ -32,20 +33,21 @@ def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress)
     """The checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of another
     model, or where there should be one and none is whole, and RunDirError; then nothing was changed."""
     folders = [folder for role in spec.roles if (folder := ROLES[role].checkpoint)]
-    checkpoint = checkpoints.newest(run.checkpoints, progress.warning, folders)
+    checkpoint, fork = checkpoints.newest(run.checkpoints, progress.warning, folders), Fork.of(run.path)
     last = max((record["step"] for record in read_metrics(run.metrics)), default=0)
     if checkpoint is not None:
         check_fits(checkpoint.manifest, spec, spec_dir)
         if last < checkpoint.step:
             progress.warning(f"{run.metrics} ends at step {last}: what came before the checkpoint is missing there")
-    elif last > (every := _checkpoints_were_due_every(run)):
+    elif last - (fork.step if fork else 0) > (every := _checkpoints_were_due_every(run)):
         raise CheckpointError(
             f"{run.checkpoints} holds no checkpoint, but {last} steps were made, and one was due every {every}",
             hint=f"put its newest folder step_… back; {checkpoints.start_anew(run.path)}",
         )
     checkpoints.set_aside_after(run.checkpoints, checkpoint.step if checkpoint else 0)
     if checkpoint is None:
-        progress.message("no checkpoint to resume from: starting at step 1")
+        begin = f"step {fork.step + 1}, as forked" if fork else "step 1"
+        progress.message(f"no checkpoint to resume from: starting at {begin}")
     return checkpoint
 
 
@@ -106,6 +108,18 @@ class Saver:
             )
         return checkpoint.step
 
+    def begin_from(self, driver: Driver, fork: Fork) -> int:
+        """Give the roles what a checkpoint of another run holds: weights and optimizer state, and which prompts come
+        next. Returns its step, from which this run counts on."""
+        checkpoint = fork.checkpoint(self.spec, self.spec_dir)
+        for role, folder in self._folders():
+            self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / folder)))
+        driver.begin_at(checkpoint.path / "driver", checkpoint.state)
+        self.saved = fork.step
+        self.progress.start_at(fork.step)
+        self.progress.message(f"forked from {checkpoint.path}")
+        return fork.step
+
     def _folders(self) -> list[tuple[RoleName, str]]:
         """Roles that have a state, and its folder in a checkpoint."""
         return [(role, folder) for role in self.spec.roles if (folder := ROLES[role].checkpoint)]
@@ -121,6 +135,7 @@ class Saver:
         return {
             "run": spec.run.name,
             "attempt": self.run.attempt,
+            "forked_from": None if (fork := Fork.of(self.run.path)) is None else [str(fork.run), fork.step],
             "spec_sha256": checkpoints.spec_hash(spec),
             **about_model(spec, self.spec_dir),
             "inputs": self.run.inputs,

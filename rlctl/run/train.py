@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlctl.processes.groups import Groups
 from rlctl.processes.hosts import plan_for_hosts
 from rlctl.processes.placement import Plan
 from rlctl.run.interrupt import Interrupt
+from rlctl.run.lineage import Fork, fork_from, spec_source
 from rlctl.run.run_dir import RunDir, told_as_disk_errors
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
@@ -46,22 +47,47 @@ STOPPED = (GradingError, Interrupted, LogprobGapError, MemoryGrowthError, NotFin
 
 
 def train(
-    spec_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, accept_changed_files: bool = False
+    spec_path: Path,
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    resume: bool,
+    accept_changed_files: bool = False,
+    *,
+    force: bool = False,
+    fork_of: str = "",
 ) -> int:
-    """Run the spec to its end. Returns 0; every failure is an RlctlError with its own exit code."""
-    if accept_changed_files and not resume:
-        raise UsageError("--accept-changed-files: only with --resume", hint="a new run reads the files as they are")
+    """Run the spec to its end. `spec_path`: a spec, or at a resume the directory of a run. `fork_of`: RUN_DIR[@STEP],
+    whose weights and optimizer state the run begins with. Returns 0; every failure is an RlctlError with its own exit
+    code."""
+    _check_options(resume, accept_changed_files, force, fork_of)
+    source = spec_source(spec_path, resume=resume)
+    if source.run_dir and run_dir and run_dir.absolute() != source.run_dir:
+        raise UsageError(f"--run-dir {run_dir}: the run is in {source.run_dir}", hint="leave out --run-dir")
+    run_dir, spec_dir = source.run_dir or run_dir, source.folder
     notes: list[str] = []
-    spec = load_spec(spec_path, list(overrides), notes.append)
-    spec_dir = spec_path.absolute().parent
+    spec = load_spec(source.path, list(overrides), notes.append)
     errors, warnings = file_problems(spec, spec_dir, starting=True, run_dir=run_dir)
     if errors:
         raise SpecError(errors)
     run = RunDir(run_dir or Path(spec.run.dir) / spec.run.name)
     plan = plan_for_hosts(spec, spec_dir, run.path)
-    run.open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files)
+    fork = fork_from(fork_of, spec, notes.append) if fork_of else None
+    if fork is not None:
+        fork.checkpoint(spec, spec_dir)  # before anything is made
+    run.open(
+        spec,
+        source.path,
+        resume=resume,
+        accept_changed_files=accept_changed_files,
+        force=force,
+        spec_dir=spec_dir,
+        overrides=overrides,
+    )
     try:
+        if fork is not None:
+            fork.write(run.path)
         with told_as_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
+            progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
             for note in notes:
                 progress.message(f"note: {note}")
             for warning in [*cross_field_warnings(spec), *warnings]:
@@ -73,16 +99,46 @@ def train(
             for note in run.notes:
                 progress.warning(note)
             progress.message(f"run directory: {run.path}")
-            attempt(spec, spec_dir, run, plan, progress, resume=resume)
+            with _journaled(run):
+                attempt(spec, spec_dir, run, plan, progress, resume=resume)
+            progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
     finally:
         run.release()
     return 0
 
 
+def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_of: str) -> None:
+    """Raises UsageError for options that do not go together."""
+    if accept_changed_files and not resume:
+        raise UsageError("--accept-changed-files: only with --resume", hint="a new run reads the files as they are")
+    for option, given in (("--force", force), ("--from", bool(fork_of))):
+        if given and resume:
+            hint = "--resume goes on with a run as it is; leave one of them out"
+            raise UsageError(f"{option}: not with --resume", hint=hint)
+
+
+@contextmanager
+def _journaled(run: RunDir) -> Iterator[None]:
+    """How the attempt ends, for the journal and then for the report."""
+    try:
+        yield
+    except BaseException as error:
+        said = error.message if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
+        hint = error.hint if isinstance(error, RlctlError) else ""
+        outcome = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        run.journal.note("end", outcome=outcome, error=said, hint=hint)
+        raise
+    else:
+        run.journal.note("end", outcome="done")
+    finally:
+        write_report(run.path)
+
+
 def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:
     """Start the roles, take all steps that are left, and end everything that was started. `resume`: go on from the
-    newest checkpoint, where there is one."""
+    newest checkpoint, where there is one; else a run begins at its start, or at that of its fork."""
     checkpoint = find_checkpoint(spec, spec_dir, run_dir, progress) if resume else None
+    fork = Fork.of(run_dir.path) if checkpoint is None else None
     window = UpdateWindow()
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
@@ -105,16 +161,16 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
             driver = start(spec, spec_dir, run_dir, plan, groups, window, progress)
             run_dir.add_downloaded(spec, spec_dir)
             saver = Saver(spec, spec_dir, run_dir, plan, groups, progress)
-            done = saver.restore(driver, checkpoint) if checkpoint is not None else 0
+            if checkpoint is not None:
+                done = saver.restore(driver, checkpoint)
+            else:
+                done = saver.begin_from(driver, fork) if fork is not None else 0
             run = Run(spec, run_dir, groups, driver, saver, metrics, trackers, interrupt, progress, done)
             run.steps()
             _compare_memory(spec, spec_dir, run_dir, groups, progress)
         except STOPPED:
             _compare_memory(spec, spec_dir, run_dir, groups, progress)
             raise
-        finally:
-            write_report(run_dir.path)
-    progress.message(f"done: {counted(run.done, 'step')}; report: {run_dir.path / 'report.html'}")
 
 
 def _open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None]) -> Groups:

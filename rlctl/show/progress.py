@@ -54,6 +54,7 @@ class Progress:
         self._evals: dict[str, list[tuple[int, float]]] = {}
         self._checkpoint: int | None = None
         self._warnings = 0
+        self._keep: Callable[[str], None] = lambda text: None
         self._last_line = 0.0
         self._drawn = 0.0
         self._display: Live | None = None
@@ -85,6 +86,10 @@ class Progress:
     def follow(self, moving: Callable[[], Moving]) -> None:
         """Where to ask how far the roles are."""
         self._moving = moving
+
+    def keep_warnings(self, keep: Callable[[str], None]) -> None:
+        """Have `keep` told of every warning."""
+        self._keep = keep
 
     def start_at(self, step: int) -> None:
         """A checkpoint was restored: so many steps are done."""
@@ -124,6 +129,7 @@ class Progress:
     def warning(self, text: str) -> None:
         """A warning line above the panel; the panel counts them."""
         self._warnings += 1
+        self._keep(text)
         self._print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def table(self, renderable: RenderableType) -> None:

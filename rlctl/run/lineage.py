@@ -1,0 +1,111 @@
+"""Where a run comes from: the spec that it was started with, and the run that it was forked from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.run import checkpoints
+from rlctl.run.resume import check_fits
+from rlctl.show.journal import read_journal
+from specs.errors import CheckpointError, RunDirError, UsageError
+from specs.json_file import read_object, write_object
+from specs.schema.roles import ROLES
+from specs.schema.spec import Spec
+
+FORKED_FROM = "forked_from.json"
+
+
+@dataclass(frozen=True)
+class SpecSource:
+    """The file that a run's spec is read from, and where relative paths in it start."""
+
+    path: Path
+    folder: Path
+    run_dir: Path | None = None  # of the run whose spec it is
+
+
+def spec_source(named: Path, *, resume: bool) -> SpecSource:
+    """Of a spec file, or, at a resume, of a run directory: the spec of its newest attempt. Raises UsageError or
+    RunDirError."""
+    if not (named / "resolved.json").is_file():
+        return SpecSource(named, named.absolute().parent)
+    run_dir = named.absolute()
+    if not resume:
+        raise UsageError(
+            f"{named}: the directory of a run, not a spec",
+            hint=f"add --resume to go on with it; `rlctl train SPEC --from {named}` begins another with its weights",
+        )
+    starts = [line for line in read_journal(run_dir) if line["event"] == "start"]
+    folder, copy = (str(starts[-1].get(key, "")) for key in ("spec_dir", "copy")) if starts else ("", "")
+    if not folder or not (run_dir / copy).is_file():
+        raise RunDirError(
+            f"{run_dir} does not say where its spec came from",
+            hint=f"name the spec: rlctl train SPEC --run-dir {named} --resume, with the --set that it was started with",
+        )
+    return SpecSource(run_dir / copy, Path(folder), run_dir)
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A checkpoint of another run that a run begins with."""
+
+    run: Path
+    step: int
+
+    def write(self, run_dir: Path) -> None:
+        write_object(run_dir / FORKED_FROM, {"run": str(self.run), "step": self.step})
+
+    @staticmethod
+    def of(run_dir: Path) -> Fork | None:
+        """What a run was forked from. Raises RunDirError."""
+        if not (run_dir / FORKED_FROM).exists():
+            return None
+        try:
+            found = read_object(run_dir / FORKED_FROM)
+            return Fork(Path(found["run"]), int(found["step"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirError(f"{run_dir / FORKED_FROM} {error}", hint="put it back from a copy") from None
+
+    def checkpoint(self, spec: Spec, spec_dir: Path) -> checkpoints.Checkpoint:
+        """Raises CheckpointError where it is gone, damaged or of another model."""
+        path = checkpoints.step_path(self.run / "checkpoints", self.step)
+        try:
+            found = checkpoints.read(path, _folders(spec))
+        except CheckpointError as error:
+            there = checkpoints.steps_in(self.run / "checkpoints")
+            listed = f"its checkpoints are of steps {', '.join(map(str, there))}" if there else "it has no checkpoint"
+            raise CheckpointError(f"{path}: {error.message}", hint=listed) from None
+        check_fits(found.manifest, spec, spec_dir)
+        return found
+
+
+def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
+    """What `--from RUN_DIR[@STEP]` names: that checkpoint, or the newest whole one. Raises UsageError or
+    CheckpointError."""
+    run, at = Path(text), re.fullmatch(r"(.+)@(\d+)", text)
+    step = None
+    if at and not run.exists():
+        run, step = Path(at[1]), int(at[2])
+    run = run.absolute()
+    if not (run / "resolved.json").is_file():
+        raise UsageError(
+            f"--from {text}: {run} holds no run", hint="name a run directory: --from RUN_DIR or RUN_DIR@STEP"
+        )
+    if step is None:
+        found = checkpoints.newest(run / "checkpoints", warn, _folders(spec))
+        if found is None:
+            raise CheckpointError(
+                f"--from {text}: {run} has no checkpoint", hint="its checkpoint.every says when it saves"
+            )
+        step = found.step
+    if spec.run.steps <= step:
+        hint = f"steps are counted on from there: raise run.steps above {step}, e.g. --set run.steps={2 * step}"
+        raise UsageError(f"--from {text}: that is step {step}, and run.steps = {spec.run.steps}", hint=hint)
+    return Fork(run, step)
+
+
+def _folders(spec: Spec) -> list[str]:
+    return [folder for role in spec.roles if (folder := ROLES[role].checkpoint)]

@@ -1,0 +1,40 @@
+"""`journal.jsonl`: what happened in a run, attempt by attempt: starts, warnings, ends. One JSON object per line."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlctl.show.metrics_file import read_samples
+from specs.errors import RunDirError
+from specs.terminal import json_text
+
+FILE = "journal.jsonl"
+
+
+class Journal:
+    """Appends the events of one attempt."""
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self.path, self.attempt = run_dir / FILE, attempt
+
+    def add(self, event: str, **fields: Any) -> None:
+        """A line. Raises OSError."""
+        line = {"time": round(time.time(), 3), "attempt": self.attempt, "event": event, **fields}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json_text(line) + "\n")
+
+    def note(self, event: str, **fields: Any) -> None:
+        """A line that nothing depends on: on a full disk it is lost."""
+        with suppress(OSError):
+            self.add(event, **fields)
+
+
+def read_journal(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines that can be read."""
+    try:
+        return [line for line in read_samples(run_dir / FILE) if isinstance(line.get("event"), str)]
+    except RunDirError:
+        return []

@@ -1,0 +1,146 @@
+"""Where a run comes from: resumed by its directory alone, begun anew, forked from another run's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tomli
+from corpus import base
+from running import metrics, preset, trajectory, warm_rlctl
+
+from rlctl.run.run_dir import RunDir
+from rlctl.run.train import train
+from rlctl.show.journal import read_journal
+from specs.errors import CheckpointError, RunDirError, UsageError
+from specs.load.load import load_spec, spec_from
+
+OPTIONS = ("--set", "run.steps=6", "--set", "checkpoint.every=2", "--set", "checkpoint.keep=3")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of a spec with a reward file beside it, saved at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "rewards.py").write_text("def score(completion, answer):\n    return completion[:2] == answer[:2]\n")
+    term = ("--set", 'reward.terms=[{kind="function", path="rewards.py:score"}, {kind="exact_match", partial=true}]')
+    done = warm_rlctl("train", preset("fake", folder), "--run-dir", folder / "run", *OPTIONS, *term)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+def test_the_spec_in_the_run_directory_is_the_one_that_was_run(whole: Path) -> None:
+    spec = load_spec(whole / "spec.toml")
+    assert spec.resolved() == json.loads((whole / "resolved.json").read_text())
+    assert spec.run.steps == 6
+    assert (whole / "spec.toml").read_text().startswith("# The whole frame with numpy engines")
+    (start,) = [line for line in read_journal(whole) if line["event"] == "start"]
+    assert (start["spec_dir"], start["overrides"][0]) == (str(whole.parent), "run.steps=6")
+    assert read_journal(whole)[-1]["outcome"] == "done"
+
+
+def test_a_run_is_resumed_by_its_directory_from_anywhere(whole: Path, tmp_path: Path) -> None:
+    """The reward file stands beside the spec, which is neither here nor in the run directory."""
+    run = tmp_path / "moved"
+    shutil.copytree(whole, run)
+    done = warm_rlctl("train", run, "--resume", "--set", "run.steps=7", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7]
+    assert tomli.loads((run / "spec.attempt_2.toml").read_text())["run"]["steps"] == 7
+
+
+def test_a_fork_goes_on_as_the_run_would_until_something_is_changed(whole: Path, tmp_path: Path) -> None:
+    spec = whole.parent / "fake.toml"
+    terms = json.loads((whole / "resolved.json").read_text())["reward"]["terms"]
+    term = (
+        "--set",
+        f'reward.terms=[{{kind="function", path="{terms[0]["path"]}"}}, {{kind="exact_match", partial=true}}]',
+    )
+    same, other = tmp_path / "same", tmp_path / "other"
+    done = warm_rlctl("train", spec, "--run-dir", same, "--from", f"{whole}@4", *OPTIONS, *term)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"forked from {whole / 'checkpoints' / 'step_000004'}" in done.stdout
+    assert trajectory(same) == trajectory(whole)[4:]
+    assert json.loads((same / "forked_from.json").read_text()) == {"run": str(whole), "step": 4}
+    manifest = json.loads((same / "checkpoints" / "step_000006" / "manifest.json").read_text())
+    assert manifest["forked_from"] == [str(whole), 4]
+
+    changed = ("--set", "actor.optimizer.lr=0.9", "--set", "algorithm.group_size=8", "--set", "checkpoint.every=50")
+    done = warm_rlctl("train", spec, "--run-dir", other, "--from", f"{whole}@4", *OPTIONS, *term, *changed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = trajectory(other)
+    assert first[0][0] == 5
+    assert first != trajectory(whole)[4:]
+    shutil.rmtree(other / "checkpoints")  # as if it had been killed before its first one
+    done = warm_rlctl("train", other, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting at step 5, as forked" in done.stdout
+    assert trajectory(other) == first
+
+
+def test_what_cannot_be_forked_is_said_before_anything_is_made(whole: Path, tmp_path: Path) -> None:
+    spec, run = whole.parent / "fake.toml", tmp_path / "run"
+
+    def fork(of: str, *overrides: str, resume: bool = False) -> None:
+        train(spec, ["run.steps=20", *overrides], run, resume, fork_of=of)
+
+    with pytest.raises(CheckpointError, match="step_000005") as error:
+        fork(f"{whole}@5")
+    assert error.value.hint == "its checkpoints are of steps 2, 4, 6"
+    with pytest.raises(UsageError, match=r"that is step 6, and run.steps = 3"):
+        fork(str(whole), "run.steps=3")
+    with pytest.raises(UsageError, match="holds no run"):
+        fork(str(tmp_path))
+    with pytest.raises(UsageError, match="--from: not with --resume"):
+        fork(str(whole), resume=True)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        fork(str(whole), "model.path=builtin:mini-digits")
+    assert not run.exists()
+
+
+def test_a_run_directory_is_no_spec_without_resume(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the directory of a run, not a spec") as error:
+        train(whole, [], None, False)
+    assert "--resume" in error.value.hint
+    with pytest.raises(UsageError, match="the run is in"):
+        train(whole, [], tmp_path, True)
+    old = tmp_path / "old"
+    shutil.copytree(whole, old)
+    (old / "journal.jsonl").unlink()
+    with pytest.raises(RunDirError, match="does not say where its spec came from"):
+        train(old, [], None, True)
+
+
+def test_force_sets_a_run_without_a_checkpoint_aside(tmp_path: Path) -> None:
+    spec, spec_path, folder = spec_from(base()), tmp_path / "spec.toml", tmp_path / "run"
+    spec_path.write_text("schema = 1\n")
+
+    def begin(**options: bool) -> RunDir:
+        run = RunDir(folder)
+        try:
+            run.open(spec, spec_path, resume=False, **options)
+        finally:
+            run.release()
+        return run
+
+    run = begin()
+    run.metrics.write_text('{"step": 1}\n')
+    with pytest.raises(RunDirError, match="already holds a run") as error:
+        begin()
+    assert "--force" in error.value.hint
+    again = begin(force=True)
+    assert again.attempt == 2
+    assert not again.metrics.exists()
+    assert (folder / "before_attempt_2" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert [line["attempt"] for line in read_journal(folder)] == [1, 2]
+
+    again.metrics.write_text('{"step": 3}\n')
+    saved = again.checkpoints / "step_000003"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    with pytest.raises(RunDirError, match="already holds a run, saved at step 3") as error:
+        begin(force=True)
+    assert "--force" not in error.value.hint
+    assert again.metrics.exists()
