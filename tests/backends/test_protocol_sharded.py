@@ -59,9 +59,9 @@ RESUMED = [
     ("4:fsdp2", 4, "fsdp2"),
     ("fsdp2 critic", 2, "fsdp2 critic"),
     ("fsdp2 critic", 2, "one rank critic"),
-    ("fsdp2 sequences", 2, "4:ddp sequences 4"),
+    ("ddp", 1, "4:ddp sequences 4"),
     ("fsdp2 sequences", 2, "fsdp2 sequences"),
-    ("4:fsdp2 2x2", 4, "fsdp2 sequences"),
+    ("4:ddp sequences 4", 4, "fsdp2 sequences"),
 ]
 FAMILY_CASES = [case for case in TRAINED if case in CASES]
 # On CPU a storage that numpy has seen cannot be emptied, as ddp's has been here: its turn is on a GPU.
@@ -191,9 +191,9 @@ def test_training_is_that_of_one_rank(root: Path, case: str) -> None:
     assert ours.norms() == pytest.approx(one.norms(), rel=1e-5)
     assert np.abs(one.told(STEPS)).max() > 0.1
     for step in range(STEPS + 1):
-        np.testing.assert_allclose(ours.told(step), one.told(step), rtol=0, atol=2e-5)
-    # In fp32 the order of sums differs: 1e-6 was seen, where each step moves a weight by up to lr = 1e-2.
-    assert farthest(ours.weights, one.weights) < 5e-6
+        np.testing.assert_allclose(ours.told(step), one.told(step), rtol=0, atol=1e-5)
+    # In fp32 the order of sums differs: 1e-6 was seen, 5e-6 of critics, where each step moves a weight by up to 1e-2.
+    assert farthest(ours.weights, one.weights) < 1e-5
 
 
 @pytest.mark.parametrize("case", [case for case in TWO if "bf16" in case and not case.startswith("ddp")])
