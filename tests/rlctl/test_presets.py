@@ -25,6 +25,7 @@ NAMES = [
     "grpo-8gpu-separate",
     "gsm8k-cpu",
     "gspo-8gpu",
+    "long-8gpu",
     "ppo-cpu",
     "ppo-rm-8gpu",
     "quickstart",
