@@ -215,6 +215,18 @@ def export_checkpoint(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Only the LoRA adapters, as a folder for peft; else they are merged.")
     ] = False,
+    push_to_hub: Annotated[
+        str,
+        typer.Option(
+            "--push-to-hub",
+            metavar="NAME",
+            help="Push the folder to this repository on the Hugging Face hub, OWNER/NAME; made private if it is new.",
+            show_default=False,
+        ),
+    ] = "",
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push-to-hub: a repository that all can read.")
+    ] = False,
 ) -> None:
     """Turn a checkpoint into a model folder that transformers loads, and prove that it does."""
     from specs.errors import UsageError
@@ -225,7 +237,8 @@ def export_checkpoint(
             raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
     from rlctl.run.export import Limits, export
 
-    raise typer.Exit(export(run_dir, out_dir, step, role, dtype, Limits(shard_gb, memory_gib), adapter_only))
+    limits = Limits(shard_gb, memory_gib)
+    raise typer.Exit(export(run_dir, out_dir, step, role, dtype, limits, adapter_only, push_to_hub, public))
 
 
 def main(arguments: list[str] | None = None) -> int:

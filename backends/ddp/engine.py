@@ -48,7 +48,7 @@ class DdpTrainEngine(HfTrainEngine):
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)
         self.offloading = Offloader()
         self.gradients_are_zero = True
-        verify_packing(self._run, model, self.device)
+        verify_packing(self._run, model, self.device, group=self.sequences.group)
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:

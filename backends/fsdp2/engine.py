@@ -49,7 +49,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         allocate(self.policy, config.engine, self.device)
         self.weights = cut_tensors(model, self.mesh)
         self._read_weights(held.aliases)
-        verify_packing(self._run, model, self.device, computes_in=self.compute)
+        verify_packing(self._run, model, self.device, group=self.sequences.group, computes_in=self.compute)
         self.optimizer: RowsAdamW | None = None
         if config.optimizer is not None:
             learned = {name: self.weights[name] for name in self._learned()}

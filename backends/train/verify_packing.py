@@ -8,12 +8,17 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from backends.hf.attention_choice import functions_called, in_effect
 from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
+from backends.packed.packing import MicroBatch
 from backends.packed.row_ops import RowCopies
+from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
+from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from specs.errors import ModelError
 
 Run = Callable[[PackedInput, RowCopies | None, None], Tensor]
@@ -23,42 +28,96 @@ _PARENTS = (-1, -1, 1, 1)  # the last two segments are completions of the second
 
 @torch.no_grad()
 def verify_packing(
-    run: Run, model: PreTrainedModel, device: torch.device, *, computes_in: torch.dtype | None = None
+    run: Run,
+    model: PreTrainedModel,
+    device: torch.device,
+    *,
+    group: SequenceGroup = ALONE,
+    computes_in: torch.dtype | None = None,
 ) -> None:
     """Packed rows and the chunked head must give the logits of the model's own forward pass, one sequence at a time; of
-    a model that gives scores, what enters its head must be the same.
+    a model that gives scores, what enters its head must be the same. So must the parts of a row that `group` shares.
 
     `run` is `Policy.forward` through the engine; all ranks call this together. `computes_in`: precision of the forward
     pass, where that is not the parameters' own. Catches models that mix sequences of a row (state space layers, biases
-    that depend on the place in the row) and models whose logits are not simply head(hidden). Raises ModelError.
+    that depend on the place in the row), models whose logits are not simply head(hidden), and layers outside attention
+    that need rows of other ranks. Raises ModelError, of a group on all its ranks.
     """
-    vocab = model.config.get_text_config().vocab_size
-    tokens_T = np.random.default_rng(0).integers(0, vocab, sum(_LENGTHS))
-    parents = _PARENTS if can_share_prompts(model) else [-1] * len(_LENGTHS)
-    prefixes = [range(0) if parent < 0 else _rows(parent) for parent in parents]
-    positions_T = np.concatenate([len(prefix) + np.arange(n) for prefix, n in zip(prefixes, _LENGTHS, strict=True)])
-    staging = Staging(device)
-    row = packed_row(model, staging, tokens_T, positions_T, _LENGTHS, parents)
-    sequences = [torch.from_numpy(tokens_T[[*prefix, *_rows(i)]]).to(device) for i, prefix in enumerate(prefixes)]
-    every_T = RowCopies(np.arange(len(tokens_T)), len(tokens_T), staging.put)
-    staging.send()
-    try:
-        with row.attending():
-            ours = run(row, every_T, None)
-        with _plain_attention(model):
-            single = [
-                run(PackedInput({"input_ids": sequence[None], "use_cache": False}, None), None, None)[len(prefix) :]
-                for sequence, prefix in zip(sequences, prefixes, strict=True)
-            ]
-    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise ModelError(f"{type(model).__name__} does not run on packed sequences: {error}") from error
-    gap = _relative_gap(ours, torch.cat(single))
+    whole = _test_row(model)
+    largest = 1e-3 if (computes_in or model.dtype) == torch.float32 else 0.1
     what = "hidden states" if has_score_layer(model) else "logits"
-    if not gap < (1e-3 if (computes_in or model.dtype) == torch.float32 else 0.1):
+    with _said_of(model, "packed sequences"):
+        expected_T = _one_by_one(run, model, device, whole)
+        gap = _relative_gap(_as_the_engine_does(run, model, device, whole, ALONE), expected_T)
+    if not gap < largest:
         raise ModelError(
             f"{type(model).__name__} gives other {what} on packed sequences than one by one (relative gap {gap:.2g})",
             hint="this architecture is not supported by this engine: it mixes sequences, or its head is special",
         )
+    if group.alone:
+        return
+    part = part_of(whole, group)
+    with _said_of(model, f"rows that {group.size} ranks share"):
+        ours_N = _as_the_engine_does(run, model, device, part, group)
+    gap = _most_of_group(_relative_gap(ours_N, expected_T[part.column_N]), group, device)
+    if not gap < largest:
+        attention = f"{', '.join(in_effect(model))} attention ({', '.join(functions_called(model))})"
+        raise ModelError(
+            f"{type(model).__name__} with {attention} gives other {what} on rows that {group.size} ranks share than on "
+            f"whole sequences (relative gap {gap:.2g})",
+            hint="set sequence_parallel = 1 for this role: a layer of this model needs more than its rank's rows",
+        )
+
+
+@contextmanager
+def _said_of(model: PreTrainedModel, rows: str) -> Iterator[None]:
+    """What goes wrong in a model's code, as a ModelError."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise ModelError(f"{type(model).__name__} does not run on {rows}: {error}") from error
+
+
+def _test_row(model: PreTrainedModel) -> MicroBatch:
+    """Some sequences, each of whose tokens counts. `column_N`: places in the row."""
+    vocab, tokens = model.config.get_text_config().vocab_size, sum(_LENGTHS)
+    parents = _PARENTS if can_share_prompts(model) else [-1] * len(_LENGTHS)
+    place_T = np.arange(tokens)
+    return MicroBatch(
+        lengths=list(_LENGTHS),
+        parents=list(parents),
+        tokens_T=np.random.default_rng(0).integers(0, vocab, tokens),
+        positions_T=np.concatenate(
+            [len(_prefix(parent)) + np.arange(n) for parent, n in zip(parents, _LENGTHS, strict=True)]
+        ),
+        hidden_N=place_T,
+        target_N=place_T,  # nothing is asked of them
+        column_N=place_T,
+    )
+
+
+def _as_the_engine_does(
+    run: Run, model: PreTrainedModel, device: torch.device, micro: MicroBatch, group: SequenceGroup
+) -> Tensor:
+    """Logits at `hidden_N` of the row, or of this rank's part of it."""
+    staging = Staging(device)
+    segments = (micro.lengths, micro.parents)
+    row = packed_row(model, staging, micro.tokens_T, micro.positions_T, *segments, group)
+    rows_N = RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
+    staging.send()
+    with row.attending():
+        return run(row, rows_N, None)
+
+
+def _one_by_one(run: Run, model: PreTrainedModel, device: torch.device, row: MicroBatch) -> Tensor:
+    """Logits at each token of the row by the model's own forward pass of single sequences."""
+    found = []
+    with _plain_attention(model):
+        for i, parent in enumerate(row.parents):
+            tokens = torch.from_numpy(row.tokens_T[[*_prefix(parent), *_rows(i)]]).to(device)
+            single = PackedInput({"input_ids": tokens[None], "use_cache": False}, None)
+            found.append(run(single, None, None)[len(_prefix(parent)) :])
+    return torch.cat(found)
 
 
 @contextmanager
@@ -76,6 +135,10 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = "flex_attention"
 
 
+def _prefix(parent: int) -> range:
+    return range(0) if parent < 0 else _rows(parent)
+
+
 def _rows(segment: int) -> range:
     start = sum(_LENGTHS[:segment])
     return range(start, start + _LENGTHS[segment])
@@ -84,4 +147,13 @@ def _rows(segment: int) -> range:
 def _relative_gap(ours: Tensor, theirs: Tensor) -> float:
     if ours.shape != theirs.shape:
         return float("inf")
+    if not ours.numel():
+        return 0.0  # a rank without any of the few rows
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+
+
+def _most_of_group(gap: float, group: SequenceGroup, device: torch.device) -> float:
+    """The largest gap of the group's ranks; one that is not a number is larger than all."""
+    most = torch.tensor(gap if gap == gap else float("inf"), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.group)
+    return float(most)

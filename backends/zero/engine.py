@@ -64,7 +64,7 @@ class ZeroTrainEngine(HfTrainEngine):
         self._make_moments()
         self.offloading = Offloader()
         self.gradients_are_zero = True
-        verify_packing(self._run, model, self.device)
+        verify_packing(self._run, model, self.device, group=self.sequences.group)
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:

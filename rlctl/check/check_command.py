@@ -4,7 +4,7 @@ nothing. The printing is in `rlctl/check/tables.py`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,7 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "placement": placement(spec) if spec and plan else {},
         "batch": batch(spec) if spec else {},
         "reference": reference(spec) if spec else {},
+        "reward_functions": [asdict(tried) for tried in findings.tried],
         "sync": dict(zip(("transport", "why"), choose_transport(spec), strict=True)) if spec else {},
     }
 

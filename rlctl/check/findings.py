@@ -18,6 +18,7 @@ from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
     from rlctl.check.meta_build import Probe
+    from rlctl.check.reward_import import Tried
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Findings:
     spec: Spec | None = None
     plan: Plan | None = None
     probe: Probe | None = None
+    tried: Sequence[Tried] = ()  # reward functions as they were called
     notes: Sequence[str] = ()  # what of the file does not hold with these overrides
 
     @property
@@ -47,7 +49,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes = [str(dropped) for dropped in parsed.dropped]
     if spec is None:
         return Findings(parsed.problems, [], notes=notes)
-    problems, warnings = _looked_up(spec, spec_dir, elsewhere)
+    problems, warnings, tried = _looked_up(spec, spec_dir, elsewhere)
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes)
     warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
@@ -55,25 +57,26 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         plan = make_plan(spec, spec_dir)
     except SpecError as error:
         more = [problem for problem in error.problems if problem not in problems]
-        return Findings([*problems, *more], warnings, spec, notes=notes)
-    return Findings(problems, warnings, spec, plan, notes=notes)
+        return Findings([*problems, *more], warnings, spec, notes=notes, tried=tried)
+    return Findings(problems, warnings, spec, plan, notes=notes, tried=tried)
 
 
-def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings about what the spec names; reward functions are imported, in processes of their own."""
+def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Problem], list[Problem], list[Tried]]:
+    """Errors and warnings about what the spec names; reward functions are imported and called, in processes of their
+    own."""
     problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)
     if spec.algorithm.own_functions:
         from rlctl.check.own_function_check import own_function_trials
 
         problems += own_function_trials(spec, spec_dir, [problem.key for problem in problems])
     if not any(isinstance(term, Function) for term in spec.reward.terms):
-        return problems, warnings
-    from rlctl.check.reward_import import import_problems
+        return problems, warnings, []
+    from rlctl.check.reward_import import try_functions
 
-    of_imports = import_problems(spec, spec_dir, [problem.key for problem in [*problems, *warnings]])
+    *of_imports, tried = try_functions(spec, spec_dir, [problem.key for problem in [*problems, *warnings]])
     problems, warnings = [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
     said = {problem.key for problem in [*problems, *warnings]}
-    return problems, [*warnings, *(one for one in reward_warnings(spec, spec_dir) if one.key not in said)]
+    return problems, [*warnings, *(one for one in reward_warnings(spec, spec_dir) if one.key not in said)], tried
 
 
 def _run_dir(spec: Spec) -> list[Problem]:

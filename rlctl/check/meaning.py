@@ -13,7 +13,7 @@ from rlctl.preflight.role_attention import role_attention
 from rlctl.processes.placement import Plan
 from specs.schema.engines.engine_table import engine_of, not_known
 from specs.schema.mesh import mesh_is_known, mesh_of, shard_groups
-from specs.schema.roles import REF, ROLES, RoleName
+from specs.schema.roles import ACTOR, REF, ROLES, RoleName
 from specs.schema.spec import RefSection, RoleSection, Spec
 
 
@@ -99,6 +99,7 @@ def batch(spec: Spec) -> dict[str, int]:
         "epochs_per_step": algorithm.epochs_per_step,
         "steps": spec.run.steps,
         "optimizer_steps": spec.optimizer_steps,
+        **{f"{role}_optimizer_steps": spec.optimizer_steps_of(role) for role in spec.losses if role != ACTOR},
         "max_sequence_tokens": spec.max_sequence_tokens,
         "max_tokens_per_step": spec.samples_per_step * spec.max_sequence_tokens,
         "micro_batch_tokens": spec.actor.micro_batch_tokens,

@@ -13,18 +13,33 @@ from rlctl.check.meaning import batch, reference, roles
 from rlctl.preflight.role_attention import role_attention
 from rlctl.processes.placement import Plan
 from rlctl.show.screen import Screen
-from rlctl.show.text_format import counted
+from rlctl.show.text_format import counted, number
 from specs.errors import Problem
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
+from specs.schema.roles import ACTOR
 from specs.schema.spec import RoleSection, Spec
 
 if TYPE_CHECKING:
     from rlctl.check.findings import Findings
     from rlctl.check.meta_build import Probe
+    from rlctl.check.reward_import import Tried
 
 PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON has them all
+
+
+def _call_table(tried: Tried) -> Table:
+    """What each parameter of a reward function gets, and what it gave for the first row."""
+    table = Table(box=None, pad_edge=False, title=f"reward {tried.path}", title_justify="left", title_style="bold")
+    table.add_column("parameter")
+    table.add_column("gets")
+    for name, source in tried.given.items():
+        table.add_row(name, source)
+    for what, value in (("the first row's own answer", tried.own_answer), ("an empty completion", tried.empty)):
+        if value is not None:
+            table.add_row("→", f"{number(value)} for {what}")
+    return table
 
 
 def print_findings(findings: Findings, spec_path: Path) -> None:
@@ -45,6 +60,9 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
             out.print(said, soft_wrap=True)
         out.print(_arithmetic(findings.spec), highlight=True)
         out.print()
+        for tried in findings.tried:
+            out.print(_call_table(tried))
+            out.print()
         if findings.probe:
             _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
     for note in findings.notes:
@@ -131,8 +149,8 @@ def _seats_table(spec: Spec) -> Table:
         if shared := sequence_groups(section):
             of_samples = (f"data {len(shared)} × sequence {mesh.sequence}", shared)
             meshes = [*(meshes if _model_is_cut(section) else []), of_samples]
-        for number, (said, groups) in enumerate(meshes):
-            _add_groups(table, "" if number else name, said, section, groups)
+        for place, (said, groups) in enumerate(meshes):
+            _add_groups(table, "" if place else name, said, section, groups)
     return table
 
 
@@ -189,7 +207,8 @@ def _arithmetic(spec: Spec) -> str:
         f"step   {numbers['prompts_per_step']} prompts × {numbers['group_size']} completions = "
         f"{numbers['samples_per_step']} samples{cut if numbers['mini_batches_per_step'] > 1 else ''}{epochs}"
         f"{_besides(spec)}\n"
-        f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}\n"
+        f"run    {counted(numbers['steps'], 'step')} = {counted(numbers['optimizer_steps'], 'optimizer step')}"
+        f"{_other_learners(spec)}\n"
         f"tokens at most {spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = "
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass"
         f"{shared if degree > 1 else ''}\n"
@@ -197,6 +216,12 @@ def _arithmetic(spec: Spec) -> str:
         f"sync   weights travel by {transport} ({why}){buckets}"
         f"{ahead}"
     )
+
+
+def _other_learners(spec: Spec) -> str:
+    """Optimizer steps of roles that learn beside the actor."""
+    others = [f"{spec.optimizer_steps_of(role)} of the {role}" for role in spec.losses if role != ACTOR]
+    return f" of the actor, {', '.join(others)}" if others else ""
 
 
 def _besides(spec: Spec) -> str:

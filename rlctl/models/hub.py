@@ -121,14 +121,14 @@ def unread(folder: Folder, names: Iterable[str]) -> bool:
 
 def look_up(hub_id: str) -> HubFolder | NotGiven:
     """The model's files, or why they cannot be read. Asks once per process, for at most `TOTAL_S` seconds."""
-    return _hub(_endpoint(), _token()).look_up(hub_id)
+    return _hub(endpoint(), _token()).look_up(hub_id)
 
 
 def with_tokens(folder: HubFolder) -> HubFolder:
     """The folder with its tokenizer read too, which is too large for `look_up`; unchanged if that takes too long."""
     if not unread(folder, TOKENS[:1]):
         return folder
-    found = _hub(_endpoint(), _token()).files(folder.hub_id, dict.fromkeys(TOKENS, 64 * _MIB), TOTAL_S)
+    found = _hub(endpoint(), _token()).files(folder.hub_id, dict.fromkeys(TOKENS, 64 * _MIB), TOTAL_S)
     read = {name: HubFile(name, _there(got), got.content) for name, got in found.items()}
     return HubFolder(folder.hub_id, {**folder.files, **read})
 
@@ -138,14 +138,14 @@ def bring(hub_id: str, folder: Path) -> bool:
     does not deliver it within `BRING_S` seconds."""
     limits = dict.fromkeys([*LIMITS, *_OF_A_TOKENIZER], 64 * _MIB) | {"model.safetensors.index.json": 0}
     limits.pop("model.safetensors")
-    found = _hub(_endpoint(), _token()).files(hub_id, limits, BRING_S)
+    found = _hub(endpoint(), _token()).files(hub_id, limits, BRING_S)
     for name, got in found.items():
         if got.content is not None:
             (folder / name).write_bytes(got.content)
     return (folder / "config.json").is_file()
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 

@@ -139,7 +139,9 @@ def _differences(shapes: Shapes, config: Mapping[str, Any], head: HeadKind) -> I
     if known and head != "lm":  # its own head is kept or made anew
         known = replace(known, parameters=tuple(one for one in known.parameters if one.name not in LM_HEADS))
         if (score := shapes.get(SCORE_LAYER)) is not None and score[0] != 1:
-            yield f"{SCORE_LAYER} has shape {list(score)}: a critic's head has one output", "name another model"
+            whose = "a reward model's" if head in HEADS_OF_FILES else "a critic's"
+            hint = "name a checkpoint with one output (num_labels 1)"
+            yield f"{SCORE_LAYER} has shape {list(score)}: {whose} head has one output", hint
             return
         if score is None and head in HEADS_OF_FILES:
             hint = "a reward model is a sequence-classification checkpoint with one output (num_labels 1)"

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Collection
 from pathlib import Path
 
+from rlctl.preflight.first_row import row_columns
 from specs.errors import Problem
 from specs.load.keys import closest
-from specs.schema.rewards import Function
+from specs.schema.rewards import Function, reads_whole_rows
 from specs.schema.spec import Spec
 from specs.text import show
-from workers.grading.signatures import misread
+from workers.grading.signatures import BY_PLACE, Parameters, Uncallable, bind
 
 
 def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     """What is wrong with the files of the terms."""
     problems = []
+    columns = row_columns(spec, spec_dir) if reads_whole_rows(spec.reward.terms) else None
     for index, term in enumerate(spec.reward.terms):
-        if isinstance(term, Function) and (found := _function(term.path, spec_dir)):
+        if isinstance(term, Function) and (found := _function(term.path, spec_dir, columns)):
             problems.append(Problem(f"reward.terms.{index}.path", found[0], found[1], show(term.path)))
     return problems
 
@@ -29,30 +32,38 @@ def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
 def reward_warnings(spec: Spec, spec_dir: Path) -> list[Problem]:
     """Functions that never look at the completion: all completions of a prompt score the same, or by chance."""
     problems = []
+    columns = row_columns(spec, spec_dir)
     for index, term in enumerate(spec.reward.terms):
-        if isinstance(term, Function) and (unused := _unused_completion(term.path, spec_dir)):
+        if isinstance(term, Function) and _ignores_completion(term.path, spec_dir, columns):
             name = term.path.rpartition(":")[2]
-            message = f"{name} never looks at {unused}, the completion: its score does not depend on it"
-            hint = f"grade {unused}, or leave the term out"
+            message = f"{name} never looks at the completion: its score does not depend on it"
+            hint = "grade what the model wrote, or leave the term out"
             problems.append(Problem(f"reward.terms.{index}.path", message, hint, show(term.path)))
     return problems
 
 
-def _unused_completion(path: str, spec_dir: Path) -> str:
-    """The name of the function's second parameter where its body never reads it; else ""."""
+def _ignores_completion(path: str, spec_dir: Path, columns: Collection[str] | None) -> bool:
+    """Whether the function is not given the completion, or its body never reads it."""
     place, _, name = path.rpartition(":")
     try:
         tree = ast.parse((spec_dir / Path(place).expanduser()).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return ""
+        return False
     node = _top_level_names(tree).get(name)
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
-        return ""
-    parameters = _positional(node.args)[0]
+        return False
+    parameters = _parameters(node.args)
+    try:
+        call = bind(name, parameters, columns)
+    except Uncallable:
+        return False
+    if not call.sees_completion:
+        return True
+    if call.rest or not parameters.places:
+        return False
+    its = parameters.places[1] if call is BY_PLACE and len(parameters.places) > 1 else "completion"
     read = {one.id for body in node.body for one in ast.walk(body) if isinstance(one, ast.Name)}
-    if len(parameters) < 2 or parameters[1] in read or read & {"locals", "vars", "inspect"}:
-        return ""
-    return parameters[1]
+    return its in parameters.listed and its not in read and not read & {"locals", "vars", "inspect"}
 
 
 def _no_file(file: Path) -> tuple[str, str] | None:
@@ -65,7 +76,7 @@ def _no_file(file: Path) -> tuple[str, str] | None:
     return None
 
 
-def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
+def _function(path: str, spec_dir: Path, columns: Collection[str] | None) -> tuple[str, str] | None:
     """What is wrong with `file.py:name`, and a hint."""
     name = path.rpartition(":")[2]
     file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
@@ -89,10 +100,11 @@ def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
         return f"{name} is async", "write a plain function"
     if not isinstance(node, ast.FunctionDef):
         return None
-    if not node.decorator_list and (wrong := misread(name, *_positional(node.args))):
-        return wrong
-    if not _takes_three(node.args):
-        return f"{name} must take three arguments", f"write def {name}(prompt, completion, row)"
+    if not node.decorator_list:
+        try:
+            bind(name, _parameters(node.args), columns)
+        except Uncallable as error:
+            return str(error), error.hint
     return None
 
 
@@ -119,10 +131,19 @@ def _undefined(file: Path, name: str) -> tuple[str, str] | None:
     return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"write def {name}(…) in it"
 
 
-def _positional(arguments: ast.arguments) -> tuple[list[str], int]:
-    """Names of the parameters that have a place, and how many of them have no default."""
-    names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-    return names, len(names) - len(arguments.defaults)
+def _parameters(arguments: ast.arguments) -> Parameters:
+    places = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+    names = [one.arg for one in arguments.kwonlyargs]
+    required = places[: len(places) - len(arguments.defaults)]
+    required += [name for name, default in zip(names, arguments.kw_defaults, strict=True) if default is None]
+    return Parameters(
+        tuple(places),
+        len(arguments.posonlyargs),
+        tuple(names),
+        frozenset(required),
+        arguments.vararg is not None,
+        arguments.kwarg is not None,
+    )
 
 
 def _top_level_names(tree: ast.Module) -> dict[str, ast.AST]:
@@ -140,10 +161,3 @@ def _top_level_names(tree: ast.Module) -> dict[str, ast.AST]:
             names[node.id] = node
         scopes += list(ast.iter_child_nodes(node))
     return names
-
-
-def _takes_three(arguments: ast.arguments) -> bool:
-    most = len(arguments.posonlyargs) + len(arguments.args)
-    least = most - len(arguments.defaults)
-    required_by_name = any(default is None for default in arguments.kw_defaults)
-    return least <= 3 and (most >= 3 or arguments.vararg is not None) and not required_by_name

@@ -16,7 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlctl import __version__
 from rlctl.run import checkpoints
+from rlctl.run.hub_push import find_repo, push
+from rlctl.run.model_card import Exported, model_card, public_name
 from specs.errors import CheckpointError, ExportError, UsageError
 from specs.schema.roles import PROOF_FILES, ROLES, HeadKind
 
@@ -42,9 +45,11 @@ def export(
     dtype: str,
     limits: Limits | None = None,
     adapter_only: bool = False,
+    push_to_hub: str = "",
+    public: bool = False,
 ) -> int:
-    """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. Raises
-    UsageError, CheckpointError or ExportError."""
+    """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. `push_to_hub`:
+    a repository that it becomes too, private unless `public`. Raises UsageError, CheckpointError or ExportError."""
     from rich.text import Text
 
     from rlctl.show.screen import Screen
@@ -61,6 +66,9 @@ def export(
         raise UsageError("--adapter-only: this run was not trained with actor.lora", hint=hint)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
+    if public and not push_to_hub:
+        raise UsageError("--public: only with --push-to-hub", hint="add --push-to-hub NAME, or leave it out")
+    repo = find_repo(push_to_hub, public=public) if push_to_hub else None
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
@@ -68,7 +76,10 @@ def export(
             def say(text: str) -> None:
                 status.update(Text(text))
 
-            proof = _export(checkpoint, about, folder, out_dir, dtype, limits or Limits(), adapter_only, say)
+            name = repo.name if repo else out_dir.name
+            proof = _export(
+                run_dir, checkpoint, about, folder, out_dir, name, dtype, limits or Limits(), adapter_only, say
+            )
     except OSError as error:
         told = f"{out_dir} cannot be written: {error.strerror or error}"
         raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
@@ -82,6 +93,9 @@ def export(
         + " the same"
         + (f" ({proof['undecided_tokens']} near-ties left out)" if proof["undecided_tokens"] else "")
     )
+    if repo is not None:
+        address = push(repo, out_dir, f"step {checkpoint.step} of {about['run']}, exported by rlctl {__version__}")
+        console.print(f"pushed to {address} ({'public' if repo.public else 'private'})")
     return 0
 
 
@@ -138,10 +152,12 @@ def _proof_file(role: str) -> str:
 
 
 def _export(
+    run_dir: Path,
     checkpoint: checkpoints.Checkpoint,
     about: Mapping[str, Any],
     folder: Path,
     out_dir: Path,
+    name: str,
     dtype: str,
     limits: Limits,
     adapter_only: bool,
@@ -167,9 +183,16 @@ def _export(
         }
         request.write_text(json.dumps(body))
         proof = _run(about["python"], Path(scratch), request, say)
-        note = {"run": about["run"], "step": checkpoint.step, "dtype": dtype, "base_model": about["model_path"]}
+        note = {
+            "run": about["run"],
+            "step": checkpoint.step,
+            "dtype": dtype,
+            "base_model": public_name(about["model_path"]) or Path(about["model_path"]).name,
+        }
         note["proof"] = proof
         (model / "rlctl_export.json").write_text(json.dumps(note, indent=2) + "\n")
+        exported = Exported(run_dir, checkpoint.step, about, folder.name, dtype, adapter_only, proof, name)
+        (model / "README.md").write_text(model_card(exported, model), encoding="utf-8")
         if out_dir.exists():
             out_dir.rmdir()  # empty: checked above
         shutil.move(model, out_dir)

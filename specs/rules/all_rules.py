@@ -14,7 +14,7 @@ from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
 from specs.rules.engine_rules import engine_problems, engine_warnings
-from specs.rules.judge_rules import judge_problems
+from specs.rules.judge_rules import judge_problems, judge_warnings
 from specs.rules.learning_rules import learning_warnings
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
@@ -50,6 +50,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
         *_never_due(spec),
         *straddling_warnings(spec),
         *engine_warnings(spec),
+        *judge_warnings(spec),
     ]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator
+
+from pydantic_core import Url
 
 from specs.errors import Problem
 from specs.schema.rewards import Judge
@@ -27,6 +30,25 @@ def judge_problems(spec: Spec) -> Iterator[Problem]:
         for name in ("workers", "timeout_s"):
             if name in spec.reward.model_fields_set:
                 yield no_effect(f"reward.{name}", spec.reward, "no term runs in the grading processes")
+
+
+def judge_warnings(spec: Spec) -> Iterator[Problem]:
+    """Keys that everybody on the way can read."""
+    for index, term in enumerate(spec.reward.terms):
+        if isinstance(term, Judge) and term.key_env and not _is_private(term.base_url):
+            message = f"the key in {term.key_env} would travel over plain http, which everybody on the way can read"
+            hint = "use https, or a tunnel that ends at localhost"
+            yield Problem(f"reward.terms.{index}.base_url", message, hint, show(term.base_url))
+
+
+def _is_private(url: str) -> bool:
+    """Whether what is sent there is encrypted, or stays on this host."""
+    parts = Url(url)
+    host = (parts.host or "").strip("[]")
+    try:
+        return parts.scheme == "https" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _request(key: str, term: Judge) -> Iterator[Problem]:

@@ -167,9 +167,9 @@ class Handler(BaseHTTPRequestHandler):
         self._send(302, to=f"{self.hub.other}/org/good/resolve/main/{file}")
 
 
-def serve() -> tuple[ThreadingHTTPServer, Hub]:
+def serve(handler: type[Handler] = Handler) -> tuple[ThreadingHTTPServer, Hub]:
     found = Hub("")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, found))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, found))
     server.daemon_threads, server.handle_error = True, lambda *args: None  # type: ignore[method-assign]
     found.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -26,18 +26,21 @@ from families import FAMILIES, LLAMA_LIKE, VOCAB  # noqa: E402
 from plain_kernel import put_plain_kernel  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch import distributed as dist  # noqa: E402
-from train_helpers import model_config, write_model  # noqa: E402
+from train_helpers import model_config, train_config, write_model  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
+from backends.ddp.engine import DdpTrainEngine  # noqa: E402
 from backends.hf.hf_model import build_model, recompute_activations  # noqa: E402
 from backends.packed.packed_input import can_share_prompts, packed_row  # noqa: E402
 from backends.packed.staging import Staging  # noqa: E402
 from backends.protocol import Rank  # noqa: E402
 from backends.train.lora import Adapters  # noqa: E402
 from backends.train.role_group import join_group  # noqa: E402
+from backends.ulysses import split_attention  # noqa: E402
 from backends.ulysses.exchange import heads_to_rows, rows_to_heads  # noqa: E402
 from backends.ulysses.sequence_group import SequenceGroup, sequence_group  # noqa: E402
 from backends.ulysses.split_attention import sharing  # noqa: E402
+from specs.errors import ModelError  # noqa: E402
 from specs.schema.spec import Lora  # noqa: E402
 
 LENGTHS = (7, 1, 12, 3, 5, 3)  # 31: no degree divides it
@@ -215,9 +218,10 @@ def report(case: Case, folder: Path, groups: dict[int, SequenceGroup]) -> dict[s
         dist.all_gather(parts, hidden.contiguous(), group=group.group)
         for gradient in gradients.values():
             dist.all_reduce(gradient, group=group.group)
+        theirs = trial.hidden_TE.detach()
         largest = max((float(each.abs().max()) for each in trial.gradients.values()), default=0.0)
         found[degree] = {
-            "hidden": relative(torch.cat(parts)[: sum(LENGTHS)], trial.hidden_TE, float(trial.hidden_TE.abs().max())),
+            "hidden": relative(torch.cat(parts)[: sum(LENGTHS)], theirs, float(theirs.abs().max())),
             "gradients": {
                 name: relative(gradients[name], each, max(float(each.abs().max()), 1e-3 * largest))
                 for name, each in trial.gradients.items()
@@ -263,6 +267,39 @@ def exchanged(group: SequenceGroup) -> dict[str, Any]:
     }
 
 
+def refusals(folder: Path, rank: Rank) -> dict[str, str]:
+    """What an engine of four ranks says when it is built with attention that goes wrong in some way."""
+
+    def other_keys(x: Tensor, heads: int, group: SequenceGroup) -> Tensor:
+        return x.repeat(1, group.size // x.shape[1], 1, 1)
+
+    def of_one_rank(x: Tensor, group: SequenceGroup) -> Tensor:
+        return heads_to_rows(x, group) + (group.rank == 2)
+
+    def nothing_shared(*_: Any) -> Any:
+        raise RuntimeError("no such exchange")
+
+    ways: dict[str, tuple[str, Any]] = {
+        "nothing": ("heads_to_rows", heads_to_rows),
+        "keys of other heads": ("_for_each_rank", other_keys),
+        "one rank's rows": ("heads_to_rows", of_one_rank),
+        "an error": ("rows_to_heads", nothing_shared),
+    }
+    config = train_config(write_model(folder, family("qwen2")), sequence_parallel=4, micro_batch_tokens=16)
+    said = {}
+    for way, (name, wrong) in ways.items():
+        right = getattr(split_attention, name)
+        setattr(split_attention, name, wrong)
+        try:
+            DdpTrainEngine.build(config, rank)
+            said[way] = "built"
+        except ModelError as error:
+            said[way] = error.message
+        finally:
+            setattr(split_attention, name, right)
+    return said
+
+
 def main(out: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     join_group(rank, "cpu")
@@ -271,6 +308,7 @@ def main(out: Path) -> None:
     for name, case in CASES.items():
         found[name] = report(case, out / f"{rank.rank} {name}", groups)
     found["exchange"] = {degree: exchanged(group) for degree, group in groups.items()}
+    found["refusals"] = refusals(out / f"{rank.rank} refused", rank)
     found["deepspeed"] = [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
     (out / f"rank{rank.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

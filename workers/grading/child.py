@@ -1,9 +1,10 @@
 """The isolated process that grades samples: `python -m workers.grading.child`.
 
 It speaks JSON lines. The first input line holds the terms and the sources of their files, the first output line is
-`{"ready": true}` or `{"term": ..., "error": ..., "hint": ...}`. Each further input line is a job, `{"rows": {key:
-[prompt, row]}, "items": [[index, key, completion, tokens], ...]}`. Each item gives an output line, in order and at
-once: `{"i": index, "t": [value of each term]}`, or `{"i": index, "term": ..., "cause": ..., "text": ...}`.
+`{"ready": true, "given": [of each term: parameter → what a function gets]}` or `{"term": ..., "error": ..., "hint":
+...}`. Each further input line is a job, `{"rows": {key: [prompt, row]}, "items": [[index, key, completion, tokens],
+...]}`. Each item gives an output line, in order and at once: `{"i": index, "t": [value of each term]}`, or `{"i":
+index, "term": ..., "cause": ..., "text": ...}`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, TextIO, cast
 
 from specs.terminal import VisibleStream
 from workers.grading.kept_sources import keep_sources
-from workers.grading.terms import Sample, Setting, Term, TermError, make_term
+from workers.grading.terms import FunctionTerm, Sample, Setting, Term, TermError, make_term
 
 PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
@@ -47,7 +48,7 @@ def main() -> None:
     terms = _make_terms(hello, answer)
     if terms is None:
         return
-    answer({"ready": True})
+    answer({"ready": True, "given": [dict(t.function.given) if isinstance(t, FunctionTerm) else {} for t in terms]})
     for line in requests:
         job = json.loads(line)
         for index, key, completion, tokens in job["items"]:

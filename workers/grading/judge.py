@@ -16,12 +16,13 @@ from pathlib import Path
 from backends import activity
 from specs.schema.rewards import Judge as JudgeTable
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
+from workers.grading.judge_health import DOWN, JudgeHealth
 from workers.grading.judge_line import Address, JudgeError, Line
 from workers.grading.judge_score import read_reply, read_score, request_body
 from workers.grading.pool import Grade, Request
 from workers.grading.terms import Sample, Setting
 
-JUDGE_CAUSES = ("judge_timeouts", "judge_errors", "judge_replies")
+JUDGE_CAUSES = ("judge_timeouts", "judge_errors", "judge_replies", DOWN)
 COUNTS = ("requests", "retries", "cached", "prompt_tokens", "completion_tokens", "cost")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 LONGEST_ASKED_S = 120.0  # that a server's Retry-After is obeyed
@@ -109,6 +110,7 @@ class Judge:
         self.term, self.number, self.answer_column, self.cache = term, number, answer_column, cache
         self.address = Address(term.base_url, term.key_env)
         self.attempts = 0  # of its life, failed ones too
+        self.health = JudgeHealth()
         self._table = term.model_dump()
         self._threads = ThreadPoolExecutor(term.concurrency, thread_name_prefix="judge")
         self._own, self._lines = threading.local(), list[Line]()  # a connection for each thread
@@ -172,16 +174,21 @@ class Judge:
         return Grade((score,))
 
     def _asked_for(self, content: bytes) -> Reply:
-        """The reply, of as many tries as the term allows. Raises JudgeError, of the last one."""
-        for tried in range(self.term.retries + 1):
+        """The reply, of as many tries as the term allows. Raises JudgeError, of the last one, and at once while the
+        judge is down."""
+        tries = self.health.tries(self.term.retries + 1)
+        for tried in range(tries):
             try:
-                return self._try(content)
+                reply = self._try(content)
             except JudgeError as error:
-                if not error.again or tried == self.term.retries:
+                last = not error.again or tried + 1 == tries or self.health.down
+                if last or self._closing.wait(wait_s(tried, error.wait_s)) or self.health.down:
+                    self.health.failed(error)
                     raise
                 self._add(retries=1)
-                if self._closing.wait(wait_s(tried, error.wait_s)):
-                    raise
+            else:
+                self.health.answered()
+                return reply
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _try(self, content: bytes) -> Reply:

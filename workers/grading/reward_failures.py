@@ -8,6 +8,21 @@ from typing import Any
 
 MAX_RECORDS = 1000  # per start of the role; later ones are only counted
 MAX_CHARACTERS = 8192  # of any text in a record
+# Errors of code that no retry and no network mends.
+_OF_CODE = (
+    *("TypeError", "NameError", "AttributeError", "KeyError", "IndexError", "UnboundLocalError", "SyntaxError"),
+    *("ModuleNotFoundError", "ImportError", "AssertionError", "ZeroDivisionError", "RecursionError", "ValueError"),
+)
+
+
+def last_line(text: str) -> str:
+    """What a failed grade says in a line: that of its error."""
+    return (text.strip().splitlines() or [""])[-1].removeprefix("reward.terms[0]: ")
+
+
+def is_of_code(cause: str, text: str) -> bool:
+    """Whether a call failed of the code itself."""
+    return cause in ("bad_values", "crashes") or last_line(text).partition(":")[0] in _OF_CODE
 
 
 class FailureLog:

@@ -17,7 +17,7 @@ from typing import Any
 
 from specs.schema.row_values import gold_answer
 from workers.grading.kept_sources import from_memory
-from workers.grading.signatures import misread
+from workers.grading.signatures import Bound, Uncallable
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Setting:
     answer_column: str
     max_response_tokens: int
     base: str  # folder that `file.py:name` is relative to
+    columns: tuple[str, ...] | None = None  # of the data's rows, where they are known before the first sample
 
 
 Term = Callable[[Sample], Any]
@@ -124,11 +125,24 @@ def _function(table: Mapping[str, Any], setting: Setting) -> Term:
         raise TermError(f"{name} in {path} is {type(function).__name__}, not a function", "name a function")
     if wrong := _not_a_score(function, name):
         raise TermError(*wrong)
-    return lambda sample: function(sample.prompt, sample.completion, dict(sample.row))
+    try:
+        return FunctionTerm(Bound(function, name, setting.columns))
+    except Uncallable as error:
+        raise TermError(str(error), error.hint) from None
+
+
+@dataclass(frozen=True)
+class FunctionTerm:
+    """The term of a function of the user's."""
+
+    function: Bound
+
+    def __call__(self, sample: Sample) -> Any:
+        return self.function(sample.prompt, sample.completion, dict(sample.row))
 
 
 def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | None:
-    """Why a callable cannot score (prompt, completion, row); None if it can, or if that is unknown."""
+    """Why a callable cannot score, whatever it is given; None if it can, or if that is unknown."""
     if inspect.isclass(function):
         return f"{name} is a class, and calling it makes an object, not a score", f"name an object: scorer = {name}()"
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
@@ -136,20 +150,6 @@ def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | N
     if hasattr(function, "cache_info"):  # functools.cache: a row is a dict, which has no hash
         hint = "cache a function of what it reads of the row instead"
         return f"{name} is cached, and a row cannot be a key of a cache", hint
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        return None
-    places = [
-        one for one in signature.parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-    ]
-    required = sum(one.default is one.empty for one in places)
-    if wrong := misread(name, [one.name for one in places], required):
-        return wrong
-    try:
-        signature.bind("", "", {})
-    except TypeError:
-        return f"{name} must take three arguments", f"write def {name}(prompt, completion, row)"
     return None
 
 

@@ -16,16 +16,12 @@ from specs.wire.meta_request import Finding
 from specs.wire.role_config import DataConfig, RewardConfig
 from workers.data.prompts import PromptTable
 from workers.grading.pool import Grade, GraderPool, Request
+from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.terms import Setting
 from workers.offline.first_rows import first_tables
 
 _ROWS = 64  # whose answers are looked at
 _TIMEOUT_S = 5.0
-# Errors of code that no retry and no network mends.
-_OF_CODE = (
-    *("TypeError", "NameError", "AttributeError", "KeyError", "IndexError", "UnboundLocalError", "SyntaxError"),
-    *("ModuleNotFoundError", "ImportError", "AssertionError", "ZeroDivisionError", "RecursionError", "ValueError"),
-)
 
 
 def grading_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -> Iterator[Finding]:
@@ -141,8 +137,7 @@ def _no_score(number: int, term: Function, grades: Sequence[Grade], table: Promp
     failed = [grade for grade in grades if grade.cause]
     if not failed:
         return
-    last = failed[0].text.strip().splitlines()[-1].removeprefix("reward.terms[0]: ")
-    of_code = failed[0].cause in ("bad_values", "crashes") or last.partition(":")[0] in _OF_CODE
+    last, of_code = last_line(failed[0].text), is_of_code(failed[0].cause, failed[0].text)
     name, every = term.path.rpartition(":")[2], len(failed) == len(grades)
     what = "the first row" if every else "an empty completion" if grades[0] not in failed else "a row's own answer"
     message = f"{name}, called with {what}, gives no score: {last}"

@@ -95,6 +95,23 @@ def test_nothing_of_deepspeed_takes_part(ranks: list[dict[str, Any]]) -> None:
     assert [rank["deepspeed"] for rank in ranks] == [[]] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_engine_proves_its_shared_rows_when_it_is_built(ranks: list[dict[str, Any]]) -> None:
+    """All ranks stop where one of them sees something wrong."""
+    start = (
+        "Qwen2ForCausalLM with sdpa attention (backends.packed.packed_attention.sdpa_by_layout) gives other logits on "
+        "rows that 4 ranks share than on whole sequences (relative gap "
+    )
+    for rank in ranks:
+        said = rank["refusals"]
+        assert said["nothing"] == "built"
+        assert said["keys of other heads"].startswith(start)
+        assert said["one rank's rows"].startswith(start)
+        assert said["an error"] == "Qwen2ForCausalLM does not run on rows that 4 ranks share: no such exchange"
+    assert len({rank["refusals"]["one rank's rows"] for rank in ranks}) == 1
+
+
 # ── what is in effect ─────────────────────────────────────────────────────────────────────────────
 
 

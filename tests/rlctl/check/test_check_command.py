@@ -42,6 +42,17 @@ def test_json_of_a_good_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert batch["samples_per_mini_batch"] * batch["mini_batches_per_step"] == 1024
 
 
+def test_every_learner_has_its_optimizer_steps(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The critic learns in the first steps too, in which the actor does not."""
+    changes = ("algorithm.kind=ppo", "algorithm.critic_warmup_steps=5", "run.steps=20")
+    changes += ("algorithm.mini_batches_per_step=4", "algorithm.epochs_per_step=2")
+    _, found = as_json(spec, capsys, *changes)
+    batch: dict[str, int] = found["batch"]  # type: ignore[assignment]
+    assert (batch["optimizer_steps"], batch["critic_optimizer_steps"]) == (15 * 8, 20 * 8)
+    check(spec, changes, as_json=False)
+    assert "20 steps = 120 optimizer steps of the actor, 160 of the critic" in capsys.readouterr().out
+
+
 def test_a_reference_appears_with_kl(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = as_json(spec, capsys, "algorithm.kl_coef=0.1")
     assert found["roles"]["ref"]["engine"] == "ddp"  # type: ignore[index]

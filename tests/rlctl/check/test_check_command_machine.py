@@ -18,7 +18,7 @@ from process_ends import ended
 
 from rlctl.check.check_command import as_dict, check
 from rlctl.check.findings import examine
-from rlctl.check.reward_import import import_problems
+from rlctl.check.reward_import import try_functions
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.machine import checkpoint_bytes
@@ -103,9 +103,9 @@ def test_a_reward_that_starts_threads_and_servers_is_no_alarm_and_leaves_nothing
 
 def test_without_functions_no_process_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlctl.check.reward_import.subprocess.Popen", lambda *_, **__: pytest.fail("started a process"))
-    assert import_problems(spec_from(base()), folder) == ([], [])
+    assert try_functions(spec_from(base()), folder) == ([], [], [])
     with pytest.raises(pytest.fail.Exception):
-        import_problems(spec_from(edited(base(), FUNCTION)), folder)
+        try_functions(spec_from(edited(base(), FUNCTION)), folder)
 
 
 # ── the reference ─────────────────────────────────────────────────────────────────────────────────

@@ -42,3 +42,11 @@ def test_a_critic_needs_no_head_in_the_files_and_none_of_another_width(
     assert "lm_head.weight" in str([*weight_problems(tmp_path, config)])
     assert wrong in str(found := [*weight_problems(tmp_path, config, "value")])
     assert bool(found) == bool(wrong)
+
+
+def test_a_wide_head_is_called_by_its_role(tmp_path: Path) -> None:
+    config = {**FAMILIES["llama"].config, "tie_word_embeddings": False}
+    write_weights(tmp_path / "model.safetensors", {"score.weight": (3, config["hidden_size"])})
+    ((said, hint),) = weight_problems(tmp_path, config, "reward")
+    assert said == "score.weight has shape [3, 32]: a reward model's head has one output"
+    assert "num_labels 1" in hint

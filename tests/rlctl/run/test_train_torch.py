@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import running
+from hub_pushed import pushed_hub, variables
 from running import metrics, preset, trajectory, warm_python
 from running import warm_rlctl as rlctl
 
@@ -118,8 +119,11 @@ def test_taking_turns_on_one_device_changes_nothing(finished, tmp_path):
 def test_export_loads_and_generates(finished, tmp_path, dtype):
     _, run, _ = finished
     out = tmp_path / "exported"
-    done = rlctl("export-checkpoint", run, out, "--dtype", dtype)
+    with pushed_hub() as hub:
+        done = rlctl("export-checkpoint", run, out, "--dtype", dtype, "--push-to-hub", "mine", **variables(hub))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert hub.repos["me/mine"].files == {path.name: path.read_bytes() for path in out.iterdir()}
+    assert hub.repos["me/mine"].private
     assert "greedy tokens the same" in done.stdout
     from transformers import AutoModelForCausalLM, AutoTokenizer  # as a user would
 

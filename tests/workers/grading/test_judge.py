@@ -18,10 +18,11 @@ from judge_server import JudgeServer, closes, drips, hangs_up, huge, judge_serve
 
 from specs.schema.rewards import Judge as JudgeTable
 from workers.grading import judge as judge_module
-from workers.grading import judge_line
-from workers.grading.judge import JudgePanel, wait_s
+from workers.grading import judge_health, judge_line
+from workers.grading.judge import Judge, JudgePanel, wait_s
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
-from workers.grading.judge_line import asked_wait_s
+from workers.grading.judge_health import DOWN_AFTER, JudgeHealth
+from workers.grading.judge_line import JudgeError, asked_wait_s
 from workers.grading.pool import Grade, Request
 from workers.grading.terms import Setting
 
@@ -41,11 +42,14 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
 
 
+def judge_table(url: str, **keys: Any) -> JudgeTable:
+    term = {"kind": "judge", "base_url": url, "model": "m", "prompt": "{prompt} {completion}", "key_env": "JUDGE_KEY"}
+    return JudgeTable.model_validate({**term, "min_score": 0, "max_score": 10, "timeout_s": 1.0, **keys})
+
+
 def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys: Any) -> tuple[list[Grade], Any]:
     """Grades of the completions, and the metrics."""
-    term = {"kind": "judge", "base_url": url, "model": "m", "prompt": "{prompt} {completion}", "key_env": "JUDGE_KEY"}
-    table = JudgeTable.model_validate({**term, "min_score": 0, "max_score": 10, "timeout_s": 1.0, **keys})
-    panel = JudgePanel({3: table}, Setting("answer", 8, str(folder)), folder)
+    panel = JudgePanel({3: judge_table(url, **keys)}, Setting("answer", 8, str(folder)), folder)
     try:
         ticket = panel.start([Request(0, "2 + 2 =", ROW, text, 1) for text in completions])
         _, (grades,) = panel.collect([ticket])
@@ -219,6 +223,78 @@ def test_a_connection_is_kept_and_opened_anew(tmp_path: Path, server: JudgeServe
     assert all(not grade.cause for grade in grades)
     assert ports[0] == ports[1] != ports[2] == ports[3]
     assert counts["judge_retries"] == 0
+
+
+# ── a judge that is down ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_judge_that_is_down_is_not_asked_for_every_completion(tmp_path: Path, server: JudgeServer) -> None:
+    server.always = status(503, b"maintenance")
+    grades, counts = graded(tmp_path, server.base_url, tuple(map(str, range(30))), concurrency=1, retries=0)
+    assert counts["judge_requests"] == len(server.asked) == DOWN_AFTER
+    assert [grade.cause for grade in grades] == ["judge_errors"] * DOWN_AFTER + ["judge_down"] * (30 - DOWN_AFTER)
+    assert grades[-1].text == (
+        "reward.terms[3]: the judge is down, and not asked: 8 requests in a row failed (HTTP 503: maintenance); it is "
+        "tried again after 5 s"
+    )
+
+
+def test_a_judge_that_is_up_again_is_asked_again(
+    tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_health, "FIRST_PROBE_S", 0.0)
+    server.plan, server.always = deque([closes] * (DOWN_AFTER + 2)), says("7")
+    grades, _ = graded(tmp_path, server.base_url, tuple(map(str, range(20))), concurrency=1, retries=0)
+    lost = [grade for grade in grades if grade.cause]
+    assert len(lost) == DOWN_AFTER + 2, "two more tries found it down"
+    assert [grade.values for grade in grades[len(lost) :]] == [(7.0,)] * (20 - len(lost))
+
+
+def test_a_request_under_way_gives_up_when_the_judge_is_down(tmp_path: Path, server: JudgeServer) -> None:
+    """It has 20 tries left, and the others have found out."""
+    panel = Judge(judge_table(server.base_url, retries=20), 3, "answer", JudgeCache(None))
+
+    def others_find_out(handler: Any, asked: Any) -> None:
+        for _ in range(DOWN_AFTER):
+            panel.health.failed(JudgeError("judge_errors", "gone", again=True))
+        closes(handler, asked)
+
+    server.always = others_find_out
+    grade = panel.start(Request(0, "2 + 2 =", ROW, "5", 1)).result()
+    panel.close()
+    assert (grade.cause, len(server.asked)) == ("judge_errors", 1)
+
+
+@pytest.mark.parametrize("code", [429, 400])
+def test_a_judge_that_answers_is_not_down(tmp_path: Path, server: JudgeServer, code: int) -> None:
+    server.always = status(code)
+    grades, _ = graded(tmp_path, server.base_url, tuple(map(str, range(20))), concurrency=1, retries=0)
+    assert [grade.cause for grade in grades] == ["judge_errors"] * 20
+    assert len(server.asked) == 20
+
+
+def test_when_a_judge_that_is_down_is_tried_again() -> None:
+    now, gone = [0.0], JudgeError("judge_timeouts", "no reply in time", again=True)
+    health = JudgeHealth(lambda: now[0])
+    for _ in range(DOWN_AFTER - 1):
+        health.failed(gone)
+    health.answered()
+    for _ in range(DOWN_AFTER):
+        assert health.tries(5) == 5, "one answer between them: not in a row"
+        health.failed(gone)
+    for wait in (5, 10, 20, 40, 60, 60):
+        now[0] += wait - 0.1
+        with pytest.raises(JudgeError, match=f"tried again after {wait} s"):
+            health.tries(5)
+        now[0] += 0.1
+        assert health.tries(5) == 1, "one request, once, finds out"
+        with pytest.raises(JudgeError):
+            health.tries(5)
+        health.failed(gone)
+    now[0] += 60
+    assert health.tries(5) == 1
+    health.answered()
+    assert health.tries(5) == 5
 
 
 # ── the key ───────────────────────────────────────────────────────────────────────────────────────

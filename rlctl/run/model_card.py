@@ -1,0 +1,155 @@
+"""The model card of an export, `README.md`: what was trained on what, how far it came, what was proven.
+
+A card may become public: nothing of it is a path of this machine or a variable's value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl import __version__
+from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.show.metrics_file import read_metrics
+from rlctl.show.text_format import number
+from specs.errors import RunDirError
+from specs.json_file import read_object
+
+RESULTS = ("reward/mean", "rollout/length_mean", "rollout/finished")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export knows of itself. `about`: what the checkpoint's manifest says of the role; `name`: the repository
+    on the hub, or the folder."""
+
+    run_dir: Path
+    step: int
+    about: Mapping[str, Any]
+    role: str
+    dtype: str
+    adapter_only: bool
+    proof: Mapping[str, Any]
+    name: str
+
+
+def model_card(exported: Exported, folder: Path) -> str:
+    """The card of the model in `folder`. What of the run directory cannot be read is left out."""
+    spec = _read(exported.run_dir / "resolved.json")
+    parts = [
+        _metadata(exported, spec),
+        f"# {exported.name}",
+        f"Step {exported.step} of the run `{exported.about['run']}`, trained with reinforcement learning by rlctl "
+        f"{__version__}: the weights of the {exported.role}{' (LoRA adapters alone)' if exported.adapter_only else ''} "
+        f"in {exported.dtype}.",
+        _use(exported, folder),
+        _table("## Training", ("", ""), _training(exported, spec)),
+        _table("## Results", ("", "first", f"step {exported.step}"), _results(exported)),
+        _proven(exported),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metadata(exported: Exported, spec: Mapping[str, Any]) -> str:
+    """The head that the hub reads: JSON values are YAML."""
+    base = public_name(str(exported.about["model_path"]))
+    train = public_name(str(_at(spec, "data", "train") or ""))
+    kind = _at(spec, "algorithm", "kind")
+    values = {
+        "base_model": base if "/" in base else None,
+        "datasets": [train] if "/" in train else None,
+        "library_name": "peft" if exported.adapter_only else "transformers",
+        "pipeline_tag": None if exported.proof.get("values") else "text-generation",
+        "tags": ["rlctl", "reinforcement-learning", *([kind] if kind else [])],
+    }
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _use(exported: Exported, folder: Path) -> str:
+    config = _read(folder / ("adapter_config.json" if exported.adapter_only else "config.json"))
+    name = next(iter(config.get("architectures") or ()), "AutoModelForCausalLM")
+    auto = "AutoModelForSequenceClassification" if "SequenceClassification" in name else "AutoModelForCausalLM"
+    package, auto = ("peft", "AutoPeftModelForCausalLM") if exported.adapter_only else ("transformers", auto)
+    return f'```python\nfrom {package} import {auto}\n\nmodel = {auto}.from_pretrained("{exported.name}")\n```'
+
+
+def _training(exported: Exported, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    terms = _at(spec, "reward", "terms") or []
+    optimizer = _at(spec, exported.role, "optimizer") or _at(spec, "actor", "optimizer")
+    lora = _at(spec, "actor", "lora")
+    rows = {
+        "base model": public_name(str(exported.about["model_path"])) or "local files",
+        "data": (public_name(str(_at(spec, "data", "train") or "")) or "local files") if spec else None,
+        "algorithm": _at(spec, "algorithm", "kind"),
+        "reward": ", ".join(str(term.get("kind")) for term in terms if isinstance(term, Mapping)),
+        "samples per step": _product(_at(spec, "data", "prompts_per_step"), _at(spec, "algorithm", "group_size")),
+        "longest completion": _at(spec, "data", "max_response_tokens"),
+        "learning rate": _at(optimizer, "lr"),
+        "KL coefficient": _at(spec, "algorithm", "kl_coef"),
+        "LoRA": f"rank {_at(lora, 'rank')}, alpha {_at(lora, 'alpha')}" if lora else None,
+        "temperature": _at(spec, "rollout", "temperature"),
+        "seed": _at(spec, "run", "seed"),
+        "versions": ", ".join(f"{name} {found}" for name, found in (_at(exported.about, "versions") or {}).items()),
+    }
+    return [(name, f"`{value}`") for name, value in rows.items() if value not in (None, "")]
+
+
+def _results(exported: Exported) -> list[tuple[str, ...]]:
+    try:
+        records = [line for line in read_metrics(exported.run_dir / "metrics.jsonl") if line["step"] <= exported.step]
+    except RunDirError:
+        return []
+    evals = sorted({key for line in records for key in line if key.startswith("eval/") and key.endswith("_mean")})
+    rows: list[tuple[str, ...]] = []
+    for key in (*evals, *RESULTS):
+        values = [line[key] for line in records if isinstance(line.get(key), int | float)]
+        if values:
+            rows.append((f"`{key}`", number(values[0]), number(values[-1])))
+    return rows
+
+
+def _proven(exported: Exported) -> str:
+    proof = exported.proof
+    same = f"{proof['values']} values" if proof.get("values") else f"{proof.get('greedy_tokens', 0)} greedy tokens"
+    return (
+        f"## Proof\n\nBefore it was written, the export was loaded again: {proof['tensors']} tensors equal the "
+        f"checkpoint's, and {same} equal the trainer's. `rlctl_export.json` has the details."
+    )
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [head, ["---"] * len(head), *rows]
+    return f"{title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def public_name(path: str) -> str:
+    """A model or data set as everybody knows it: a hub id, `builtin:NAME`; "" for files of this machine."""
+    if Path(path).is_relative_to(BUILTIN_FOLDER):
+        return f"builtin:{Path(path).name}"
+    if path.startswith("builtin:"):
+        return path
+    local = not path or path.startswith((".", "~", "/")) or Path(path).suffix in (".jsonl", ".json", ".parquet", ".csv")
+    return "" if local or path.count("/") > 1 or Path(path).exists() else path
+
+
+def _product(*numbers: Any) -> int | None:
+    return numbers[0] * numbers[1] if all(isinstance(one, int) for one in numbers) else None
+
+
+def _at(values: Any, *keys: str) -> Any:
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_object(path)
+    except ValueError:
+        return {}

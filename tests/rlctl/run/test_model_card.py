@@ -1,0 +1,83 @@
+"""The card says what the run did, and nothing of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.run.model_card import Exported, model_card, public_name
+
+PROOF = {"tensors": 3, "values": 0, "greedy_tokens": 32}
+SPEC = {
+    "run": {"seed": 0},
+    "data": {"train": "openai/gsm8k", "prompts_per_step": 8},
+    "algorithm": {"kind": "grpo", "group_size": 4, "kl_coef": 0.0},
+    "reward": {"terms": [{"kind": "function", "path": "/home/me/secret.py:score"}], "env": {"KEY": "secret"}},
+    "actor": {"optimizer": {"lr": 1e-6}, "lora": {"rank": 8, "alpha": 16.0}},
+}
+
+
+def card(tmp_path: Path, model: str = "Qwen/Qwen2.5-0.5B", **spec: object) -> str:
+    (tmp_path / "resolved.json").write_text(json.dumps(SPEC | spec))
+    lines = [{"step": step, "reward/mean": step / 10, "eval/test/reward_mean": step / 5} for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    about = {"run": "mine", "model_path": model, "versions": {"torch": "2.13"}}
+    return model_card(Exported(tmp_path, 3, about, "actor", "bf16", False, PROOF, "me/mine"), tmp_path)
+
+
+def test_the_hub_reads_its_head(tmp_path: Path) -> None:
+    data = ModelCard(card(tmp_path)).data.to_dict()
+    assert data == {
+        "base_model": "Qwen/Qwen2.5-0.5B",
+        "datasets": ["openai/gsm8k"],
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["rlctl", "reinforcement-learning", "grpo"],
+    }
+
+
+def test_it_says_how_far_the_run_came_by_this_step(tmp_path: Path) -> None:
+    text = card(tmp_path)
+    assert "| `reward/mean` | 0.100 | 0.300 |" in text  # step 4 is after the checkpoint
+    assert "| `eval/test/reward_mean` | 0.200 | 0.600 |" in text
+    assert "| samples per step | `32` |" in text
+    assert "| LoRA | `rank 8, alpha 16.0` |" in text
+    assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in text
+
+
+def test_nothing_of_this_machine_is_in_it(tmp_path: Path) -> None:
+    text = card(tmp_path, str(tmp_path / "base"), data={"train": str(tmp_path / "rows.jsonl")})
+    assert str(tmp_path) not in text
+    assert "secret" not in text
+    assert "| base model | `local files` |" in text
+    assert "| data | `local files` |" in text
+    assert not {"base_model", "datasets"} & ModelCard(text).data.to_dict().keys()
+
+
+def test_a_run_directory_that_is_gone_leaves_a_card(tmp_path: Path) -> None:
+    about = {"run": "mine", "model_path": "a/b"}
+    text = model_card(Exported(tmp_path / "none", 3, about, "actor", "bf16", True, PROOF, "out"), tmp_path)
+    assert "AutoPeftModelForCausalLM" in text
+    assert ModelCard(text).data.to_dict()["library_name"] == "peft"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (str(BUILTIN_FOLDER / "tiny-digits"), "builtin:tiny-digits"),
+        ("builtin:sort-digits", "builtin:sort-digits"),
+        ("org/name", "org/name"),
+        ("./org/name", ""),
+        ("~/name", ""),
+        ("data/rows.jsonl", ""),
+        ("/a/b", ""),
+        ("", ""),
+    ],
+)
+def test_public_names(path: str, name: str) -> None:
+    assert public_name(path) == name
