@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.check.meta_build import Probe, can_be_probed
-from rlctl.models.as_built_check import NAMES, compare
+from rlctl.models.as_built_check import NAMES, compare, mesh_text
 from rlctl.models.expected import Expected, models_expected
 from rlctl.preflight.role_attention import role_attention
 from specs.errors import Problem
@@ -140,7 +140,7 @@ def _rows(spec: Spec, role: RoleName, asked: Expected, found: Probed) -> list[tu
 
 def _text(field: str, value: object) -> str:
     if field == "mesh" and isinstance(value, dict):
-        return " × ".join(f"{axis} {ranks}" for axis, ranks in value.items()) or _UNKNOWN
+        return mesh_text(value) or _UNKNOWN
     if field == "path":
         return Path(str(value)).name
     if isinstance(value, bool):

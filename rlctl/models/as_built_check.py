@@ -173,7 +173,7 @@ def table(spec: Spec, reports: Reports) -> Table:
         report, model = ranks[0], ranks[0].model
         held = f"{len(ranks)} × {report.engine}, {report.device}"
         if model is not None and model.mesh:
-            held += "\n" + _mesh(model.mesh)
+            held += "\n" + mesh_text(model.mesh)
         if model is None:
             grid.add_row(role, held)
             continue
@@ -184,7 +184,7 @@ def table(spec: Spec, reports: Reports) -> Table:
     return grid
 
 
-def _mesh(axes: Mapping[str, int]) -> str:
+def mesh_text(axes: Mapping[str, int]) -> str:
     """The axes that the model is cut along; below, the one that samples are: its ranks are the same again."""
     of_model = " × ".join(f"{axis} {ranks}" for axis, ranks in axes.items() if axis != SEQUENCE)
     return "\n".join(filter(None, (of_model, f"{SEQUENCE} {axes[SEQUENCE]}" if SEQUENCE in axes else "")))

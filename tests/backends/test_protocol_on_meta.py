@@ -72,6 +72,15 @@ def test_a_rollout(tmp_path: Path, kind: str, dtype: str) -> None:
     assert seen(said.model, ()) == seen(rollout_engine(kind).build(config, Rank()).built(), ())
 
 
+@pytest.mark.parametrize(("kind", "cut"), [("ddp", {}), ("fsdp2", {"replicate": 1, "shard": 4})])
+def test_ranks_that_share_samples(tmp_path: Path, kind: str, cut: dict[str, int]) -> None:
+    config = train_config(write_model(tmp_path, QWEN2), kind, sequence_parallel=2)
+    said = train_engine(kind).on_meta(config, Rank(0, 4, 0))
+    assert said is not None
+    assert said.model.mesh == {**cut, "sequence": 2}
+    assert not dist.is_initialized()
+
+
 def test_nothing_has_memory(tmp_path: Path) -> None:
     """Seventy billion parameters on this machine; the group of its ranks is gone afterwards."""
     large = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
