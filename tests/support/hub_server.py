@@ -55,6 +55,11 @@ MODELS: dict[str, dict[str, bytes]] = {
     "org/good": {**TINY, "model.safetensors": b"weights"},
     "Qwen/Qwen2.5-7B-Instruct": qwen(3584, 28, 28, 4),
     "Qwen/Qwen2.5-0.5B-Instruct": qwen(896, 24, 14, 2),
+    "Qwen/Qwen3-4B-Thinking-2507": qwen(
+        *(2560, 36, 32, 8),
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
+        max_position_embeddings=262144,
+    ),
     "Skywork/Skywork-Reward-V2-Qwen3-8B": qwen(4096, 36, 32, 8, **REWARD_MODEL),
     "org/gated": {**TINY, "model.safetensors": b"weights"},
     "org/cut": {**TINY, "model.safetensors": b"", "config.json": TINY["config.json"][:-40]},
