@@ -18,7 +18,7 @@ from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
 from rlctl.loop.recovery import SteadySync
 from rlctl.loop.residency import Residency
-from rlctl.loop.rollouts import Rollouts
+from rlctl.loop.rollouts import Rollouts, without_truncated
 from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Prompts, Sampler, Scored
 from rlctl.loop.scores.late_scores import ScoreModel
@@ -294,6 +294,8 @@ class Driver:
         updates: Updates = {role: [] for role in self.learners if step > self.spec.learns_after(role)}
         if "old_logprob_T" in batch:
             self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), step)
+        if algorithm.mask_truncated:
+            batch = without_truncated(batch)
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, step, epoch)
             for chosen in mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed):

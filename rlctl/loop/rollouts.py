@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specs.wire.batch import Batch
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -37,6 +39,15 @@ class Rollouts:
         all_R = np.ones(len(self.first_R), dtype=bool)
         np.logical_and.at(all_R, self.index_B, holds_B)
         return all_R
+
+
+def without_truncated(batch: Batch) -> Batch:
+    """The batch with rollouts that were cut off wholly off the loss mask."""
+    rollouts = Rollouts.of(batch["rollout_B"])
+    finished_B = rollouts.all(batch["finished_B"] != 0)[rollouts.index_B]
+    mask_T = batch["loss_mask_T"]
+    left_T = np.where(np.repeat(finished_B, batch["length_B"]), mask_T, 0).astype(mask_T.dtype)
+    return Batch({**batch.columns, "loss_mask_T": left_T})
 
 
 def first_valid(rollout_B: NDArray[Any], valid_B: NDArray[np.bool_]) -> NDArray[np.int64]:

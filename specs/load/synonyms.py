@@ -25,6 +25,8 @@ SYNONYMS = {
     "n_samples": "algorithm.group_size",
     "n_samples_per_prompt": "algorithm.group_size",
     "num_iterations": "algorithm.epochs_per_step",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "overlong_filtering": "algorithm.mask_truncated",
     "gamma": "algorithm.discount",
     "lam": "algorithm.gae_lambda",
     "lambd": "algorithm.gae_lambda",

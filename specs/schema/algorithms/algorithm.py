@@ -238,6 +238,11 @@ class Algorithm(KlKeys):
     max_refills: int = Field(
         4, ge=0, description="How often a step draws prompts in the place of groups that were thrown away; 0: never."
     )
+    mask_truncated: bool = Field(
+        False,
+        description="Leave completions that were cut off at `data.max_response_tokens` out of the loss; their scores "
+        "still count in their groups (overlong filtering, DAPO, Yu et al. 2025, §3.4).",
+    )
     anchor: Literal["auto", "trainer", "sampler"] = Field(
         "auto",
         description="Whose log-probs the loss's ratio divides by: the `trainer`'s before the step's first update, or "

@@ -135,6 +135,37 @@ def test_advantages_are_of_each_group_by_itself(tmp_path: Path, scale: str) -> N
     assert not learned.sequences("advantage_T")[5].any(), "what was not graded teaches nothing"
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_was_cut_off_is_left_out_of_the_loss(tmp_path: Path, asked: bool) -> None:
+    """Every sample of a rollout of which one was cut off; scores of such rollouts count in their groups all the same,
+    and nothing divides by their tokens."""
+    driver, actor = driver_of(tmp_path, f"algorithm.mask_truncated={str(asked).lower()}")
+    batch, scored = drawn()
+    rollout_B = batch["rollout_B"].copy()
+    rollout_B[9] = rollout_B[8]  # one attempt left both
+    finished_B = np.arange(len(batch)) % 4 != 1  # 9 was cut off, 8 was not
+    batch = Batch({**batch.columns, "rollout_B": rollout_B, "finished_B": finished_B.astype(np.uint8)})
+    learned = driver.add_advantages(batch, scored)
+    driver.update(learned, 1)
+    kept_B = finished_B & (np.arange(len(batch)) != 8) if asked else np.ones(len(batch), bool)
+    want = {}
+    for index, (mask_T, advantage_T) in enumerate(
+        zip(learned.sequences("loss_mask_T"), learned.sequences("advantage_T"), strict=True)
+    ):
+        want[index] = ((mask_T * kept_B[index]).tolist(), advantage_T.tolist())
+    got = {}
+    for told in actor.told:
+        for part, scale in told:
+            masks, values = part.sequences("loss_mask_T"), part.sequences("advantage_T")
+            starts = [int(tokens[0]) for tokens in part.sequences("tokens_T")]
+            at = np.searchsorted(batch.offsets, starts)
+            got |= {int(i): (m.tolist(), a.tolist()) for i, m, a in zip(at, masks, values, strict=True)}
+            assert scale["num_loss_tokens"] == sum(sum(mask) for mask, _ in want.values())
+            assert scale["num_sequences"] == sum(any(mask) for mask, _ in want.values())
+    assert got == want
+    assert sum(any(mask) for mask, _ in want.values()) > len(batch) // 3
+
+
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_every_rank_divides_by_the_whole_mini_batch(tmp_path: Path, pieces: int) -> None:
     """By that of its optimizer step: neither by its own share nor by the step's whole batch."""

@@ -62,6 +62,8 @@ AT_RUN_TIME = {
     },
     "algorithm.dynamic_sampling": "tests/rlctl/loop/test_dynamic_sampling.py::"
     "test_a_step_learns_from_groups_with_signal_alone",
+    "algorithm.mask_truncated": "tests/rlctl/loop/test_driver_learning.py::"
+    "test_what_was_cut_off_is_left_out_of_the_loss",
     "algorithm.max_refills": "tests/rlctl/loop/test_dynamic_sampling.py::"
     "test_the_bound_on_refills_holds_and_zero_draws_none",
     **{

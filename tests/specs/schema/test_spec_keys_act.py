@@ -81,6 +81,11 @@ NAMED = {
             ("max_refills", "the_bound_on_refills_holds_and_zero_draws_none"),
         )
     },
+    **{
+        f"{table.__name__}.mask_truncated": "tests/rlctl/loop/test_driver_learning.py::"
+        "test_what_was_cut_off_is_left_out_of_the_loss"
+        for table in tables_of(AlgorithmTable)
+    },
     "ModelScore.weight": "tests/rlctl/run/test_train_reward_model.py::test_a_reward_model_beside_another_term",
     "Judge.weight": "tests/rlctl/run/test_train_judge.py::test_a_judge_beside_another_term",
     **{
