@@ -190,6 +190,26 @@ def plan(
     raise typer.Exit(plan_command(spec, overrides or [], gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json))
 
 
+@app.command("report")
+def report(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Page to write; default: report.html in the run directory, comparison.html here for several.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write the page of a run, whether it ended, was killed or goes on; of several runs, one that compares them."""
+    from rlctl.run.report_command import report as write
+
+    raise typer.Exit(write(run_dirs, out))
+
+
 @app.command("export-checkpoint")
 def export_checkpoint(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],

@@ -345,6 +345,11 @@ def _owner(lock: Path) -> str:
     return ""
 
 
+def is_running(run_dir: Path) -> bool:
+    """Whether an attempt of the run goes on, as far as this host can tell."""
+    return bool(_owner(run_dir / ".lock"))
+
+
 def _newest_checkpoint(folder: Path) -> int:
     """By its manifest's being there: whether it is whole, `train` finds out. 0: there is none."""
     steps = (step for step in steps_in(folder) if (step_path(folder, step) / "manifest.json").is_file())

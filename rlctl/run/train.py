@@ -42,6 +42,8 @@ from specs.rules.all_rules import cross_field_warnings
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 
+REPORT_S = 15.0  # between two writings of the report while a run goes on
+
 # The roles still answer: what they reached can be saved.
 STOPPED = (GradingError, Interrupted, LogprobGapError, MemoryGrowthError, NotFiniteError)
 
@@ -216,6 +218,7 @@ class Run:
         self.metrics, self.trackers, self.interrupt, self.progress = metrics, trackers, interrupt, progress
         self.memory_watch = MemoryWatch(spec.run.max_memory_growth_GiB, progress.warning)
         self.done = done  # steps completed
+        self._report_due = 0.0
 
     def steps(self) -> None:
         """All steps that are left. Where a person or a limit ends them early, the last finished one is saved."""
@@ -253,10 +256,18 @@ class Run:
             record.metrics["time/wall_s"] = time.monotonic() - started
             self._log(record.metrics, record.samples)
             self.progress.step(record.metrics)
+            self._write_report()
         self.memory_watch.see(record.metrics, step)
         if step % spec.checkpoint.every == 0 or last:
             self.saver.save(self.driver, step)
         self.interrupt.check()
+
+    def _write_report(self) -> None:
+        """Now and then, so that a page that is open follows the run; never more than a hundredth of its time."""
+        now = time.monotonic()
+        if now >= self._report_due:
+            write_report(self.run_dir.path, running=True)
+            self._report_due = time.monotonic() + max(REPORT_S, 100 * (time.monotonic() - now))
 
     def _log(self, metrics: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> None:
         self.metrics.write(metrics)

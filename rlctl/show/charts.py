@@ -14,6 +14,7 @@ Series = Mapping[str, Sequence[Point]]
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
 MAX_POINTS = 300  # a longer series is averaged into that many buckets
+FLAT = 0.02  # of the values' size: the least that the height of a picture stands for
 SMOOTH_FROM = 40  # from so many points on, a moving average lies over the raw line
 
 
@@ -29,11 +30,11 @@ def line_chart(title: str, series: Series, *, unit: str = "") -> str:
         long = len(points) >= SMOOTH_FROM
         body.append(axes.line(points, f"s{index}{' raw' if long else ''}", name))
         if long:
-            body.append(axes.line(moving_average(points), f"s{index}", f"{name}, smoothed"))
+            body.append(axes.line(moving_average(points), f"s{index}", f"{name}, smoothed", drawn_for=""))
         elif len(points) <= 2:
             body += [axes.dot(point, f"s{index}") for point in points]
     latest = {name: points[-1][1] for name, points in series.items() if points}
-    return _figure(title, unit, latest, "".join(body))
+    return _figure(title, unit, latest, "".join(body), axes)
 
 
 def stacked_chart(title: str, series: Series, *, unit: str = "") -> str:
@@ -53,7 +54,7 @@ def stacked_chart(title: str, series: Series, *, unit: str = "") -> str:
         body.append(axes.band(steps, below, top, f"b{index}", name))
         below = top
     latest = {name: points[-1][1] for name, points in series.items() if points}
-    return _figure(title, unit, latest, "".join(body), bands=True)
+    return _figure(title, unit, latest, "".join(body), axes, bands=True)
 
 
 class Axes:
@@ -79,12 +80,15 @@ class Axes:
         for step in (self.x0, (self.x0 + self.x1) / 2, self.x1):
             anchor = {self.x0: "start", self.x1: "end"}.get(step, "middle")
             at = f'x="{self.x(step):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}"'
-            parts.append(f'<text class="tick" {at}>{step:.0f}</text>')
+            parts.append(f'<text class="tick step" {at}>{step:.0f}</text>')
         return "".join(parts)
 
-    def line(self, points: Sequence[Point], css: str, label: str) -> str:
+    def line(self, points: Sequence[Point], css: str, label: str, drawn_for: str | None = None) -> str:
+        """`drawn_for`: the name by which the pointer tells its values; empty: it does not."""
+        name = html(label if drawn_for is None else drawn_for)
         path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
-        return f'<polyline class="line {css}" points="{path}"><title>{html(label)}</title></polyline>'
+        about = f'class="line {css}" data-name="{name}"'
+        return f'<polyline {about} points="{path}"><title>{html(label)}</title></polyline>'
 
     def dot(self, point: Point, css: str) -> str:
         return f'<circle class="dot {css}" cx="{self.x(point[0]):.1f}" cy="{self.y(point[1]):.1f}" r="3"/>'
@@ -96,15 +100,18 @@ class Axes:
         return f'<polygon class="band {css}" points="{path}"><title>{html(label)}</title></polygon>'
 
 
-def _figure(title: str, unit: str, latest: Mapping[str, float], body: str, *, bands: bool = False) -> str:
+def _figure(title: str, unit: str, latest: Mapping[str, float], body: str, axes: Axes, *, bands: bool = False) -> str:
     kind = "b" if bands else "s"
     legend = "".join(
         f'<span class="key"><i class="{kind}{index}"></i>{html(name)} <b>{number(value)}</b></span>'
         for index, (name, value) in enumerate(latest.items())
     )
     heading = f"{html(title)}<small>{html(unit)}</small>" if unit else html(title)
-    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html(title)}">{body}</svg>'
-    return f"<figure><figcaption>{heading}</figcaption>{picture}<p>{legend}</p></figure>"
+    bar = f'<line class="bar" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    ranges = "" if bands else f' data-x="{axes.x0},{axes.x1}" data-y="{axes.y0},{axes.y1}"'
+    frame = f'{ranges} data-frame="{LEFT},{WIDTH - RIGHT},{TOP},{HEIGHT - BOTTOM}"'
+    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}"{frame} role="img" aria-label="{html(title)}">{body}{bar}</svg>'
+    return f"<figure><figcaption>{heading}</figcaption>{picture}<p class=tip></p><p>{legend}</p></figure>"
 
 
 def _steps(series: Series) -> tuple[float, float]:
@@ -135,6 +142,9 @@ def moving_average(points: Sequence[Point]) -> list[Point]:
 def nice_range(low: float, high: float, ticks: int = 4) -> list[float]:
     """Round tick values that enclose low..high, at steps of 1, 2, 2.5 or 5 times a power of ten."""
     size = max(abs(low), abs(high))
+    if high - low < FLAT * size and size > 1e-280:  # rounding and noise of a level line, which would fill the picture
+        middle = (low + high) / 2
+        low, high = middle - FLAT * size / 2, middle + FLAT * size / 2
     if high - low <= max(size * 1e-9, 1e-290):  # a flat line, or one that float arithmetic cannot divide
         spread = size * 0.5 if size > 1e-280 else 1.0
         low, high = low - spread, high + spread

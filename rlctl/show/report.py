@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlctl.show.charts import Point, line_chart, stacked_chart
-from rlctl.show.metrics_file import read_metrics, read_samples
+from rlctl.show.journal import read_journal
+from rlctl.show.metrics_file import read_metrics
+from rlctl.show.report_samples import samples_section
+from rlctl.show.report_script import page
 from rlctl.show.report_style import STYLE
-from rlctl.show.text_format import TIMES, count, duration, html, number, time_name
+from rlctl.show.text_format import TIMES, count, counted, duration, html, number, share, time_name
 from specs.errors import RunDirError
 from specs.json_file import read_object
 from specs.schema.roles import ROLES
@@ -41,58 +45,61 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 FILES = (
     *("spec.toml", "resolved.json", "as_built.json", "memory.json", "metrics.jsonl", "samples.jsonl"),
-    *("checkpoints", "logs"),
+    *("eval.jsonl", "journal.jsonl", "checkpoints", "logs"),
 )
-# A second lock behind `html`: should markup ever get through, the browser runs and fetches nothing.
-NO_SCRIPTS = (
-    '<meta http-equiv="Content-Security-Policy" '
-    "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
-)
-SAMPLES_SHOWN = 12
-ENDS = {True: "finished", False: "truncated"}
+REFRESH_S = 15  # of a page whose run goes on
+WARNINGS_SHOWN = 50
 _LARGEST = 1e300  # of a number: sums and spans of these are numbers, too
-TEXT_SHOWN = 600  # characters of a prompt or a completion
 
 
-def write_report(run_dir: Path) -> Path | None:
-    """(Re)write `run_dir/report.html` atomically; files that are missing leave their part out.
+def write_report(run_dir: Path, *, running: bool = False) -> Path | None:
+    """(Re)write `run_dir/report.html` atomically; files that are missing leave their part out. `running`: an attempt
+    goes on, and the page loads itself again.
 
     Returns its path, or None where the disk refuses: the report is made again on the next occasion, and the
     error that a person must see is the run's own.
     """
-    target, partial = run_dir / "report.html", run_dir / "report.html.partial"
+    target = run_dir / "report.html"
+    return target if write_page(target, render(run_dir, running=running)) else None
+
+
+def write_page(target: Path, text: str) -> bool:
+    """Whether the disk took it."""
+    partial = target.with_name(target.name + ".partial")
     try:
-        partial.write_text(render(run_dir), encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
         os.replace(partial, target)
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        return None
-    return target
+        return False
+    return True
 
 
-def render(run_dir: Path) -> str:
+def render(run_dir: Path, *, running: bool = False) -> str:
     """The page as text."""
     note = ""
     try:
         records: Records = read_metrics(run_dir / "metrics.jsonl")
     except RunDirError as error:
         records, note = [], f'<p class="note">{html(error.message)}</p>'
-    run = _table(_read_json(run_dir / "resolved.json").get("run"))
+    resolved = _read_json(run_dir / "resolved.json")
+    run = _table(resolved.get("run"))
     title = html(run.get("name", run_dir.name))
+    journal = read_journal(run_dir)
     parts = [
         f"<header><h1>{title}</h1>{_links(run_dir)}</header>{note}",
+        _state(journal, records, running),
         _summary(records, run),
-        _charts(records),
+        _warnings(journal),
+        _charts(records, _term_names(resolved)),
+        samples_section(run_dir / "samples.jsonl"),
+        samples_section(run_dir / "eval.jsonl", "Evaluation", "evaluation"),
         _as_built(_read_json(run_dir / "as_built.json")),
-        _memory(_read_json(run_dir / "memory.json")),
-        _samples(run_dir / "samples.jsonl"),
+        _memory(_read_json(run_dir / "memory.json"), records),
+        _attempts(journal, _read_json(run_dir / "forked_from.json")),
     ]
-    head = f'<meta charset="utf-8">{NO_SCRIPTS}<meta name="viewport" content="width=device-width">'
-    head += f"<title>{title} · rlctl</title>"
-    return (
-        f"<!doctype html><html lang=en><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
+    return page(title, STYLE, "".join(parts), refresh_s=REFRESH_S if running else 0)
 
 
 # ── parts of the page ─────────────────────────────────────────────────────────────────────────────
@@ -101,6 +108,54 @@ def render(run_dir: Path) -> str:
 def _links(run_dir: Path) -> str:
     links = [f'<a href="{name}">{name}</a>' for name in FILES if (run_dir / name).exists()]
     return f"<nav>{' · '.join(links)}</nav>"
+
+
+def _state(journal: Records, records: Records, running: bool) -> str:
+    """How the newest attempt ended, where that is not well."""
+    last = next((line for line in reversed(journal) if line["event"] in ("start", "end")), None)
+    step = max((record["step"] for record in records), default=0)
+    if running:
+        return f'<p class="state">Running: {counted(step, "step")} done; written {time.strftime("%H:%M:%S")}.</p>'
+    if last is None or last.get("outcome") == "done":
+        return ""
+    if last["event"] == "start":
+        said = f"Ended after step {step} without a word: it was killed, or its host went away."
+        return f"<section class=failed><h2>{said}</h2><p>rlctl train RUN_DIR --resume goes on.</p></section>"
+    outcome = "Interrupted" if last.get("outcome") == "interrupted" else "Failed"
+    hint = f"<p>{html(last['hint'])}</p>" if last.get("hint") else ""
+    said = f"<pre>{html(last.get('error', ''))}</pre>"
+    return f"<section class=failed><h2>{outcome} after step {step}</h2>{said}{hint}</section>"
+
+
+def _warnings(journal: Records) -> str:
+    told = [line for line in journal if line["event"] == "warning"]
+    if not told:
+        return ""
+    rows = "".join(
+        f"<li>{html(line.get('text', ''))} <small>attempt {html(line.get('attempt', ''))}</small></li>"
+        for line in told[-WARNINGS_SHOWN:]
+    )
+    return f"<section><h2>{counted(len(told), 'warning')}</h2><ul class=warnings>{rows}</ul></section>"
+
+
+def _attempts(journal: Records, fork: dict[str, Any]) -> str:
+    """When each attempt began and how it ended."""
+    starts = [line for line in journal if line["event"] == "start"]
+    if len(starts) < 2 and not fork:
+        return ""
+    ends = {line.get("attempt"): line for line in journal if line["event"] == "end"}
+    rows = []
+    for line in starts:
+        end = ends.get(line.get("attempt"), {})
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(_number(line, "time") or 0))
+        overrides = line.get("overrides")
+        changed = ", ".join(map(str, overrides)) if isinstance(overrides, list) else ""
+        cells = (line.get("attempt"), began, end.get("outcome", "no word of its end"), end.get("error", ""), changed)
+        rows.append(f"<tr>{''.join(f'<td>{html(cell)}</td>' for cell in cells)}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("attempt", "began", "end", "why", "--set"))
+    origin = f"<p>Forked from {html(fork.get('run'))} at step {html(fork.get('step'))}.</p>" if fork else ""
+    table = f"<div class=wide><table><tr>{head}</tr>{''.join(rows)}</table></div>"
+    return f"<section><h2>Attempts</h2>{origin}{table}</section>"
 
 
 def _summary(records: Records, run: dict[str, Any]) -> str:
@@ -118,6 +173,15 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
     }
     for name, series in _evals(records).items():
         tiles[f"eval {name}"] = f"{number(series[0][1])} → {number(series[-1][1])}"
+    finished = points(steps, "rollout/finished")
+    if finished:
+        tiles["completions finished"] = f"{share(finished[0][1])} → {share(finished[-1][1])}"
+    failed = sum(_failures(record) for record in steps)
+    if failed:
+        tiles["failed grades"] = count(failed)
+    restarts = max((_number(record, "rollout/restarts") or 0 for record in steps), default=0)
+    if restarts:
+        tiles["sampler restarts"] = count(restarts)
     syncs = [record["sync/verified"] for record in steps if "sync/verified" in record]
     if syncs:
         tiles["verified syncs"] = f"{sum(map(bool, syncs))} of {len(syncs)}"
@@ -125,12 +189,34 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def _charts(records: Records) -> str:
+def _failures(record: dict[str, Any]) -> float:
+    return sum(_number(record, key) or 0.0 for key in record if key.startswith("reward/failed_"))
+
+
+def _term_names(resolved: dict[str, Any]) -> dict[str, str]:
+    """Metric of a term's mean → what the term is called."""
+    terms = _table(resolved.get("reward")).get("terms")
+    if not isinstance(terms, list):
+        return {}
+    return {f"term_{i}": f"{i} {_table(term).get('path') or _table(term).get('kind')}" for i, term in enumerate(terms)}
+
+
+def _charts(records: Records, terms: dict[str, str]) -> str:
     reward = {"train": points(records, "reward/mean")} | {f"eval {n}": s for n, s in _evals(records).items()}
-    figures = [line_chart("Reward", reward), _time_chart(records)]
+    spread = {"all completions": points(records, "reward/std")}
+    means = {label: points(records, f"reward/{term}") for term, label in terms.items()}
+    silent = {"groups": points(records, "reward/silent_groups")}
+    failed = {"completions": [(record["step"], _failures(record)) for record in records if record["step"] > 0]}
+    figures = [line_chart("Reward", reward), line_chart("Reward spread", spread, unit="standard deviation")]
+    figures.append(line_chart("Terms of the reward", means) if len(means) > 1 else "")
+    for name, scores in _eval_terms(records, terms).items():
+        figures.append(line_chart(f"Terms, eval {name}", scores) if len(scores) > 1 else "")
+    figures.append(line_chart("Groups without signal", _any(silent), unit="share whose scores are all equal"))
+    figures.append(line_chart("Failed grades", _any(failed), unit="completions"))
+    figures.append(_time_chart(records))
     for title, unit, keys in CHARTS:
         series = {label: points(records, key) for label, key in keys.items()}
-        figures.append(line_chart(title, {n: s for n, s in series.items() if any(y for _, y in s)}, unit=unit))
+        figures.append(line_chart(title, _any(series), unit=unit))
     memory = {
         key[len("mem/") : -len("_GiB")].replace("_", " "): key
         for record in records
@@ -139,6 +225,20 @@ def _charts(records: Records) -> str:
     }
     figures.append(line_chart("Memory", {n: points(records, key) for n, key in memory.items()}, unit="GiB"))
     return f"<section class=charts>{''.join(figures)}</section>"
+
+
+def _any(series: dict[str, list[Point]]) -> dict[str, list[Point]]:
+    """Without those that are always 0."""
+    return {name: found for name, found in series.items() if any(y for _, y in found)}
+
+
+def _eval_terms(records: Records, terms: dict[str, str]) -> dict[str, dict[str, list[Point]]]:
+    """Evaluation → term → its means."""
+    found: dict[str, dict[str, list[Point]]] = {}
+    for name in _evals(records):
+        series = {label: points(records, f"eval/{name}/{term}") for term, label in terms.items()}
+        found[name] = {label: one for label, one in series.items() if one}
+    return found
 
 
 def _time_chart(records: Records) -> str:
@@ -181,8 +281,9 @@ def _as_built(reports: dict[str, Any]) -> str:
     return f"<section><h2>As built</h2><div class=wide><table><tr>{head}</tr>{''.join(rows)}</table></div></section>"
 
 
-def _memory(compared: dict[str, Any]) -> str:
-    """What `rlctl plan` says of each role against the most that one of its ranks held."""
+def _memory(compared: dict[str, Any], records: Records) -> str:
+    """What `rlctl plan` says of each role against the most that one of its ranks held; and the chart's peak, which
+    counts what the process held before it built its model."""
     if not compared:
         return ""
     rows = []
@@ -191,33 +292,12 @@ def _memory(compared: dict[str, Any]) -> str:
         if planned is None or used is None:
             continue
         off = f"{planned / used - 1:+.0%}" if used else "–"
-        cells = (role, number(planned), number(used), off)
+        peaks = [y for _, y in points(records, f"mem/{role}_peak_GiB")]
+        cells = (role, number(planned), number(used), off, number(max(peaks)) if peaks else "–")
         rows.append(f"<tr>{''.join(f'<td>{html(cell)}</td>' for cell in cells)}</tr>")
-    head = "<tr><th>role</th><th>planned GiB</th><th>held at most, GiB</th><th>plan was off by</th></tr>"
+    head = "<tr><th>role</th><th>planned GiB</th><th>held at most, GiB</th><th>plan was off by</th>"
+    head += "<th>with what the process held before its model, as in the chart</th></tr>"
     return f"<section><h2>Memory of a rank</h2><div class=wide><table>{head}{''.join(rows)}</table></div></section>"
-
-
-def _samples(path: Path) -> str:
-    try:
-        samples = read_samples(path)
-    except RunDirError as error:
-        return f'<p class="note">{html(error.message)}</p>'
-    if not samples:
-        return ""
-    keep = samples if len(samples) <= SAMPLES_SHOWN else [*samples[:4], *samples[4 - SAMPLES_SHOWN :]]
-    rows = []
-    for sample in keep:
-        written = sample.get("completion_raw", sample.get("completion"))
-        texts = "".join(f"<td><pre>{html(_cut(text))}</pre></td>" for text in (sample.get("prompt"), written))
-        texts += f"<td>{ENDS[sample['finished'] is True] if 'finished' in sample else '–'}</td>"
-        texts += f"<td><pre>{html(_cut(sample.get('answer')))}</pre></td>"
-        reward = sample.get("reward")
-        score = number(_number(sample, "reward")) if isinstance(reward, int | float | None) else html(reward)
-        rows.append(f"<tr><td>{html(sample.get('step', ''))}</td>{texts}<td>{score}</td></tr>")
-    head = "<tr><th>step</th><th>prompt</th><th>completion</th><th>end</th><th>answer</th><th>reward</th></tr>"
-    return (
-        f"<section><h2>Samples, first and last</h2><div class=wide><table>{head}{''.join(rows)}</table></div></section>"
-    )
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -247,11 +327,6 @@ def _evals(records: Records) -> dict[str, list[Point]]:
 
 def _mean(series: Sequence[Point]) -> float | None:
     return sum(y for _, y in series) / len(series) if series else None
-
-
-def _cut(text: Any) -> str:
-    shown = "" if text is None else str(text)
-    return shown if len(shown) <= TEXT_SHOWN else shown[:TEXT_SHOWN] + " …"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

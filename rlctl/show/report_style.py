@@ -2,10 +2,12 @@
 
 STYLE = """
 :root { --bg:#fff; --ink:#1d2433; --soft:#6b7486; --rule:#e4e8ee; --card:#f8f9fb;
-  --c0:#2563eb; --c1:#ea7317; --c2:#12936b; --c3:#b5338a; --c4:#8a6d00; --c5:#64748b; color-scheme: light dark; }
+  --c0:#2563eb; --c1:#ea7317; --c2:#12936b; --c3:#b5338a; --c4:#8a6d00; --c5:#64748b;
+  --c6:#7c3aed; --c7:#be123c; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) { :root { --bg:#12151c; --ink:#e6e9f0; --soft:#97a1b3;
   --rule:#2a303c; --card:#191d26; --c0:#6ea0ff; --c1:#ff9d4d; --c2:#3fcf9f; --c3:#ee7fc8;
-  --c4:#d9b93b; --c5:#8b98ad; } }
+  --c4:#d9b93b; --c5:#8b98ad;
+  --c6:#b794ff; --c7:#ff7d97; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1440px; padding: 24px 28px 60px; background: var(--bg); color: var(--ink);
   font: 14px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -37,4 +39,14 @@ th { text-align: left; color: var(--soft); font-weight: 500; font-size: 12px; }
 th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 12.5px/1.45 ui-monospace, Menlo, Consolas, monospace; }
+.failed { border: 1px solid #c0392b; border-radius: 10px; padding: 2px 16px 10px; margin: 16px 0; }
+.failed h2 { margin: 10px 0; color: #c0392b; } .state { color: var(--soft); }
+.warnings { padding-left: 18px; } .filter input { margin: 0 4px 0 0; } .filter label { margin-right: 14px; }
+.tip { min-height: 1.5em; font-size: 12px; color: var(--soft); font-variant-numeric: tabular-nums; }
+svg { touch-action: pan-y; cursor: crosshair; } .bar { stroke: var(--soft); stroke-width: .7; display: none; }
+.line.s4 { stroke: var(--c4); } .line.s5 { stroke: var(--c5); } .line.s6 { stroke: var(--c6); }
+.line.s7 { stroke: var(--c7); } .dot.s4 { fill: var(--c4); } .dot.s5 { fill: var(--c5); } .dot.s6 { fill: var(--c6); }
+.dot.s7 { fill: var(--c7); } i.s4 { background: var(--c4); } i.s5 { background: var(--c5); }
+i.s6, i.b6 { background: var(--c6); } i.s7, i.b7 { background: var(--c7); } i.b5 { background: var(--c5); }
+.b6 { fill: var(--c6); } .b7 { fill: var(--c7); }
 """

@@ -11,6 +11,7 @@ import tomli
 from corpus import base
 from running import metrics, preset, trajectory, warm_rlctl
 
+from rlctl.cli import main
 from rlctl.run.run_dir import RunDir
 from rlctl.run.train import train
 from rlctl.show.journal import read_journal
@@ -144,3 +145,17 @@ def test_force_sets_a_run_without_a_checkpoint_aside(tmp_path: Path) -> None:
         begin(force=True)
     assert "--force" not in error.value.hint
     assert again.metrics.exists()
+
+
+def test_a_report_can_be_written_of_a_run_that_was_killed(whole: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "killed"
+    shutil.copytree(whole, run)
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join(line for line in lines if '"event": "end"' not in line))
+    (run / "report.html").unlink()
+    assert main(["report", str(run)]) == 0
+    assert "Ended after step 6 without a word" in (run / "report.html").read_text()
+    assert main(["report", str(run), str(whole), "--out", str(tmp_path / "both.html")]) == 0
+    assert "2 runs" in (tmp_path / "both.html").read_text()
+    assert "no word of its end" in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 2

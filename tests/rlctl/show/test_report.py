@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,9 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.show.charts import line_chart, moving_average, nice_range, stacked_chart, thin
-from rlctl.show.report import write_report
+from rlctl.show.journal import Journal
+from rlctl.show.report import render, write_report
+from rlctl.show.report_compare import differing, finals, read_runs, render_comparison
+from rlctl.show.report_samples import chosen
+from rlctl.show.report_script import SCRIPT
+from specs.errors import RunDirError
 
-VOID = {"meta", "br", "line", "circle"}
+VOID = {"meta", "br", "line", "circle", "input"}
 
 
 class Balanced(HTMLParser):
@@ -106,7 +115,7 @@ def test_a_full_run_is_on_the_page(tmp_path: Path) -> None:
     ):
         assert f'aria-label="{title}"' in source
     assert 'aria-label="KL"' not in source, "a metric that is always zero needs no chart"
-    assert "<15>" not in text, "only the first and last samples are shown"
+    assert "<10>" not in text, "some of the samples are shown"
     assert 'href="logs"' in source
     assert 'href="checkpoints"' not in source, "no link to what is not there"
 
@@ -114,7 +123,9 @@ def test_a_full_run_is_on_the_page(tmp_path: Path) -> None:
 def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     fill(tmp_path, 50)
     source, _ = page_of(tmp_path)
-    assert "<script" not in source
+    (script,) = re.findall(r"<script>(.*?)</script>", source, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in source, "the policy lets this one script run, and no other"
     assert not re.search(r"https?://|url\(|@import", source)
 
 
@@ -221,7 +232,155 @@ def test_long_series_are_thinned_and_keep_their_ends() -> None:
 def test_charts_stay_inside_their_frame() -> None:
     wild = [(float(i), math.sin(i) * 10 ** (i % 5)) for i in range(1, 100)]
     for chart in (line_chart("x", {"a": wild}), stacked_chart("y", {"a": [(x, abs(y)) for x, y in wild]})):
-        numbers = [tuple(map(float, pair.split(","))) for pair in re.findall(r"-?[\d.]+,-?[\d.]+", chart)]
+        drawn = " ".join(re.findall(r'points="([^"]*)"', chart))
+        numbers = [tuple(map(float, pair.split(","))) for pair in re.findall(r"-?[\d.]+,-?[\d.]+", drawn)]
         assert numbers
         assert all(0 <= x <= 460 and 0 <= y <= 220 for x, y in numbers)
     assert line_chart("empty", {"a": []}) == stacked_chart("empty", {}) == ""
+
+
+def test_a_level_line_is_not_blown_up_into_noise() -> None:
+    noise = [(float(i), 0.4380 + 1e-5 * math.sin(i)) for i in range(50)]
+    (path,) = re.findall(r'class="line s0 raw"[^>]* points="([^"]*)"', line_chart("x", {"a": noise}))
+    heights = [float(pair.split(",")[1]) for pair in path.split()]
+    assert max(heights) - min(heights) < 5
+    ticks = nice_range(0.4380, 0.4381)
+    assert 0.005 < ticks[-1] - ticks[0] < 0.05
+
+
+# ── how a run went ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("end", "running", "told"),
+    [
+        ({"outcome": "done"}, False, ""),
+        ({"outcome": "failed", "error": "actor rank 0: <died>", "hint": "look there"}, False, "Failed after step 3"),
+        ({"outcome": "interrupted", "error": "interrupted"}, False, "Interrupted after step 3"),
+        (None, False, "Ended after step 3 without a word: it was killed"),
+        (None, True, "Running: 3 steps done"),
+    ],
+)
+def test_the_page_says_how_the_run_ended(tmp_path: Path, end: dict | None, running: bool, told: str) -> None:
+    fill(tmp_path, 3)
+    journal = Journal(tmp_path, 1)
+    journal.add("start", spec="s.toml", overrides=["run.steps=3"])
+    journal.add("warning", text="step 1: all <completions> score 0")
+    if end:
+        journal.add("end", **end)
+    source, text = page_of(tmp_path)
+    source = render(tmp_path, running=running)
+    text = re.sub(r"<[^>]*>", "", source)
+    assert told in text
+    assert ("Failed" in text, "Ended after" in text) == ("Failed" in told, "Ended after" in told)
+    assert "actor rank 0: &lt;died&gt;" in text or not end or "error" not in end or end["outcome"] != "failed"
+    assert "all &lt;completions&gt; score 0" in text
+    assert ('http-equiv="refresh"' in source) is running
+
+
+def test_attempts_and_forks_are_listed(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    for attempt, outcome in ((1, "failed"), (2, "done")):
+        Journal(tmp_path, attempt).add("start", overrides=[f"run.steps={attempt}"])
+        Journal(tmp_path, attempt).add("end", outcome=outcome, error="a <reason>" * (attempt == 1))
+    (tmp_path / "forked_from.json").write_text(json.dumps({"run": "/runs/base", "step": 40}))
+    _, text = page_of(tmp_path)
+    for part in ("Attempts", "Forked from /runs/base at step 40", "a <reason>", "run.steps=2"):
+        assert part in text
+
+
+def test_best_worst_and_cut_off_samples_can_be_picked() -> None:
+    samples = [{"step": i, "reward": (i * 7 % 40) / 40, "finished": i % 3 > 0, "scored": i != 5} for i in range(40)]
+    kinds = chosen(samples)
+
+    def of(kind: str) -> list[int]:
+        return sorted(index for index, listed in kinds.items() if kind in listed)
+
+    assert of("first") == [0, 1, 2, 3]
+    assert of("last") == list(range(32, 40))
+    late = sorted(range(30, 40), key=lambda i: samples[i]["reward"])
+    assert of("worst") == sorted(late[:8])
+    assert of("best") == sorted(late[-8:])
+    assert of("truncated") == [18, 21, 24, 27, 30, 33, 36, 39]
+    assert of("not graded") == [5]
+    assert len(of("random")) == 8
+    assert chosen(samples) == kinds, "the same page again"
+    assert chosen([{"reward": "text"}, {}])
+    assert not chosen([])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
+def test_the_pointer_tells_the_values_of_a_chart() -> None:
+    """The script of the page, in node, with as much of a browser as it needs."""
+    chart = line_chart("Loss", {"actor": [(1.0, 0.5), (2.0, 0.25), (3.0, 1.0)], "critic": [(1.0, 2.0), (3.0, 4.0)]})
+    attributes = dict(re.findall(r'data-(\w+)="([^"]*)"', chart))
+    lines = re.findall(r'data-name="([^"]*)" points="([^"]*)"', chart)
+    browser = (
+        f"const drawn = {json.dumps(lines)}, data = {json.dumps(attributes)};"
+        + """
+const listeners = {}, bar = {style: {}, setAttribute() {}}, tip = {}, steps = [{}, {}, {}];
+const lines = drawn.map(([name, points]) => ({dataset: {name}, points, getAttribute() { return this.points; },
+  setAttribute(_, value) { this.points = value; }}));
+const svg = {dataset: data, parentNode: {querySelector: () => tip}, viewBox: {baseVal: {width: 460}},
+  querySelector: () => bar, querySelectorAll: what => what === 'polyline' ? lines : steps,
+  getBoundingClientRect: () => ({left: 0, width: 460}), addEventListener(name, does) { listeners[name] = does; }};
+const document = {querySelectorAll: () => [svg]};
+"""
+    )
+    asks = """
+const event = clientX => ({clientX, preventDefault() {}}), middle = (52 + 448) / 2, said = [];
+listeners.pointermove(event(middle)); said.push(tip.textContent);
+listeners.pointerdown(event(middle)); listeners.pointerup(event(448));
+said.push(steps.map(step => step.textContent).join(' '));
+listeners.pointermove(event(52)); said.push(tip.textContent);
+listeners.dblclick(); said.push(steps.map(step => step.textContent).join(' '));
+console.log(JSON.stringify(said));
+"""
+    done = subprocess.run(["node", "-e", browser + SCRIPT + asks], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    moved, zoomed, moved_again, out = json.loads(done.stdout)
+    assert moved.startswith("step 2: actor 0.25")
+    assert zoomed == "2 3 3"
+    assert moved_again.startswith("step 2: actor 0.25")
+    assert out == "1 2 3"
+
+
+# ── several runs ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
+    for name, steps, lr in (("low", 20, 1e-6), ("high", 40, 1e-3)):
+        run = tmp_path / name / "run"
+        run.mkdir(parents=True)
+        fill(run, steps)
+        resolved = {
+            "run": {"name": "same", "steps": 100},
+            "actor": {"optimizer": {"lr": lr}},
+            "reward": {"terms": [{"kind": "exact_match", "weight": lr}]},
+        }
+        (run / "resolved.json").write_text(json.dumps(resolved))
+        Journal(run, 1).add("start")
+    Journal(tmp_path / "high" / "run", 1).add("end", outcome="done")
+    runs = read_runs([tmp_path / "low" / "run", tmp_path / "high" / "run"])
+    assert [run.name for run in runs] == ["low/run", "high/run"]
+    assert differing(runs) == {"actor.optimizer.lr": [1e-6, 1e-3], "reward.terms.0.weight": [1e-6, 1e-3]}
+    headings, rows = finals(runs)
+    table = [dict(zip(headings, row, strict=True)) for row in rows]
+    assert [row["steps"] for row in table] == ["20", "40"]
+    assert [row["end"] for row in table] == ["no word of its end", "done"]
+    last = [1 - math.exp(-step / 30) for step in (19, 20)]
+    assert table[0]["reward"] == f"{sum(last) / 2:.3f}"
+    source = render_comparison(runs)
+    (path,) = re.findall(r'aria-label="Reward"(.*?)</svg>', source)
+    assert path.count("<polyline") == 3, "a line of each run, and a smoothed one of the longer"
+    assert "actor.optimizer.lr" in source
+    with pytest.raises(RunDirError, match="is no run"):
+        read_runs([tmp_path])
+
+
+def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    fill(tmp_path, 1000)
+    sample = {"prompt": "p" * 300, "completion_raw": "c" * 600, "reward": 0.5, "finished": True, "terms": [0.5]}
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write("\n" + "".join(json.dumps({"step": i // 10, **sample}) + "\n" for i in range(10_000)))
+    assert len(render(tmp_path)) < 3_000_000

@@ -1,0 +1,41 @@
+"""`rlctl report`: the page of a run, or one that compares several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from rlctl.run.run_dir import is_running
+from rlctl.show.report import write_page, write_report
+from rlctl.show.report_compare import finals, read_runs, render_comparison
+from rlctl.show.screen import Screen
+from specs.errors import RlctlError, RunDirError
+
+
+def report(run_dirs: Sequence[Path], out: Path | None) -> int:
+    """Write the page and say where it is. Returns 0. Raises RunDirError where one of them is no run."""
+    for run_dir in run_dirs:
+        if not (run_dir / "resolved.json").is_file():
+            raise RunDirError(f"{run_dir} is no run", hint="name run directories, as `rlctl train` makes them")
+    screen = Screen()
+    if len(run_dirs) == 1 and out is None:
+        (run_dir,) = run_dirs
+        running = is_running(run_dir)
+        written = write_report(run_dir, running=running)
+        if written is None:
+            raise RlctlError(f"{run_dir / 'report.html'} cannot be written", hint="name another file with --out")
+        screen.print(f"wrote {written}" + ("; the run goes on, and writes it again" if running else ""), soft_wrap=True)
+        return 0
+    runs = read_runs(run_dirs)
+    headings, rows = finals(runs)
+    table = Table(*headings, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table)
+    target = out or Path("comparison.html")
+    if not write_page(target, render_comparison(runs)):
+        raise RlctlError(f"{target} cannot be written", hint="name another file with --out")
+    screen.print(f"\nwrote {target}", soft_wrap=True)
+    return 0
