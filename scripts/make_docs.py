@@ -61,9 +61,7 @@ def type_of(annotation: Any) -> str:
         return "table of texts" if parts[1] is str else "table"
     if tables_of(annotation):
         return "table"
-    inner = [part for part in parts if part is not type(None)]
-    assert len(inner) == 1, annotation
-    return type_of(inner[0])
+    return ", or ".join(type_of(part) for part in parts if part is not type(None))
 
 
 def bounds_of(field: FieldInfo) -> str:

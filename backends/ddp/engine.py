@@ -42,7 +42,7 @@ class DdpTrainEngine(HfTrainEngine):
         assert isinstance(config.engine, DdpTable)
         model = self._hold_model(partial(build_model, load_weights=True)).model
         self.flat = _flatten(model, config)
-        self.policy = Policy(model, config.engine, self.device)
+        self.policy = Policy(model, config)
         if isinstance(self.policy.head, Head):
             self.policy.head.adds_gradient = config.engine.adds_gradients_in_place(config.model.dtype)
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)

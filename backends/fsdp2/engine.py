@@ -44,7 +44,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         self.mesh = Mesh(config.engine, rank, self.device)
         held = self._hold_model(build_on_meta)
         model = held.model
-        self.policy = Policy(model, config.engine, self.device)
+        self.policy = Policy(model, config)
         self.units = shard_policy(self.policy, self.mesh, config.engine, self.compute)
         allocate(self.policy, config.engine, self.device)
         self.weights = cut_tensors(model, self.mesh)

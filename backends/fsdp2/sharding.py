@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from backends.hf.recompute import decoder_layers
 from backends.protocol import Rank
 from backends.train.policy import Policy
 from backends.train.tensor_shards import Shard, whole
-from specs.errors import ModelError
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 
 
@@ -45,20 +45,6 @@ class Mesh:
         return {"replicate": self.replicate, "shard": self.shard}
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that are gathered one at a time. Raises ModelError for a model that has none."""
-    count = model.config.get_text_config().num_hidden_layers
-    unsplit = set(model._no_split_modules or ())
-    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    named = [layers for layers in lists if {type(layer).__name__ for layer in layers} <= unsplit]
-    if not lists:
-        raise ModelError(
-            f"{type(model).__name__} has no list of its {count} decoder layers, by which fsdp2 cuts a model",
-            hint='use engine.kind = "ddp"',
-        )
-    return (named or lists)[0]
-
-
 def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Table, compute: torch.dtype) -> list[FSDPModule]:
     """Cut `policy`, whose parameters may be on meta, in place; returns the modules that gather, the root last.
 
@@ -73,7 +59,9 @@ def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Table, compute: torch.
     pinned = mesh.device_mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if engine.offload == "cpu" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh.device_mesh, "mp_policy": mixed, "offload_policy": offload}
-    units: list[nn.Module] = [*decoder_layers(policy.model), policy]
+    # The blocks that are gathered one at a time.
+    layers = decoder_layers(policy.model, needed="by which fsdp2 cuts a model", hint='use engine.kind = "ddp"')
+    units: list[nn.Module] = [*layers, policy]
     for unit in units:
         # The root stays gathered between forward and backward in any case: it is used last and first.
         keep: dict[str, Any] = {} if unit is policy else {"reshard_after_forward": engine.reshard_after_forward}

@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.attention_choice import choose, functions_called, in_effect, refuse_a_swap
+from backends.hf.recompute import recomputed_layers
 from backends.hf.score_layer import (
     auto_class,
     has_score_layer,
@@ -207,13 +208,6 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module_config.dtype = dtype
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Gradient checkpointing. Needs train mode, which changes nothing else: dropout is off."""
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    model.train()
-
-
 def _unusable(config: ModelConfig, error: BaseException) -> ModelError:
     """The error of transformers in one line, with a hint."""
     said = _first_line(error)
@@ -270,5 +264,6 @@ def describe(model: PreTrainedModel, config: ModelConfig, *, checksum: bool) -> 
         tied_embeddings=tied,
         head="score" if has_score_layer(model) else "lm",
         size=decoder_size(model),
+        recomputed_layers=recomputed_layers(model),
         weights_checksum=checksum_weights(digests) if checksum else "",
     )

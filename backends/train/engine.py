@@ -112,12 +112,13 @@ class HfTrainEngine(TrainEngine):
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
         """As `__init__` goes about it, up to where memory is needed."""
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
-        policy = Policy(held.model, config.engine, torch.device(config.model.device))
+        policy = Policy(held.model, config)
         said = cls._wrapped_on_meta(policy, config, rank)
         if config.sequence_parallel > 1:
             with pretended_group(rank):
                 group = sequence_group(rank, config.sequence_parallel)
                 said = replace(said, model=_on_sequences(said.model, group))
+        said = replace(said, model=said.model.model_copy(update={"activation_offload": config.activation_offload}))
         return said if config.model.head == "lm" else replace(said, not_seen=(*said.not_seen, "new_head"))
 
     @classmethod
@@ -127,6 +128,7 @@ class HfTrainEngine(TrainEngine):
 
     def built(self) -> ModelBuilt:
         about = _on_sequences(self._built(), self.sequences.group)
+        about = about.model_copy(update={"activation_offload": self.policy.offload is not None})
         if not has_score_layer(self.policy.model):
             return about
         weights = [weight for _, weight in self._full_weights(score_names(self.policy.model))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from transformers import PreTrainedModel
 from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies, copy_rows
+from backends.train.activations.activation_offload import ActivationOffload
 from backends.train.lm_head import Head, LogprobTask, LossTask
 from backends.train.rms_norm import use_fast_norms
 from backends.train.score_head import ScoreHead, ValueLossTask, ValueTask
+from specs.wire.role_config import TrainConfig
 
 Task = LossTask | LogprobTask | ValueLossTask | ValueTask
 
@@ -21,15 +24,16 @@ Task = LossTask | LogprobTask | ValueLossTask | ValueTask
 class Policy(nn.Module):
     """Backbone and head. This is the module that engines wrap: no part of the model may run outside its `forward`."""
 
-    def __init__(self, model: PreTrainedModel, table: Any, device: torch.device) -> None:
-        """`table`: of any engine of this family, which all have `logits_chunk`."""
+    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
         super().__init__()
         self.model = model
+        on_gpu = config.model.device != "cpu"
+        table: Any = config.engine  # each engine of this family has a table with `logits_chunk`
+        self.offload = ActivationOffload(torch.device(config.model.device)) if config.activation_offload else None
         if has_score_layer(model):
             self.head: Any = ScoreHead(model)
         else:
-            vocabulary = model.config.get_text_config().vocab_size
-            self.head = Head(model, table.logits_chunk(vocabulary, on_gpu=device.type == "cuda"))
+            self.head = Head(model, table.logits_chunk(model.config.get_text_config().vocab_size, on_gpu=on_gpu))
         use_fast_norms(model)
 
     def forward(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
@@ -38,5 +42,6 @@ class Policy(nn.Module):
         logits what enters it, [N, E] and [T, E]."""
         if rows_N is None:
             return self.head.by_own_forward(row.inputs)
-        hidden_TE = self.model.base_model(**row.inputs)[0][0]
+        with nullcontext() if self.offload is None else self.offload.saving():
+            hidden_TE = self.model.base_model(**row.inputs)[0][0]
         return self.head.answer(copy_rows(hidden_TE, rows_N), task)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from backends.hf.hf_model import recompute_activations
+from backends.hf.recompute import recompute_activations
 from backends.train.hf_weights import aliases_of
 from backends.train.lora import Adapters
 from specs.errors import ModelError
@@ -45,5 +45,5 @@ def hold_model(config: TrainConfig, dtype: DType, make: Make) -> HeldModel:
     if config.lora is not None:
         adapters = Adapters(model, config.lora, seed=config.model.seed, path=config.model.path)
     if config.gradient_checkpointing:
-        recompute_activations(model)
+        recompute_activations(model, config.gradient_checkpointing)
     return HeldModel(model, aliases, adapters)

@@ -50,7 +50,7 @@ class ZeroTrainEngine(HfTrainEngine):
         model = held.model
         if cuts:
             cut_model(deepspeed, model, ds_config, self.device)
-        self.policy = Policy(model, config.engine, self.device)
+        self.policy = Policy(model, config)
         self.adamw = None if config.optimizer is None else _adamw(self.policy, config.optimizer)
         self.deepspeed: Any = None
         self.parts: Partitions | None = None

@@ -16,6 +16,7 @@ from specs.schema.spec import DType
 
 _FP32 = 4
 _LEARN: frozenset[Moment] = frozenset({"train"})
+OFFLOADED_LAYERS = 2  # whose activations are on their way to the host or back
 # RMSNorms that backends/train/rms_norm.py computes on the CPU in fp32, keeping less.
 _LEAN_NORMS = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -28,11 +29,12 @@ class Pass:
     config: Mapping[str, Any]  # config.json
     dtype: DType
     device: str
-    tokens: int  # T
+    tokens: int  # T, of a row as this rank holds it
     longest: int  # tokens of the longest sequence
     logits_chunk: int
     attention: str
-    recompute: bool
+    recomputed: int  # layers
+    offloaded: bool = False  # what is kept waits in host memory
     head: HeadKind = "lm"
     trains_head: bool = True
     adds_head_gradient: bool = False  # straight into what the engine holds
@@ -50,15 +52,19 @@ class Pass:
 
 def learning_parts(work: Pass) -> Iterator[Part]:
     """Of a forward pass with its backward pass."""
-    layers, width = work.facts.layers, work.facts.hidden_size
+    layers, again = work.facts.layers, min(work.recomputed, work.facts.layers)
     kept = _layer_bytes(work)
-    row = work.tokens * width * work.size
+    row = work.tokens * work.facts.hidden_size * work.size
     outside = 3 * row  # embeddings, the last norm
-    activations = layers * row + kept if work.recompute else layers * kept
-    yield Part("activations", activations + outside, _LEARN)
+    of_layers = again * row + (layers - again) * kept
+    if work.offloaded:
+        yield Part("activations, offloaded", of_layers, _LEARN, host=True)
+        of_layers = min(of_layers, OFFLOADED_LAYERS * (row if again == layers else kept))
     # The head runs when all that is kept is there, but for the layer that is recomputed; a layer's backward pass when
-    # the layer's own activations are there too.
-    logits, backward = _head_bytes(work) - (kept if work.recompute else 0), _backward_bytes(work)
+    # the layer's own activations are there too. The layers that are recomputed come last on the way back.
+    all_again = again == layers
+    yield Part("activations", of_layers + outside + (kept if all_again else 0), _LEARN)
+    logits, backward = _head_bytes(work) - (kept if all_again else 0), _backward_bytes(work)
     name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
     yield Part(name, max(logits, backward), _LEARN)
 

@@ -116,6 +116,7 @@ def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str
 def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, tokens: int) -> Pass:
     here = section.engine if isinstance(section.engine, TrainedHere) else None
     chunk = tokens if here is None else here.logits_chunk(model.facts.vocab_size, on_gpu=device != "cpu")
+    again = getattr(section, "gradient_checkpointing", False)
     return Pass(
         facts=model.facts,
         config=model.config,
@@ -125,7 +126,8 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         longest=spec.longest_tokens(role),
         logits_chunk=chunk,
         attention=spec.attention(role),
-        recompute=bool(getattr(section, "gradient_checkpointing", False)),
+        recomputed=model.facts.layers if again is True else int(again),
+        offloaded=getattr(section, "activation_offload", False) and device != "cpu",
         head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,
         adds_head_gradient=here is not None and here.adds_gradients_in_place(section.dtype),

@@ -83,7 +83,7 @@ def _micro_batch(planner: Planner) -> Iterator[Suggestion]:
 
 def _instead(spec: Spec) -> str:
     """What saves the most, when fewer tokens do not help."""
-    if not spec.actor.gradient_checkpointing:
+    if spec.actor.gradient_checkpointing is not True:
         return "set actor.gradient_checkpointing = true"
     return spec.actor.engine.memory_hint(spec.actor.processes) or "use more GPUs, a smaller model, or actor.lora"
 

@@ -57,6 +57,12 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
         return expected | ({"vocab_size": config["vocab_size"]} if "vocab_size" in config else {})
     if section.engine.model_of == "transformers":
         expected |= _shape(config)
+        expected["activation_offload"] = getattr(section, "activation_offload", False)
+        recomputed = getattr(section, "gradient_checkpointing", False)
+        if recomputed is not True:
+            expected["recomputed_layers"] = int(recomputed)
+        elif "layers" in expected:
+            expected["recomputed_layers"] = expected["layers"]
         tensors = tensors_of_config(config)
         if tensors is not None and "tied_embeddings" in expected:
             tensors = tensors if head == "lm" else tensors.with_score_layer(expected["hidden_size"])

@@ -29,7 +29,7 @@ from specs.packages import installed_here
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
-from specs.schema.spec import Spec
+from specs.schema.spec import Learner, Spec
 from specs.text import show
 
 
@@ -152,8 +152,17 @@ def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, Mo
         engine, own_config = engine_of(section), others[role].config if role in others else config
         if (facts := model_facts(own_config)) is not None and engine is not None:
             yield from engine.model_problems(section, facts)
+            if isinstance(section, Learner):
+                yield from _more_than_all_layers(role, section, facts.layers)
         if (degree := sequence_parallel_of(section)) > 1:
             yield from sequence_problems(f"{role}.sequence_parallel", degree, own_config)
+
+
+def _more_than_all_layers(role: RoleName, section: Learner, layers: int) -> Iterator[Problem]:
+    count = section.gradient_checkpointing
+    if count is not True and count > layers > 0:
+        hint = f"use at most {layers}, or true for all of them"
+        yield Problem(f"{role}.gradient_checkpointing", f"the model has {layers} layers", hint, show(count))
 
 
 def _tokens(actor: ModelCheck, other: ModelCheck) -> tuple[list[Problem], list[Problem]]:

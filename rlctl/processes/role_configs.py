@@ -47,6 +47,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             micro_batch_tokens=section.micro_batch_tokens,
             sequence_parallel=section.sequence_parallel,
             gradient_checkpointing=getattr(section, "gradient_checkpointing", False),
+            activation_offload=getattr(section, "activation_offload", False),
             temperature=spec.rollout.temperature,
         )
 

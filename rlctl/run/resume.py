@@ -32,7 +32,8 @@ MAY_CHANGE = (
 # The same of every role: where it runs, and how its model is held.
 _OF_A_ROLE = (
     *RoleSection.model_fields,
-    *("engine", "micro_batch_tokens", "sequence_parallel", "gradient_checkpointing", "attn_implementation"),
+    *("engine", "micro_batch_tokens", "sequence_parallel", "attn_implementation"),
+    *("gradient_checkpointing", "activation_offload"),
 )
 
 # What only an engine may change of itself whose table says so (`resumes_reshaped`).

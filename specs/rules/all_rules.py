@@ -23,10 +23,11 @@ from specs.rules.sequence_rules import sharing_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
 from specs.rules.transport_rules import transport_problems
 from specs.schema.algorithms.algorithm_tables import ValueLossKeys
+from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import devices_of_a_process, sequence_parallel_of
 from specs.schema.rewards import Overlong
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import Optimizer, RoleSection, Spec
+from specs.schema.spec import Learner, Optimizer, RoleSection, Spec
 from specs.schema.table import no_effect
 from specs.text import show
 
@@ -170,6 +171,15 @@ def _optimizer(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"{role}.optimizer.betas", "each must be at least 0 and below 1", hint, show(optimizer.betas))
 
 
+def _activations(spec: Spec) -> Iterator[Problem]:
+    for role, section in spec.sections():
+        engine = engine_of(section)
+        if not isinstance(section, Learner) or engine is None or engine.model_of == "bigram":
+            continue  # said by the engine
+        if section.activation_offload and not section.devices:
+            yield no_effect(f"{role}.activation_offload", section, f"{role} runs on the CPU")
+
+
 # ── data, reward and what surrounds them ──────────────────────────────────────────────────────────
 
 
@@ -249,6 +259,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     algorithm_problems,
     _lora,
     _optimizer,
+    _activations,
     _logprob_gap,
     _roles,
     deadline_problems,

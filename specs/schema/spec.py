@@ -9,9 +9,9 @@ reference (`docs/spec.md`) prints. Unknown keys are refused at every depth. Rule
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from specs.attention import Attention
 from specs.rounding import Tolerance
@@ -31,7 +31,7 @@ from specs.schema.sections import (
     RunSection,
     SyncSection,
 )
-from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table
+from specs.schema.table import NonEmpty, NonEmptyPath, PathText, Table, unusable
 from specs.schema.tracker_tables import TrackerTable
 
 SCHEMA_VERSION = 1
@@ -121,15 +121,34 @@ class Lora(Table):
     )
 
 
-class ActorSection(ModelRole):
+def some_layers(value: Any) -> bool | int:
+    """True, False, or how many."""
+    if isinstance(value, bool) or (isinstance(value, int) and value > 0):
+        return value
+    raise unusable("must be true, false, or a number of layers above 0", "true: all layers; 8: the first eight")
+
+
+class Learner(ModelRole):
+    """A role that learns."""
+
+    gradient_checkpointing: Annotated[bool | int, PlainValidator(some_layers)] = Field(
+        False,
+        description="Recompute activations in the backward pass to save memory: `true` those of all layers, a number "
+        "those of the first so many.",
+    )
+    activation_offload: bool = Field(
+        False,
+        description="Let activations wait in host memory for the backward pass; with `gradient_checkpointing` what "
+        "enters each layer, which is little and hides behind the computation.",
+    )
+    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
+
+
+class ActorSection(Learner):
     """The model that learns."""
 
     engine: TrainEngineTable = Field(DdpTable(), description="How the actor is held.")
     lora: Lora | None = Field(None, description="Train low-rank adapters instead of the whole model.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
-    )
-    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
 
 
 class RefSection(ModelRole):
@@ -140,7 +159,7 @@ class RefSection(ModelRole):
     engine: TrainEngineTable = Field(DdpTable(), description="How the reference is held.")
 
 
-class CriticSection(ModelRole):
+class CriticSection(Learner):
     """The model that predicts what a completion will still earn. Exists only where `algorithm.kind` asks for it
     (`ppo`). Without the section it is held and learns as the actor's says, without adapters."""
 
@@ -150,10 +169,6 @@ class CriticSection(ModelRole):
         "critic), else made anew; empty: the actor's own starting weights with a new head.",
     )
     engine: TrainEngineTable = Field(DdpTable(), description="How the critic is held.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
-    )
-    optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
 
 
 class RewardModelSection(ModelRole):

@@ -26,6 +26,8 @@ class ModelBuilt(Table):
     tied_embeddings: bool
     mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: nothing is cut
     head: str = "lm"  # or "score": one number for each token
+    recomputed_layers: int = 0  # those whose activations are computed again in the backward pass
+    activation_offload: bool = False  # whether activations wait in host memory for the backward pass
     new_head: bool = False  # its weights are all zero: the checkpoint had none
     size: DecoderSize | None = None  # what decides how much arithmetic it is; None: not known
     weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync

@@ -42,7 +42,8 @@ class TrainConfig(Table):
     total_optimizer_steps: int
     micro_batch_tokens: int
     sequence_parallel: int = 1  # ranks that share samples
-    gradient_checkpointing: bool
+    gradient_checkpointing: bool | int  # how many of the first layers, True: all
+    activation_offload: bool = False
     temperature: float  # log-probs are those of softmax(logits / temperature)
 
 

@@ -52,6 +52,7 @@ def sequences(degree: int) -> dict[str, Any]:
     return {"sequence_parallel": degree, "micro_batch_tokens": MICRO_BATCH_TOKENS // degree}
 
 
+ONE_AGAIN: dict[str, Any] = {"gradient_checkpointing": 1, "activation_offload": True}
 # Changes to `train_config`, by the name of a case. One that starts with "4:" runs on four ranks, others on two.
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"engine": DdpTable()},
@@ -62,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2 offload": {"engine": Fsdp2Table(offload="cpu")},
     "fsdp2 sync every micro-batch": {"engine": Fsdp2Table(sync_every_micro_batch=True)},
     "fsdp2 recompute": {"engine": Fsdp2Table(reshard_after_forward=False), "gradient_checkpointing": True},
+    "fsdp2 recompute one, offload activations": {"engine": Fsdp2Table(), **ONE_AGAIN},
     "ddp critic": {"engine": DdpTable(), **VALUES},
     "ddp critic bf16": {"engine": DdpTable(), **VALUES_BF16},
     "fsdp2 critic": {"engine": Fsdp2Table(), **VALUES},
@@ -98,6 +100,7 @@ if find_spec("deepspeed") is not None:
         "zero2 offload": {"engine": ZeroTable(stage=2, **ON_HOST)},
         "zero3 offload": {"engine": ZeroTable(**ZERO3, **ON_HOST, offload_parameters=True)},
         "zero3 recompute": {"engine": ZeroTable(**ZERO3), "gradient_checkpointing": True},
+        "zero3 recompute one, offload activations": {"engine": ZeroTable(**ZERO3), **ONE_AGAIN},
         "zero3 small ones whole": {"engine": ZeroTable(stage=3)},
         "zero1 critic sequences": {"engine": ZeroTable(stage=1), **sequences(2), **VALUES},
         "4:zero3 sequences 2 eager": {"engine": ZeroTable(**ZERO3), **sequences(2), **EAGER},
@@ -239,6 +242,9 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     `offload`: whether to leave the device in every step. One more step follows."""
     config = train_config(model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **CASES[job["case"]]})
     engine = train_engine(config.engine.kind).build(config, rank)
+    policy: Any = engine.policy  # type: ignore[attr-defined]
+    if policy.offload is not None:
+        policy.offload.smallest_bytes = 0
     mesh = engine.built().mesh
     report = resume(engine, Path(job["load"])) if "load" in job else train(engine, job, rank)
     unchanged = engine.built().weights_checksum == report["checksum"]

@@ -125,7 +125,12 @@ def _without_effect(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     why = "the fake engine is a numpy model in fp32 on the CPU"
     if section.devices:
         yield no_effect(f"{role}.devices", section, why)
-    for key, unused in (("dtype", "fp32"), ("attn_implementation", None), ("gradient_checkpointing", False)):
+    for key, unused in (
+        ("dtype", "fp32"),
+        ("attn_implementation", None),
+        ("gradient_checkpointing", False),
+        ("activation_offload", False),
+    ):
         if getattr(section, key, None) not in (unused, None):
             yield no_effect(f"{role}.{key}", section, why)
     if getattr(section, "lora", None) is not None:

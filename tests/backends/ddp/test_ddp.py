@@ -31,6 +31,7 @@ from train_helpers import (
 from backends.ddp.engine import DdpTrainEngine
 from backends.hf.hf_model import DTYPES
 from backends.packed.row_ops import RowCopies, copy_rows
+from backends.train.activations.activation_offload import ActivationOffload
 from backends.train.lm_head import Head, LogprobTask, LossTask, target_logprob
 from backends.train.losses import TokenColumns, policy_loss
 from backends.train.tensor_shards import ShardReader
@@ -236,14 +237,25 @@ def test_the_heads_gradient_is_not_held_twice(qwen2: Path) -> None:
         assert engine.policy.head.adds_gradient == added
 
 
-def test_gradient_checkpointing_changes_nothing(qwen2: Path) -> None:
-    results = []
-    for checkpointing in (False, True):
-        engine, batch = engine_of(qwen2, gradient_checkpointing=checkpointing), make_batch()
-        assert engine.policy.model.is_activation_checkpointing == checkpointing
-        engine.forward_backward(batch, grpo(), scale_of(batch))
-        results.append(gradients(engine))
-    assert largest_gap(*results) < 1e-6
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("chosen", "layers"), [(False, 0), (1, 1), (2, 2), (True, 2)])
+def test_where_activations_wait_changes_nothing(qwen2: Path, chosen: bool | int, layers: int, offload: bool) -> None:
+    """Recomputed or in host memory: gradients are the same to the bit."""
+    plain, engine = engine_of(qwen2), engine_of(qwen2, gradient_checkpointing=chosen, activation_offload=offload)
+    built, batch = engine.built(), make_batch()
+    assert (built.recomputed_layers, built.activation_offload) == (layers, offload)
+    if offload:
+        engine.policy.offload = ActivationOffload(engine.device, smallest_bytes=0)
+    for each in (plain, engine):
+        each.forward_backward(batch, grpo(), scale_of(batch))
+    assert largest_gap(gradients(plain), gradients(engine)) == 0
+    if offload:
+        assert engine.policy.offload.offloaded_bytes > 0
+
+
+def test_more_layers_than_there_are_cannot_be_recomputed(qwen2: Path) -> None:
+    with pytest.raises(ModelError, match="has 2 layers"):
+        engine_of(qwen2, gradient_checkpointing=3)
 
 
 def test_bf16_follows_fp32_and_keeps_fp32_masters(qwen2: Path) -> None:

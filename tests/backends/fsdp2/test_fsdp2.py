@@ -30,8 +30,8 @@ from train_helpers import (
     write_model,
 )
 
-from backends.fsdp2.sharding import decoder_layers
 from backends.hf.hf_model import build_model, build_on_meta, named_weights
+from backends.hf.recompute import decoder_layers
 from backends.train import hf_weights
 from backends.train.hf_weights import aliases_of, stream_into
 from backends.train.tensor_shards import Shard
@@ -109,7 +109,7 @@ def test_a_role_that_does_not_learn_holds_compute_precision(qwen2: Path) -> None
 
 def test_each_layer_is_gathered_by_itself(qwen2: Path) -> None:
     engine = engine_of(qwen2)
-    layers = decoder_layers(engine.policy.model)
+    layers = decoder_layers(engine.policy.model, needed="", hint="")
     assert [type(layer).__name__ for layer in layers] == ["FSDPQwen2DecoderLayer"] * 2
     assert engine.units[:2] == layers
     assert engine.units[2] is engine.policy
@@ -146,7 +146,7 @@ def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
     model = build_on_meta(model_config(write_model(tmp_path / "model", QWEN2)))
     model.model.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(model.model.layers)})
     with pytest.raises(ModelError, match="no list of its 2 decoder layers"):
-        decoder_layers(model)
+        decoder_layers(model, needed="by which it is cut", hint="")
 
 
 def test_weights_that_change_are_gathered_anew(qwen2: Path, tmp_path: Path) -> None:

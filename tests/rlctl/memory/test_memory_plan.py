@@ -138,6 +138,25 @@ def test_recomputing_saves_activations(planned: Any) -> None:
     assert part(kept, "actor", "activations") > 8 * part(recomputed, "actor", "activations")
 
 
+def test_layers_are_recomputed_one_by_one(planned: Any) -> None:
+    """28 layers: half of them recomputed keep half, and need no layer's worth to do it; all of them the least."""
+    none, half, most, every = (
+        part(planned("grpo-8gpu-colocated", f"actor.gradient_checkpointing={value}"), "actor", "activations")
+        for value in ("false", 14, 27, "true")
+    )
+    assert half / none == pytest.approx(0.5, abs=0.05)
+    assert every == pytest.approx(most, rel=0.02)
+
+
+def test_what_is_offloaded_waits_on_the_host(planned: Any) -> None:
+    kept = planned("grpo-8gpu-colocated")
+    away = planned("grpo-8gpu-colocated", "actor.activation_offload=true")
+    moved = part(away, "actor", "activations, offloaded")
+    assert moved > 0
+    left = part(away, "actor", "activations")
+    assert left == pytest.approx(part(kept, "actor", "activations") - moved * 26 / 28, rel=1e-3)
+
+
 def test_a_frozen_reference_has_weights_alone(planned: Any) -> None:
     plan = planned("grpo-8gpu-colocated", "algorithm.kl_coef=0.1")
     names = {p["name"] for p in plan["roles"]["ref"]["parts"]}

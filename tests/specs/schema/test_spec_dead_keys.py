@@ -177,6 +177,8 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "actor.lora": {"actor.lora": {}, "model.from_scratch": False},
     "actor.optimizer.min_lr_ratio": {"actor.optimizer.schedule": "linear"},
     "actor.optimizer.warmup_steps": {"actor.optimizer.schedule": "linear"},
+    "actor.activation_offload": {"actor.devices": [0]},
+    "critic.activation_offload": {"critic.devices": [0]},
     "actor.engine.offload": {"actor.devices": [0]},
     "actor.engine.offload_optimizer": {"actor.devices": [0]},
     "actor.engine.offload_parameters": {"actor.devices": [0]},

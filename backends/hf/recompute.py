@@ -1,0 +1,60 @@
+"""Which decoder layers compute their activations a second time, in the backward pass (Chen et al. 2016).
+
+It is the first layers that do: when their turn comes on the way back, all that the later ones kept is gone.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specs.errors import ModelError
+
+
+def decoder_layers(model: PreTrainedModel, *, needed: str, hint: str) -> list[nn.Module]:
+    """The model's blocks in their order. Raises ModelError for a model that has no list of them; `needed`: what for, as
+    the end of a sentence."""
+    found = _decoder_layers(model)
+    if not found:
+        count = model.config.get_text_config().num_hidden_layers
+        raise ModelError(f"{type(model).__name__} has no list of its {count} decoder layers, {needed}", hint=hint)
+    return found
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    count = model.config.get_text_config().num_hidden_layers
+    unsplit = set(model._no_split_modules or ())
+    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    named = [layers for layers in lists if {type(layer).__name__ for layer in layers} <= unsplit]
+    return next(iter(named or lists), [])
+
+
+def recompute_activations(model: PreTrainedModel, chosen: bool | int) -> None:
+    """Gradient checkpointing of the first `chosen` layers, True: of all. Needs train mode, which changes nothing else:
+    dropout is off. Raises ModelError where a part of the layers cannot be chosen."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    model.train()
+    if chosen is True:
+        return
+    hint = "set gradient_checkpointing = true: all of it is recomputed"
+    layers = decoder_layers(model, needed="of which some would be recomputed", hint=hint)
+    if chosen > len(layers):
+        raise ModelError(
+            f"gradient_checkpointing = {chosen}: {type(model).__name__} has {len(layers)} layers",
+            hint="set gradient_checkpointing = true for all of them",
+        )
+    if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        raise ModelError(f"layers of {type(model).__name__} cannot be recomputed one by one", hint=hint)
+    for layer in layers[chosen:]:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def recomputed_layers(model: PreTrainedModel) -> int:
+    """How many layers would be recomputed now, read back from them."""
+    if not model.training or not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return 0
+    layers = _decoder_layers(model)
+    if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        return int(model.config.get_text_config().num_hidden_layers)  # the model's own loop over them decides
+    return sum(bool(layer.gradient_checkpointing) for layer in layers)

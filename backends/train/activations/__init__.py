@@ -1,0 +1,1 @@
+"""What a forward pass keeps for the backward pass, and where."""
