@@ -22,7 +22,7 @@ from ulysses_worker import CASES, DEGREES, LENGTHS
 from backends.hf.hf_model import build_model
 from backends.packed.packed_attention import sdpa_by_layout
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
-from backends.ulysses.split_attention import eager_function, sharing
+from backends.ulysses.split_attention import _whole_row_kwargs, eager_function, sharing
 from specs.errors import ModelError
 
 FIRST_OF_TWO = SequenceGroup(None, 2, 0)
@@ -152,6 +152,19 @@ def test_eager_attention_is_the_models_own() -> None:
 
     assert eager_function(Gemma2Attention) is eager_function(Wrapped) is of_gemma2
     assert eager_function(Silent) is None
+
+
+def test_sinks_are_those_of_the_ranks_heads_with_their_gradient() -> None:
+    """As kernels take them; eager attention reads them from the module (gpt_oss above)."""
+    sinks = torch.arange(4.0, requires_grad=True)
+    given = _whole_row_kwargs(
+        nn.Identity(), 4, {"s_aux": sinks, "scaling": 0.5, "position_ids": sinks}, SequenceGroup(None, 2, 1)
+    )
+    assert given["s_aux"].tolist() == [2, 3]
+    assert given.keys() == {"s_aux", "scaling"}  # positions are of the rank's rows alone
+    given["s_aux"].sum().backward()
+    assert sinks.grad is not None
+    assert sinks.grad.tolist() == [0, 0, 1, 1]
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────
