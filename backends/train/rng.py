@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from specs.errors import CheckpointError
 
+NO_STATES: Mapping[str, Tensor] = MappingProxyType({})
 _OF_SEQUENCES = "sequences."
 
 
-def write_rng(folder: Path, rank: int, of_sequences: Mapping[str, Tensor]) -> Path:
-    """This process's generators, and those of its sequence group."""
+def write_rng(folder: Path, rank: int, of_sequences: Mapping[str, Tensor] = NO_STATES) -> Path:
+    """This process's generators, and those of its sequence group where it has one."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
