@@ -378,8 +378,9 @@ class Driver:
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Reward of greedy completions of the held-out prompts, with the weights after `step` steps."""
+    def evaluate(self, step: int) -> StepRecord:
+        """Metrics of greedy completions of the held-out prompts, with the weights after `step` steps, and all of these
+        completions."""
         section = self.spec.eval
         assert section is not None
         self.send_weights(step)
@@ -389,9 +390,8 @@ class Driver:
             if self.eval_prompts is None:
                 self.eval_prompts = sampler.held_out(section.prompts, step)
             drawn = sampler.start(self.eval_prompts, sampler.greedy(), step, "eval").finish()
-        reward_R = drawn.scored.reward_B[Rollouts.of(drawn.batch["rollout_B"]).first_R]
-        counts = {f"eval/{section.name}/{name}": value for name, value in drawn.scored.counts.items()}
-        return {f"eval/{section.name}/reward_mean": float(reward_R.mean(dtype=np.float64)), **counts}
+        metrics = {f"eval/{section.name}/{name}": value for name, value in step_metrics.evaluated(drawn).items()}
+        return StepRecord(metrics, [{"name": section.name, **sample} for sample in drawn.scored.samples])
 
 
 def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:

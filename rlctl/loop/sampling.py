@@ -213,7 +213,8 @@ class Generation:
 
     def _take(self, message: Message) -> None:
         part = message.batch
-        shown = 0 if self._parts else self.show
+        kept = len(part) if self.what == "eval" else self.show  # of an evaluation every completion is kept
+        shown = kept if self.what == "eval" or not self._parts else 0
         request = bodies.Score(what=self.what, samples=shown, rows=self.prompts.rows_of(part))
         columns = part.only(COLUMNS[Verb.SCORE].needs).columns
         self._parts.append(part)

@@ -58,6 +58,10 @@ class RunDir:
         return self.path / "samples.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        return self.path / "eval.jsonl"
+
+    @property
     def as_built(self) -> Path:
         return self.path / "as_built.json"
 

@@ -154,7 +154,8 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
         progress.follow(groups.moving)
         keep_to = None if not resume else checkpoint.step if checkpoint else -1
         if keep_to is not None:
-            truncate_samples_after(run_dir.samples, keep_to, progress.warning)
+            for file in (run_dir.samples, run_dir.evaluations):
+                truncate_samples_after(file, keep_to, progress.warning)
         metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to))
         trackers = stack.enter_context(
             open_trackers(spec, run_dir.path, resume=resume, say=progress.message, warn=progress.warning)
@@ -239,8 +240,9 @@ class Run:
         driver.begin(self.done)
         if section and self.done == 0:
             before = driver.evaluate(0)
-            self._log({"step": 0, **before})
-            self.progress.evaluation(section.name, 0, before[f"eval/{section.name}/reward_mean"])
+            self._log({"step": 0, **before.metrics})
+            self._keep_evaluation(0, before.samples)
+            self.progress.evaluation(section.name, 0, before.metrics[f"eval/{section.name}/reward_mean"])
 
     def _step(self, step: int) -> None:
         spec, last = self.spec, step == self.spec.run.steps
@@ -251,7 +253,9 @@ class Run:
         self.done = step
         try:
             if spec.eval and (step % spec.eval.every == 0 or last):
-                record.metrics.update(self.driver.evaluate(step))
+                evaluated = self.driver.evaluate(step)
+                record.metrics.update(evaluated.metrics)
+                self._keep_evaluation(step, evaluated.samples)
         finally:  # also when interrupted: no checkpoint may be ahead of the metrics
             record.metrics["time/wall_s"] = time.monotonic() - started
             self._log(record.metrics, record.samples)
@@ -275,6 +279,10 @@ class Run:
             for sample in samples:
                 file.write(json_text({"step": metrics["step"], **sample}) + "\n")
         self.trackers.log(metrics, samples)
+
+    def _keep_evaluation(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        with open(self.run_dir.evaluations, "a", encoding="utf-8") as file:
+            file.writelines(json_text({"step": step, **sample}) + "\n" for sample in samples)
 
     def _where_to_resume(self) -> str:
         saved = self.saver.saved

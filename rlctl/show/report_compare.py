@@ -56,7 +56,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[ComparedRun]:
             hint = "name run directories, as `rlctl train` makes them"
             raise RunDirError(f"{run_dir} is no run: its resolved.json {error}", hint=hint) from None
         ends = [line for line in read_journal(run_dir) if line["event"] in ("start", "end")]
-        outcome = str(ends[-1].get("outcome", "no word of its end")) if ends else "–"
+        outcome = str(ends[-1].get("outcome", "unfinished")) if ends else "–"
         runs.append(ComparedRun(name, read_metrics(run_dir / "metrics.jsonl"), resolved, outcome))
     return runs
 
@@ -97,7 +97,11 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def finals(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row of texts for each run: a table for a page or a terminal."""
     evals = dict.fromkeys(
-        key for run in runs for line in run.records for key in line if key.startswith("eval/") and key.endswith("_mean")
+        key
+        for run in runs
+        for line in run.records
+        for key in line
+        if key.startswith("eval/") and key.endswith("/reward_mean")
     )
     keys = {f"eval {key.split('/')[1]}": key for key in evals} | FINALS
     rows = []
@@ -139,7 +143,11 @@ def _charts(runs: Sequence[ComparedRun]) -> str:
     """A chart of each metric, with a line of each run: as many runs as can be told apart."""
     wanted = {"Reward": ("reward/mean", "")}
     evals = dict.fromkeys(
-        key for run in runs for line in run.records for key in line if key.startswith("eval/") and key.endswith("_mean")
+        key
+        for run in runs
+        for line in run.records
+        for key in line
+        if key.startswith("eval/") and key.endswith("/reward_mean")
     )
     wanted |= {f"Eval {key.split('/')[1]}": (key, "") for key in evals}
     wanted["Reward spread"] = ("reward/std", "standard deviation")

@@ -157,5 +157,5 @@ def test_a_report_can_be_written_of_a_run_that_was_killed(whole: Path, tmp_path:
     assert "Ended after step 6 without a word" in (run / "report.html").read_text()
     assert main(["report", str(run), str(whole), "--out", str(tmp_path / "both.html")]) == 0
     assert "2 runs" in (tmp_path / "both.html").read_text()
-    assert "no word of its end" in capsys.readouterr().out
+    assert "unfinished" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 2

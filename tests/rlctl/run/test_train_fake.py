@@ -49,6 +49,15 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     assert (run / "logs" / "attempt_1" / "actor" / "rank0.log").is_file()
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
     assert {"step", "prompt", "completion", "reward"} <= set(sample)
+    answers = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in answers] == [0] * 4 + [3] * 4 + [4] * 4, "every completion of every evaluation"
+    for step in (3, 4):
+        rewards = [line["reward"] for line in answers if line["step"] == step]
+        told = next(line for line in metrics(run) if line["step"] == step)
+        assert told["eval/mine/reward_mean"] == pytest.approx(sum(rewards) / 4)
+        assert told["eval/mine/term_0"] == pytest.approx(sum(rewards) / 4)
+        assert told["eval/mine/finished"] == sum(line["finished"] for line in answers if line["step"] == step) / 4
+        assert told["eval/mine/failed"] == 0
     nothing_left(run)
 
 

@@ -367,7 +367,7 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
     headings, rows = finals(runs)
     table = [dict(zip(headings, row, strict=True)) for row in rows]
     assert [row["steps"] for row in table] == ["20", "40"]
-    assert [row["end"] for row in table] == ["no word of its end", "done"]
+    assert [row["end"] for row in table] == ["unfinished", "done"]
     last = [1 - math.exp(-step / 30) for step in (19, 20)]
     assert table[0]["reward"] == f"{sum(last) / 2:.3f}"
     source = render_comparison(runs)
