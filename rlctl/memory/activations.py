@@ -29,12 +29,13 @@ class Pass:
     config: Mapping[str, Any]  # config.json
     dtype: DType
     device: str
-    tokens: int  # T, of a row as this rank holds it
+    tokens: int  # T, of a row as this rank holds it: a part, where ranks share rows
     longest: int  # tokens of the longest sequence
     logits_chunk: int
     attention: str
     recomputed: int  # layers
     offloaded: bool = False  # what is kept waits in host memory
+    sequence_parallel: int = 1  # ranks that share a row
     head: HeadKind = "lm"
     trains_head: bool = True
     adds_head_gradient: bool = False  # straight into what the engine holds
@@ -87,7 +88,9 @@ def _layer_bytes(work: Pass) -> int:
     facts, size = work.facts, work.size
     lean = facts.model_type in _LEAN_NORMS and work.device == "cpu" and work.dtype == "fp32"
     norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size)
-    query, key = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    # Ranks that share a row hold all of it for some heads, and a key-value head each at least.
+    kv_heads = max(facts.kv_heads, work.sequence_parallel)
+    query, key = facts.heads * facts.head_dim, kv_heads * facts.head_dim
     # Queries, keys, values and the output, which is kept once more in the order of the row.
     attention = (3 * query + 2 * key) * size
     if work.attention == "eager":

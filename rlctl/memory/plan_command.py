@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan
 from rlctl.memory.places import Place
 from rlctl.memory.role_memory import RoleMemory
-from rlctl.memory.suggest import USED_SHARE, Planner, Suggestion, suggestions
+from rlctl.memory.suggest import USED_SHARE, Planner, Suggestion, longest_sequences, suggestions
 from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB
 from specs.errors import UsageError
 from specs.load.load import load_spec
@@ -48,11 +48,12 @@ def plan_command(
     planner = Planner(spec, spec_path.absolute().parent, gpu_GiB or 0.0, host_GiB)
     plan = planner.plan()
     found = suggestions(planner, plan)
+    longest = longest_sequences(planner)
     notes += assumptions(plan)
     if as_json:
-        print(json_text(as_dict(plan, found, notes), indent=2))
+        print(json_text(as_dict(plan, found, notes, longest), indent=2))
     else:
-        _print(plan, found, notes)
+        _print(plan, found, notes, longest)
     return 0
 
 
@@ -85,12 +86,15 @@ def assumptions(plan: MemoryPlan) -> list[str]:
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def as_dict(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str]) -> dict[str, Any]:
+def as_dict(
+    plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str], longest: Mapping[int, int]
+) -> dict[str, Any]:
     """The plan as JSON; sizes in bytes."""
     return {
         "fits": None if plan.fits() and plan.not_known else plan.fits(),
         "roles": {role.role: _role(role, plan.moments) for role in plan.roles},
         "places": [_place(place, plan.moments) for place in plan.places],
+        "longest_sequences": {str(degree): tokens for degree, tokens in longest.items()},
         "suggestions": [asdict(suggestion) for suggestion in found],
         "assumptions": list(notes),
     }
@@ -134,7 +138,7 @@ def _place(place: Place, moments: Sequence[Moment]) -> dict[str, Any]:
 # ── for the person ────────────────────────────────────────────────────────────────────────────────
 
 
-def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str]) -> None:
+def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str], longest: Mapping[int, int]) -> None:
     from rlctl.show.screen import Screen
 
     out = Screen()
@@ -145,12 +149,25 @@ def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str]) 
     out.print()
     for place in plan.places:
         _print_place(out, place)
+    if longest:
+        out.print(_longest_table(longest))
+        out.print()
     for suggestion in found:
         out.print(_said(suggestion), soft_wrap=True)
     if found:
         out.print()
     for note in notes:
         out.print(f"· {note}", style="dim", soft_wrap=True)
+
+
+def _longest_table(longest: Mapping[int, int]) -> Table:
+    from rich.table import Table
+
+    table = Table("actor.sequence_parallel", *map(str, longest), box=None, pad_edge=False)
+    table.add_row(
+        "longest sequence that fits, tokens", *(f"{tokens:,}" if tokens else "none" for tokens in longest.values())
+    )
+    return table
 
 
 def _table(plan: MemoryPlan) -> Table:

@@ -9,13 +9,16 @@ from typing import Any
 
 from rlctl.memory.memory_plan import MemoryPlan, plan_memory
 from rlctl.memory.role_models import find_model
+from rlctl.models.shapes_fit import sequence_problems
 from specs.memory_parts import Moment
 from specs.schema.engines.held_model import Replica, replica_of
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT
 from specs.schema.spec import Spec
 
 USED_SHARE = 0.95  # of a device: allocators leave gaps
+DEGREES = (1, 2, 4, 8)
 _STEP_TOKENS = 256
+_LONGEST = 2**23
 _GRID = [share / 100 for share in range(95, 0, -5)]
 
 
@@ -66,19 +69,65 @@ def suggestions(planner: Planner, plan: MemoryPlan) -> list[Suggestion]:
 
 
 def _micro_batch(planner: Planner) -> Iterator[Suggestion]:
-    spec = planner.spec
-    least, now = spec.max_sequence_tokens, spec.actor.micro_batch_tokens
+    spec, degree = planner.spec, planner.spec.actor.sequence_parallel
+    least, now = -(-spec.max_sequence_tokens // degree), spec.actor.micro_batch_tokens
     share = spec.samples_per_step // spec.algorithm.mini_batches_per_step // spec.actor.processes
-    most = max(least, share * least)  # all that a rank gets of a mini-batch: more is never there
+    most = max(least, share * spec.max_sequence_tokens)  # all that a rank gets of a mini-batch: more is never there
     best = largest(lambda tokens: planner.fits(ACTOR, micro_batch_tokens=tokens), least, most, _STEP_TOKENS)
     key = "actor.micro_batch_tokens"
     if best is None:
-        yield Suggestion(key, now, None, f"not even one sequence of {least:,} tokens fits; {_instead(spec)}")
+        longest = spec.max_sequence_tokens
+        yield Suggestion(key, now, None, f"not even one sequence of {longest:,} tokens fits; {_instead(spec)}")
+        yield from _more_ranks_share(planner)
     elif best >= most:
         # More is of no use, and harmless.
         yield Suggestion(key, now, max(now, best), "a rank's whole share of a mini-batch fits at once")
     else:
         yield Suggestion(key, now, best, f"the largest that leaves {1 - USED_SHARE:.0%} of the device free")
+
+
+def _more_ranks_share(planner: Planner) -> Iterator[Suggestion]:
+    """The smallest degree at which a sequence of full length fits."""
+    longest, now = planner.spec.max_sequence_tokens, planner.spec.actor.sequence_parallel
+    for degree in degrees_of(planner):
+        part = -(-longest // degree)
+        if degree > now and planner.fits(ACTOR, sequence_parallel=degree, micro_batch_tokens=part):
+            why = f"each of {degree} ranks then computes {part:,} tokens of it: actor.micro_batch_tokens = {part}"
+            yield Suggestion("actor.sequence_parallel", now, degree, why)
+            return
+
+
+def degrees_of(planner: Planner) -> list[int]:
+    """How many of the actor's ranks may share a sequence: as processes, engine and attention heads allow."""
+    actor = planner.spec.actor
+    if not actor.engine.cuts_sequences:
+        return [1]
+    config = find_model(planner.spec, ACTOR, planner.spec_dir, may_build=True).config
+    fitting = [degree for degree in DEGREES if actor.processes % degree == 0]
+    return [degree for degree in fitting if not [*sequence_problems("", degree, config)]]
+
+
+def longest_sequences(planner: Planner) -> dict[int, int]:
+    """Degree of sequence parallelism → tokens of the longest sequence that the actor's devices then hold, one at a
+    time, with the rest of the spec as it is. 0: not even a short one fits. Empty where nothing is known to fit into."""
+    plan = planner.plan()
+    if ACTOR not in {role.role for role in plan.roles} or plan.not_known or not any(p.memory for p in plan.places):
+        return {}
+    found = {}
+    for degree in degrees_of(planner):
+
+        def fits(tokens: int, degree: int = degree) -> bool:
+            longer = replace(planner, spec=_with_longest(planner.spec, tokens * degree))
+            return longer.fits(ACTOR, sequence_parallel=degree, micro_batch_tokens=tokens)
+
+        part = largest(fits, _STEP_TOKENS, _LONGEST // degree, _STEP_TOKENS)
+        found[degree] = (part or 0) * degree
+    return found
+
+
+def _with_longest(spec: Spec, tokens: int) -> Spec:
+    response = max(1, tokens - spec.data.max_prompt_tokens)
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"max_response_tokens": response})})
 
 
 def _instead(spec: Spec) -> str:

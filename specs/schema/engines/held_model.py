@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, SCORING, Moment, Part
 from specs.model_facts import ModelFacts
 from specs.model_shapes import ModelTensors, ParameterShape
+from specs.schema.mesh import sequence_parallel_of
 from specs.schema.roles import ROLES, RoleName
 
 if TYPE_CHECKING:
@@ -102,12 +104,13 @@ def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrain
 
 
 def longest_share(spec: Spec, section: RoleSection) -> int:
-    """Most tokens that a rank of a trainer gets of a mini-batch; of a reward model, of a step."""
+    """Most tokens that a rank of a trainer holds of a mini-batch; of a reward model, of a step. At least its part of
+    the longest sequence."""
     own_limit = getattr(section, "max_sequence_tokens", None)
+    longest, samples = spec.max_sequence_tokens, spec.samples_per_step // spec.algorithm.mini_batches_per_step
     if own_limit is not None:
-        return max(int(own_limit), spec.samples_per_step * int(own_limit) // section.processes)
-    mini_batch_tokens = spec.samples_per_step // spec.algorithm.mini_batches_per_step * spec.max_sequence_tokens
-    return max(spec.max_sequence_tokens, mini_batch_tokens // section.processes)
+        longest, samples = int(own_limit), spec.samples_per_step
+    return max(ceil(longest / sequence_parallel_of(section)), samples * longest // section.processes)
 
 
 def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocated: bool, gpu_GiB: float) -> Replica:

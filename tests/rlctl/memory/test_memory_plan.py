@@ -157,6 +157,49 @@ def test_what_is_offloaded_waits_on_the_host(planned: Any) -> None:
     assert left == pytest.approx(part(kept, "actor", "activations") - moved * 26 / 28, rel=1e-3)
 
 
+def test_ranks_that_share_samples_hold_a_part_of_each(planned: Any) -> None:
+    """At a degree of 4 with a quarter of the tokens: a quarter of the activations, and weights as before."""
+    alone = planned("fsdp2-8gpu", "actor.micro_batch_tokens=32768")
+    shared = planned("fsdp2-8gpu", "actor.sequence_parallel=4", "actor.micro_batch_tokens=8192")
+    assert part(shared, "actor", "activations") == pytest.approx(part(alone, "actor", "activations") / 4, rel=1e-3)
+    assert part(shared, "actor", "master weights") == part(alone, "actor", "master weights")
+
+
+def test_key_value_heads_that_several_ranks_hold(planned: Any) -> None:
+    """Four of them: at a degree of 4 each rank has one, at 8 each is there twice."""
+    config = {**QWEN_7B, "hidden_size": 4096, "num_attention_heads": 32}
+    keys = ("actor.micro_batch_tokens=4096", "actor.gradient_checkpointing=false")
+    four, eight = (
+        part(planned("fsdp2-8gpu", f"actor.sequence_parallel={degree}", *keys, config=config), "actor", "activations")
+        for degree in (4, 8)
+    )
+    assert eight - four == 4096 * 28 * 2 * (8 - 4) * 128 * 2  # tokens, layers, keys and values, heads, head size, bf16
+
+
+def test_the_longest_sequence_that_fits(planned: Any) -> None:
+    """28 heads cannot be dealt out to 8 ranks. The more ranks share it, the longer it may be, and no longer."""
+    longest = {int(degree): tokens for degree, tokens in planned("fsdp2-8gpu")["longest_sequences"].items()}
+    assert list(longest) == [1, 2, 4]
+    assert 1.9 * longest[1] < longest[2] <= 2 * longest[1]
+    assert 1.9 * longest[2] < longest[4] <= 2 * longest[2]
+    for tokens, fits in ((longest[2] // 2, True), (longest[2] // 2 + 256, False)):
+        keys = (f"actor.micro_batch_tokens={tokens}", f"data.max_response_tokens={2 * tokens - 512}")
+        gpus = planned("fsdp2-8gpu", *keys, "actor.sequence_parallel=2")["places"][0]
+        assert (gpus["phases"]["train"] <= 0.95 * 80 * GIB) == fits
+
+
+def test_more_ranks_share_a_sequence_that_does_not_fit(planned: Any) -> None:
+    keys = ("data.max_response_tokens=65536", "actor.micro_batch_tokens=131072")
+    found = suggested(planned("fsdp2-8gpu", *keys, gpu=40), "actor.sequence_parallel")
+    tokens = (65536 + 512) // 4
+    assert found["value"] == 4
+    assert f"actor.micro_batch_tokens = {tokens}" in found["why"]
+    changed = ("actor.sequence_parallel=4", f"actor.micro_batch_tokens={tokens}")
+    plan = planned("fsdp2-8gpu", keys[0], *changed, gpu=40)
+    assert plan["places"][0]["phases"]["train"] <= 0.95 * 40 * GIB
+    assert not [s for s in plan["suggestions"] if s["key"] == "actor.sequence_parallel"]
+
+
 def test_a_frozen_reference_has_weights_alone(planned: Any) -> None:
     plan = planned("grpo-8gpu-colocated", "algorithm.kl_coef=0.1")
     names = {p["name"] for p in plan["roles"]["ref"]["parts"]}
