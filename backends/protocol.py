@@ -222,6 +222,7 @@ ENGINE_SUMS = (
     "tokens",  # loss tokens seen
     "sequences",  # sequences with a loss token
     "micro_batches",  # forward passes with gradients
+    "flops",  # of these and their backward passes, by the model's shape; tokens where that is not known
 )
 ENGINE_MAXIMA = ("micro_batch_tokens_max",)
 

@@ -131,7 +131,7 @@ class FakeTrainEngine(TrainEngine):
         return {
             **{name: sum((terms.sums[name] for terms in done), 0.0) for name in loss.summed()},
             **{name: max((terms.maxima[name] for terms in done), default=0.0) for name in loss.maxima()},
-            **update_counts(batch, micros.tokens),
+            **update_counts(batch, micros),
         }
 
     def _value_forward_backward(self, batch: Batch, loss: ValueLoss, scale: LossScale) -> Mapping[str, float]:
@@ -148,7 +148,7 @@ class FakeTrainEngine(TrainEngine):
             np.add.at(self.grads[bigram.SCORE][0], token_N, by_value_N)
             sums = {name: value + found[name] for name, value in sums.items()}
             activity.count("micro-batch")
-        return {**sums, **update_counts(batch, micros.tokens)}
+        return {**sums, **update_counts(batch, micros)}
 
     def _forward_backward(
         self,

@@ -263,14 +263,15 @@ def loss_tokens_B(batch: Batch) -> NDArray[np.int64]:
     return np.asarray(counts[batch.offsets[1:]] - counts[batch.offsets[:-1]], dtype=np.int64)
 
 
-def update_counts(batch: Batch, computed: Sequence[int]) -> dict[str, float]:
-    """What `forward_backward` counts, of a batch and of the tokens of each micro-batch: `ENGINE_SUMS` and
-    `ENGINE_MAXIMA`."""
-    tokens_B = loss_tokens_B(batch)
+def update_counts(batch: Batch, micros: MicroBatches, ranks: int = 1, *, first: bool = True) -> dict[str, float]:
+    """What `forward_backward` counts: `ENGINE_SUMS` and `ENGINE_MAXIMA`. `micros`: of the `ranks` that compute them
+    together; the `first` of these counts them."""
+    tokens_B, computed = loss_tokens_B(batch), micros.tokens if first else []
     return {
         "tokens": float(tokens_B.sum()),
         "sequences": float((tokens_B > 0).sum()),
         "micro_batches": float(len(computed)),
+        "flops": micros.flops / ranks,
         "micro_batch_tokens_max": float(max(computed, default=0)),
     }
 

@@ -271,10 +271,10 @@ class HfTrainEngine(TrainEngine):
             shared = gear.preprocess(batch).batch
             micros = self._packing.micro_batches(shared)
             read = self._gradients_of(shared, micros, loss, scale)
-        counted = micros.tokens if gear.group.rank == 0 else []  # once, although the whole group computes them
+        group = gear.group
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
-            **update_counts(batch, counted),
+            **update_counts(batch, micros, group.size, first=group.rank == 0),
         }
 
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:

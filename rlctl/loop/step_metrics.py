@@ -7,7 +7,7 @@ loss reports, and how that is reduced, is declared beside its table (`specs/sche
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ def collect(
         **{f"reward/failed_{cause}": count for cause, count in scored.failures.items()},
         **{f"reward/{name}": value for name, value in scored.counts.items()},
         **{key: value for role in updates for key, value in update_metrics(role, losses[role], updates[role]).items()},
+        **_imbalance(updates.values()),
         **_work([report for reports in updates.values() for ranks in reports for report in ranks]),
         **_explained(batch, scored),
         "rollout/length_mean": float(tokens_R.mean()),
@@ -118,6 +119,17 @@ def update_metrics(role: RoleName, loss: AnyLoss, updates: RankReports) -> dict[
         f"{prefix}skipped_updates": sum(report.stepped.skipped for report in first),
         f"mem/{role}_peak_GiB": max(report.stepped.peak_GiB for ranks in updates for report in ranks),
     }
+
+
+def _imbalance(updates: Iterable[RankReports]) -> dict[str, float]:
+    """FLOPs of the rank with most work by the average of all, over the optimizer steps of the role where that is most:
+    how much longer the others wait. Left out where no role has several ranks that count them."""
+    found = []
+    for of_role in updates:
+        flops = np.array([[report.sums.get("flops", 0.0) for report in ranks] for ranks in of_role])
+        if flops.shape[1] > 1 and flops.sum() > 0:
+            found.append(float(flops.max(1).sum() / flops.mean(1).sum()))
+    return {"perf/imbalance": max(found)} if found else {}
 
 
 def _work(reports: Sequence[RankReport]) -> dict[str, int]:

@@ -28,7 +28,7 @@ from specs.wire.batch import Batch
 Make = Callable[..., TrainEngine]
 FULL = {"corrected": True, "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0, "clip_high": 0.28}
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
-COUNTS = {"sequences", "micro_batches", "micro_batch_tokens_max"}  # these depend on how samples are cut
+COUNTS = {"sequences", "micro_batches", "flops", "micro_batch_tokens_max"}  # these depend on how samples are cut
 PER_TOKEN = ("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "correction_T")
 
 # Stretches of a sample after its prompt: completions by their length, tool replies by minus theirs.

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from rlctl.loop.sampling import Scored
-from rlctl.loop.step_metrics import RankReport, collect, idle_s, update_metrics
+from rlctl.loop.step_metrics import RankReport, _imbalance, collect, idle_s, update_metrics
 from specs.schema.algorithms.algorithm_tables import PpoClip
 from specs.schema.rewards import MAX_SCORE
 from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
 
+STEPPED = Stepped(grad_norm=1.0, lr=0.1, skipped=False, peak_GiB=0.0)
 LOSS = PpoClip(anchor="current")
 
 
@@ -35,6 +36,18 @@ def test_ranks_and_updates_of_unequal_size_are_weighed_by_their_tokens():
     assert metrics["rollout/logprob_gap_max"] == 0.5
     assert metrics["actor/skipped_updates"] == 0
     assert metrics["mem/actor_peak_GiB"] == 2.5
+
+
+def test_imbalance_is_of_the_rank_with_most_work_in_each_update() -> None:
+    def role(*flops_of_updates):
+        return [[RankReport({"flops": flops}, STEPPED) for flops in ranks] for ranks in flops_of_updates]
+
+    # (6 + 5) against the averages 4 and 5; a mean of ratios would be 1.25, and the ranks' totals are 8 and 10
+    assert _imbalance([role((2.0, 6.0), (5.0, 5.0))]) == {"perf/imbalance": pytest.approx(11 / 9)}
+    assert _imbalance([role((2.0, 6.0)), role((1.0, 1.0))]) == {"perf/imbalance": 1.5}, "of the role where it is most"
+    assert _imbalance([role((2.0,))]) == {}, "a rank alone"
+    assert _imbalance([role((0.0, 0.0))]) == {}
+    assert _imbalance([[[RankReport({}, STEPPED)] * 2]]) == {}, "an engine that does not count"
 
 
 def test_idle_time_is_what_no_rank_worked_in():
