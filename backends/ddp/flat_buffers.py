@@ -48,20 +48,20 @@ class FlatParameters:
             if parameter.ndim >= 2:
                 self.num_decayed = size
         device = next(model.parameters()).device
-        self.compute_P = torch.zeros(size, dtype=dtype, device=device)
+        self.compute_P = torch.empty(size, dtype=dtype, device=device)
         self.master_P: Tensor | None = None
         self.grad_P: Tensor | None = None
         if learns:
-            self.master_P = self.compute_P if dtype == torch.float32 else torch.zeros(size, device=device)
+            self.master_P = self.compute_P if dtype == torch.float32 else torch.empty(size, device=device)
             self.grad_P = torch.zeros(size, device=device)
-        for segment in self.segments:
-            if self.master_P is not None:
-                segment.view(self.master_P).copy_(segment.parameter.data)
-            else:
-                segment.view(self.compute_P).copy_(segment.parameter.data)
-        cast_parameters(model, dtype)
-        for segment in self.segments:
+        source_P = self.compute_P if self.master_P is None else self.master_P
+        stops = [*(segment.start for segment in self.segments[1:]), size]
+        for segment, stop in zip(self.segments, stops, strict=True):
+            self.source(segment).copy_(segment.parameter.data)
+            source_P[segment.start + segment.parameter.numel() : stop] = 0.0
+            # At once, and into pages not touched before: the host never holds the whole model twice.
             segment.parameter.data = segment.view(self.compute_P)
+        cast_parameters(model, dtype)
         self.refresh()
         self._attach_gradients()
 
