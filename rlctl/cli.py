@@ -170,6 +170,33 @@ def train(
     raise typer.Exit(run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of))
 
 
+@app.command()
+def sweep(
+    spec: SpecFile,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE[,VALUE…]",
+            help="Change a key in all runs; several values make a run for each, in all combinations. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Folder of the runs; default: run.dir/NAME-sweep.", show_default=False
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and start none.")] = False,
+) -> None:
+    """Train once for every combination of values, and rank the runs. The same call again goes on."""
+    from rlctl.run.sweep import sweep as run
+
+    raise typer.Exit(run(spec, overrides or [], folder, jobs, dry_run))
+
+
 @app.command("plan")
 def plan(
     spec: SpecFile,

@@ -9,17 +9,16 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rlctl import __version__
 from rlctl.run import checkpoints
-from rlctl.run.hub_push import find_repo, push
-from rlctl.run.model_card import Exported, model_card, public_name
+from rlctl.run.interrupt import as_ctrl_c
+from rlctl.run.publish.hub_push import find_repo, push
+from rlctl.run.publish.model_card import Exported, model_card, public_name
 from specs.errors import CheckpointError, ExportError, UsageError
 from specs.schema.roles import PROOF_FILES, ROLES, HeadKind
 
@@ -71,7 +70,7 @@ def export(
     repo = find_repo(push_to_hub, public=public) if push_to_hub else None
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
-        with _ended_by_sigterm_too(), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
+        with as_ctrl_c(signal.SIGTERM), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
 
             def say(text: str) -> None:
                 status.update(Text(text))
@@ -266,17 +265,3 @@ def _spare_memory_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available) // 2
-
-
-@contextmanager
-def _ended_by_sigterm_too() -> Iterator[None]:
-    """SIGTERM cleans up as Ctrl-C does."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

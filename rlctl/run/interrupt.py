@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -43,3 +45,19 @@ class Interrupt:
     def forget(self) -> None:
         """Waiting works again until the next signal."""
         self.count = 0
+
+
+@contextmanager
+def as_ctrl_c(*numbers: signal.Signals) -> Iterator[None]:
+    """These signals raise KeyboardInterrupt, as Ctrl-C does; those that are ignored stay so."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

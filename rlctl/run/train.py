@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.memory_watch import MemoryWatch
 from rlctl.loop.step_metrics import idle_s
@@ -21,9 +23,10 @@ from rlctl.run.lineage import Fork, fork_from, spec_source
 from rlctl.run.run_dir import RunDir, told_as_disk_errors
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
-from rlctl.show.metrics_file import MetricsWriter, truncate_samples_after
+from rlctl.show.metrics_file import MetricsWriter, last_values, read_metrics, truncate_samples_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
+from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted
 from rlctl.show.tracking import Trackers, open_trackers
 from specs.errors import (
@@ -106,6 +109,7 @@ def train(
             progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
     finally:
         run.release()
+    Screen(outlives=True).print(Text(result_line(run.path)), soft_wrap=True)
     return 0
 
 
@@ -134,6 +138,14 @@ def _journaled(run: RunDir) -> Iterator[None]:
         run.journal.note("end", outcome="done")
     finally:
         write_report(run.path)
+
+
+def result_line(run_dir: Path) -> str:
+    """The last line of a run that reached its end, for programs: `result: ` and a JSON object with `run_dir`, `step`
+    and the last values of `reward/mean` and of every evaluation."""
+    last = last_values(read_metrics(run_dir / "metrics.jsonl"))
+    shown = {key: value for key, value in last.items() if key in ("step", "reward/mean") or key.startswith("eval/")}
+    return "result: " + json_text({"run_dir": str(run_dir), **shown})
 
 
 def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:

@@ -80,6 +80,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def last_values(records: Sequence[Metrics]) -> dict[str, Any]:
+    """Every metric with its last value: evaluations are not in every line."""
+    return {key: value for record in records for key, value in record.items() if value is not None}
+
+
 def truncate_after(path: Path, step: int) -> int:
     """Drop lines of steps later than `step`, atomically. Returns how many were dropped."""
     records = read_metrics(path)

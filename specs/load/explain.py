@@ -158,6 +158,8 @@ def _wrong_type(key: str, given: Any, wanted: str) -> Problem:
     hint = ""
     if isinstance(given, str) and wanted in ("a whole number", "a number", "true or false"):
         hint = "write it without quotes" if _reads_as(given, wanted) else ""
+        if not hint and "," in given and all(_reads_as(one.strip(), wanted) for one in given.split(",")):
+            hint = f"write one value; `rlctl sweep SPEC --set {key}={given}` does a run for each"
     elif wanted == "text" and isinstance(given, bool | int | float):
         hint = f"write it in quotes: {show(str(given).lower() if isinstance(given, bool) else str(given))}"
     elif wanted == "a list" and not isinstance(given, dict):

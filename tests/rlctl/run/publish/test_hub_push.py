@@ -9,7 +9,7 @@ import hub_pushed
 import pytest
 from hub_pushed import PushedHub, Repo
 
-from rlctl.run.hub_push import find_repo, push
+from rlctl.run.publish.hub_push import find_repo, push
 from specs.errors import ExportError, UsageError
 
 

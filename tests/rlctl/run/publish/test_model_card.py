@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.run.model_card import Exported, model_card, public_name
+from rlctl.run.publish.model_card import Exported, model_card, public_name
 
 PROOF = {"tensors": 3, "values": 0, "greedy_tokens": 32}
 SPEC = {

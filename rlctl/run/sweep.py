@@ -1,0 +1,247 @@
+"""`rlctl sweep`: a run for every combination of values, each in a directory of its own.
+
+Every run is `rlctl train` in a process of its own, so that one that fails takes no other with it. The same call again
+goes on: runs that are done stay, others are resumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlctl.processes.placement import usable_cores
+from rlctl.run.checkpoints import step_path
+from rlctl.run.interrupt import as_ctrl_c
+from rlctl.run.resume import differences
+from rlctl.show.report_compare import read_runs, render_comparison
+from rlctl.show.sweep_table import State, SweepTable, Trial, outcome
+from specs.errors import Problem, SpecError, UsageError
+from specs.json_file import read_object, write_object
+from specs.load.load import load_spec
+from specs.load.overrides import parse_value
+
+POLL_S = 0.2
+ENDED: dict[int, State] = {0: "done", 130: "interrupted"}
+NOT_SWEPT = ("run.name", "run.dir")
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A key and the values that it takes, as they are written after `--set`."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: int, dry_run: bool) -> int:
+    """Run every combination. Returns 0 when all are done, 1 when one failed, 130 when interrupted. Raises SpecError or
+    UsageError before anything is started."""
+    fixed, swept = expand(overrides)
+    if not swept:
+        hint = "write --set KEY=VALUE,VALUE, e.g. --set actor.optimizer.lr=1e-6,3e-6; `rlctl train` does one run"
+        raise UsageError("no --set has several values", hint=hint)
+    trials, folder = plan(spec_path, fixed, swept, folder)
+    table = SweepTable([one.key for one in swept], trials, folder)
+    if dry_run:
+        table.print_plan()
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    table.print_head(jobs)
+    ran = Runs(spec_path, folder, jobs, table)
+    interrupted = ran.all()
+    write_object(folder / "sweep.json", table.as_object())
+    _write_comparison(folder / "report.html", [trial.run_dir for trial in table.trials])
+    table.print_results()
+    return 130 if interrupted else 1 if not table.all_done else 0
+
+
+def _write_comparison(page: Path, run_dirs: Sequence[Path]) -> None:
+    """One page of the runs that made a step. It can be made again with `rlctl report`."""
+    begun = [run_dir for run_dir in run_dirs if outcome(run_dir).step]
+    if begun:
+        page.write_text(render_comparison(read_runs(begun)), encoding="utf-8", errors="replace")
+
+
+# ── which runs ────────────────────────────────────────────────────────────────────────────────────
+
+
+def expand(overrides: Sequence[str]) -> tuple[list[str], list[Swept]]:
+    """The settings of every run, and those that have several values. Raises UsageError."""
+    fixed: list[str] = []
+    swept: list[Swept] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        values = split_values(value) if equals else (value,)
+        key = key.strip()
+        if len(values) == 1:
+            fixed.append(text)
+            continue
+        if key in NOT_SWEPT:
+            raise UsageError(f"--set {text}: {key} is of each run", hint="the runs are named after their values")
+        if "" in values:
+            raise UsageError(f"--set {text}: a value is empty", hint="write VALUE,VALUE")
+        if twice := [value for value, count in Counter(values).items() if count > 1]:
+            raise UsageError(f"--set {text}: {twice[0]} stands twice", hint="write each value once")
+        if any(key == other.key for other in swept):
+            raise UsageError(f"--set {text}: {key} is swept already", hint="write all its values in one --set")
+        swept.append(Swept(key, values))
+    return fixed, swept
+
+
+def split_values(text: str) -> tuple[str, ...]:
+    """`1e-6,3e-6` are two values; commas in brackets, braces and quotes divide none: `[0, 1],[2, 3]` are two lists."""
+    if not isinstance(parse_value(text), str):
+        return (text,)
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+        if character == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return tuple(value.strip() for value in values)
+
+
+def plan(
+    spec_path: Path, fixed: Sequence[str], swept: Sequence[Swept], folder: Path | None
+) -> tuple[list[Trial], Path]:
+    """A trial for each combination, and the folder of all. Raises SpecError with what is wrong in any of them."""
+    combined = [dict(zip([one.key for one in swept], values, strict=True)) for values in _product(swept)]
+    names = _names(combined)
+    found: dict[str, tuple[Problem, list[str]]] = {}
+    trials: list[Trial] = []
+    for name, values in zip(names, combined, strict=True):
+        own = [*fixed, *(f"{key}={value}" for key, value in values.items())]
+        try:
+            spec = load_spec(spec_path, own)
+        except SpecError as error:
+            for problem in error.problems:
+                found.setdefault(str(problem), (problem, []))[1].append(name)
+            continue
+        folder = folder or Path(spec.run.dir) / f"{spec.run.name}-sweep"
+        own.append(f"run.name={spec.run.name}-{name}")
+        trials.append(Trial(name, values, tuple(own), (folder / name).absolute(), spec.run.steps))
+    if found:
+        raise SpecError([_in_some(problem, of, len(combined)) for problem, of in found.values()])
+    assert folder is not None
+    return [_as_left(trial, spec_path) for trial in trials], folder.absolute()
+
+
+def _product(swept: Sequence[Swept]) -> Iterator[tuple[str, ...]]:
+    return itertools.product(*(one.values for one in swept))
+
+
+def _names(combined: Sequence[dict[str, str]]) -> list[str]:
+    """A name for each, that may be a folder's and a run's: `lr_1e-6-seed_0`."""
+    keys = list(combined[0])
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    short = {key: tail if last[tail := key.rpartition(".")[2]] == 1 else key for key in keys}
+    names = ["-".join(f"{short[key]}_{_clean(value)}" for key, value in values.items()) for values in combined]
+    alike = Counter(names)
+    return [f"{name}-{number}" if alike[name] > 1 else name for number, name in enumerate(names)]
+
+
+def _clean(value: str) -> str:
+    value = value.rstrip("/").rpartition("/")[2] or value
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:40] or "x"
+
+
+def _in_some(problem: Problem, of: Sequence[str], count: int) -> Problem:
+    if len(of) == count:
+        return problem
+    listed = ", ".join(of[:3]) + (f" and {len(of) - 3} more" if len(of) > 3 else "")
+    return replace(problem, message=f"{problem.message} (in {listed})")
+
+
+def _as_left(trial: Trial, spec_path: Path) -> Trial:
+    """The trial as an earlier call left it. Raises SpecError where another spec made what is there."""
+    resolved = trial.run_dir / "resolved.json"
+    if not resolved.exists():
+        return trial
+    now = load_spec(spec_path, trial.overrides).resolved()
+    try:
+        before = read_object(resolved)
+    except ValueError as error:
+        raise UsageError(f"{resolved} {error}", hint="remove the folder, or name another with --dir") from None
+    refused, _ = differences(before, now)
+    if refused:
+        message = f"{trial.run_dir} holds a run of another spec: {'; '.join(refused)}"
+        raise UsageError(message, hint="put the spec back, or name another folder with --dir")
+    done = (step_path(trial.run_dir / "checkpoints", trial.steps) / "manifest.json").is_file()
+    return replace(trial, state="done before" if done else "begun")
+
+
+# ── running them ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Runs:
+    """The runs of a sweep, at most `jobs` of them at a time."""
+
+    def __init__(self, spec_path: Path, folder: Path, jobs: int, table: SweepTable) -> None:
+        self.spec_path, self.folder, self.jobs, self.table = spec_path, folder, jobs, table
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def all(self) -> bool:
+        """Until none is left. Returns whether a person ended it; then every run has saved what it reached."""
+        waiting = deque(trial.name for trial in self.table.trials if trial.state in ("waiting", "begun"))
+        with as_ctrl_c(signal.SIGTERM, signal.SIGHUP), self.table:
+            try:
+                while waiting or self._running:
+                    while waiting and len(self._running) < self.jobs:
+                        self._start(waiting.popleft())
+                    self._look()
+                return False
+            except KeyboardInterrupt:
+                self._end()
+                return True
+
+    def _start(self, name: str) -> None:
+        trial = self.table[name]
+        resumed = ["--resume"] if trial.state == "begun" else []
+        settings = [word for text in trial.overrides for word in ("--set", text)]
+        command = [sys.executable, "-m", "rlctl", "train", str(self.spec_path), "--run-dir", str(trial.run_dir)]
+        env = {"WANDB_RUN_GROUP": self.folder.name, **os.environ}
+        if self.jobs > 1:
+            env.setdefault("RLCTL_CPU_CORES", str(max(1, usable_cores() // self.jobs)))
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._running[name] = subprocess.Popen(
+                [*command, *settings, *resumed], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self.table.now(name, "running")
+
+    def _look(self) -> None:
+        self.table.tick()
+        time.sleep(POLL_S)
+        for name, process in list(self._running.items()):
+            if (code := process.poll()) is not None:
+                del self._running[name]
+                self.table.now(name, ENDED.get(code, "failed"))
+
+    def _end(self) -> None:
+        """Each run saves its last finished step, as after a Ctrl-C; a second one drops that."""
+        self.table.say("interrupted: every run saves its last finished step; the same call goes on from there")
+        while self._running:
+            for process in self._running.values():
+                process.send_signal(signal.SIGINT)
+            try:
+                while self._running:
+                    self._look()
+            except KeyboardInterrupt:
+                continue

@@ -1,0 +1,223 @@
+"""The runs of a sweep as a person sees them: while they run, and ranked at the end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.show.metrics_file import last_values, read_metrics
+from rlctl.show.screen import Screen
+from rlctl.show.text_format import counted, duration, number
+from specs.errors import RunDirError
+
+State = Literal["waiting", "begun", "running", "done", "done before", "failed", "interrupted"]
+DONE = ("done", "done before")
+LAST_SHARE = 0.1  # of the steps: a step's mean reward is noisy
+REDRAW_S = 1.0
+SEED = "run.seed"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep. `values`: what it does not share with the others; `overrides`: each `--set`; `steps`: all."""
+
+    name: str
+    values: Mapping[str, str]
+    overrides: tuple[str, ...]
+    run_dir: Path
+    steps: int
+    state: State = "waiting"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run reached. `score`: its last evaluation, else the mean reward of the last tenth of its steps."""
+
+    step: int
+    score: float | None
+    metrics: Mapping[str, Any]
+
+
+def outcome(run_dir: Path) -> Outcome:
+    """Of a run directory, as far as it came."""
+    try:
+        records = read_metrics(run_dir / "metrics.jsonl")
+    except RunDirError:
+        records = []
+    if not records:
+        return Outcome(0, None, {})
+    metrics = last_values(records)
+    evaluated = [metrics[key] for key in _evaluations(metrics)]
+    rewards = [line["reward/mean"] for line in records if isinstance(line.get("reward/mean"), int | float)]
+    tail = rewards[-max(1, round(len(rewards) * LAST_SHARE)) :] if rewards else []
+    score = evaluated[0] if evaluated else statistics.fmean(tail) if tail else None
+    return Outcome(records[-1]["step"], score, metrics)
+
+
+def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
+    return sorted(key for key in metrics if key.startswith("eval/") and key.endswith("/reward_mean"))
+
+
+class SweepTable:
+    """A context manager: inside it, the state of all runs is shown as it changes."""
+
+    def __init__(
+        self, keys: Sequence[str], trials: Sequence[Trial], folder: Path, console: Screen | None = None
+    ) -> None:
+        self.keys, self.folder = list(keys), folder
+        self.console = console or Screen(outlives=True)
+        self._trials = {trial.name: trial for trial in trials}
+        self._began: dict[str, float] = {}
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    @property
+    def trials(self) -> list[Trial]:
+        return list(self._trials.values())
+
+    @property
+    def all_done(self) -> bool:
+        return all(trial.state in DONE for trial in self.trials)
+
+    def __getitem__(self, name: str) -> Trial:
+        return self._trials[name]
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(self._running(), console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # ── while they run ────────────────────────────────────────────────────────────────────────────
+
+    def print_plan(self) -> None:
+        self.say(f"{counted(len(self._trials), 'run')} in {self.folder}")
+        for trial in self.trials:
+            self.say(
+                f"{trial.name}  {trial.state}  " + "  ".join(f"{key}={value}" for key, value in trial.values.items())
+            )
+
+    def print_head(self, jobs: int) -> None:
+        done = sum(trial.state in DONE for trial in self.trials)
+        before = f", {done} of them done before" if done else ""
+        self.say(f"{counted(len(self._trials), 'run')}{before}, {jobs} at a time, in {self.folder}")
+
+    def now(self, name: str, state: State) -> None:
+        """A run began or ended."""
+        self._trials[name] = replace(self._trials[name], state=state)
+        if state == "running":
+            self._began[name] = time.monotonic()
+            self.say(f"{name}: started")
+            return
+        found = outcome(self._trials[name].run_dir)
+        took = duration(time.monotonic() - self._began[name])
+        self.say(f"{name}: {state} at step {found.step} after {took}, {self.word} {number(found.score)}")
+        if state == "failed":
+            self.say("\n".join(f"  | {line}" for line in _last_words(self.folder / f"{name}.log")))
+
+    def tick(self) -> None:
+        if self._live is not None and time.monotonic() - self._drawn > REDRAW_S:
+            self._drawn = time.monotonic()
+            self._live.update(self._running(), refresh=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _running(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for title in ("run", "state", "step", "score", "time"):
+            table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=True)
+        for trial in self.trials:
+            began = self._began.get(trial.name)
+            if trial.state != "running" or began is None:
+                continue
+            found = outcome(trial.run_dir)
+            spent = duration(time.monotonic() - began)
+            table.add_row(trial.name, trial.state, f"{found.step}/{trial.steps}", number(found.score), spent)
+        return table
+
+    # ── what came of it ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def word(self) -> str:
+        """What runs are ranked by."""
+        found = [key for trial in self.trials for key in _evaluations(outcome(trial.run_dir).metrics)]
+        return min(found, default="reward/mean")
+
+    def print_results(self) -> None:
+        """Every run, best first; over seeds, where they are swept, means and standard deviations."""
+        ranked = self._ranked()
+        rows = [
+            (*(trial.values[key] for key in self.keys), number(found.score), f"{found.step}/{trial.steps}", trial.state)
+            for trial, found in ranked
+        ]
+        self.say(_columns((*self.keys, self.word, "step", "state"), rows))
+        if SEED in self.keys and len(self.keys) > 1:
+            self.say("\nover seeds\n" + self._over_seeds(ranked))
+        self.say(f"\nreport: {self.folder / 'report.html'}; results: {self.folder / 'sweep.json'}")
+
+    def as_object(self) -> dict[str, Any]:
+        """`sweep.json`."""
+        runs = [
+            {
+                "name": trial.name,
+                "run_dir": str(trial.run_dir),
+                "set": dict(trial.values),
+                "state": trial.state,
+                "step": found.step,
+                "score": found.score,
+                "metrics": found.metrics,
+            }
+            for trial, found in self._ranked()
+        ]
+        return {"keys": self.keys, "score": self.word, "runs": runs}
+
+    def _ranked(self) -> list[tuple[Trial, Outcome]]:
+        found = [(trial, outcome(trial.run_dir)) for trial in self.trials]
+        return sorted(found, key=lambda pair: -math.inf if pair[1].score is None else pair[1].score, reverse=True)
+
+    def _over_seeds(self, ranked: Sequence[tuple[Trial, Outcome]]) -> str:
+        others = [key for key in self.keys if key != SEED]
+        scores: dict[tuple[str, ...], list[float]] = {}
+        for trial, found in ranked:
+            own = scores.setdefault(tuple(trial.values[key] for key in others), [])
+            if trial.state in DONE and found.score is not None:
+                own.append(found.score)
+        means = {values: statistics.fmean(own) for values, own in scores.items() if own}
+        rows = []
+        for values in sorted(means, key=lambda values: means[values], reverse=True):
+            own = scores[values]
+            spread = number(statistics.stdev(own)) if len(own) > 1 else "–"
+            rows.append((*values, number(means[values]), spread, str(len(own))))
+        return _columns((*others, "mean", "std", "runs"), rows)
+
+
+def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells below each other, to the right; none is cut, however narrow the terminal."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
+    return "\n".join(lines)
+
+
+def _last_words(log: Path, most: int = 12) -> list[str]:
+    """The error that a run ended with, else its last lines."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    starts = [index for index, line in enumerate(lines) if line.startswith("error:")]
+    return lines[starts[-1] :][:most] if starts else lines[-most:]

@@ -1,0 +1,151 @@
+"""`rlctl sweep`: which runs there are, what an earlier call left of them, and a whole one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from running import metrics, preset, start, steps_done, wait_for, warm_rlctl, workers_of
+
+from rlctl.run.sweep import Swept, expand, plan, split_values
+from specs.errors import SpecError, UsageError
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    return preset("fake", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-6,3e-6, 1e-5", ("1e-6", "3e-6", "1e-5")),
+        ("grpo,rloo", ("grpo", "rloo")),
+        ("3", ("3",)),
+        ("cosine", ("cosine",)),
+        ("[0, 1]", ("[0, 1]",)),
+        ("[0, 1],[2]", ("[0, 1]", "[2]")),
+        ('"a,b"', ('"a,b"',)),
+        ('"a,b","c"', ('"a,b"', '"c"')),
+        ("{a = 1, b = 2},{a = 3}", ("{a = 1, b = 2}", "{a = 3}")),
+    ],
+)
+def test_commas_divide_values(text: str, values: tuple[str, ...]) -> None:
+    assert split_values(text) == values
+
+
+def test_keys_with_several_values_are_swept_and_the_others_are_fixed() -> None:
+    fixed, swept = expand(["run.steps=3", "run.seed=0,1", "actor.devices=[0, 1]"])
+    assert fixed == ["run.steps=3", "actor.devices=[0, 1]"]
+    assert swept == [Swept("run.seed", ("0", "1"))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["run.seed=0,1", "run.seed=2,3"], "run.seed is swept already"),
+        (["run.seed=0,,1"], "a value is empty"),
+        (["run.seed=0,0"], "0 stands twice"),
+        (["run.name=a,b"], "run.name is of each run"),
+    ],
+)
+def test_what_cannot_be_swept(settings: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        expand(settings)
+    assert caught.value.hint
+
+
+def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path) -> None:
+    swept = [Swept("actor.optimizer.lr", ("1e-3", "1e-2")), Swept("run.seed", ("0", "1"))]
+    trials, folder = plan(spec, ["run.steps=3"], swept, tmp_path / "out")
+    assert folder == tmp_path / "out"
+    assert [trial.name for trial in trials] == ["lr_1e-3-seed_0", "lr_1e-3-seed_1", "lr_1e-2-seed_0", "lr_1e-2-seed_1"]
+    last = trials[-1]
+    assert last.overrides == ("run.steps=3", "actor.optimizer.lr=1e-2", "run.seed=1", "run.name=fake-lr_1e-2-seed_1")
+    assert (last.run_dir, last.steps, last.state) == (tmp_path / "out" / "lr_1e-2-seed_1", 3, "waiting")
+
+
+def test_names_differ_where_values_look_alike_and_keys_end_alike(spec: Path, tmp_path: Path) -> None:
+    tables = ('[{kind="exact_match"}]', "[{kind='exact_match', partial=true}]")
+    trials, _ = plan(spec, [], [Swept("reward.terms", tables), Swept("reward.timeout_s", ("1", "2"))], tmp_path)
+    assert len({trial.name for trial in trials}) == 4
+    threads = [Swept("actor.threads", ("1", "2")), Swept("rollout.threads", ("1", "2"))]
+    trials, _ = plan(spec, [], threads, tmp_path)
+    assert trials[0].name == "actor.threads_1-rollout.threads_1"
+
+
+def test_what_is_wrong_in_any_run_is_said_before_the_first(spec: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        plan(spec, ["run.stepz=1"], [Swept("actor.optimizer.lr", ("1e-3", "x"))], tmp_path / "out")
+    assert {(problem.key, "(in lr_x)" in problem.message) for problem in caught.value.problems} == {
+        ("run.stepz", False),
+        ("actor.optimizer.lr", True),
+    }
+
+
+def test_the_same_call_goes_on_where_it_was(spec: Path, tmp_path: Path) -> None:
+    """One step of each; then two of each, resumed; then nothing is left to do; then another spec is refused."""
+    folder = tmp_path / "out"
+    call = ("sweep", spec, "--set", "run.seed=0,1", "--set", "actor.optimizer.lr=1e-3", "--dir", folder, "--jobs", "2")
+    one = warm_rlctl(*call, "--set", "run.steps=1")
+    assert one.returncode == 0, one.stdout + one.stderr
+    assert "2 runs, 2 at a time" in one.stdout
+    two = warm_rlctl(*call, "--set", "run.steps=2")
+    assert two.returncode == 0, two.stdout + two.stderr
+    for seed in (0, 1):
+        run = folder / f"seed_{seed}"
+        assert [line["step"] for line in metrics(run) if line["step"]] == [1, 2]
+        assert (run / "logs" / "attempt_2").is_dir()
+    found = json.loads((folder / "sweep.json").read_text())
+    assert [(run["set"], run["state"], run["step"]) for run in sorted(found["runs"], key=lambda run: run["name"])] == [
+        ({"run.seed": "0"}, "done", 2),
+        ({"run.seed": "1"}, "done", 2),
+    ]
+    assert found["score"] == "reward/mean"
+    page = (folder / "report.html").read_text()
+    assert all(f"seed_{seed}" in page for seed in (0, 1))
+    best = found["runs"][0]
+    assert best["score"] == max(run["score"] for run in found["runs"]) == best["metrics"]["reward/mean"]
+    # the line for programs
+    line = (folder / "seed_0.log").read_text().splitlines()[-1]
+    assert line.startswith("result: ")
+    said = json.loads(line.removeprefix("result: "))
+    assert said == {
+        "run_dir": str(folder / "seed_0"),
+        "step": 2,
+        "reward/mean": metrics(folder / "seed_0")[-1]["reward/mean"],
+    }
+    again = warm_rlctl(*call, "--set", "run.steps=2")
+    assert again.returncode == 0
+    assert "2 runs, 2 of them done before" in again.stdout
+    assert not (folder / "seed_0" / "logs" / "attempt_3").exists()
+    other = warm_rlctl(*call, "--set", "run.steps=2", "--set", "algorithm.group_size=2")
+    assert other.returncode == 2
+    assert "holds a run of another spec: algorithm.group_size" in other.stderr
+
+
+def test_a_run_that_fails_says_why_and_the_others_are_run(spec: Path, tmp_path: Path) -> None:
+    done = warm_rlctl("sweep", spec, "--dir", tmp_path / "out", "--set", "data.train=none.jsonl,nor.jsonl")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "train_none.jsonl: failed at step 0" in done.stdout
+    assert '  | error: data.train = "none.jsonl": no such file' in done.stdout
+    assert "train_nor.jsonl: failed at step 0" in done.stdout
+
+
+def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -> None:
+    runs = [tmp_path / "out" / f"seed_{seed}" for seed in (0, 1)]
+    forever = ("--set", "run.steps=100000", "--set", "checkpoint.every=90000")
+    process = start("sweep", spec, "--dir", tmp_path / "out", "--set", "run.seed=0,1", *forever, "--jobs", "2")
+    try:
+        wait_for(lambda: all(steps_done(run) > 1 for run in runs), 90, "two steps of each")
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    assert "the same call goes on from there" in output
+    for run in runs:
+        assert not workers_of(run)
+        assert list((run / "checkpoints").iterdir())

@@ -1,0 +1,77 @@
+"""Runs of a sweep, ranked: by their last evaluation, else by the mean reward of their last steps."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.show.screen import Screen
+from rlctl.show.sweep_table import SweepTable, Trial, outcome
+
+
+def a_run(folder: Path, rewards: list[float], evals: dict[int, float] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    lines = [
+        {"step": step, "reward/mean": reward}
+        | ({"eval/test/reward_mean": evals[step]} if evals and step in evals else {})
+        for step, reward in enumerate(rewards, start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def text_of(table: SweepTable) -> list[list[str]]:
+    table.print_results()
+    file = table.console.file
+    assert isinstance(file, io.StringIO)
+    return [line.split() for line in file.getvalue().splitlines()]
+
+
+def table_of(folder: Path, keys: list[str], trials: list[Trial]) -> SweepTable:
+    return SweepTable(keys, trials, folder, Screen(file=io.StringIO(), width=20))
+
+
+def trial(run_dir: Path, **values: str) -> Trial:
+    own = {key.replace("__", "."): value for key, value in values.items()}
+    return Trial(run_dir.name, own, (), run_dir, 20, "done")
+
+
+def test_a_score_is_the_last_evaluation_else_the_last_tenth_of_the_rewards(tmp_path: Path) -> None:
+    rewards = [step / 100 for step in range(1, 21)]
+    assert outcome(a_run(tmp_path / "a", rewards)).score == pytest.approx((0.19 + 0.20) / 2)
+    assert outcome(a_run(tmp_path / "b", rewards, {1: 0.9, 15: 0.4})).score == 0.4
+    assert outcome(tmp_path / "none").score is None
+
+
+def test_the_best_stands_first_and_no_cell_is_cut(tmp_path: Path) -> None:
+    lrs = {"1e-6": 0.1, "3e-6": 0.7, "1e-5": 0.4}
+    trials = [trial(a_run(tmp_path / lr, [reward]), actor__optimizer__lr=lr) for lr, reward in lrs.items()]
+    trials.append(trial(tmp_path / "none", actor__optimizer__lr="1"))
+    head, *rows = text_of(table_of(tmp_path, ["actor.optimizer.lr"], trials))[:5]
+    assert head == ["actor.optimizer.lr", "reward/mean", "step", "state"]
+    assert rows == [
+        ["3e-6", "0.700", "1/20", "done"],
+        ["1e-5", "0.400", "1/20", "done"],
+        ["1e-6", "0.100", "1/20", "done"],
+        ["1", "–", "0/20", "done"],
+    ]
+
+
+def test_over_seeds_there_are_means_and_deviations(tmp_path: Path) -> None:
+    scores = {("1e-6", "0"): 0.1, ("1e-6", "1"): 0.3, ("1e-5", "0"): 0.5, ("1e-5", "1"): 0.9}
+    trials = [
+        trial(a_run(tmp_path / "".join(own), [0.0], {1: score}), lr=own[0], run__seed=own[1])
+        for own, score in scores.items()
+    ]
+    trials.append(Trial("failed", {"lr": "1e-5", "run.seed": "2"}, (), a_run(tmp_path / "f", [0.0]), 20, "failed"))
+    lines = text_of(table_of(tmp_path, ["lr", "run.seed"], trials))
+    assert lines[0] == ["lr", "run.seed", "eval/test/reward_mean", "step", "state"]
+    start = lines.index(["over", "seeds"])
+    assert lines[start + 1 : start + 4] == [
+        ["lr", "mean", "std", "runs"],
+        ["1e-5", "0.700", "0.283", "2"],
+        ["1e-6", "0.200", "0.141", "2"],
+    ]
