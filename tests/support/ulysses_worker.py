@@ -30,7 +30,8 @@ from train_helpers import model_config, train_config, write_model  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from backends.ddp.engine import DdpTrainEngine  # noqa: E402
-from backends.hf.hf_model import build_model, recompute_activations  # noqa: E402
+from backends.hf.hf_model import build_model  # noqa: E402
+from backends.hf.recompute import recompute_activations  # noqa: E402
 from backends.packed.packed_input import can_share_prompts, packed_row  # noqa: E402
 from backends.packed.staging import Staging  # noqa: E402
 from backends.protocol import Rank  # noqa: E402
@@ -123,7 +124,7 @@ class Trial:
             if "lora_B" in name:  # they start at zero, where those of the other half have no gradient
                 nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
         if case.recompute:
-            recompute_activations(self.model)
+            recompute_activations(self.model, True)
         draw = np.random.default_rng(0)
         self.tokens_T = draw.integers(0, VOCAB, sum(LENGTHS))
         self.cotangent_TE = torch.from_numpy(draw.standard_normal((sum(LENGTHS), case.config["hidden_size"]))).float()
