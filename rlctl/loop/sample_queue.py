@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Generation
     from rlctl.processes.calls import Call
 
-GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy")  # what of `Scored` is no column
+# What of `Scored` is no column.
+GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
 
 
 @dataclass
@@ -254,7 +255,18 @@ def _read(folder: Path, entry: Mapping[str, Any]) -> Planned:
     thrown = Thrown(**entry["thrown"]) if entry.get("thrown") else None
     greedy = Greedy(**entry["greedy"]) if entry.get("greedy") else None
     failures, terms, counts = (dict(entry.get(name, {})) for name in ("failures", "terms", "counts"))
-    scored = Scored(*scores, failures, terms, list(entry["samples"]), counts, thrown, greedy)
+    scored = Scored(
+        *scores,
+        failures,
+        terms,
+        list(entry["samples"]),
+        counts,
+        thrown,
+        greedy,
+        completions=int(entry.get("completions", len(scores[0]))),
+        first_failure=str(entry.get("first_failure", "")),
+        zero_terms=tuple(entry.get("zero_terms", ())),
+    )
     return Planned(step, int(entry["start"]), int(entry["end"]), drawn=Drawn(Batch(columns), scored))
 
 

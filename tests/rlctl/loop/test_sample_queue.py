@@ -15,10 +15,12 @@ from running import preset
 from rlctl.loop.clock import Clock
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.residency import Residency
-from rlctl.loop.sample_queue import SampleQueue
-from rlctl.loop.sampling import Sampler
+from rlctl.loop.sample_queue import Planned, SampleQueue, _read, _write
+from rlctl.loop.sampling import Drawn, Sampler, Scored, Thrown
+from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from specs.errors import CheckpointError
 from specs.load.load import load_spec
+from specs.wire.batch import Batch
 from specs.wire.messages import Verb
 
 PROMPTS, GROUP, STEPS = 8, 4, 9  # the preset `fake`: 8 prompts × 4 completions
@@ -220,3 +222,22 @@ def test_a_file_of_the_line_that_is_broken_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(CheckpointError, match="ahead_000003"):
         queue.restore(tmp_path, state)
+
+
+def test_what_grading_said_of_samples_drawn_ahead_outlives_a_checkpoint(tmp_path: Path) -> None:
+    """How many were graded, too: a share of failures is taken of it."""
+    columns = {name: np.zeros(4, np.int64) for name in ("id_B", "group_B", "version_B")}
+    batch = Batch({**columns, "tokens_T": np.arange(4), "length_B": np.ones(4, np.int64)})
+    said = {
+        "completions": 6,
+        "first_failure": "KeyError: 'x'",
+        "zero_terms": (1,),
+        "thrown": Thrown(1, 1, 1, [0.5, 0.0]),
+    }
+    scored = Scored(np.zeros(4, np.float32), np.ones(4, bool), {"exceptions": 2}, {"term_0": 0.0}, [], **said)
+    entry = json.loads(json.dumps(_write(tmp_path, Planned(7, 0, 2), Drawn(batch, scored))))
+    back = _read(tmp_path, entry).drawn.scored
+    assert {name: getattr(back, name) for name in said} == said
+    RewardFailureWatch(0.5, lambda text: None).see(back, 7)
+    del entry["completions"], entry["first_failure"], entry["zero_terms"]  # as an older rlctl wrote it
+    RewardFailureWatch(0.5, lambda text: None).see(_read(tmp_path, entry).drawn.scored, 7)
