@@ -151,7 +151,7 @@ def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, Mo
     for role, section in spec.sections():
         engine, own_config = engine_of(section), others[role].config if role in others else config
         if (facts := model_facts(own_config)) is not None and engine is not None:
-            yield from engine.model_problems(section, facts)
+            yield from engine.model_problems(role, section, facts)
             if isinstance(section, Learner):
                 yield from _more_than_all_layers(role, section, facts.layers)
         if (degree := sequence_parallel_of(section)) > 1:

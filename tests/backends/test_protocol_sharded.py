@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import sharded_worker
 import torch
 from families import EXPORTED, FAMILIES, TRAINED
 from numpy.typing import NDArray
+from outcomes import Outcome, farthest, outcome
 from running import warm_torchrun
 from sharded_worker import CASES, EMPTY_STEP, STEPS, UNEVEN_STEP
 from stock_model import ADAM, StockStep, family_batch, stock_model, stock_step, write_family
@@ -87,25 +87,6 @@ if "zero3" in CASES:  # DeepSpeed is installed
     OFFLOADED += ["zero3", "zero3 bf16", "zero3 small ones whole"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the ranks of a job reported, and the weights after its last step."""
-
-    ranks: list[dict[str, Any]]
-    weights: dict[str, np.ndarray]
-
-    def losses(self) -> list[float]:
-        return [sum(rank["history"][i]["loss"] for rank in self.ranks) for i in range(len(self.ranks[0]["history"]))]
-
-    def norms(self) -> list[float]:
-        return [step["grad_norm"] for step in self.ranks[0]["history"]]
-
-    def told(self, step: int) -> np.ndarray:
-        """Log-probs or values of all tokens of the step's batch, put together from the ranks."""
-        found = {int(token): value for rank in self.ranks for token, value in rank["history"][step]["told"].items()}
-        return np.array([found[token] for token in range(len(found))])
-
-
 def resumed_name(case: str, ranks: int, saved: str) -> str:
     return f"{saved} resumed by {case} on {ranks}".replace(":", "-")
 
@@ -145,13 +126,6 @@ def torchrun(root: Path, processes: int, jobs: list[dict[str, Any]]) -> None:
     warm_torchrun(processes, "sharded_worker.py", jobs_file, timeout_s=280)
 
 
-def outcome(root: Path, name: str) -> Outcome:
-    folder = root / name
-    reports = [json.loads((folder / f"rank{i}.json").read_text()) for i in range(len(list(folder.glob("rank*.json"))))]
-    with np.load(folder / "weights.npz") as weights:
-        return Outcome(reports, dict(weights))
-
-
 def family_jobs(root: Path) -> list[dict[str, Any]]:
     folders = {family: write_family(root / family / "model", family) for family in FAMILIES}
     return [
@@ -168,11 +142,6 @@ def reference(root: Path, case: str) -> Outcome:
 def degree_of(case: str) -> int:
     degree: int = CASES[case].get("sequence_parallel", 1)
     return degree
-
-
-def farthest(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
-    assert first.keys() == second.keys()
-    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])

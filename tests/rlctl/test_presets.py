@@ -26,6 +26,7 @@ NAMES = [
     "gsm8k-cpu",
     "gspo-8gpu",
     "long-8gpu",
+    "megatron-cpu",
     "ppo-cpu",
     "ppo-rm-8gpu",
     "quickstart",
@@ -53,8 +54,9 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         rows.write_text(100 * (json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"))  # 16 are held out
     if name == "distill-cpu":  # the quickstart's export
         write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
-    if spec.rollout.python and not Path(spec.rollout.python).exists():
-        pytest.skip(f"scripts/setup-engine {spec.rollout.engine.kind} makes {spec.rollout.python}")
+    for section in (spec.rollout, spec.actor):
+        if section.python and not Path(section.python).exists():
+            pytest.skip(f"scripts/setup-engine {section.engine.kind} makes {section.python}")
     errors, warnings = file_problems(spec, tmp_path, elsewhere="gpu" in name)
     assert errors == []
     assert "gpu" in name or warnings == []

@@ -34,6 +34,7 @@ from specs.schema.algorithms.algorithm import AnyLoss  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
 from specs.schema.engines.fsdp2_table import Fsdp2Table  # noqa: E402
+from specs.schema.engines.megatron_table import MegatronTable  # noqa: E402
 from specs.schema.engines.zero_table import ZeroTable  # noqa: E402
 from specs.schema.spec import WeightForm  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
@@ -105,6 +106,20 @@ if find_spec("deepspeed") is not None:
         "zero1 critic sequences": {"engine": ZeroTable(stage=1), **sequences(2), **VALUES},
         "4:zero3 sequences 2 eager": {"engine": ZeroTable(**ZERO3), **sequences(2), **EAGER},
     }
+# In an interpreter of their own (`tests/backends/train/megatron/test_megatron.py`).
+MEGATRON: dict[str, dict[str, Any]] = {
+    "tensor": {"engine": MegatronTable(tensor_parallel=2)},
+    "pipeline": {"engine": MegatronTable(pipeline_parallel=2)},
+    "data": {"engine": MegatronTable()},
+    "tensor bf16": {"engine": MegatronTable(tensor_parallel=2), **BF16},
+    "data bf16": {"engine": MegatronTable(), **BF16},
+    "tensor recompute": {"engine": MegatronTable(tensor_parallel=2), "gradient_checkpointing": True},
+    "pipeline recompute": {"engine": MegatronTable(pipeline_parallel=2), "gradient_checkpointing": 1},
+    "tensor critic": {"engine": MegatronTable(tensor_parallel=2), **VALUES},
+    "pipeline critic": {"engine": MegatronTable(pipeline_parallel=2), **VALUES},
+    "pipeline offload": {"engine": MegatronTable(pipeline_parallel=2)},
+    "4:tensor pipeline": {"engine": MegatronTable(tensor_parallel=2, pipeline_parallel=2)},
+}
 STEPS = 5
 EMPTY_STEP, UNEVEN_STEP = 3, 2
 LOSS = {"corrected": True, "kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "seq-mean-token-mean"}
@@ -240,7 +255,7 @@ def export_in_bf16(engine: TrainEngine, form: WeightForm = "merged") -> tuple[di
 def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
     `offload`: whether to leave the device in every step. One more step follows."""
-    config = train_config(model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **CASES[job["case"]]})
+    config = train_config(model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **(CASES | MEGATRON)[job["case"]]})
     engine = train_engine(config.engine.kind).build(config, rank)
     policy: Any = engine.policy  # type: ignore[attr-defined]
     if policy.offload is not None:

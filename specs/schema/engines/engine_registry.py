@@ -17,6 +17,7 @@ from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, TrainTable
 from specs.schema.engines.fake_tables import FakeRolloutTable, FakeTrainTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
+from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.engines.sglang_table import SglangTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.engines.vllm_table import VllmTable
@@ -24,7 +25,7 @@ from specs.schema.engines.zero_table import ZeroTable
 
 _HELPERS = ("accelerate", "packaging")  # packages of engines that say nothing of what ran
 
-TRAIN_TABLES: tuple[type[TrainTable], ...] = (DdpTable, Fsdp2Table, ZeroTable, FakeTrainTable)
+TRAIN_TABLES: tuple[type[TrainTable], ...] = (DdpTable, Fsdp2Table, ZeroTable, MegatronTable, FakeTrainTable)
 ROLLOUT_TABLES: tuple[type[RolloutTable], ...] = (TorchRolloutTable, VllmTable, SglangTable, FakeRolloutTable)
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ class EngineTable(Table):
         """What works and is seldom meant, or is worth knowing before it runs."""
         return ()
 
-    def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
+    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
         """What of the model it cannot run."""
         return ()
 

@@ -62,7 +62,7 @@ class _Fake(EngineTable):
                     yield Problem(f"{name}.engine.kind", message, hint, show(kind))
         yield from _without_effect(role, section)
 
-    def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
+    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
         return ()
 
     def installed_problems(

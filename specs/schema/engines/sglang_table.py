@@ -101,7 +101,7 @@ class SglangTable(RolloutTable):
                 value = show(section.env[name])
                 yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", value)
 
-    def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
+    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
         return ()
 
     def installed_problems(

@@ -36,7 +36,7 @@ class BuiltHere(EngineTable):
     def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
         return ()
 
-    def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
+    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
         return ()
 
     def installed_problems(

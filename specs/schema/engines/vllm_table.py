@@ -120,7 +120,7 @@ class VllmTable(RolloutTable):
             hint = f'set {role}.dtype = "bf16", or raise rollout.max_probe_gap and max_logprob_gap'
             yield Problem(f"{role}.dtype", message, hint, '"fp32"')
 
-    def model_problems(self, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
+    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
         """Heads that vLLM has no kernel for on the CPU, and weights that it computes from in another form than the one
         that a sync writes: derived from them (MLA) or packed (experts on the CPU) when it starts, and never again."""
         key, hint = "rollout.engine.kind", 'write "torch", or take another model'

@@ -147,6 +147,11 @@ NODES = {"actor": {"nodes": 2, "processes": 2, "launcher": "torchrun"}, "cluster
 # Longest matching prefix → what the spec needs so that the key means something.
 SCORES = {"reward_model": {"model": "scores", "max_sequence_tokens": 64}, "reward.terms": [{"kind": "model"}]}
 CONTEXT: dict[str, dict[str, Any]] = {
+    **{
+        f"{role}.engine.{axis}_parallel": {f"{role}.processes": 2, f"{role}.launcher": "torchrun"}
+        for role in ("actor", "ref", "critic", "reward_model")
+        for axis in ("tensor", "pipeline")
+    },
     "reward_model": SCORES,
     "reward_model.sequence_parallel": {"reward_model.processes": 2, "reward_model.launcher": "torchrun"},
     "reward_model.nodes": {"reward_model.processes": 2, "reward_model.launcher": "srun"},

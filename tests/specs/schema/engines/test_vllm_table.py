@@ -84,7 +84,7 @@ def test_heads_that_vllm_has_no_kernel_for_on_the_cpu(
     facts = model_facts(config | {"head_dim": head_dim})
     assert facts is not None
     rollout = spec({"engine": {"kind": engine}, "devices": devices}, None).rollout
-    found = [*rollout.engine.model_problems(rollout, facts)]
+    found = [*rollout.engine.model_problems("rollout", rollout, facts)]
     assert [problem.key for problem in found] == ([] if fits else ["rollout.engine.kind"])
 
 
@@ -106,6 +106,6 @@ def test_weights_that_vllm_computes_from_in_another_form(
     facts = model_facts(config | more)
     assert facts is not None
     rollout = spec({"engine": {"kind": engine}, "devices": devices}, None).rollout
-    found = [problem.message for problem in rollout.engine.model_problems(rollout, facts)]
+    found = [problem.message for problem in rollout.engine.model_problems("rollout", rollout, facts)]
     assert len(found) == bool(words)
     assert all(words in message for message in found)

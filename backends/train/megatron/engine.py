@@ -1,0 +1,415 @@
+"""The `megatron` train engine: Megatron-core's GPT model on tensor, pipeline and data ranks.
+
+What it computes is what `ddp` computes: losses divide by global counts and gradients are summed over the data ranks,
+AdamW decays matrices alone, and a step whose gradient norm is not finite changes nothing. The Hugging Face model exists
+without memory: it says the names, shapes and rotary frequencies that Megatron's parameters are filled and exported by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from backends import activity
+from backends.hf.hf_model import build_without_memory, describe
+from backends.hf.score_layer import score_names
+from backends.packed.layout import PackedLayout
+from backends.packed.packing import MicroBatch, MicroBatches, by_token, check_update, loss_weight_T, pack, update_counts
+from backends.packed.row_ops import RowCopies, copy_rows
+from backends.packed.staging import Staging
+from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult
+from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
+from backends.train.hf_weights import stream_into
+from backends.train.lm_head import LogprobTask, LossTask
+from backends.train.losses import TokenColumns, sequence_columns
+from backends.train.megatron.layouts import Heads
+from backends.train.megatron.megatron_start import start_megatron, stop_megatron
+from backends.train.megatron.model_group import Joined, ModelGroup
+from backends.train.megatron.weight_map import ModelMap
+from backends.train.offload import Offloader, storages_of
+from backends.train.policy import Policy, Task
+from backends.train.rng import write_rng
+from backends.train.score_head import ValueLossTask, ValueTask
+from backends.train.tensor_shards import Shard, whole, write_shards
+from backends.train.value_loss import ValueColumns, value_loss
+from backends.weights.checksum import checksum_bytes, checksum_weights
+from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes
+from specs.errors import ModelError
+from specs.schema.algorithms.algorithm import AnyLoss, Loss
+from specs.schema.algorithms.algorithm_tables import ValueLoss
+from specs.schema.engines.megatron_table import MegatronTable
+from specs.schema.spec import DType
+from specs.wire.as_built import ModelBuilt
+from specs.wire.batch import Batch
+from specs.wire.role_config import ModelConfig, TrainConfig
+
+_ATTENTION = f"{PackedLayout.__module__}.{PackedLayout.attend.__qualname__}"
+
+
+class MegatronTrainEngine(HfTrainEngine):
+    """A Llama or Qwen model, cut across tensor ranks and pipeline stages."""
+
+    def __init__(self, config: TrainConfig, rank: Rank) -> None:
+        super().__init__(config, rank)
+        table = config.engine
+        assert isinstance(table, MegatronTable)
+        axes = {"tensor": table.tensor_parallel, "pipeline": table.pipeline_parallel}
+        start_megatron(rank, config.model.device, **axes, seed=config.model.seed)
+        from backends.train.megatron import vocab_head
+        from backends.train.megatron.megatron_model import MegatronModel
+        from backends.train.megatron.packed_stage import PackedRow
+        from backends.train.megatron.sharded_weights import MOMENTS, ShardedWeights
+
+        self._vocab_head, self._packed_row, self._moments = vocab_head, PackedRow, MOMENTS
+        held = self._hold_model(_on_meta)
+        self.policy = Policy(held.model, config)
+        self.group = ModelGroup(self.device)
+        self.map = model_map(held.model, config.model.path)
+        self.core = MegatronModel(held.model, self.map, config, table, self.group)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(held.model).items()}
+        self.weights = ShardedWeights(self.core.stage, self.core.optimizer, self.map, self.shapes, self.group)
+        self.weights.make_moments()
+        stream_into(config.model, held.aliases, self.weights.wanted(), score_names(held.model))
+        self.offloading = Offloader()
+        self.gradients_are_zero = True
+        self._verify_packing()
+
+    @classmethod
+    def _held_dtype(cls, config: TrainConfig) -> DType:
+        """Megatron makes the fp32 masters by itself."""
+        return config.model.dtype
+
+    @classmethod
+    def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
+        """Without Megatron-core: the model that its parameters are made of."""
+        held = hold_on_meta(config)
+        model_map(held, config.model.path)
+        about = describe(held, config.model, checksum=False).model_copy(update={"attn_function": _ATTENTION})
+        head = () if config.model.head == "lm" else ("new_head",)
+        return OnMeta(about, not_seen=("mesh", *head))
+
+    @classmethod
+    def build(cls, config: TrainConfig, rank: Rank) -> MegatronTrainEngine:
+        return cls(config, rank)
+
+    def _built(self) -> ModelBuilt:
+        every = list(self.shapes)
+        digests = (
+            (name, checksum_bytes(tensor_bytes(weight))) for name, weight in self._everywhere(every, computed=True)
+        )
+        mesh = {"data": self.group.data.size(), "pipeline": self.group.stages, "tensor": self.group.tensor_ranks}
+        found = {"attn_function": _ATTENTION, "mesh": mesh, "weights_checksum": checksum_weights(digests)}
+        return describe(self.policy.model, self.config.model, checksum=False).model_copy(update=found)
+
+    # ── computing ─────────────────────────────────────────────────────────────────────────────────
+
+    def _joined(self, batch: Batch) -> Joined:
+        return self.group.joined(batch)
+
+    def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
+        joined = self._joined(batch.only(("tokens_T", "loss_mask_T")))
+        return super().forward(joined.batch, adapters=adapters)[joined.own_T]
+
+    def values(self, batch: Batch) -> NDArray[np.float32]:
+        joined = self._joined(batch.only(("tokens_T", "loss_mask_T")))
+        return super().values(joined.batch)[joined.own_T]
+
+    def scores(self, batch: Batch) -> NDArray[np.float32]:
+        joined = self._joined(batch.only(("tokens_T",)))
+        return super().scores(joined.batch)[joined.own_B]
+
+    def _megatron_row(self, micro: MicroBatch, staging: Staging) -> Any:
+        """A micro-batch as the stages take it: token ids [1, T], and the row."""
+        layout = PackedLayout(micro.lengths, self.device, micro.parents, staging.put)
+        row = self._packed_row(qkv_format="packed", layout=layout, position_T=staging.put(micro.positions_T))
+        return staging.put(micro.tokens_T)[None], row
+
+    @torch.no_grad()
+    def _told(
+        self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
+    ) -> NDArray[np.float32]:
+        staging = Staging(self.device)
+        rows = [self._megatron_row(micro, staging) for micro in micros]
+        tasks = [task_of(micro, staging) for micro in micros]
+        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in micros]
+        staging.send()
+
+        def told(hidden_TE: Tensor, number: int) -> Tensor:
+            activity.count("micro-batch")
+            said_N: Tensor = self._answer(copy_rows(hidden_TE, copies[number]), tasks[number])
+            return said_N
+
+        found = self.core.tell(rows, told)
+        said = torch.zeros(columns, device=self.device)
+        for micro, said_N in zip(micros, found, strict=False):  # the last stage alone has results
+            said[torch.from_numpy(micro.column_N)] = said_N
+        return self.group.from_last_stage(said).cpu().numpy()
+
+    def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
+        check_update(batch, loss)
+        self._check_head(loss)
+        joined = self._joined(batch.only(("tokens_T", "loss_mask_T", *loss.columns))).batch
+        weight_T = loss_weight_T(joined, loss.loss_aggregation, scale)
+        found = sequence_columns(joined, loss, lambda: self._logprobs(joined)) if isinstance(loss, Loss) else {}
+        of_sequence_T = {name: by_token(column_B, joined) for name, column_B in found.items()}
+        micros = self._packing.micro_batches(joined)
+        staging = Staging(self.device)
+        rows = [self._megatron_row(micro, staging) for micro in micros]
+        tasks = []
+        for micro in micros:
+            columns = self._columns(joined, micro, weight_T, of_sequence_T, loss, staging)
+            tasks.append(self._task(micro, columns, loss, staging))
+        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in micros]
+        staging.send()
+
+        def learned(hidden_TE: Tensor, number: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            activity.count("micro-batch")
+            value, sums, maxima = self._answer(copy_rows(hidden_TE, copies[number]), tasks[number])
+            return value, (sums, maxima)
+
+        if micros:
+            self.gradients_are_zero = False
+        results = self.core.learn(rows, learned)
+        sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
+        maxima = torch.zeros(len(loss.maxima()), dtype=torch.float64, device=self.device)
+        for number, (row_sums, row_maxima) in enumerate(results):
+            sums += row_sums
+            maxima = torch.maximum(maxima, row_maxima) if number else row_maxima.double()
+        read = self.group.from_last_stage(torch.cat([sums, maxima])).tolist()
+        return self._shared_out(loss, read, update_counts(joined, micros, self.group.model.size()))
+
+    def _task(
+        self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, staging: Staging
+    ) -> LossTask | ValueLossTask:
+        if isinstance(loss, ValueLoss):
+            assert isinstance(columns, ValueColumns)
+            return ValueLossTask(columns, loss)
+        assert isinstance(columns, TokenColumns)
+        assert isinstance(loss, Loss)
+        return LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
+
+    def _answer(self, hidden_NE: Tensor, task: Task) -> Any:
+        """What the head says, on the last stage; the same on all its tensor ranks."""
+        stage = self.core.stage
+        if isinstance(task, ValueTask | ValueLossTask):
+            value_N = functional.linear(hidden_NE.float(), stage.score.weight.float())[:, 0]
+            return value_N if isinstance(task, ValueTask) else value_loss(value_N, task.columns, task.loss)
+        weight_VE, part = stage.head_weight(), self.core.vocabulary
+        if isinstance(task, LogprobTask):
+            return self._vocab_head.logprobs(hidden_NE, weight_VE, task, part)
+        return self._vocab_head.loss(hidden_NE, weight_VE, task, part)
+
+    def _shared_out(self, loss: AnyLoss, read: Sequence[float], counts: Mapping[str, float]) -> Mapping[str, float]:
+        """The caller adds up what ranks say: one of the group says the sums, all say the maxima and their share of the
+        arithmetic."""
+        said = {**dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)), **counts}
+        if self.group.speaks:
+            return said
+        of_each = {*loss.maxima(), "micro_batch_tokens_max", "flops"}
+        return {name: value if name in of_each else 0.0 for name, value in said.items()}
+
+    @torch.no_grad()
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
+        if self.map.scores:
+            raise self._no_lm_head()
+        completions = [GreedyCompletion([], []) for _ in prompts]
+        for _ in range(new_tokens):
+            sequences = [[*prompt, *written.tokens] for prompt, written in zip(prompts, completions, strict=True)]
+            for chosen in pack([len(sequence) for sequence in sequences], self.config.micro_batch_tokens):
+                logits_BV = self._last_logits([sequences[i] for i in chosen])
+                best, token = (part.tolist() for part in logits_BV.topk(2))
+                for i, values, ids in zip(chosen, best, token, strict=True):
+                    completions[i].tokens.append(ids[0])
+                    completions[i].margins.append(values[0] - values[1])
+        return completions
+
+    def _last_logits(self, sequences: list[list[int]]) -> Tensor:
+        """Of each sequence's last token, on every rank."""
+        lengths = [len(sequence) for sequence in sequences]
+        tokens_T = np.concatenate(sequences).astype(np.int64)
+        positions_T = np.concatenate([np.arange(length) for length in lengths])
+        return self._logits(tokens_T, positions_T, lengths, [-1] * len(lengths), np.cumsum(lengths) - 1)
+
+    @torch.no_grad()
+    def _logits(
+        self,
+        tokens_T: NDArray[np.int64],
+        positions_T: NDArray[np.int64],
+        lengths: list[int],
+        parents: list[int],
+        rows_N: NDArray[np.int64],
+    ) -> Tensor:
+        """Of a model that gives scores: what enters its head."""
+        staging = Staging(self.device)
+        nothing = np.zeros(0, dtype=np.int64)
+        row = self._megatron_row(
+            MicroBatch(lengths, parents, tokens_T, positions_T, nothing, nothing, nothing), staging
+        )
+        copies = RowCopies(rows_N, len(tokens_T), staging.put)
+        staging.send()
+        core = self.core
+
+        def told(hidden_TE: Tensor, _: int) -> Tensor:
+            hidden_NE = copy_rows(hidden_TE, copies)
+            if self.map.scores:
+                return hidden_NE.float()
+            padded = functional.linear(hidden_NE, core.stage.head_weight()).float()
+            return torch.cat(self.group.of_all_tensor_ranks(padded), dim=1)[:, : self.map.vocabulary].contiguous()
+
+        found = core.tell([row], told)
+        width = core.config.hidden_size if self.map.scores else self.map.vocabulary
+        empty = torch.zeros(len(rows_N), width, device=self.device)
+        return self.group.from_last_stage(found[0] if found else empty)
+
+    def _verify_packing(self) -> None:
+        """A packed row, with completions that share a prompt, must give the logits of each sequence alone."""
+        lengths, parents = [5, 9, 3, 4], [-1, -1, 1, 1]
+        starts = np.cumsum(lengths) - lengths
+        tokens_T = np.random.default_rng(0).integers(0, self.map.vocabulary, sum(lengths))
+        before = [0 if parent < 0 else lengths[parent] for parent in parents]
+        positions_T = np.concatenate([first + np.arange(n) for first, n in zip(before, lengths, strict=True)])
+        packed = self._logits(tokens_T, positions_T, lengths, parents, np.arange(len(tokens_T)))
+        alone = []
+        for parent, start, length in zip(parents, starts, lengths, strict=True):
+            own = tokens_T[start : start + length]
+            prefix = tokens_T[:0] if parent < 0 else tokens_T[starts[parent] : starts[parent] + lengths[parent]]
+            ids_T = np.concatenate([prefix, own])
+            rows_N = np.arange(len(prefix), len(ids_T))
+            alone.append(self._logits(ids_T, np.arange(len(ids_T)), [len(ids_T)], [-1], rows_N))
+        gap = float((packed - torch.cat(alone)).abs().max() / packed.abs().max().clamp_min(1e-6))
+        if not gap < (1e-3 if self.config.model.dtype == "fp32" else 0.1):
+            raise ModelError(
+                f"Megatron gives other logits on packed sequences than one by one (relative gap {gap:.2g})"
+            )
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        raise NotImplementedError("the pipeline schedule runs the backward pass")
+
+    # ── learning ──────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def optim_step(self) -> StepResult:
+        assert self.config.optimizer is not None, "this role does not learn"
+        norm, lr = self.core.sum_gradients(), self._learning_rate()
+        finite = math.isfinite(norm)
+        if finite:
+            self.core.step(lr, norm, self.config.optimizer.max_grad_norm)
+            self.state.optimizer_steps += 1
+        else:
+            self.state.skipped_steps += 1
+        self.core.zero_gradients()
+        self.gradients_are_zero = True
+        return StepResult(norm, lr, not finite)
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────
+
+    def _weight_kinds(self) -> Mapping[str, TensorKind]:
+        return {name: (shape, self.weights.dtype) for name, shape in self.shapes.items()}
+
+    def _full_weights(
+        self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What the forward pass reads is the cast of the master, to the bit, and costs no exchange of masters."""
+        asked = [name for name in self.shapes if name in names]
+        computes = DTYPES[self.config.model.dtype]
+        computed = self.weights.dtype == computes or all(sent.get(name) == computes for name in asked)
+        return self._everywhere(asked, computed=computed)
+
+    def _everywhere(self, names: Sequence[str], *, computed: bool) -> Iterator[tuple[str, Tensor]]:
+        """Weights whole on every rank, one after another: from their stage to the others."""
+        here = self.weights.names_here(names)
+        mine = self.weights.whole(here, computed=computed)
+        dtype = DTYPES[self.config.model.dtype] if computed else self.weights.dtype
+        for name in names:
+            stage = self.map.stage_of(name, self.group.stages)
+            if stage == self.group.stage:
+                _, tensor = next(mine)
+            else:
+                tensor = torch.empty(self.shapes[name], dtype=dtype, device=self.device)
+            yield name, self.group.from_stage(stage, tensor)
+
+    def _weight_shards(self) -> Iterator[Shard]:
+        return self.weights.wanted()
+
+    def _moment_shards(self) -> Iterator[Shard]:
+        for kind in self._moments if self.core.optimizer is not None else ():
+            yield from self.weights.wanted(kind)
+
+    def save(self, folder: Path) -> list[Path]:
+        rank, ranks = self.rank.rank, self.rank.world_size
+        written = [write_shards(folder, "model", rank, ranks, self._owned("weight"))]
+        if self.config.optimizer is not None:
+            moments = (shard for kind in self._moments for shard in self._owned(kind))
+            written.append(write_shards(folder, "optimizer", rank, ranks, moments))
+        if rank == 0:
+            written.append(self.state.write(folder))
+        return [*written, write_rng(folder, rank, self.sequences.states())]
+
+    def _owned(self, kind: Any) -> Iterator[Shard]:
+        """Whole tensors of this stage; its ranks take turns in saving them, from host memory."""
+        own = self.group.place_in_stage()
+        here = self.weights.names_here(list(self.shapes))
+        for number, (name, tensor) in enumerate(self.weights.whole(here, kind)):
+            if number % self.group.ranks_of_stage == own:
+                suffix = "" if kind == "weight" else f".{kind}"
+                yield whole(f"{name}{suffix}", tensor.cpu().contiguous())
+
+    def _learned(self) -> Sequence[str]:
+        return list(self.shapes) if self.core.optimizer is not None else []
+
+    def _loaded(self, optimizer_steps: int) -> None:
+        self.weights.set_steps(optimizer_steps)
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────
+
+    def offload(self) -> None:
+        if self.offloading.offloaded:
+            return
+        weights, grads = self.core.buffers()
+        keep = weights + self.weights.state_tensors()
+        drop = grads if self.gradients_are_zero else []
+        self.offloading.offload(storages_of(keep + (grads if not drop else [])), storages_of(drop))
+
+    def onload(self) -> None:
+        self.offloading.onload()
+
+    def close(self) -> None:
+        stop_megatron()
+
+
+# ── the Hugging Face model, without memory ────────────────────────────────────────────────────────
+
+
+def _on_meta(config: ModelConfig) -> PreTrainedModel:
+    """Its attention is never called: Megatron's layers call `PackedLayout`."""
+    return build_without_memory(config.model_copy(update={"attn_implementation": "sdpa"}))
+
+
+def hold_on_meta(config: TrainConfig) -> PreTrainedModel:
+    model = _on_meta(config.model)
+    if config.optimizer is None:
+        model.requires_grad_(False)
+    return model
+
+
+def model_map(model: PreTrainedModel, path: str) -> ModelMap:
+    """Raises ModelError for a model whose weights have no place in Megatron's."""
+    text: Any = model.config.get_text_config()
+    heads = text.num_attention_heads
+    shape = Heads(
+        query=heads,
+        key=getattr(text, "num_key_value_heads", None) or heads,
+        dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+    found = ModelMap(path, list(named_weights(model)), text.num_hidden_layers, text.vocab_size, shape)
+    found.check()
+    return found

@@ -1,0 +1,107 @@
+"""How tensors of a Hugging Face model lie in the parameters of a Megatron model: pure functions, both ways.
+
+A parameter of Megatron-core's GPT model is one tensor of the Hugging Face model, or several fused. Each of these is cut
+in equal parts across the tensor ranks, and a rank fuses its own parts: first cut, then fused.
+
+- Attention: for every group of query heads that share a key head, the rows of its queries, its key, its value.
+- MLP: the rows of the gate, then the rows of the up projection.
+- Vocabulary: rows of zeros at the end make it divisible by the tensor ranks.
+
+Letters: G groups of query heads (key heads), R query heads of a group, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Fusion = Literal["none", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of the whole model."""
+
+    query: int
+    key: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter of one pipeline stage and the tensors that it is made of.
+
+    `cut`: the dim along which each of them is cut across tensor ranks; None: every rank has all of it. `padded`: the
+    rows that they are padded to before that; 0: none.
+    """
+
+    parameter: str
+    weights: tuple[str, ...]
+    cut: int | None = None
+    fusion: Fusion = "none"
+    padded: int = 0
+
+
+def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
+    """Rows of the embedding, so that every tensor rank has as many."""
+    return -(-vocabulary // tensor_ranks) * tensor_ranks
+
+
+def layers_of_stage(layers: int, stage: int, stages: int) -> range:
+    """Layers of a pipeline stage; all stages have as many."""
+    assert layers % stages == 0, (layers, stages)
+    each = layers // stages
+    return range(stage * each, (stage + 1) * each)
+
+
+def part_of(size: int, rank: int, ranks: int) -> range:
+    """Rows or columns of a tensor rank."""
+    assert size % ranks == 0, (size, ranks)
+    each = size // ranks
+    return range(rank * each, (rank + 1) * each)
+
+
+def local_part(whole: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:
+    """A tensor rank's part of one of the slot's tensors."""
+    if slot.padded:
+        missing = slot.padded - whole.shape[0]
+        whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
+    if slot.cut is None:
+        return whole
+    part = part_of(whole.shape[slot.cut], rank, ranks)
+    return whole.narrow(slot.cut, part.start, len(part))
+
+
+def whole_tensor(parts: Sequence[Tensor], slot: Slot, rows: int) -> Tensor:
+    """One of the slot's tensors from the parts of all tensor ranks, in their order; `rows`: without padding."""
+    joined = parts[0] if slot.cut is None else torch.cat(list(parts), dim=slot.cut)
+    return joined[:rows] if slot.padded else joined
+
+
+def fuse(parts: Sequence[Tensor], slot: Slot, heads: Heads) -> Tensor:
+    """A rank's parameter from its parts of the slot's tensors."""
+    if slot.fusion == "none":
+        (one,) = parts
+        return one
+    if slot.fusion == "gate_up":
+        return torch.cat(list(parts))
+    q, k, v = parts
+    groups = k.shape[0] // heads.dim
+    return torch.cat([each.reshape(groups, -1, *each.shape[1:]) for each in (q, k, v)], dim=1).flatten(0, 1)
+
+
+def unfuse(parameter: Tensor, slot: Slot, heads: Heads) -> list[Tensor]:
+    """A rank's parts of the slot's tensors from its parameter."""
+    if slot.fusion == "none":
+        return [parameter]
+    if slot.fusion == "gate_up":
+        return list(parameter.chunk(2))
+    each = heads.query // heads.key
+    groups = parameter.shape[0] // (heads.dim * (each + 2))
+    by_group = parameter.reshape(groups, -1, *parameter.shape[1:])
+    parts = by_group.split([each * heads.dim, heads.dim, heads.dim], dim=1)
+    return [part.flatten(0, 1) for part in parts]

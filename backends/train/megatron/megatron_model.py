@@ -1,0 +1,149 @@
+"""A rank's stage with its gradients and optimizer, and the schedule that runs micro-batches through all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from backends.train.megatron.layouts import padded_vocabulary, part_of
+from backends.train.megatron.model_group import ModelGroup
+from backends.train.megatron.packed_stage import Axes, PackedRow, Stage, build_stage, transformer_config
+from backends.train.megatron.sharded_weights import adam_config
+from backends.train.megatron.vocab_head import VocabPart
+from backends.train.megatron.weight_map import ModelMap
+from backends.weights.tensor_bytes import DTYPES
+from specs.schema.engines.megatron_table import MegatronTable
+from specs.wire.role_config import TrainConfig
+
+Row = tuple[Tensor, PackedRow]  # token ids [1, T], and the row
+Told = Callable[[Tensor, int], Any]  # hidden states [T, E] of a row, its number → what its head says
+Learned = Callable[[Tensor, int], tuple[Tensor, Any]]  # the same → the loss and what is told of it
+
+
+class MegatronModel:
+    """Gradients are summed over the data ranks once, when they are asked for."""
+
+    def __init__(
+        self, model: PreTrainedModel, model_map: ModelMap, config: TrainConfig, table: MegatronTable, group: ModelGroup
+    ) -> None:
+        self.group, self.table = group, table
+        dtype = DTYPES[config.model.dtype]
+        axes = Axes(table.tensor_parallel, table.pipeline_parallel)
+        self.config = transformer_config(
+            model, axes, dtype=dtype, recompute=config.gradient_checkpointing, stage=group.stage
+        )
+        positions = config.model.max_sequence_tokens
+        self.stage: Stage = build_stage(
+            model, self.config, tied=model_map.tied, scores=model_map.scores, positions=positions
+        )
+        self._mark_cut_weights(model_map)
+        self.stage.train()  # recomputes activations then; there is no dropout
+        chunk = table.logits_chunk(model_map.vocabulary, on_gpu=torch.cuda.is_available())
+        columns = part_of(
+            padded_vocabulary(model_map.vocabulary, group.tensor_ranks), group.tensor_rank, group.tensor_ranks
+        )
+        real = min(columns.stop, model_map.vocabulary) - columns.start
+        self.vocabulary = VocabPart(group.tensor, columns.start, real, chunk)
+        self.wrapped: Any = self.stage
+        self.optimizer: Any = None
+        if config.optimizer is None:
+            self.stage.requires_grad_(False)
+            return
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.wrapped = DistributedDataParallel(self.config, ddp, self.stage)
+        adam = adam_config(config.optimizer, dtype)
+        self.optimizer = get_megatron_optimizer(adam, [self.wrapped], use_gloo_process_groups=False)
+        for decayed in self.optimizer.param_groups:  # what its scheduler would do; vectors decay by 0 times as much
+            decayed["weight_decay"] = config.optimizer.weight_decay * decayed["wd_mult"]
+
+    def _mark_cut_weights(self, model_map: ModelMap) -> None:
+        """As Megatron does where it draws weights itself: others count once in the norm, on the first tensor rank."""
+        group, parameters = self.group, dict(self.stage.named_parameters())
+        for slot in model_map.slots(group.stage, group.stages, group.tensor_ranks):
+            parameters[slot.parameter].tensor_model_parallel = slot.cut is not None
+
+    # ── micro-batches ─────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def tell(self, rows: Sequence[Row], told: Told) -> list[Any]:
+        """Results of `told` on the last stage, row by row; nothing on the others."""
+        if not rows:
+            return []
+
+        def results(hidden_TE: Tensor, number: int, **_: Any) -> Any:
+            return told(hidden_TE, number)
+
+        return self._schedule(rows, results, forward_only=True, collect_non_loss_data=True)
+
+    def learn(self, rows: Sequence[Row], learned: Learned) -> list[Any]:
+        """Add each row's gradients; results of `learned` as of `tell`."""
+        if not rows:
+            return []
+
+        def results(hidden_TE: Tensor, number: int) -> tuple[Tensor, Tensor, Any]:
+            loss, said = learned(hidden_TE, number)
+            return loss, torch.ones((), dtype=torch.int), said  # Megatron counts tokens, and nobody asks for them
+
+        return self._schedule(rows, results, forward_only=False)
+
+    def _schedule(self, rows: Sequence[Row], results: Callable[..., Any], **how: Any) -> list[Any]:
+        def forward_step(numbered: Iterator[tuple[int, Row]], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            number, (token_ids, row) = next(numbered)
+            hidden_T1E: Tensor = model(token_ids, None, None, packed_seq_params=row)
+
+            def of_last_stage(hidden_T1E: Tensor, **more: Any) -> Any:
+                return results(hidden_T1E[:, 0], number, **more)
+
+            return hidden_T1E, of_last_stage
+
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(enumerate(rows)),
+            model=[self.wrapped],
+            num_microbatches=len(rows),
+            seq_length=rows[0][0].shape[1],  # each row tells its own
+            micro_batch_size=1,
+            **how,
+        )
+        return found
+
+    # ── learning ──────────────────────────────────────────────────────────────────────────────────
+
+    def sum_gradients(self) -> float:
+        """Over the data ranks, and of weights that several ranks hold; returns the norm of all. A collective."""
+        finalize_model_grads([self.wrapped])
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self, lr: float, norm: float, limit: float) -> None:
+        """AdamW with the gradients of `sum_gradients`, clipped; data ranks exchange what they stepped."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            if limit and norm > limit:
+                for main in group["params"]:
+                    if main.grad is not None:
+                        main.grad.mul_(limit / norm)
+        self.optimizer.step_with_ready_grads()
+
+    def zero_gradients(self) -> None:
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory of the weights that the forward pass reads, and of gradients."""
+        weights = [parameter.data for parameter in self.stage.parameters()]
+        if self.optimizer is None:
+            return weights, []
+        found = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
+        return weights, [each.grad_data for each in found]

@@ -1,0 +1,52 @@
+"""Starts Megatron-core in a rank: its process groups, and the CPU shim where there is no CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import distributed as dist
+
+from backends.protocol import COLLECTIVE_TIMEOUT, Rank
+from backends.train.role_group import join_group
+from specs.errors import ModelError
+from specs.schema.engines.megatron_table import ORDER
+
+
+def start_megatron(rank: Rank, device: str, *, tensor: int, pipeline: int, seed: int) -> None:
+    """Join the ranks' group and cut it in Megatron's."""
+    if importlib.util.find_spec("megatron") is None:
+        raise ModelError(
+            "the engine megatron needs Megatron-core, which this interpreter does not have",
+            hint='scripts/setup-engine megatron makes one that does: set python = ".venv-megatron/bin/python"',
+        )
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the order in which it launches communication
+    if not device.startswith("cuda"):
+        from backends.train.megatron import cpu_shim
+
+        cpu_shim.install()
+    join_group(rank, device, even_alone=True)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.destroy_model_parallel()  # of an earlier engine in this process
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        order=ORDER,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    state = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(seed)  # its checkpointing of activations wants named generators, unused otherwise
+    torch.set_rng_state(state)
+
+
+def stop_megatron() -> None:
+    """Leave all groups: the next engine in this process makes its own."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,188 @@
+"""This rank's part of the weights and of Adam's state, by their Hugging Face names.
+
+Megatron's distributed optimizer cuts masters and moments over the data ranks by position in a flat buffer; a parameter
+of a stage may lie in several of them. Here they are read whole, for export and checkpoints, and written from whole
+parts, when a model or a checkpoint is read. (Megatron's own checkpoints are pickles, which rlctl neither writes nor
+reads; ours have the names and shapes of the model, so that any engine on any number of ranks reads them.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from backends.train.megatron.layouts import Slot, fuse, part_of, unfuse, whole_tensor
+from backends.train.megatron.model_group import ModelGroup
+from backends.train.megatron.weight_map import ModelMap
+from backends.train.tensor_shards import Shard
+from specs.schema.spec import Optimizer
+
+Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
+MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedWeights:
+    """`optimizer`: Megatron's, of a role that learns. `shapes`: of every weight by name."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        optimizer: Any,
+        model_map: ModelMap,
+        shapes: Mapping[str, Sequence[int]],
+        group: ModelGroup,
+    ) -> None:
+        self.map, self.shapes, self.group = model_map, shapes, group
+        self.parameters = dict(stage.named_parameters())
+        self.slots = model_map.slots(group.stage, group.stages, group.tensor_ranks)
+        placed = {slot.parameter for slot in self.slots}
+        assert placed == set(self.parameters), placed ^ set(self.parameters)
+        self.slot_of = {name: slot for slot in reversed(self.slots) for name in slot.weights}
+        self.optimizers = [] if optimizer is None else list(optimizer.chained_optimizers)
+        self.dtype = torch.float32 if optimizer is not None else next(iter(self.parameters.values())).dtype
+        self.adamw = [each.optimizer for each in self.optimizers if each.optimizer is not None]
+
+    # ── this data rank's slice of a parameter ─────────────────────────────────────────────────────
+
+    def make_moments(self) -> None:
+        """State exists from the start, so that a trainer that has not stepped yet saves and loads like any other. Each
+        parameter has a step count of its own: one that they share would be counted once for each of them."""
+        for adamw in self.adamw:
+            for group in adamw.param_groups:
+                for main in group["params"]:
+                    state: dict[str, Tensor] = {"step": torch.zeros(())}
+                    for kind in MOMENTS:
+                        state[kind] = torch.zeros_like(main, dtype=torch.float32)
+                    adamw.state[main] = state
+
+    def masters(self) -> list[Tensor]:
+        """This data rank's slices of the weights; of fp32 weights, they are views."""
+        return [main for adamw in self.adamw for group in adamw.param_groups for main in group["params"]]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Masters and moments."""
+        moments = (state[kind] for adamw in self.adamw for state in adamw.state.values() for kind in MOMENTS)
+        return [*(main.detach() for main in self.masters()), *moments]
+
+    def set_steps(self, steps: int) -> None:
+        """How many steps were made: Adam's bias correction depends on it."""
+        for adamw in self.adamw:
+            for state in adamw.state.values():
+                state["step"].fill_(steps)
+
+    def _slice(self, parameter: nn.Parameter, kind: Kind) -> tuple[int, Tensor] | None:
+        """First element and values of this rank's slice of the master or of a moment; None where it has none."""
+        for optimizer in self.optimizers:
+            if parameter in optimizer.model_param_group_index_map:
+                group, place = optimizer.model_param_group_index_map[parameter]
+                main = optimizer.optimizer.param_groups[group]["params"][place]
+                held = main if kind == "weight" else optimizer.optimizer.state[main][kind]
+                return optimizer._get_model_param_range_map(parameter)["param"].start, held.detach().view(-1)
+        return None
+
+    def _read(self, parameter: nn.Parameter, kind: Kind) -> Tensor:
+        """The parameter's values on this tensor rank, whole; all data ranks call it together."""
+        if not self.optimizers or (kind == "weight" and parameter.dtype == torch.float32):
+            return parameter.detach()
+        whole = torch.zeros(parameter.numel(), device=parameter.device)
+        if (part := self._slice(parameter, kind)) is not None:
+            start, held = part
+            whole[start : start + len(held)] = held
+        if self.group.data.size() > 1:
+            dist.all_reduce(whole, group=self.group.data)
+        return whole.view(parameter.shape)
+
+    @torch.no_grad()
+    def _write(self, parameter: nn.Parameter, kind: Kind, value: Tensor) -> None:
+        if kind == "weight":
+            parameter.copy_(value)
+        if (part := self._slice(parameter, kind)) is not None:
+            start, held = part
+            held.copy_(value.reshape(-1)[start : start + len(held)])
+
+    # ── whole tensors, by name ────────────────────────────────────────────────────────────────────
+
+    def whole(
+        self, names: Sequence[str], kind: Kind = "weight", *, computed: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of this stage, whole, one after another; all its ranks iterate together. `names` in the order of the
+        model. `computed`: what the forward pass reads, instead of the master."""
+        left = Counter(self.slot_of[name].parameter for name in names)
+        made: dict[str, list[Tensor]] = {}
+        for name in names:
+            slot = self.slot_of[name]
+            if slot.parameter not in made:
+                parameter = self.parameters[slot.parameter]
+                value = parameter.detach() if computed else self._read(parameter, kind)
+                made[slot.parameter] = unfuse(value, slot, self.map.heads)
+            part = made[slot.parameter][slot.weights.index(name)]
+            left[slot.parameter] -= 1
+            if not left[slot.parameter]:
+                del made[slot.parameter]
+            parts = [part] if slot.cut is None else self.group.of_all_tensor_ranks(part)
+            yield name, whole_tensor(parts, slot, self.shapes[name][0])
+
+    def names_here(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that are read from this stage."""
+        return [name for name in names if self.map.stage_of(name, self.group.stages) == self.group.stage]
+
+    # ── filled by a reader ────────────────────────────────────────────────────────────────────────
+
+    def wanted(self, kind: Kind = "weight") -> Iterator[Shard]:
+        """The elements that this rank needs, as host memory in the precision that is kept, for a reader that fills each
+        shard before it asks for the next one."""
+        suffix = "" if kind == "weight" else f".{kind}"
+        for slot in self.slots:
+            parts = []
+            for name in slot.weights:
+                shape = tuple(self.shapes[name])
+                first, count = self._rows(slot, shape[0])
+                start = first * _row_size(shape)
+                into = torch.zeros(count, *shape[1:], dtype=self.dtype)
+                yield Shard(f"{name}{suffix}", shape, start, into.view(-1))
+                parts.append(self._own(into, slot))
+            self._write(self.parameters[slot.parameter], kind, fuse(parts, slot, self.map.heads))
+
+    def _rows(self, slot: Slot, rows: int) -> tuple[int, int]:
+        """First row and number of rows that this rank reads."""
+        if slot.cut != 0:
+            return 0, rows
+        part = part_of(slot.padded or rows, self.group.tensor_rank, self.group.tensor_ranks)
+        return min(part.start, rows), max(0, min(part.stop, rows) - part.start)
+
+    def _own(self, read: Tensor, slot: Slot) -> Tensor:
+        if slot.cut == 1:
+            part = part_of(read.shape[1], self.group.tensor_rank, self.group.tensor_ranks)
+            return read[:, part.start : part.stop]
+        missing = slot.padded // self.group.tensor_ranks - len(read) if slot.padded else 0
+        return torch.cat([read, read.new_zeros(missing, *read.shape[1:])]) if missing else read
+
+
+def _row_size(shape: Sequence[int]) -> int:
+    size = 1
+    for each in shape[1:]:
+        size *= each
+    return size
+
+
+def adam_config(config: Optimizer, dtype: torch.dtype) -> Any:
+    """Megatron's configuration of AdamW with weight decay on matrices alone, over the data ranks."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        clip_grad=config.max_grad_norm or 0.0,
+    )

@@ -1,0 +1,135 @@
+"""The language-model head, cut along the vocabulary: log-probs and policy losses without the logits of a whole row.
+
+Each tensor rank has some rows of the weight. Logits exist for one chunk of rows at a time; of each chunk the ranks
+exchange three numbers per row, and every rank computes the loss itself. Forward and backward of a chunk go together, as
+in `backends/train/lm_head.py`.
+
+N: rows (loss tokens), E: hidden size, V: this rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from backends.train.lm_head import LogprobTask, LossResult, LossTask
+from backends.train.losses import policy_loss
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """A tensor rank's part of the vocabulary: ids `start` … `start + real - 1`; further rows are padding."""
+
+    group: Any
+    start: int
+    real: int
+    chunk: int
+
+    def chunks(self, count: int) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + self.chunk, count)) for start in range(0, count, self.chunk))
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Over the tensor ranks, in place."""
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
+    def logits(self, hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        """Those of this rank, without padding, in fp32."""
+        return F.linear(hidden_NE, weight_VE[: self.real]).float()
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Of whole rows, and what of them lies in this rank. `scaled_NV`: logits / temperature."""
+
+    scaled_NV: Tensor
+    log_total_N: Tensor
+    logprob_N: Tensor
+    entropy_N: Tensor
+    inside_N: Tensor  # whether the target is this rank's
+    local_N: Tensor  # its column here; 0 where it is another's
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, target_N: Tensor, temperature: float, part: VocabPart) -> Softmax:
+        scaled_NV = logits_NV if temperature == 1.0 else logits_NV / temperature
+        largest_N = scaled_NV.amax(-1)
+        dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=part.group)
+        above_NV = scaled_NV - largest_N[:, None]
+        exp_NV = above_NV.exp()
+        inside_N = (target_N >= part.start) & (target_N < part.start + part.real)
+        local_N = torch.where(inside_N, target_N - part.start, 0)
+        own_N = above_NV.gather(1, local_N[:, None]).squeeze(1) * inside_N
+        total_N, weighted_N, target_above_N = part.sum(
+            torch.stack([exp_NV.sum(-1), torch.linalg.vecdot(exp_NV, above_NV), own_N])
+        )
+        log_N = total_N.log()
+        return cls(
+            scaled_NV, largest_N + log_N, target_above_N - log_N, log_N - weighted_N / total_N, inside_N, local_N
+        )
+
+
+def logprobs(hidden_NE: Tensor, weight_VE: Tensor, task: LogprobTask, part: VocabPart) -> Tensor:
+    """log softmax(logits / temperature) at the targets, [N], on every rank, without gradient."""
+    found = [
+        Softmax.of(part.logits(hidden_NE[a:b], weight_VE), task.target_N[a:b], task.temperature, part).logprob_N
+        for a, b in part.chunks(len(hidden_NE))
+    ]
+    return torch.cat(found) if found else hidden_NE.new_zeros(0, dtype=torch.float32)
+
+
+def loss(hidden_NE: Tensor, weight_VE: Tensor, task: LossTask, part: VocabPart) -> LossResult:
+    """The policy loss at the targets. The gradient by `hidden_NE` is whole on every rank."""
+    result: LossResult = _VocabLoss.apply(hidden_NE, weight_VE, task, part)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _VocabLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, task: LossTask, part: VocabPart) -> LossResult:
+        grad_NE = torch.empty_like(hidden_NE)
+        grad_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
+        loss = torch.zeros((), device=hidden_NE.device)
+        sums = torch.zeros(len(task.loss.summed()), dtype=torch.float64, device=hidden_NE.device)
+        maxima = torch.full((len(task.loss.maxima()),), -torch.inf, device=hidden_NE.device)
+        for a, b in part.chunks(len(hidden_NE)):
+            chunk_NE = hidden_NE[a:b]
+            logits_NV = part.logits(chunk_NE, weight_VE)
+            chunk_loss, chunk_sums, chunk_maxima, grad_NV = _chunk_loss(logits_NV, task, a, b, part)
+            grad_NV = grad_NV.to(weight_VE.dtype)
+            grad_NE[a:b] = part.sum(grad_NV @ weight_VE[: part.real])
+            grad_VE[: part.real] += grad_NV.T @ chunk_NE
+            loss += chunk_loss
+            sums += chunk_sums
+            maxima = torch.maximum(maxima, chunk_maxima)
+        ctx.grads = grad_NE, grad_VE.to(weight_VE.dtype)
+        ctx.mark_non_differentiable(sums, maxima)
+        return loss, sums, maxima
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None
+        return *(grad.mul_(grad_loss) for grad in grads), None, None
+
+
+def _chunk_loss(
+    logits_NV: Tensor, task: LossTask, a: int, b: int, part: VocabPart
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `_chunk_loss` of `backends/train/lm_head.py`, with the gradient by this rank's logits."""
+    found = Softmax.of(logits_NV, task.target_N[a:b], task.temperature, part)
+    with torch.enable_grad():
+        logprob_N, entropy_N = found.logprob_N.requires_grad_(), found.entropy_N.requires_grad_()
+        loss, sums, maxima = policy_loss(logprob_N, entropy_N, task.columns.slice(a, b), task.loss)
+        grad_logprob_N, grad_entropy_N = torch.autograd.grad(loss, (logprob_N, entropy_N), allow_unused=True)
+    logp_NV = found.scaled_NV - found.log_total_N[:, None]
+    factor_NV = -grad_logprob_N[:, None]
+    if grad_entropy_N is not None:
+        factor_NV = factor_NV - grad_entropy_N[:, None] * (logp_NV + entropy_N.detach()[:, None])
+    grad_NV = logp_NV.exp() * factor_NV
+    grad_NV.scatter_add_(1, found.local_N[:, None], (grad_logprob_N * found.inside_N)[:, None])
+    return loss.detach(), sums, maxima, grad_NV if task.temperature == 1.0 else grad_NV.div_(task.temperature)

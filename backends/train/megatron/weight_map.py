@@ -1,0 +1,96 @@
+"""Names: which tensors of a Hugging Face model make each parameter of a Megatron pipeline stage.
+
+A tensor that no table knows (a bias, a kind of layer) is an error when the model is built, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from backends.train.megatron.layouts import Heads, Slot, layers_of_stage, padded_vocabulary
+from specs.errors import ModelError
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+SCORE = "score.weight"
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """A dense decoder as Llama made it, with what its family adds. `names`: of all weights, a tied one's first."""
+
+    path: str
+    names: Collection[str]
+    layers: int
+    vocabulary: int
+    heads: Heads
+
+    @property
+    def scores(self) -> bool:
+        """Whether it ends in one number for each token, not in logits."""
+        return SCORE in self.names
+
+    @property
+    def tied(self) -> bool:
+        return not self.scores and HEAD not in self.names
+
+    @property
+    def qkv_bias(self) -> bool:
+        return "model.layers.0.self_attn.q_proj.bias" in self.names
+
+    @property
+    def qk_norm(self) -> bool:
+        return "model.layers.0.self_attn.q_norm.weight" in self.names
+
+    def slots(self, stage: int, stages: int, tensor_ranks: int) -> list[Slot]:
+        """Of one pipeline stage, in the order of the model. A tied head is the embedding's, once more, on the last
+        stage."""
+        found = []
+        padded = padded_vocabulary(self.vocabulary, tensor_ranks)
+        first, last = stage == 0, stage == stages - 1
+        if first:
+            found.append(Slot("embedding.word_embeddings.weight", (EMBEDDING,), cut=0, padded=padded))
+        for place, layer in enumerate(layers_of_stage(self.layers, stage, stages)):
+            found += self._layer(f"decoder.layers.{place}", f"model.layers.{layer}")
+        if last:
+            found.append(Slot("decoder.final_layernorm.weight", (NORM,)))
+            if self.scores:
+                found.append(Slot("score.weight", (SCORE,)))
+            elif not self.tied:
+                found.append(Slot("output_layer.weight", (HEAD,), cut=0, padded=padded))
+            elif not first:
+                found.append(Slot("output_layer.weight", (EMBEDDING,), cut=0, padded=padded))
+        return found
+
+    def _layer(self, ours: str, theirs: str) -> Iterator[Slot]:
+        yield Slot(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
+        for kind in ("weight", "bias") if self.qkv_bias else ("weight",):
+            qkv = tuple(f"{theirs}.self_attn.{each}_proj.{kind}" for each in "qkv")
+            yield Slot(f"{ours}.self_attention.linear_qkv.{kind}", qkv, cut=0, fusion="qkv")
+        for each in "qk" if self.qk_norm else "":
+            norm = f"{theirs}.self_attn.{each}_norm.weight"
+            yield Slot(f"{ours}.self_attention.{each}_layernorm.weight", (norm,))
+        yield Slot(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",), cut=1)
+        yield Slot(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        gate_up = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
+        yield Slot(f"{ours}.mlp.linear_fc1.weight", gate_up, cut=0, fusion="gate_up")
+        yield Slot(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",), cut=1)
+
+    def stage_of(self, name: str, stages: int) -> int:
+        """The pipeline stage that a weight is read from; a tied embedding's is the first."""
+        if name == EMBEDDING:
+            return 0
+        if name in (NORM, HEAD, SCORE):
+            return stages - 1
+        return int(name.split(".")[2]) // (self.layers // stages)
+
+    def check(self) -> None:
+        """Raises ModelError unless every weight has its place, and every place its weight."""
+        placed = {weight for slot in self.slots(0, 1, 1) for weight in slot.weights}
+        odd = sorted(placed ^ set(self.names))
+        if odd:
+            said = "has no place for" if odd[0] in self.names else "needs"
+            raise ModelError(
+                f"Megatron's GPT model {said} {odd[0]}, and {self.path} is otherwise ({len(odd)} such weights)",
+                hint='train this model with engine.kind = "fsdp2" or "zero3"',
+            )

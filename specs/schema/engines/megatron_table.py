@@ -1,0 +1,172 @@
+"""The static side of the train engine `megatron` (`backends/train/megatron/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import ceil
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from specs.errors import Problem
+from specs.memory_parts import ADAM_BYTES, Part
+from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
+from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
+from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
+from specs.schema.mesh import Mesh
+from specs.schema.roles import RoleName
+from specs.text import listed, show
+
+if TYPE_CHECKING:
+    from specs.model_facts import ModelFacts
+    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of `model_type` whose weights have a place in Megatron's layers (`backends/train/megatron/weight_map.py`)."""
+_CUT = ("embed_tokens.weight", "lm_head.weight", "_proj.weight", "_proj.bias")
+_INSTEAD = 'or engine.kind = "fsdp2" or "zero3", which train any model'
+
+
+class MegatronTable(TrainedHere):
+    """Megatron-core: layers are cut across tensor ranks and shared out to pipeline stages; groups are replicas."""
+
+    kind: Literal["megatron"] = "megatron"
+    tensor_parallel: int = Field(1, gt=0, description="Ranks that each layer is cut across.")
+    pipeline_parallel: int = Field(1, gt=0, description="Stages that the layers are shared out to, as many to each.")
+
+    engine_class: ClassVar[str | None] = "backends.train.megatron.engine:MegatronTrainEngine"
+    packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
+    own_environment: ClassVar[bool | None] = True
+    where_to_get: ClassVar[str | None] = "scripts/setup-engine megatron makes an environment for it"
+    cuts_sequences: ClassVar[bool | None] = False
+    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
+
+    @property
+    def group(self) -> int:
+        """Ranks that hold a model together."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def mesh(self, processes: int) -> Mesh:
+        """The axes need not give the role's processes: a rule says so."""
+        return Mesh(max(1, processes // self.group), self.group)
+
+    def reported_mesh(self, processes: int) -> dict[str, int]:
+        replicas = self.mesh(processes).replicate
+        return {"data": replicas, "pipeline": self.pipeline_parallel, "tensor": self.tensor_parallel}
+
+    def alone(self) -> Self:
+        return self.model_copy(update={"tensor_parallel": 1, "pipeline_parallel": 1})
+
+    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+        """Meshes that do not fit the role's processes, and what of a role it does not do."""
+        if section.processes % self.group:
+            message = (
+                f"tensor_parallel × pipeline_parallel = {self.tensor_parallel} × {self.pipeline_parallel}: groups of "
+                f"{self.group} ranks hold a model, but {role} has {section.processes} processes"
+            )
+            near = max(1, section.processes // self.group) * self.group
+            fitting = f"{role}.processes = {near} would fit"
+            if section.processes % self.tensor_parallel == 0:
+                stages = section.processes // self.tensor_parallel
+                fitting += f", or {role}.engine.pipeline_parallel = {listed(_divisors(stages))}"
+            yield Problem(f"{role}.engine.tensor_parallel", message, fitting, str(self.tensor_parallel))
+        if section.devices and getattr(section, "activation_offload", False):  # on the CPU it has no effect anywhere
+            message = f'has no effect: {role}.engine.kind = "{self.kind}" keeps activations on the device'
+            hint = f"remove the key; {role}.gradient_checkpointing saves as much"
+            yield Problem(f"{role}.activation_offload", message, hint, "true")
+        if getattr(section, "lora", None) is not None:
+            message = "trains whole models alone, and this role has adapters"
+            yield Problem(f"{role}.engine.kind", message, f"remove {role}.lora, {_INSTEAD}", show(self.kind))
+
+    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
+        """Families without a table, and sizes that the axes do not divide."""
+        key = f"{role}.engine"
+        if facts.model_type not in FAMILIES or facts.experts:
+            message = f"has no table of names for {facts.model_type or 'this model'}; it has for {', '.join(FAMILIES)}"
+            yield Problem(f"{key}.kind", message, f"take one of these, {_INSTEAD}", show(self.kind))
+            return
+        if facts.sliding_window:
+            message = f"has no sliding window, and the model's is of {facts.sliding_window} tokens"
+            yield Problem(f"{key}.kind", message, f"take another model, {_INSTEAD}", show(self.kind))
+        sizes = {"attention heads": facts.heads, "key and value heads": facts.kv_heads}
+        sizes["rows of the MLP"] = facts.intermediate_size
+        undivided = [f"{size} {name}" for name, size in sizes.items() if size % self.tensor_parallel]
+        if undivided:
+            fitting = [n for n in _divisors(facts.heads) if not any(size % n for size in sizes.values())]
+            message = f"does not divide the model's {' and '.join(undivided)}"
+            yield Problem(f"{key}.tensor_parallel", message, f"use {listed(fitting)}", str(self.tensor_parallel))
+        if facts.layers % self.pipeline_parallel:
+            message = f"does not divide the model's {facts.layers} layers: every stage has as many"
+            hint = f"use {listed(_divisors(facts.layers))}"
+            yield Problem(f"{key}.pipeline_parallel", message, hint, str(self.pipeline_parallel))
+
+    def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
+        inside = section.processes // section.nodes
+        hint = f"fine where tensor_parallel is at most {inside}: stages send only activations to the next one"
+        return "pipeline_parallel", str(self.pipeline_parallel), hint
+
+    def memory_hint(self, processes: int) -> str | None:
+        return "raise actor.engine.tensor_parallel or actor.engine.pipeline_parallel"
+
+    def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
+        """What it derives from the spec; the rest is the model's own shape."""
+        told: dict[str, Any] = {
+            "tensor_model_parallel_size": self.tensor_parallel,
+            "pipeline_model_parallel_size": self.pipeline_parallel,
+            "order": ORDER,
+            "bf16": dtype == "bf16",
+            "calculate_per_token_loss": True,
+            "variable_seq_lengths": True,
+        }
+        if optimizer is not None:
+            told |= {"use_distributed_optimizer": True, "optimizer": "adam", "lr": optimizer.lr}
+            told |= {"weight_decay": optimizer.weight_decay, "clip_grad": optimizer.max_grad_norm}
+        return {"megatron": told}
+
+    def memory(self, held: HeldTrainer) -> Iterator[Part]:
+        """Of the stage that holds most: the first has the embedding, the last the head, which is the embedding once
+        more where they are tied."""
+        layers = 1 + max((p.layer for p in held.tensors.parameters if p.layer is not None), default=0)
+        stages = [self._stage(held.tensors.parameters, stage, layers) for stage in range(self.pipeline_parallel)]
+        most = max(stages)
+        data = self.mesh(held.ranks).replicate
+        yield state("weights", most * held.compute_bytes)
+        if held.optimizer is None:
+            return
+        if held.compute_bytes < FP32_BYTES:
+            yield state("master weights", ceil(most / data) * FP32_BYTES)
+        yield state("gradients", most * FP32_BYTES, dropped=True)
+        yield state("Adam moments", ceil(most / data) * ADAM_BYTES)
+
+    def _stage(self, parameters: Iterable[ParameterShape], stage: int, layers: int) -> int:
+        """Elements of one stage on each of its tensor ranks."""
+        each, last = ceil(layers / self.pipeline_parallel), self.pipeline_parallel - 1
+        every = list(parameters)
+        tied = not any(p.name in (*LM_HEADS, SCORE_LAYER) for p in every)
+        size = 0
+        for p in every:
+            if p.layer is not None:
+                here = p.layer // each == stage
+            elif p.name.endswith("embed_tokens.weight"):
+                here = stage == 0 or (tied and stage == last)
+            else:
+                here = stage == last
+            if here:
+                size += self._on_a_rank(p)
+        return size
+
+    def _on_a_rank(self, parameter: ParameterShape) -> int:
+        if not parameter.name.endswith(_CUT):
+            return parameter.elements
+        rows = parameter.shape[0]
+        if parameter.layer is None:
+            rows = ceil(rows / self.tensor_parallel) * self.tensor_parallel
+        return rows * (parameter.elements // max(1, parameter.shape[0])) // self.tensor_parallel
+
+
+ORDER = "tp-cp-ep-pp-dp"
+"""Neighbouring ranks first: those of a tensor group, then the stages of a model; replicas lie furthest apart."""
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

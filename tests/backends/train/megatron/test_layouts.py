@@ -1,0 +1,108 @@
+"""Names and layouts by hand, and both ways for all axes that fit, without Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backends.train.megatron.engine import model_map
+from backends.train.megatron.layouts import (
+    Heads,
+    Slot,
+    fuse,
+    layers_of_stage,
+    local_part,
+    padded_vocabulary,
+    unfuse,
+    whole_tensor,
+)
+from specs.errors import ModelError
+from specs.schema.engines.megatron_table import FAMILIES as TABLES
+
+WIDE: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    values = {**FAMILIES[family].config, **WIDE, **changes}
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def test_queries_lie_with_their_key_and_value() -> None:
+    """Two groups of two query heads, one row each."""
+    slot = Slot("", ("q", "k", "v"), cut=0, fusion="qkv")
+    q, k, v = (torch.tensor(rows)[:, None] for rows in ([0, 1, 2, 3], [10, 11], [20, 21]))
+    heads = Heads(query=4, key=2, dim=1)
+    assert fuse([q, k, v], slot, heads).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    second = [local_part(each, slot, 1, 2) for each in (q, k, v)]
+    assert fuse(second, slot, heads).flatten().tolist() == [2, 3, 11, 21]
+    assert [part.flatten().tolist() for part in unfuse(torch.tensor([[2], [3], [11], [21]]), slot, heads)] == [
+        [2, 3],
+        [11],
+        [21],
+    ]
+
+
+def test_gate_lies_before_up_on_every_rank() -> None:
+    slot = Slot("", ("gate", "up"), cut=0, fusion="gate_up")
+    gate, up = torch.tensor([0, 1, 2, 3])[:, None], torch.tensor([10, 11, 12, 13])[:, None]
+    parts = [local_part(each, slot, 1, 2) for each in (gate, up)]
+    assert fuse(parts, slot, Heads(1, 1, 1)).flatten().tolist() == [2, 3, 12, 13]
+
+
+def test_rows_that_no_rank_has_are_zeros() -> None:
+    assert [padded_vocabulary(23, ranks) for ranks in (1, 2, 4)] == [23, 24, 24]
+    slot = Slot("", ("embed",), cut=0, padded=24)
+    rows = torch.arange(1, 24)[:, None]
+    assert local_part(rows, slot, 1, 2).flatten().tolist() == [*range(13, 24), 0]
+    parts = [local_part(rows, slot, rank, 2) for rank in range(2)]
+    assert torch.equal(whole_tensor(parts, slot, 23), rows)
+
+
+def test_stages_have_as_many_layers() -> None:
+    assert [list(layers_of_stage(4, stage, 2)) for stage in range(2)] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", TABLES)
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 2), (4, 1), (1, 4), (4, 4)])
+def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int, stages: int) -> None:
+    model = model_of(family, tie_word_embeddings=tied)
+    ours = model_map(model, "a model")
+    weights: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    back: dict[str, Tensor] = {}
+    elements = 0
+    for stage in range(stages):
+        for slot in ours.slots(stage, stages, tensor):
+            held = [
+                fuse([local_part(weights[name], slot, rank, tensor) for name in slot.weights], slot, ours.heads)
+                for rank in range(tensor)
+            ]
+            elements += sum(part.numel() for part in held) if slot.cut is not None else held[0].numel()
+            parts = [unfuse(part, slot, ours.heads) for part in held]
+            for place, name in enumerate(slot.weights):
+                found = whole_tensor([rank[place] for rank in parts], slot, weights[name].shape[0])
+                assert torch.equal(found, weights[name])
+                if ours.stage_of(name, stages) == stage:
+                    back[name] = found
+    assert back.keys() == weights.keys()
+    copies = 2 if tied and stages > 1 else 1
+    padding = (padded_vocabulary(ours.vocabulary, tensor) - ours.vocabulary) * model.config.hidden_size
+    embeddings = 1 if tied else 2
+    whole = sum(weight.numel() for weight in weights.values())
+    again = (copies - 1) * weights["model.embed_tokens.weight"].numel()
+    assert elements == whole + again + padding * embeddings * copies
+
+
+def test_a_weight_without_a_place_is_named() -> None:
+    with pytest.raises(ModelError, match=r"no place for model\.layers\.0\.self_attn\.o_proj\.bias"):
+        model_map(model_of("llama", attention_bias=True), "a model")

@@ -1,0 +1,66 @@
+"""What the engine `megatron` says of a model by its config alone, and what it plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from families import FAMILIES
+from small_spec import raw_spec
+
+from specs.model_facts import model_facts
+from specs.schema.engines.megatron_table import MegatronTable
+from specs.schema.spec import ActorSection, Lora, Spec
+
+MODEL = {**FAMILIES["qwen2"].config, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6}
+GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_heads": 6}
+
+
+@pytest.mark.parametrize(
+    ("config", "axes", "key", "words", "hint"),
+    [
+        (GEMMA, {}, "kind", "no table of names for gemma2", "fsdp2"),
+        (FAMILIES["qwen3_moe"].config, {}, "kind", "no table of names for qwen3_moe", "fsdp2"),
+        ({**MODEL, "use_sliding_window": True, "sliding_window": 8}, {}, "kind", "window, and the model's is of 8", ""),
+        (
+            MODEL,
+            {"tensor_parallel": 4},
+            "tensor_parallel",
+            "divide the model's 6 key and value heads",
+            "use 1, 2",
+        ),
+        (MODEL, {"tensor_parallel": 5}, "tensor_parallel", "12 attention heads and 6 key and value heads", "use 1, 2"),
+        (MODEL, {"pipeline_parallel": 4}, "pipeline_parallel", "divide the model's 6 layers", "use 1, 2, 3 or 6"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_would(
+    config: dict[str, Any], axes: dict[str, int], key: str, words: str, hint: str
+) -> None:
+    engine, facts = MegatronTable(**axes), model_facts(config)
+    assert facts is not None
+    (found,) = engine.model_problems("critic", ActorSection(engine=engine), facts)
+    assert (found.key, found.value.strip('"')) == (f"critic.engine.{key}", str(getattr(engine, key)))
+    assert words in found.message
+    assert hint in found.hint
+
+
+def test_what_fits_is_not_named() -> None:
+    engine, facts = MegatronTable(tensor_parallel=3, pipeline_parallel=2), model_facts(MODEL)
+    assert facts is not None
+    assert [*engine.model_problems("actor", ActorSection(engine=engine), facts)] == []
+
+
+def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
+    engine = MegatronTable(tensor_parallel=2, pipeline_parallel=2)
+    mesh = engine.mesh(8)
+    assert (mesh.replicate, mesh.shard) == (2, 4)
+    assert engine.reported_mesh(8) == {"data": 2, "pipeline": 2, "tensor": 2}
+    assert engine.alone().mesh(1).ranks == 1
+
+
+def test_what_other_engines_do_is_refused() -> None:
+    engine, spec = MegatronTable(), Spec.model_validate(raw_spec())
+    section = ActorSection(engine=engine, devices=(0,), activation_offload=True, lora=Lora())
+    found = {problem.key: problem.message for problem in engine.problems(spec, "actor", section)}
+    assert found.keys() == {"actor.activation_offload", "actor.engine.kind"}
+    assert "keeps activations on the device" in found["actor.activation_offload"]
