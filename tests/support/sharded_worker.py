@@ -106,7 +106,7 @@ if find_spec("deepspeed") is not None:
         "zero1 critic sequences": {"engine": ZeroTable(stage=1), **sequences(2), **VALUES},
         "4:zero3 sequences 2 eager": {"engine": ZeroTable(**ZERO3), **sequences(2), **EAGER},
     }
-# In an interpreter of their own (`tests/backends/train/megatron/test_megatron.py`).
+# In an interpreter of their own (`tests/backends/megatron/test_megatron.py`).
 MEGATRON: dict[str, dict[str, Any]] = {
     "tensor": {"engine": MegatronTable(tensor_parallel=2)},
     "pipeline": {"engine": MegatronTable(pipeline_parallel=2)},

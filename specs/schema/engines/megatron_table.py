@@ -1,4 +1,4 @@
-"""The static side of the train engine `megatron` (`backends/train/megatron/`)."""
+"""The static side of the train engine `megatron` (`backends/megatron/`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specs.schema.spec import DType, Optimizer, RoleSection, Spec
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `model_type` whose weights have a place in Megatron's layers (`backends/train/megatron/weight_map.py`)."""
+"""Values of `model_type` whose weights have a place in Megatron's layers (`backends/megatron/weight_map.py`)."""
 _CUT = ("embed_tokens.weight", "lm_head.weight", "_proj.weight", "_proj.bias")
 _INSTEAD = 'or engine.kind = "fsdp2" or "zero3", which train any model'
 
@@ -34,7 +34,7 @@ class MegatronTable(TrainedHere):
     tensor_parallel: int = Field(1, gt=0, description="Ranks that each layer is cut across.")
     pipeline_parallel: int = Field(1, gt=0, description="Stages that the layers are shared out to, as many to each.")
 
-    engine_class: ClassVar[str | None] = "backends.train.megatron.engine:MegatronTrainEngine"
+    engine_class: ClassVar[str | None] = "backends.megatron.engine:MegatronTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
     own_environment: ClassVar[bool | None] = True
     where_to_get: ClassVar[str | None] = "scripts/setup-engine megatron makes an environment for it"

@@ -113,10 +113,10 @@ NAMED = {
     "DdpTable.logits_chunk_tokens": "tests/backends/ddp/test_ddp.py::test_chunks_of_logits_change_nothing",
     "ZeroTable.logits_chunk_tokens": "tests/backends/zero/test_zero.py::test_the_table_decides_the_chunks_of_logits",
     **{
-        f"MegatronTable.{key}": "tests/backends/train/megatron/test_megatron.py::test_ranks_say_what_they_hold"
+        f"MegatronTable.{key}": "tests/backends/megatron/test_megatron.py::test_ranks_say_what_they_hold"
         for key in ("tensor_parallel", "pipeline_parallel")
     },
-    "MegatronTable.logits_chunk_tokens": "tests/backends/train/megatron/test_vocab_head.py::"
+    "MegatronTable.logits_chunk_tokens": "tests/backends/megatron/test_vocab_head.py::"
     "test_losses_and_gradients_are_those_of_the_whole_head",
     **{
         f"Fsdp2Table.{key}": "tests/backends/fsdp2/test_fsdp2.py::test_every_key_of_its_table_acts"

@@ -16,12 +16,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from backends.train.megatron.layouts import padded_vocabulary, part_of
-from backends.train.megatron.model_group import ModelGroup
-from backends.train.megatron.packed_stage import Axes, PackedRow, Stage, build_stage, transformer_config
-from backends.train.megatron.sharded_weights import adam_config
-from backends.train.megatron.vocab_head import VocabPart
-from backends.train.megatron.weight_map import ModelMap
+from backends.megatron.layouts import padded_vocabulary, part_of
+from backends.megatron.model_group import ModelGroup
+from backends.megatron.packed_stage import Axes, PackedRow, Stage, build_stage, transformer_config
+from backends.megatron.sharded_weights import adam_config
+from backends.megatron.vocab_head import VocabPart
+from backends.megatron.weight_map import ModelMap
 from backends.weights.tensor_bytes import DTYPES
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.wire.role_config import TrainConfig

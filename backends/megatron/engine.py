@@ -22,6 +22,10 @@ from transformers import PreTrainedModel
 from backends import activity
 from backends.hf.hf_model import build_without_memory, describe
 from backends.hf.score_layer import score_names
+from backends.megatron.layouts import Heads
+from backends.megatron.megatron_start import start_megatron, stop_megatron
+from backends.megatron.model_group import Joined, ModelGroup
+from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
 from backends.packed.packing import MicroBatch, MicroBatches, by_token, check_update, loss_weight_T, pack, update_counts
 from backends.packed.row_ops import RowCopies, copy_rows
@@ -31,10 +35,6 @@ from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask, LossTask
 from backends.train.losses import TokenColumns, sequence_columns
-from backends.train.megatron.layouts import Heads
-from backends.train.megatron.megatron_start import start_megatron, stop_megatron
-from backends.train.megatron.model_group import Joined, ModelGroup
-from backends.train.megatron.weight_map import ModelMap
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
 from backends.train.rng import write_rng
@@ -64,10 +64,10 @@ class MegatronTrainEngine(HfTrainEngine):
         assert isinstance(table, MegatronTable)
         axes = {"tensor": table.tensor_parallel, "pipeline": table.pipeline_parallel}
         start_megatron(rank, config.model.device, **axes, seed=config.model.seed)
-        from backends.train.megatron import vocab_head
-        from backends.train.megatron.megatron_model import MegatronModel
-        from backends.train.megatron.packed_stage import PackedRow
-        from backends.train.megatron.sharded_weights import MOMENTS, ShardedWeights
+        from backends.megatron import vocab_head
+        from backends.megatron.megatron_model import MegatronModel
+        from backends.megatron.packed_stage import PackedRow
+        from backends.megatron.sharded_weights import MOMENTS, ShardedWeights
 
         self._vocab_head, self._packed_row, self._moments = vocab_head, PackedRow, MOMENTS
         held = self._hold_model(_on_meta)

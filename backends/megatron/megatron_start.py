@@ -23,7 +23,7 @@ def start_megatron(rank: Rank, device: str, *, tensor: int, pipeline: int, seed:
         )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the order in which it launches communication
     if not device.startswith("cuda"):
-        from backends.train.megatron import cpu_shim
+        from backends.megatron import cpu_shim
 
         cpu_shim.install()
     join_group(rank, device, even_alone=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from backends.train.megatron.layouts import Slot, fuse, part_of, unfuse, whole_tensor
-from backends.train.megatron.model_group import ModelGroup
-from backends.train.megatron.weight_map import ModelMap
+from backends.megatron.layouts import Slot, fuse, part_of, unfuse, whole_tensor
+from backends.megatron.model_group import ModelGroup
+from backends.megatron.weight_map import ModelMap
 from backends.train.tensor_shards import Shard
 from specs.schema.spec import Optimizer
 

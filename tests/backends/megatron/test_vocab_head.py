@@ -10,10 +10,10 @@ import torch
 from threaded_group import ThreadedGroup, on_threads
 from torch import nn
 
+from backends.megatron import vocab_head
+from backends.megatron.vocab_head import VocabPart
 from backends.train.lm_head import Head, LogprobTask, LossTask
 from backends.train.losses import TokenColumns
-from backends.train.megatron import vocab_head
-from backends.train.megatron.vocab_head import VocabPart
 from specs.schema.algorithms.algorithm_tables import PpoClip
 
 ROWS, HIDDEN, VOCAB = 11, 8, 13  # one row of padding on the second rank

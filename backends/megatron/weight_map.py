@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from backends.train.megatron.layouts import Heads, Slot, layers_of_stage, padded_vocabulary
+from backends.megatron.layouts import Heads, Slot, layers_of_stage, padded_vocabulary
 from specs.errors import ModelError
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -10,8 +10,8 @@ from families import FAMILIES
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backends.train.megatron.engine import model_map
-from backends.train.megatron.layouts import (
+from backends.megatron.engine import model_map
+from backends.megatron.layouts import (
     Heads,
     Slot,
     fuse,

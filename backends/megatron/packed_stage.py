@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from backends.megatron.layouts import padded_vocabulary
 from backends.packed.layout import PackedLayout
-from backends.train.megatron.layouts import padded_vocabulary
 from specs.errors import ModelError
 
 
