@@ -46,7 +46,7 @@ from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
-from specs.schema.engines.megatron_table import MegatronTable
+from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
 from specs.schema.spec import DType
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
@@ -106,7 +106,7 @@ class MegatronTrainEngine(HfTrainEngine):
         digests = (
             (name, checksum_bytes(tensor_bytes(weight))) for name, weight in self._everywhere(every, computed=True)
         )
-        mesh = {"data": self.group.data.size(), "pipeline": self.group.stages, "tensor": self.group.tensor_ranks}
+        mesh = mesh_axes(self.group.data.size(), self.group.stages, self.group.tensor_ranks)
         found = {"attn_function": _ATTENTION, "mesh": mesh, "weights_checksum": checksum_weights(digests)}
         return describe(self.policy.model, self.config.model, checksum=False).model_copy(update=found)
 

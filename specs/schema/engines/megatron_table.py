@@ -52,7 +52,7 @@ class MegatronTable(TrainedHere):
 
     def reported_mesh(self, processes: int) -> dict[str, int]:
         replicas = self.mesh(processes).replicate
-        return {"data": replicas, "pipeline": self.pipeline_parallel, "tensor": self.tensor_parallel}
+        return mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel)
 
     def alone(self) -> Self:
         return self.model_copy(update={"tensor_parallel": 1, "pipeline_parallel": 1})
@@ -166,6 +166,11 @@ class MegatronTable(TrainedHere):
 
 ORDER = "tp-cp-ep-pp-dp"
 """Neighbouring ranks first: those of a tensor group, then the stages of a model; replicas lie furthest apart."""
+
+
+def mesh_axes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
+    """Axis → ranks, as `ModelBuilt.mesh` has it."""
+    return {"data": data, "pipeline": pipeline, "tensor": tensor}
 
 
 def _divisors(number: int) -> list[int]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from torch import distributed as dist
 
-from backends.protocol import Rank
-from backends.train.role_group import pretended_group
-from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
+from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from backends.ulysses.split_attention import group_in_effect, sharing
 
 
@@ -20,17 +17,6 @@ def test_the_parts_of_a_row_make_the_whole_in_order(size: int, tokens: int) -> N
     parts = [group.own_rows(tokens + padding) for group in groups]
     assert len({len(part) for part in parts}) == 1
     np.testing.assert_array_equal(np.concatenate(parts), np.arange(tokens + padding))
-
-
-@pytest.mark.parametrize(("rank", "members", "place"), [(1, [0, 1], 1), (2, [2, 3], 0)])
-def test_groups_are_consecutive_ranks(rank: int, members: list[int], place: int) -> None:
-    me = Rank(rank, 4, rank)
-    with pretended_group(me):
-        found = sequence_group(me, 2)
-        assert (found.size, found.rank) == (2, place)
-        assert found.group is not None
-        assert dist.get_process_group_ranks(found.group) == members
-        assert sequence_group(me, 1) is ALONE
 
 
 def test_a_group_is_in_effect_until_its_block_is_left_by_an_error_too() -> None:

@@ -212,10 +212,12 @@ def test_the_person_sees_asked_and_got(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("warm_children")
 def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stop text that is several tokens, and a reward that needs another row and leaves a server behind."""
+    """A stop text that is several tokens, and a reward that fails after the calls of a plain check and leaves servers
+    behind."""
     source = "import subprocess\n\ndef score(prompt, completion, row):\n"
     source += "    server = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-    source += "    open('pids', 'a').write(f'{server.pid}\\n')\n    return row['truth']\n"
+    source += "    open('pids', 'a').write(f'{server.pid}\\n')\n"
+    source += "    return row['truth'] if len(open('pids').readlines()) > 2 else 1.0\n"
     (tmp_path / "rewards.py").write_text(source)
     reward = 'reward.terms=[{ kind = "function", path = "rewards.py:score" }]'
     code, found, _ = probe(capsys, preset("fake", tmp_path), 'rollout.stop=["12"]', reward)
@@ -225,7 +227,7 @@ def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.
     assert "is 2 tokens" in said["rollout.stop"]
     assert "KeyError: 'truth'" in said["reward.terms.0.path"]
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 2, "called for two rows"
+    assert len(pids) == 4, "called for the first row, and for its empty completion; then for two rows"
     assert all(ended(int(pid)) for pid in pids)
 
 

@@ -33,6 +33,7 @@ MAY_SAY = {
     "backends/train/hf_weights.py": "heads of models",
     "backends/vllm_rollout/vllm_adapters.py": "the name that vLLM gives adapters",
     "rlctl/models/paths.py": "words that folders are called",
+    "rlctl/run/publish/model_card.py": "sections of a spec that perhaps this version did not write",
     "rlctl/show/": "keys of metrics and of samples",
 }
 
