@@ -27,7 +27,7 @@ from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.held_model import HeldTrainer
 from specs.schema.spec import Optimizer
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", ROOT / ".venv-megatron" / "bin" / "python"))
 pytestmark = [
     pytest.mark.slow,

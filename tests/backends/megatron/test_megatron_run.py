@@ -11,7 +11,7 @@ import running
 from running import metrics, preset
 from running import warm_rlctl as rlctl
 
-PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[4] / ".venv-megatron" / "bin" / "python"))
+PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[3] / ".venv-megatron" / "bin" / "python"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="scripts/setup-engine megatron makes .venv-megatron"),
