@@ -14,6 +14,7 @@ from running import warm_rlctl as rlctl
 PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[3] / ".venv-megatron" / "bin" / "python"))
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="scripts/setup-engine megatron makes .venv-megatron"),
 ]
 
