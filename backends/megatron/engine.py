@@ -24,28 +24,27 @@ from backends.hf.hf_model import build_without_memory, describe
 from backends.hf.score_layer import score_names
 from backends.megatron.layouts import Heads
 from backends.megatron.megatron_start import start_megatron, stop_megatron
-from backends.megatron.model_group import Joined, ModelGroup
+from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
-from backends.packed.packing import MicroBatch, MicroBatches, by_token, check_update, loss_weight_T, pack, update_counts
+from backends.packed.packing import MicroBatch, MicroBatches, by_token, check_update, loss_weight_T, update_counts
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.packed.staging import Staging
-from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult
+from backends.protocol import LossScale, OnMeta, Rank, StepResult
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.hf_weights import stream_into
-from backends.train.lm_head import LogprobTask, LossTask
-from backends.train.losses import TokenColumns, sequence_columns
+from backends.train.lm_head import LogprobTask
+from backends.train.losses import sequence_columns
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
 from backends.train.rng import write_rng
 from backends.train.score_head import ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, whole, write_shards
-from backends.train.value_loss import ValueColumns, value_loss
+from backends.train.value_loss import value_loss
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
-from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
 from specs.schema.spec import DType
 from specs.wire.as_built import ModelBuilt
@@ -112,19 +111,16 @@ class MegatronTrainEngine(HfTrainEngine):
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
-    def _joined(self, batch: Batch) -> Joined:
-        return self.group.joined(batch)
-
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
-        joined = self._joined(batch.only(("tokens_T", "loss_mask_T")))
+        joined = self.group.joined(batch.only(("tokens_T", "loss_mask_T")))
         return super().forward(joined.batch, adapters=adapters)[joined.own_T]
 
     def values(self, batch: Batch) -> NDArray[np.float32]:
-        joined = self._joined(batch.only(("tokens_T", "loss_mask_T")))
+        joined = self.group.joined(batch.only(("tokens_T", "loss_mask_T")))
         return super().values(joined.batch)[joined.own_T]
 
     def scores(self, batch: Batch) -> NDArray[np.float32]:
-        joined = self._joined(batch.only(("tokens_T",)))
+        joined = self.group.joined(batch.only(("tokens_T",)))
         return super().scores(joined.batch)[joined.own_B]
 
     def _megatron_row(self, micro: MicroBatch, staging: Staging) -> Any:
@@ -157,7 +153,7 @@ class MegatronTrainEngine(HfTrainEngine):
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
         self._check_head(loss)
-        joined = self._joined(batch.only(("tokens_T", "loss_mask_T", *loss.columns))).batch
+        joined = self.group.joined(batch.only(("tokens_T", "loss_mask_T", *loss.columns))).batch
         weight_T = loss_weight_T(joined, loss.loss_aggregation, scale)
         found = sequence_columns(joined, loss, lambda: self._logprobs(joined)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, joined) for name, column_B in found.items()}
@@ -167,7 +163,7 @@ class MegatronTrainEngine(HfTrainEngine):
         tasks = []
         for micro in micros:
             columns = self._columns(joined, micro, weight_T, of_sequence_T, loss, staging)
-            tasks.append(self._task(micro, columns, loss, staging))
+            tasks.append(self._loss_task(micro, columns, loss, staging))
         copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in micros]
         staging.send()
 
@@ -186,16 +182,6 @@ class MegatronTrainEngine(HfTrainEngine):
             maxima = torch.maximum(maxima, row_maxima) if number else row_maxima.double()
         read = self.group.from_last_stage(torch.cat([sums, maxima])).tolist()
         return self._shared_out(loss, read, update_counts(joined, micros, self.group.model.size()))
-
-    def _task(
-        self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, staging: Staging
-    ) -> LossTask | ValueLossTask:
-        if isinstance(loss, ValueLoss):
-            assert isinstance(columns, ValueColumns)
-            return ValueLossTask(columns, loss)
-        assert isinstance(columns, TokenColumns)
-        assert isinstance(loss, Loss)
-        return LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
 
     def _answer(self, hidden_NE: Tensor, task: Task) -> Any:
         """What the head says, on the last stage; the same on all its tensor ranks."""
@@ -216,21 +202,6 @@ class MegatronTrainEngine(HfTrainEngine):
             return said
         of_each = {*loss.maxima(), "micro_batch_tokens_max", "flops"}
         return {name: value if name in of_each else 0.0 for name, value in said.items()}
-
-    @torch.no_grad()
-    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
-        if self.map.scores:
-            raise self._no_lm_head()
-        completions = [GreedyCompletion([], []) for _ in prompts]
-        for _ in range(new_tokens):
-            sequences = [[*prompt, *written.tokens] for prompt, written in zip(prompts, completions, strict=True)]
-            for chosen in pack([len(sequence) for sequence in sequences], self.config.micro_batch_tokens):
-                logits_BV = self._last_logits([sequences[i] for i in chosen])
-                best, token = (part.tolist() for part in logits_BV.topk(2))
-                for i, values, ids in zip(chosen, best, token, strict=True):
-                    completions[i].tokens.append(ids[0])
-                    completions[i].margins.append(values[0] - values[1])
-        return completions
 
     def _last_logits(self, sequences: list[list[int]]) -> Tensor:
         """Of each sequence's last token, on every rank."""

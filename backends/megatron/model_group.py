@@ -6,26 +6,14 @@ what they were given, and each hands back its own part of the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
+from backends.ulysses.shared_batch import SharedBatch, share_batch
 from specs.wire.batch import Batch
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The samples of all ranks of the group, in the order of the ranks, and where this rank's own are."""
-
-    batch: Batch
-    own_B: slice
-    own_T: slice
 
 
 class ModelGroup:
@@ -43,44 +31,9 @@ class ModelGroup:
         self.stage, self.stages = self.pipeline.rank(), self.pipeline.size()
         self.speaks = self.model.rank() == 0  # for the group, where only one may
 
-    def joined(self, batch: Batch) -> Joined:
+    def joined(self, batch: Batch) -> SharedBatch:
         """A collective of the group; columns must be the same."""
-        if self.model.size() == 1:
-            return Joined(batch, slice(None), slice(None))
-        names = sorted(batch.columns)
-        counts = self._gather(torch.tensor([len(batch), batch.num_tokens], device=self.device))
-        sizes = [tuple(count.tolist()) for count in counts]
-        columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
-        for (sequences, tokens), flat_U in zip(sizes, self._gather_bytes(batch, names, sizes), strict=True):
-            start = 0
-            for name in names:
-                own = batch[name]
-                stop = start + (tokens if name.endswith("_T") else sequences) * own.itemsize
-                columns[name].append(flat_U[start:stop].view(own.dtype))
-                start = stop
-        before = np.array(sizes[: self.model.rank()], dtype=np.int64).reshape(-1, 2).sum(0)
-        return Joined(
-            Batch({name: np.concatenate(parts) for name, parts in columns.items()}),
-            slice(int(before[0]), int(before[0]) + len(batch)),
-            slice(int(before[1]), int(before[1]) + batch.num_tokens),
-        )
-
-    def _gather_bytes(
-        self, batch: Batch, names: Sequence[str], sizes: Sequence[tuple[int, int]]
-    ) -> list[NDArray[np.uint8]]:
-        per_sequence = sum(batch[name].itemsize for name in names if not name.endswith("_T"))
-        per_token = sum(batch[name].itemsize for name in names if name.endswith("_T"))
-        nbytes = [sequences * per_sequence + tokens * per_token for sequences, tokens in sizes]
-        own_U = np.concatenate([np.ascontiguousarray(batch[name]).view(np.uint8) for name in names])
-        padded_U = torch.zeros(max(nbytes), dtype=torch.uint8)
-        padded_U[: len(own_U)] = torch.from_numpy(own_U)
-        gathered = self._gather(padded_U.to(self.device))
-        return [each.cpu().numpy()[:size] for each, size in zip(gathered, nbytes, strict=True)]
-
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(own) for _ in range(self.model.size())]
-        dist.all_gather(parts, own, group=self.model)
-        return parts
+        return share_batch(batch, self.model if self.model.size() > 1 else None, self.device)
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """What the last stage has, on every stage; others give a tensor of that shape to fill."""

@@ -303,20 +303,23 @@ class HfTrainEngine(TrainEngine):
         self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, last: bool, staging: Staging
     ) -> LossResult:
         row, rows_N = self._row(micro, staging)
-        task: Task
-        if isinstance(loss, ValueLoss):
-            assert isinstance(columns, ValueColumns)
-            task = ValueLossTask(columns, loss)
-        else:
-            assert isinstance(columns, TokenColumns)
-            assert isinstance(loss, Loss)
-            task = LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
+        task = self._loss_task(micro, columns, loss, staging)
         staging.send()
         with row.attending():
             result: LossResult = self._run(row, rows_N, task)
             self._backward(result[0], last=last)
         activity.count("micro-batch")
         return result
+
+    def _loss_task(
+        self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, staging: Staging
+    ) -> LossTask | ValueLossTask:
+        if isinstance(loss, ValueLoss):
+            assert isinstance(columns, ValueColumns)
+            return ValueLossTask(columns, loss)
+        assert isinstance(columns, TokenColumns)
+        assert isinstance(loss, Loss)
+        return LossTask(staging.put(micro.target_N), self.config.temperature, columns, loss)
 
     def _columns(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,23 +18,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from backends.ulysses.sequence_group import SequenceGroup
+from backends.ulysses.shared_batch import SharedBatch, share_batch
 from backends.ulysses.split_attention import sharing
 from specs.wire.batch import Batch
-from specs.wire.wire_tensors import decode, encode
 
 States = dict[str, Tensor]
 """Device type → state of its generator."""
 
 _innermost: ShardingManager | None = None  # of those that are entered
-
-
-@dataclass(frozen=True)
-class SharedBatch:
-    """The samples of all ranks of a group, in the order of ranks, and which of them are this rank's."""
-
-    batch: Batch
-    own_T: slice
-    own_B: slice
 
 
 class ShardingManager:
@@ -76,13 +66,7 @@ class ShardingManager:
 
     def preprocess(self, batch: Batch) -> SharedBatch:
         """The group's samples. All its ranks call it together, with the same columns; some may have no sample."""
-        if self.group.alone:
-            return SharedBatch(batch, slice(None), slice(None))
-        batches = [Batch(decode(blob)) for blob in self._gathered(encode(batch.columns))]
-        before = batches[: self.group.rank]
-        token, sample = sum(each.num_tokens for each in before), sum(len(each) for each in before)
-        own_T, own_B = slice(token, token + batch.num_tokens), slice(sample, sample + len(batch))
-        return SharedBatch(Batch.concat(batches), own_T, own_B)
+        return share_batch(batch, self.group.group, self._device)
 
     def postprocess(self, shared: SharedBatch, **columns: NDArray[Any]) -> Mapping[str, NDArray[Any]]:
         """This rank's own part of columns of the group's batch (`_T` or `_B`, as in a `Batch`)."""
@@ -96,19 +80,6 @@ class ShardingManager:
         total = torch.from_numpy(column).to(self._device)
         dist.all_reduce(total, group=self.group.group)
         return np.asarray(total.cpu().numpy())
-
-    def _gathered(self, blob: bytearray) -> list[bytes]:
-        """Each rank's bytes: first how many, then, all filled up to the most, themselves."""
-        sizes = torch.zeros(self.group.size, dtype=torch.int64, device=self._device)
-        own = torch.tensor([len(blob)], dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(sizes, own, group=self.group.group)
-        lengths = sizes.tolist()
-        filled = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
-        filled[: len(blob)].copy_(torch.frombuffer(blob, dtype=torch.uint8))
-        every = torch.empty(self.group.size * len(filled), dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(every, filled, group=self.group.group)
-        parts = every.cpu().view(self.group.size, -1)
-        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     # ── random numbers ────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,45 @@
+"""The samples of ranks that compute together: each brings its own, and all have those of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import distributed as dist
+
+from specs.wire.batch import Batch
+from specs.wire.wire_tensors import decode, encode
+
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """The samples of all ranks of a group, in the order of ranks, and which of them are this rank's."""
+
+    batch: Batch
+    own_T: slice
+    own_B: slice
+
+
+def share_batch(batch: Batch, group: dist.ProcessGroup | None, device: torch.device) -> SharedBatch:
+    """All ranks of the group call it together, with the same columns; some may have no sample. None: a rank alone."""
+    if group is None:
+        return SharedBatch(batch, slice(None), slice(None))
+    batches = [Batch(decode(blob)) for blob in _gathered(encode(batch.columns), group, device)]
+    before = batches[: group.rank()]
+    token, sample = sum(each.num_tokens for each in before), sum(len(each) for each in before)
+    own_T, own_B = slice(token, token + batch.num_tokens), slice(sample, sample + len(batch))
+    return SharedBatch(Batch.concat(batches), own_T, own_B)
+
+
+def _gathered(blob: bytearray, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """Each rank's bytes: first how many, then, all filled up to the most, themselves."""
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    own = torch.tensor([len(blob)], dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, own, group=group)
+    lengths = sizes.tolist()
+    filled = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    filled[: len(blob)].copy_(torch.frombuffer(blob, dtype=torch.uint8))
+    every = torch.empty(group.size() * len(filled), dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(every, filled, group=group)
+    parts = every.cpu().view(group.size(), -1)
+    return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
