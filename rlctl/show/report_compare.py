@@ -94,16 +94,15 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: value}
 
 
+def _evaluations(runs: Sequence[ComparedRun]) -> dict[str, str]:
+    """Name → metric of every evaluation that any run made."""
+    keys = (key for run in runs for line in run.records for key in line)
+    return {key.split("/")[1]: key for key in keys if key.startswith("eval/") and key.endswith("/reward_mean")}
+
+
 def finals(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row of texts for each run: a table for a page or a terminal."""
-    evals = dict.fromkeys(
-        key
-        for run in runs
-        for line in run.records
-        for key in line
-        if key.startswith("eval/") and key.endswith("/reward_mean")
-    )
-    keys = {f"eval {key.split('/')[1]}": key for key in evals} | FINALS
+    keys = {f"eval {name}": key for name, key in _evaluations(runs).items()} | FINALS
     rows = []
     for run in runs:
         steps = [line["step"] for line in run.records]
@@ -142,14 +141,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _charts(runs: Sequence[ComparedRun]) -> str:
     """A chart of each metric, with a line of each run: as many runs as can be told apart."""
     wanted = {"Reward": ("reward/mean", "")}
-    evals = dict.fromkeys(
-        key
-        for run in runs
-        for line in run.records
-        for key in line
-        if key.startswith("eval/") and key.endswith("/reward_mean")
-    )
-    wanted |= {f"Eval {key.split('/')[1]}": (key, "") for key in evals}
+    wanted |= {f"Eval {name}": (key, "") for name, key in _evaluations(runs).items()}
     wanted["Reward spread"] = ("reward/std", "standard deviation")
     for title, unit, keys in CHARTS:
         for label, key in keys.items():

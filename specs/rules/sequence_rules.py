@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import TrainTable, engine_of
+from specs.schema.mesh import divisors
 from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import ModelRole, RewardModelSection, Spec
 from specs.text import listed
@@ -31,7 +32,7 @@ def _degree(role: RoleName, section: ModelRole) -> Iterator[Problem]:
         yield Problem(key, message, "remove the key: each rank has its own", str(degree))
     elif section.processes % degree:
         message = f"{section.processes} processes of {role} cannot be shared out to groups of {degree}"
-        fitting = f"{listed(_divisors(section.processes))} would fit"
+        fitting = f"{listed(divisors(section.processes))} would fit"
         more = -(-section.processes // degree) * degree
         yield Problem(key, message, f"{fitting}, or {role}.processes = {more}", str(degree))
 
@@ -49,14 +50,10 @@ def _longest(spec: Spec, role: RoleName, section: ModelRole) -> Iterator[Problem
     times = f"times {role}.sequence_parallel = {degree} it is {section.row_tokens}, " if degree > 1 else ""
     hint = f"use at least {-(-longest // degree)}"
     engine = engine_of(section)
-    enough = [n for n in _divisors(section.processes) if n * tokens >= longest]
+    enough = [n for n in divisors(section.processes) if n * tokens >= longest]
     if enough and isinstance(engine, TrainTable) and engine.cuts_sequences:
         hint += f", or share each sample out to {enough[0]} ranks: {role}.sequence_parallel = {enough[0]}"
     elif isinstance(section, RewardModelSection):
         hint += ", or lower max_sequence_tokens"
     message = f"{times}less than the longest sequence ({named})"
     yield Problem(f"{role}.micro_batch_tokens", message, hint, str(tokens))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

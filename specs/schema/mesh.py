@@ -131,3 +131,8 @@ def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
         device = section.devices[local] if local < len(section.devices) else None
         of_model, of_samples = divmod(rank, mesh.shard), divmod(rank, mesh.sequence)
         yield RankPlacement(rank, node, local, device, *of_model, *of_samples)
+
+
+def divisors(number: int) -> list[int]:
+    """All sizes of groups that so many ranks, heads or layers can be shared out to evenly, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]

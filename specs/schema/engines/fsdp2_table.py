@@ -13,7 +13,7 @@ from specs.memory_parts import ADAM_BYTES, LEARNING, Part, pinned_rounding
 from specs.model_shapes import ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
 from specs.schema.engines.transformers_tables import TrainedHere
-from specs.schema.mesh import Mesh
+from specs.schema.mesh import Mesh, divisors
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.table import no_effect
 from specs.text import listed
@@ -68,7 +68,7 @@ class Fsdp2Table(TrainedHere):
             yield no_effect(f"{role}.engine.sync_every_micro_batch", self, f"{ROLES[role].title} has no gradients")
 
     def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
-        inside = max(n for n in _divisors(section.processes // section.nodes) if n <= mesh.shard)
+        inside = max(n for n in divisors(section.processes // section.nodes) if n <= mesh.shard)
         hint = f"shard = {inside} and replicate = {section.processes // inside} stay inside, if the model fits"
         return "shard", str(mesh.shard), hint
 
@@ -115,7 +115,7 @@ def _mesh_size(role: RoleName, processes: int, engine: Fsdp2Table) -> Iterator[P
     if shard is None:
         if processes % replicate:
             message = f"{processes} processes cannot be shared out to {replicate} groups"
-            hint = f"{role}.engine.replicate = {listed(_divisors(processes))} would fit"
+            hint = f"{role}.engine.replicate = {listed(divisors(processes))} would fit"
             yield Problem(f"{role}.engine.replicate", message, hint, str(replicate))
         return
     if shard * replicate == processes:
@@ -125,9 +125,5 @@ def _mesh_size(role: RoleName, processes: int, engine: Fsdp2Table) -> Iterator[P
     if processes % shard == 0:
         fitting += f", or {role}.engine.replicate = {processes // shard}"
     else:
-        fitting += f"; {processes} processes take shard = {listed(_divisors(processes))}"
+        fitting += f"; {processes} processes take shard = {listed(divisors(processes))}"
     yield Problem(f"{role}.engine.shard", message, fitting, str(shard))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -13,7 +13,7 @@ from specs.memory_parts import ADAM_BYTES, Part
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
-from specs.schema.mesh import Mesh
+from specs.schema.mesh import Mesh, divisors
 from specs.schema.roles import RoleName
 from specs.text import listed, show
 
@@ -68,7 +68,7 @@ class MegatronTable(TrainedHere):
             fitting = f"{role}.processes = {near} would fit"
             if section.processes % self.tensor_parallel == 0:
                 stages = section.processes // self.tensor_parallel
-                fitting += f", or {role}.engine.pipeline_parallel = {listed(_divisors(stages))}"
+                fitting += f", or {role}.engine.pipeline_parallel = {listed(divisors(stages))}"
             yield Problem(f"{role}.engine.tensor_parallel", message, fitting, str(self.tensor_parallel))
         if section.devices and getattr(section, "activation_offload", False):  # on the CPU it has no effect anywhere
             message = f'has no effect: {role}.engine.kind = "{self.kind}" keeps activations on the device'
@@ -92,12 +92,12 @@ class MegatronTable(TrainedHere):
         sizes["rows of the MLP"] = facts.intermediate_size
         undivided = [f"{size} {name}" for name, size in sizes.items() if size % self.tensor_parallel]
         if undivided:
-            fitting = [n for n in _divisors(facts.heads) if not any(size % n for size in sizes.values())]
+            fitting = [n for n in divisors(facts.heads) if not any(size % n for size in sizes.values())]
             message = f"does not divide the model's {' and '.join(undivided)}"
             yield Problem(f"{key}.tensor_parallel", message, f"use {listed(fitting)}", str(self.tensor_parallel))
         if facts.layers % self.pipeline_parallel:
             message = f"does not divide the model's {facts.layers} layers: every stage has as many"
-            hint = f"use {listed(_divisors(facts.layers))}"
+            hint = f"use {listed(divisors(facts.layers))}"
             yield Problem(f"{key}.pipeline_parallel", message, hint, str(self.pipeline_parallel))
 
     def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
@@ -171,7 +171,3 @@ ORDER = "tp-cp-ep-pp-dp"
 def mesh_axes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
     """Axis → ranks, as `ModelBuilt.mesh` has it."""
     return {"data": data, "pipeline": pipeline, "tensor": tensor}
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
