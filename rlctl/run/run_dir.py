@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import step_path, steps_in
@@ -196,7 +196,8 @@ class RunDir:
             raise RunDirError(
                 f"{self.resolved}, which says what this run was started with, {error}", hint=hint
             ) from None
-        refused, self.changes = differences(before, spec.resolved(), spec.actor.engine)
+        refused, _ = differences(before, spec.resolved(), spec.actor.engine)
+        self.changes = self._changes_since_last_attempt(before, spec)
         if refused:
             raise RunDirError(
                 "the spec differs from the one this run was started with, in what may not change:\n"
@@ -204,15 +205,27 @@ class RunDir:
                 hint=f"put these back as in {self.path / 'spec.toml'}, or start a new run with --run-dir",
             )
 
+    def _changes_since_last_attempt(self, first: dict[str, Any], spec: Spec) -> list[str]:
+        """What was changed at an earlier resume was told then."""
+        try:
+            before = read_object(self._newest("resolved"))
+        except ValueError:
+            before = first
+        return differences(before, spec.resolved())[1]
+
+    def _newest(self, name: str) -> Path:
+        """What the last attempt wrote as `name`.json or `name`.attempt_N.json."""
+        found = {path: re.fullmatch(rf"{name}\.attempt_(\d+)\.json", path.name) for path in self.path.glob(f"{name}.*")}
+        later = {int(match[1]): path for path, match in found.items() if match}
+        return later[max(later)] if later else self.path / f"{name}.json"
+
     def _read_inputs(self, spec: Spec, spec_dir: Path) -> None:
         with told_progress(size_of(spec, spec_dir)) as seen:
             self.inputs = inputs_of(spec, spec_dir, seen)
 
     def _same_inputs(self, accept: bool) -> None:
         """Against the attempt before: what it was resumed with, or what the run was started with."""
-        names = {path: re.fullmatch(r"inputs\.attempt_(\d+)\.json", path.name) for path in self.path.glob("inputs.*")}
-        later = {int(name[1]): path for path, name in names.items() if name}
-        record = later[max(later)] if later else self.path / "inputs.json"
+        record = self._newest("inputs")
         if not record.exists():
             self.notes.append("not known whether data and reward files changed: this run did not record them so far")
             return

@@ -32,6 +32,11 @@ def test_attempts_are_numbered_and_nothing_is_overwritten(tmp_path, spec_path):
     assert (second.attempt, second.logs.name) == (2, "attempt_2")
     assert second.changes == ["run.steps: 6 → 99"]
     second.release()
+    for steps, told in ((99, []), (7, ["run.steps: 99 → 7"]), (6, ["run.steps: 7 → 6"])):  # against the last attempt
+        again = RunDir(tmp_path / "run")
+        again.open(load_spec(spec_path, [f"run.steps={steps}"]), spec_path, resume=True)
+        assert again.changes == told
+        again.release()
 
 
 def test_refusals_change_nothing(tmp_path, spec_path):
