@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from specs.wire.heartbeat import Activity
+from specs.wire.heartbeat import Activity, amount
 
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"  # Python files whose innermost frame means: waits for others
 
@@ -53,6 +53,14 @@ def describe(what: str, unit: str, *, counted: bool) -> None:
     """What the verb has to do, and what it will count: a singular noun. `counted`: whether it surely will."""
     _now.what, _now.unit, _now.counted = what, unit, counted
     _now.before = total(unit)
+
+
+def describe_samples(samples: int, tokens: int, *, ranks: int = 1) -> None:
+    """What the verb has to do is to compute so many samples; on several `ranks`: those of all, shared. What it counts
+    stays. Nothing outside a verb."""
+    if _now.verb:
+        shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+        _now.what = f"{_now.verb} of {amount(samples, 'sample')}, {tokens:,} tokens{shared}"
 
 
 def count(unit: str, more: int = 1) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
+from backends import activity
+from backends.ulysses.all_gather import all_gather
 from specs.wire.batch import Batch
 from specs.wire.wire_tensors import decode, encode
 
@@ -28,18 +30,20 @@ def share_batch(batch: Batch, group: dist.ProcessGroup | None, device: torch.dev
     before = batches[: group.rank()]
     token, sample = sum(each.num_tokens for each in before), sum(len(each) for each in before)
     own_T, own_B = slice(token, token + batch.num_tokens), slice(sample, sample + len(batch))
-    return SharedBatch(Batch.concat(batches), own_T, own_B)
+    joined = Batch.concat(batches)
+    activity.describe_samples(len(joined), joined.num_tokens, ranks=len(batches))
+    return SharedBatch(joined, own_T, own_B)
 
 
 def _gathered(blob: bytearray, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """Each rank's bytes: first how many, then, all filled up to the most, themselves."""
     sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
     own = torch.tensor([len(blob)], dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, own, group=group)
+    all_gather(sizes, own, group)
     lengths = sizes.tolist()
     filled = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     filled[: len(blob)].copy_(torch.frombuffer(blob, dtype=torch.uint8))
     every = torch.empty(group.size() * len(filled), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(every, filled, group=group)
+    all_gather(every, filled, group)
     parts = every.cpu().view(group.size(), -1)
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]

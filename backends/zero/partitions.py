@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from backends.train.tensor_shards import Shard, whole
+from backends.ulysses.all_gather import all_gather
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ class CutParameters(Partitions):
             part_P = part_P.to(sent)
         part_P = part_P.to(parameter.device).contiguous()
         full_P = torch.empty(part_P.numel() * self.world_size, dtype=part_P.dtype, device=part_P.device)
-        dist.all_gather_into_tensor(full_P, part_P)
+        all_gather(full_P, part_P)
         return full_P[: parameter.ds_numel].view(full_shape(parameter))
 
     def _frozen(self, name: str, tensor: Tensor) -> Shard | None:

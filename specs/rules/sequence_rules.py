@@ -30,6 +30,10 @@ def _degree(role: RoleName, section: ModelRole) -> Iterator[Problem]:
     if isinstance(engine, TrainTable) and engine.cuts_sequences is False:
         message = f"the ranks of the engine {engine.kind} cannot share samples"
         yield Problem(key, message, "remove the key: each rank has its own", str(degree))
+    elif isinstance(engine, TrainTable) and engine.cuts_sequences is None:
+        message = f"not known: the engine {engine.kind} does not say whether its ranks can share samples"
+        hint = f"remove the key, or take a version of {engine.kind} whose table sets cuts_sequences = True"
+        yield Problem(key, message, hint, str(degree))
     elif section.processes % degree:
         message = f"{section.processes} processes of {role} cannot be shared out to groups of {degree}"
         fitting = f"{listed(divisors(section.processes))} would fit"

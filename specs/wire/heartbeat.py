@@ -54,5 +54,6 @@ class Moving:
 
 
 def amount(things: int, unit: str, plural: str = "s") -> str:
-    """1 token, 1,234 tokens."""
+    """1 token, 1,234 tokens, 2 micro-batches."""
+    plural = "es" if unit.endswith("ch") else plural
     return f"{things:,} {unit}{'' if things == 1 else plural}"

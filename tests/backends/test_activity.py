@@ -36,6 +36,22 @@ def test_counts_are_of_the_process_and_so_far_of_the_verb(verb: None) -> None:
     assert activity.snapshot() is None
 
 
+def test_samples_that_ranks_share_are_told_as_shared(verb: None) -> None:
+    activity.describe("generate", "micro-batch", counted=True)
+    activity.describe_samples(1, 1200)
+    activity.count("micro-batch", 2)
+    alone = activity.read()
+    activity.describe_samples(5, 6000, ranks=4)
+    shared = activity.read()
+    assert alone is not None
+    assert shared is not None
+    assert alone.words() == "generate of 1 sample, 1,200 tokens, 2 micro-batches so far"
+    assert shared.words() == "generate of 5 samples, 6,000 tokens, shared by 4 ranks, 2 micro-batches so far"
+    activity.end()
+    activity.describe_samples(1, 1)
+    assert activity.snapshot() is None
+
+
 def test_another_thread_reads_where_the_main_one_is(verb: None) -> None:
     read: list[Activity | None] = []
 

@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 from train_helpers import grpo, make_batch, scale_of, train_config  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
+from backends import activity  # noqa: E402
 from backends.ddp.engine import DdpTrainEngine  # noqa: E402
 from backends.protocol import LossScale, Rank  # noqa: E402
 from backends.ulysses.sequence_group import ALONE, sequence_group  # noqa: E402
@@ -80,7 +81,12 @@ def shared(gear: ShardingManager, rank: Rank) -> dict[str, Any]:
     """What the group has of a batch, and what comes back of it."""
     whole = make_batch(6)
     own = whole.select(SAMPLES[rank.rank])
+    activity.begin("update", 1, counted=True)
+    activity.describe("update", "micro-batch", counted=True)
+    activity.describe_samples(len(own), own.num_tokens)
     inside = gear.preprocess(own)
+    said = activity.read()
+    activity.end()
     assert inside.batch.columns.keys() == own.columns.keys()
     assert all(inside.batch[name].dtype == column.dtype for name, column in own.columns.items())
     back = gear.postprocess(inside, tokens_T=inside.batch["tokens_T"], length_B=inside.batch["length_B"])
@@ -88,7 +94,9 @@ def shared(gear: ShardingManager, rank: Rank) -> dict[str, Any]:
     assert back["length_B"].tolist() == own["length_B"].tolist()
     part = np.zeros(inside.batch.num_tokens, dtype=np.float32)
     part[gear.group.rank :: gear.group.size] = 1 + gear.group.rank
-    return {"tokens": inside.batch["tokens_T"].tolist(), "joined": gear.joined(part).tolist()}
+    assert said is not None
+    tokens = inside.batch["tokens_T"].tolist()
+    return {"tokens": tokens, "joined": gear.joined(part).tolist(), "said": said.words()}
 
 
 def several_meshes(model: Path, rank: Rank) -> dict[str, Any]:

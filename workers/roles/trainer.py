@@ -9,7 +9,6 @@ from backends import activity
 from backends.protocol import TrainEngine
 from backends.registry import train_engine
 from specs.wire import bodies
-from specs.wire.heartbeat import amount
 from specs.wire.messages import Verb
 from specs.wire.role_config import TrainConfig
 from workers.roles.engine_rank import EngineRank
@@ -43,9 +42,8 @@ class Trainer(EngineRank[TrainEngine]):
 
     def describe(self, call: Request[Any]) -> None:
         """Say what the verb has to do, for the heartbeat."""
-        samples = amount(len(call.batch), "sample")
-        what = f"{activity.verb()} of {samples}, {call.batch.num_tokens:,} tokens"
-        activity.describe(what, "micro-batch", counted=self.engine.counts_progress)
+        activity.describe(activity.verb(), "micro-batch", counted=self.engine.counts_progress)
+        activity.describe_samples(len(call.batch), call.batch.num_tokens)
 
     def offload(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         return self.leave(self.engine.offload)

@@ -5,8 +5,8 @@ so that `--set actor.engine.kind=KIND` alone is a valid change.
 
 The base classes below ask the questions, as class variables and methods; `QUESTIONS` lists them. Every engine of
 rlctl's own answers all of them (`tests/specs/schema/engines/test_engine_registry.py`). A table of another package may
-leave some to the base class: then the answer is "not known", which is None, and nothing is claimed, planned or refused
-on account of it.
+leave some to the base class: then the answer is "not known", which is None, and nothing is claimed or planned on
+account of it, nor refused, but for `sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class TrainTable(EngineTable):
     checkpoint_bytes: ClassVar[int | None] = None
     """Bytes of a checkpoint per trained parameter."""
     cuts_sequences: ClassVar[bool | None] = None
-    """Whether ranks can share samples and compute a part of each row (`sequence_parallel` of the role)."""
+    """Whether ranks can share samples and compute a part of each row (`sequence_parallel` of the role). Where it is not
+    known the key is refused: an engine that does not look at it would train on other samples without a word."""
     resumes_reshaped: ClassVar[bool | None] = None
     """Whether a resume may change its keys, the number of its processes and their nodes."""
 

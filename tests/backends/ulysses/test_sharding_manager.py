@@ -12,6 +12,8 @@ from running import warm_torchrun
 from sharing_worker import DEGREES, SAMPLES, engine_config, step_batch, step_of
 from train_helpers import QWEN2, build_engine, make_batch, scale_of, write_model
 
+from specs.wire.heartbeat import amount
+
 pytestmark = pytest.mark.slow
 
 
@@ -45,12 +47,17 @@ def test_random_numbers_are_a_groups_own_and_go_on(ranks: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("role", list(DEGREES))
 def test_a_group_has_the_samples_of_all_its_ranks(ranks: list[dict[str, Any]], role: str) -> None:
+    """And says in its heartbeats that it computes them all."""
     whole = make_batch(6)
     for group in groups(role):
         together = whole.select([sample for rank in group for sample in SAMPLES[rank]])
         joined = [1 + token % DEGREES[role] for token in range(together.num_tokens)]
+        told = f"update of {amount(len(together), 'sample')}, {together.num_tokens} tokens"
+        told += f", shared by {len(group)} ranks" if len(group) > 1 else ""
         for rank in group:
-            assert ranks[rank]["shared"][role] == {"tokens": together["tokens_T"].tolist(), "joined": joined}
+            shared = ranks[rank]["shared"][role]
+            assert shared["said"] == f"{told}, 0 micro-batches so far"
+            assert (shared["tokens"], shared["joined"]) == (together["tokens_T"].tolist(), joined)
 
 
 @pytest.mark.parametrize("role", list(DEGREES))

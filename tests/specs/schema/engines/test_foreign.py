@@ -128,6 +128,17 @@ def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> Non
     assert "does not fit" in too_small
 
 
+def test_an_engine_that_does_not_say_that_its_ranks_share_samples_is_not_asked_to(site: str, tmp_path: Path) -> None:
+    """It would take the key for one that changes nothing, and each rank would train on samples of its own."""
+    sets = ("actor.engine.kind=plain", "actor.processes=2", "actor.launcher=torchrun", "actor.sequence_parallel=2")
+    code, found = check(site, preset("quickstart", tmp_path), *sets)
+    assert code == 2
+    (problem,) = found["problems"]  # type: ignore[misc]
+    assert problem["key"] == "actor.sequence_parallel"
+    assert "the engine plain does not say whether its ranks can share samples" in problem["message"]
+    assert "remove the key" in problem["hint"]
+
+
 def test_without_a_table_it_has_no_keys(site: str, tmp_path: Path) -> None:
     spec = preset("quickstart", tmp_path)
     assert check(site, spec, "actor.engine.kind=plain")[0] == 0
