@@ -199,6 +199,7 @@ def _arithmetic(spec: Spec) -> str:
     epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
     transport, why = choose_transport(spec)
     buckets = "" if transport == "shm" else f", in buckets of {spec.sync.bucket_MiB:g} MiB"
+    buckets += ", only what changed" if spec.sync.delta else ""
     degree = numbers["sequence_parallel"]
     shared = f",\n       {spec.actor.row_tokens} in a row that {degree} ranks share"
     most = spec.rollout.max_staleness

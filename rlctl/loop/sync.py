@@ -42,6 +42,7 @@ class SyncReport:
 
     weights: int
     nbytes: int
+    sent_bytes: int  # that the actor put on the transport: less than `nbytes` where it sends changes alone
     seconds: float  # for moving them, checksums included
     checksum_s: float  # of them the actor's rank 0 and the slowest rollout hashed; the two mostly at the same time
     probe_s: float  # both sides' behaviour probe, beyond `seconds`
@@ -52,6 +53,7 @@ class SyncReport:
             "sync/verified": True,  # an unverified sync never returns
             "sync/weights": self.weights,
             "sync/bytes": self.nbytes,
+            "sync/sent_bytes": self.sent_bytes,
             "sync/GB_per_s": self.nbytes / max(self.seconds, 1e-9) / 1e9,
             "sync/checksum_s": self.checksum_s,
             "sync/probe_gap": self.probe_gap,
@@ -100,14 +102,15 @@ class WeightSync:
         self._readers_are_new = True
         self._announced: Sequence[bodies.WireWeight] = ()  # the weights of the last pass
         self._leftovers: Sequence[Mapping[str, str]] = ()
-        self._hashing = HashingSeconds()
+        self._hashing, self._sent_bytes = HashingSeconds(), 0
+        self._held: dict[int, str] = {}  # by replica: the pass that it said to hold, when last asked
 
     def run(self, step: int | None = None) -> SyncReport:
         """One verified sync, begun in the phase "sync". Raises SyncError (or RoleFailure) and leaves nothing
         half-trusted: the run must end.
         After RanksLost, `break_off` and run again."""
         started = time.perf_counter()
-        self._hashing = HashingSeconds()
+        self._hashing, self._sent_bytes = HashingSeconds(), 0
         try:
             self._move(self._begin(step), step)
             ended = self.rollout.call(Verb.IMPORT_END, bodies.ImportEnd(version=self._version), step=step)
@@ -119,7 +122,7 @@ class WeightSync:
         gap, probe_s = self._probe(step)
         self._sent = self._version
         nbytes = sum(weight.nbytes for weight in self._announced)
-        return SyncReport(len(self._announced), nbytes, moved_s, self._hashing.total, probe_s, gap)
+        return SyncReport(len(self._announced), nbytes, self._sent_bytes, moved_s, self._hashing.total, probe_s, gap)
 
     def actor_finished(self, step: int) -> None:
         """The actor's weights are those after `step` steps: the driver says so after each update and after a resume."""
@@ -132,6 +135,7 @@ class WeightSync:
     def forget_readers(self) -> None:
         """A replica was started anew: the next sync meets every replica as if for the first time."""
         self._readers_are_new = True
+        self._held = {}
 
     def break_off(self, step: int | None) -> None:
         """After a `run` that lost a replica: both ends let go of it, and the next run begins with everybody anew."""
@@ -141,7 +145,8 @@ class WeightSync:
         self.forget_readers()
 
     def _begin(self, step: int | None) -> bodies.Exporting:
-        transport, options, form = self.transport.kind, dict(self.transport.options), self._wanted(step)
+        transport, options = self.transport.kind, dict(self.transport.options)
+        form, held, absent = self._wanted(step)
         export = bodies.ExportBegin(
             transport=transport,
             options=options,
@@ -150,6 +155,8 @@ class WeightSync:
             bucket_bytes=self.bucket_bytes,
             readers=self.rollout.size,
             renew=self._readers_are_new,
+            held=held,
+            absent=absent,
         )
         begun = bodies.Exporting.of(self.actor.call(Verb.EXPORT_BEGIN, export, step=step)[0])
         self._leftovers = begun.offer["leftovers"]
@@ -162,11 +169,15 @@ class WeightSync:
         self._readers_are_new = False
         return begun
 
-    def _wanted(self, step: int | None) -> WeightForm:
-        """What must be sent. Replicas hear the same: the model too as soon as one of them lacks it."""
-        answers = self.rollout.call(Verb.IMPORT_FORM, step=step)
-        forms: set[WeightForm] = {bodies.WantedForm.of(answer).form for answer in answers}
-        return "apart" if len(forms) > 1 else forms.pop()
+    def _wanted(self, step: int | None) -> tuple[WeightForm, list[str], list[str]]:
+        """What must be sent, and what replicas hold of it: those of this pass, and those that are left out of it. All
+        replicas hear the same: the model too as soon as one of them lacks it."""
+        answers = [bodies.WantedForm.of(answer) for answer in self.rollout.call(Verb.IMPORT_FORM, step=step)]
+        forms: set[WeightForm] = {answer.form for answer in answers}
+        here = {answer.replica: answer.holds for answer in answers}
+        absent = [holds for replica, holds in self._held.items() if replica not in here and holds]
+        self._held |= here
+        return "apart" if len(forms) > 1 else forms.pop(), [answer.holds for answer in answers], absent
 
     def _move(self, begun: bodies.Exporting, step: int | None) -> None:
         """Every weight, and every checksum compared."""
@@ -206,6 +217,7 @@ class WeightSync:
         """What the actor's rank 0 says it sent, which must be as it was announced."""
         sent = bodies.Exported.of(call.result()[0])
         self._hashing.actor += sent.checksum_s
+        self._sent_bytes += sent.sent_bytes
         announced = {weight.name: weight for weight in self._announced}
         for entry in sent.entries:
             weight = announced.get(entry.name)

@@ -38,6 +38,8 @@ def plan_transport(spec: Spec, spec_dir: Path, run_dir: Path, plan: Plan) -> Tra
     if kind == "folder":
         own = spec_dir / Path(spec.sync.folder).expanduser() if spec.sync.folder else run_dir / "sync"
         options["folder"] = str(own.absolute())
+        if spec.sync.delta:
+            options["delta"] = True
     if kind == "group":
         apart = bool(spec.actor.devices) and not set(spec.rollout.devices) & set(spec.actor.devices)
         options["device"] = "cuda" if apart and spec.rollout.devices else "cpu"  # NCCL wants a GPU per rank

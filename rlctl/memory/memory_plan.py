@@ -101,6 +101,8 @@ def _process(device: str, ranks: int) -> list[Part]:
 def _rollout(spec: Spec, model: Model, colocated: bool, gpu_GiB: float) -> Iterator[Part]:
     replica = replica_of(spec, model.tensors, model.facts, colocated=colocated, gpu_GiB=gpu_GiB)
     yield from spec.rollout.engine.memory(replica) or ()
+    if spec.sync.delta:
+        yield _last_weights(spec, model, "cuda" if spec.rollout.devices else "cpu")
 
 
 def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str) -> Iterator[Part]:
@@ -148,7 +150,15 @@ def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
     whole, largest = model.tensors.elements * size, model.tensors.largest * size
     bucket = max(min(int(spec.sync.bucket_MiB * 2**20), whole), largest)
     travels_on_host = transport == "folder" and device != "cpu"
+    if spec.sync.delta:
+        yield replace(_last_weights(spec, model, device), first_rank=True)
     yield Part("buckets", 2 * bucket, phases, host=travels_on_host, first_rank=True)
+
+
+def _last_weights(spec: Spec, model: Model, device: str) -> Part:
+    """What changes are counted from, at either end."""
+    nbytes = model.tensors.elements * DTYPE_BYTES[spec.rollout_dtype]
+    return Part("weights sent last", nbytes, exact=True, host=device != "cpu")
 
 
 def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:

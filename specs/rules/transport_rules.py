@@ -48,6 +48,9 @@ def transport_problems(spec: Spec) -> Iterator[Problem]:
     if "folder" in sync.model_fields_set and transport != "folder":
         message = f'has no effect: the transport is "{transport}"'
         yield Problem("sync.folder", message, 'set sync.transport = "folder", or remove the key', show(sync.folder))
+    if sync.delta and transport != "folder":
+        message = f'has no effect: the transport is "{transport}"'
+        yield Problem("sync.delta", message, 'set sync.transport = "folder", or remove the key', show(sync.delta))
     if "bucket_MiB" in sync.model_fields_set and transport == "shm":
         message = 'has no effect: the transport is "shm", on which weights do not travel in buckets'
         yield Problem(

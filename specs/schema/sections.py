@@ -157,6 +157,12 @@ class SyncSection(Table):
         "",
         description="Folder of the transport `folder`, relative to the spec file; empty: `sync` in the run directory.",
     )
+    delta: bool = Field(
+        False,
+        description="Whether the transport `folder` sends only what changed since the last sync: a few percent of the "
+        "bytes at the learning rates of RL, with `rollout.dtype` bf16. Both ends keep a copy of the weights in host "
+        "memory for it.",
+    )
 
 
 class ClusterSection(Table):

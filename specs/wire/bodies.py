@@ -229,6 +229,8 @@ class ExportBegin(Body):
     bucket_bytes: int
     readers: int
     renew: bool  # some reader is new: nothing is known to it
+    held: list[str] = []  # what the readers hold of earlier passes, as each says (`WantedForm`)
+    absent: list[str] = []  # what those hold that are left out of this pass and may come back
 
 
 class Exporting(Answer):
@@ -247,6 +249,7 @@ class ExportBucket(Body):
 
 class Exported(Answer):
     entries: list[SentWeight]
+    sent_bytes: int  # that the actor's rank 0 put on the transport
     checksum_s: float
 
 
@@ -256,6 +259,8 @@ class ExportEnd(Body):
 
 class WantedForm(Answer):
     form: WeightForm
+    replica: int = 0
+    holds: str = ""  # the pass that a later one can build on (`workers/transports/base.py`, `Reader.holds`)
 
 
 class ImportBegin(Body):

@@ -36,7 +36,7 @@ def model(seed=1):
 
 def build(kind, replicas=1):
     train, sample = ENGINES[kind]
-    actor, rollouts = Actor(Rank()), [Rollout(Rank()) for _ in range(replicas)]
+    actor, rollouts = Actor(Rank()), [Rollout(Rank(rank=rank)) for rank in range(replicas)]
     config = TrainConfig(
         role="actor", model=model(), engine=train, optimizer=Optimizer(lr=0.1), total_optimizer_steps=10,
         micro_batch_tokens=256, gradient_checkpointing=False, temperature=0.7,

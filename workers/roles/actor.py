@@ -11,6 +11,7 @@ from specs.wire import bodies
 from specs.wire.messages import Verb
 from workers.roles.learner import Learner
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
+from workers.transports import Known
 from workers.transports.ends import Exporter
 
 
@@ -41,7 +42,8 @@ class Actor(Learner):
         body = call.body
         if self._exporter is None:
             self._exporter = Exporter(self.engine, self.rank.rank, body.transport, body.options)
-        return self.exporter.begin(body.dtype, body.bucket_bytes, body.readers, body.renew, body.form), {}
+        known = Known(held=body.held, absent=body.absent)
+        return self.exporter.begin(body.dtype, body.bucket_bytes, body.readers, body.renew, body.form, known), {}
 
     def export_bucket(self, call: Request[bodies.ExportBucket], emit: Emit) -> Reply:
         return self.exporter.write(call.body.bucket), {}

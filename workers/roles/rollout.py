@@ -67,7 +67,8 @@ class Rollout(EngineRank[RolloutEngine]):
         return {}, {"logprob_T": self.engine.score(call.batch, call.body.temperature)}
 
     def import_form(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
-        return {"form": self.engine.weight_form()}, {}
+        holds = "" if self._importer is None else self._importer.reader.holds
+        return {"form": self.engine.weight_form(), "replica": self.rank.rank, "holds": holds}, {}
 
     def import_begin(self, call: Request[bodies.ImportBegin], emit: Emit) -> Reply:
         body = call.body

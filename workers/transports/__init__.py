@@ -13,11 +13,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specs.schema.spec import TransportKind
-from workers.transports.base import ALIGNMENT, BlockReader, BlockWriter, BucketReader, BucketWriter, Reader, Writer
+from workers.transports.base import (
+    ALIGNMENT,
+    NOTHING_KNOWN,
+    BlockReader,
+    BlockWriter,
+    BucketReader,
+    BucketWriter,
+    Known,
+    Reader,
+    Writer,
+)
 
 __all__ = [
-    "ALIGNMENT", "IN_BLOCKS", "BlockReader", "BlockWriter", "BucketReader", "BucketWriter", "Checksum", "Reader",
-    "Writer", "checksum_of", "open_reader", "open_writer", "sweep",
+    "ALIGNMENT", "IN_BLOCKS", "NOTHING_KNOWN", "BlockReader", "BlockWriter", "BucketReader", "BucketWriter", "Checksum",
+    "Known", "Reader", "Writer", "checksum_of", "open_reader", "open_writer", "sweep",
 ]  # fmt: skip
 
 # By what both ends of a transport compare a weight: xxh3-64 of bytes in host memory, or a sum over words that a device
@@ -32,6 +42,7 @@ _TRANSPORTS: Mapping[TransportKind, str] = {
     "group": "workers.transports.process_group:Group",
     "cuda_ipc": "workers.transports.cuda_ipc:CudaIpc",
 }
+_IN_DELTAS: Mapping[TransportKind, str] = {"folder": "workers.transports.delta_folder:DeltaFolder"}
 
 
 def checksum_of(kind: TransportKind, options: Mapping[str, Any]) -> Checksum:
@@ -41,14 +52,14 @@ def checksum_of(kind: TransportKind, options: Mapping[str, Any]) -> Checksum:
 
 def open_writer(kind: TransportKind, options: Mapping[str, Any]) -> Writer:
     """The actor's end. `options` are the transport's own (`rlctl/loop/weight_transport.py`)."""
-    writer = _class(kind, "Writer")(options)
+    writer = _class(kind, options, "Writer")(options)
     assert isinstance(writer, Writer)
     return writer
 
 
 def open_reader(kind: TransportKind, options: Mapping[str, Any], replica: int) -> Reader:
     """A rollout's end; `replica` is its rank."""
-    reader = _class(kind, "Reader")(options, replica)
+    reader = _class(kind, options, "Reader")(options, replica)
     assert isinstance(reader, Reader)
     return reader
 
@@ -64,6 +75,6 @@ def sweep(leftovers: Sequence[Mapping[str, str]]) -> None:
                 (folder / name).unlink(missing_ok=True)
 
 
-def _class(kind: TransportKind, end: str) -> Any:
-    module, _, name = _TRANSPORTS[kind].partition(":")
+def _class(kind: TransportKind, options: Mapping[str, Any], end: str) -> Any:
+    module, _, name = (_IN_DELTAS if options.get("delta") else _TRANSPORTS)[kind].partition(":")
     return getattr(import_module(module), f"{name}{end}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,25 @@ Share = Callable[[], WeightMemory | None]  # `RolloutEngine.share_weights`
 Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, and the offset of its first byte
 
 
+@dataclass(frozen=True)
+class Known:
+    """What readers have of earlier passes, each by a name that the writer gave it (`Reader.holds`)."""
+
+    held: Sequence[str] = ()  # by the readers of this pass; "": nothing
+    absent: Sequence[str] = ()  # by readers that are left out of this pass and may come back
+    alike: bool = False  # the weights are those of the last pass in name, dtype and shape
+
+
+NOTHING_KNOWN = Known()
+
+
 class Writer(ABC):
     """The end on the actor's rank 0."""
 
     @abstractmethod
-    def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
+    def begin(
+        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
+    ) -> dict[str, Any]:
         """Prepare a pass with buckets of at most `sizes` bytes; returns the offer, the JSON that readers begin
         with. `renew`: some reader is new. `leftovers` in the offer lists {folder, prefix} of files that may stay behind
         when processes are killed."""
@@ -46,8 +61,10 @@ class BucketWriter(Writer):
     def window(self, bucket: int) -> Buffer:
         """Memory for a bucket, at least as long as it."""
 
-    def send(self, bucket: int, entries: Sequence[Entry]) -> None:
-        """The window is filled: send it to the readers, without waiting for them."""
+    def send(self, bucket: int, entries: Sequence[Entry]) -> int:
+        """The window is filled: send it to the readers, without waiting for them. Returns the bytes that this puts on
+        the transport."""
+        return filled_bytes(entries)
 
 
 class BlockWriter(Writer):
@@ -66,6 +83,11 @@ class BlockWriter(Writer):
 
 class Reader(ABC):
     """The end on a rollout."""
+
+    @property
+    def holds(self) -> str:
+        """The pass that it holds whole, as the writer named it; empty: none that a later one could build on."""
+        return ""
 
     @abstractmethod
     def begin(self, offer: Mapping[str, Any]) -> None:

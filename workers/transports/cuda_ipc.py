@@ -11,7 +11,7 @@ from typing import Any
 
 from backends.protocol import Buffer
 from backends.weights.device_memory import MappedWindows, SharedWindows
-from workers.transports.base import BucketReader, BucketWriter, Entry
+from workers.transports.base import NOTHING_KNOWN, BucketReader, BucketWriter, Entry, Known
 
 
 class CudaIpcWriter(BucketWriter):
@@ -20,7 +20,9 @@ class CudaIpcWriter(BucketWriter):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.windows: SharedWindows | None = None
 
-    def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
+    def begin(
+        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
+    ) -> dict[str, Any]:
         self.rest()
         self.windows = SharedWindows(max(sizes, default=0), windows)
         return {**self.windows.handles(), "leftovers": []}
@@ -29,9 +31,10 @@ class CudaIpcWriter(BucketWriter):
         assert self.windows is not None, "begin comes first"
         return self.windows.window(bucket)
 
-    def send(self, bucket: int, entries: Sequence[Entry]) -> None:
+    def send(self, bucket: int, entries: Sequence[Entry]) -> int:
         assert self.windows is not None, "begin comes first"
         self.windows.finish_writing()
+        return super().send(bucket, entries)
 
     def rest(self) -> None:
         if self.windows is not None:

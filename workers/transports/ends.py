@@ -8,6 +8,7 @@ checksums (`rlctl/loop/sync.py`); data never passes through it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,12 @@ from specs.wire.bodies import SentWeight, WireWeight
 from workers.transports import (
     ALIGNMENT,
     IN_BLOCKS,
+    NOTHING_KNOWN,
     BlockReader,
     BlockWriter,
     BucketReader,
     BucketWriter,
+    Known,
     Reader,
     Writer,
     checksum_of,
@@ -76,12 +79,18 @@ class Exporter:
         self.buckets: list[range] = []
 
     def begin(
-        self, dtype: DType, bucket_bytes: int, readers: int, renew: bool, form: WeightForm = "merged"
+        self,
+        dtype: DType,
+        bucket_bytes: int,
+        readers: int,
+        renew: bool,
+        form: WeightForm = "merged",
+        known: Known = NOTHING_KNOWN,
     ) -> dict[str, Any]:
         """Start a pass over all weights to `readers` replicas. `renew`: one of them is new and knows no specs.
         Else `specs` is None where the weights are those of the last pass."""
         before, self.specs = self.specs, self.engine.weight_specs(dtype, form)
-        as_before = not renew and self.specs == before
+        alike = self.specs == before
         everything = [range(len(self.specs))] if self.specs else []
         self.buckets = everything if self.in_blocks else plan_buckets(self.specs, self._room(bucket_bytes))
         self.stream = self.engine.export_weights(dtype, form)
@@ -90,11 +99,11 @@ class Exporter:
         sizes = [sum(_aligned(self.specs[i].nbytes) for i in bucket) for bucket in self.buckets]
         windows = min(WINDOWS, max(1, len(self.buckets)))
         return {
-            "specs": None if as_before else [to_json(spec) for spec in self.specs],
+            "specs": None if alike and not renew else [to_json(spec) for spec in self.specs],
             "buckets": len(self.buckets),
             "windows": windows,
             "in_blocks": self.in_blocks,
-            "offer": self.writer.begin(sizes, windows, readers, renew=renew),
+            "offer": self.writer.begin(sizes, windows, readers, renew=renew, known=replace(known, alike=alike)),
         }
 
     def _room(self, bucket_bytes: int) -> int:
@@ -105,15 +114,15 @@ class Exporter:
         return max(bucket_bytes, max((_aligned(spec.nbytes) for spec in self.specs), default=0))
 
     def write(self, bucket: int) -> dict[str, Any]:
-        """Send one bucket; returns where each weight lies in it, the checksum of the engine's own tensor, and the
-        seconds that hashing took."""
+        """Send one bucket; returns where each weight lies in it, the checksum of the engine's own tensor, how many
+        bytes that put on the transport, and the seconds that hashing took."""
         hashed_s = checksum.seconds()
-        entries = self._write_blocks(bucket) if self.in_blocks else self._write_window(bucket)
+        entries, sent = self._write_blocks(bucket) if self.in_blocks else self._write_window(bucket)
         if bucket == len(self.buckets) - 1 and next(self.stream, None) is not None:
             raise SyncError("the actor streamed more weights than it announced")
-        return {"entries": entries, "checksum_s": checksum.seconds() - hashed_s}
+        return {"entries": entries, "sent_bytes": sent, "checksum_s": checksum.seconds() - hashed_s}
 
-    def _write_window(self, bucket: int) -> list[dict[str, Any]]:
+    def _write_window(self, bucket: int) -> tuple[list[dict[str, Any]], int]:
         assert self.writer is None or isinstance(self.writer, BucketWriter)
         entries: list[dict[str, Any]] = []
         offset, window = 0, self.writer.window(bucket) if self.writer is not None else None
@@ -124,11 +133,10 @@ class Exporter:
             digest = weight.copy_to(window[offset : offset + weight.spec.nbytes])
             entries.append({**to_json(weight.spec), "offset": offset, "checksum": digest})
             offset += _aligned(weight.spec.nbytes)
-        if self.writer is not None:
-            self.writer.send(bucket, entries)
-        return entries
+        sent = 0 if self.writer is None else self.writer.send(bucket, entries)
+        return entries, sent
 
-    def _write_blocks(self, bucket: int) -> list[dict[str, Any]]:
+    def _write_blocks(self, bucket: int) -> tuple[list[dict[str, Any]], int]:
         assert self.writer is None or isinstance(self.writer, BlockWriter)
         sent: list[tuple[WeightSpec, str]] = []
         try:
@@ -141,7 +149,8 @@ class Exporter:
         except BaseException:
             self.close()  # the readers wait for bytes that will not come
             raise
-        return [{**to_json(spec), "checksum": digest} for spec, digest in sent]
+        entries = [{**to_json(spec), "checksum": digest} for spec, digest in sent]
+        return entries, sum(spec.nbytes for spec, _ in sent)
 
     def _weights_of(self, bucket: int) -> Iterator[Weight]:
         """The bucket's weights from the engine's stream, checked against the announced specs."""

@@ -14,7 +14,7 @@ from typing import Any
 from backends.protocol import Buffer
 from backends.weights.joined_group import JoinedGroup, Meeting, host_meeting
 from specs.errors import PeerGone, RlctlError
-from workers.transports.base import BucketReader, BucketWriter, Entry
+from workers.transports.base import NOTHING_KNOWN, BucketReader, BucketWriter, Entry, Known
 
 
 class GroupWriter(BucketWriter):
@@ -29,7 +29,9 @@ class GroupWriter(BucketWriter):
         self._sizes: list[int] = []
         self._windows = 0
 
-    def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
+    def begin(
+        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
+    ) -> dict[str, Any]:
         self._sizes, self._windows = list(sizes), windows
         if renew or self.meeting is None:
             self.close()
@@ -67,9 +69,10 @@ class GroupWriter(BucketWriter):
         group.make_windows(max(self._sizes), self._windows)
         return group.window(bucket)
 
-    def send(self, bucket: int, entries: Sequence[Entry]) -> None:
+    def send(self, bucket: int, entries: Sequence[Entry]) -> int:
         # As long as was announced, whatever lies in it: gloo ends a process whose peer has another length in mind.
         self._joined().broadcast(bucket, self._sizes[bucket])
+        return self._sizes[bucket]
 
     def rest(self) -> None:
         self._joined().rest()

@@ -27,7 +27,16 @@ from backends import activity
 from backends.memory import borrow
 from backends.protocol import WeightMemory
 from specs.errors import PeerGone, PeerLate, SyncError
-from workers.transports.base import ALIGNMENT, BLOCK_BYTES, BLOCKS, BlockReader, BlockWriter, Share
+from workers.transports.base import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    BLOCKS,
+    NOTHING_KNOWN,
+    BlockReader,
+    BlockWriter,
+    Known,
+    Share,
+)
 from workers.transports.shm_segment import Segment, folders
 
 PATIENCE_S = 300.0  # for one block, or one reader; a peer that stands still for so long will not go on
@@ -181,7 +190,9 @@ class ShmWriter(BlockWriter):
         self._shared: _Mapped | None = None
         self._stream: _Stream | None = None  # of this pass, once all readers were met
 
-    def begin(self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool) -> dict[str, Any]:
+    def begin(
+        self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
+    ) -> dict[str, Any]:
         if renew or self.segment is None:
             self.close()
             self.segment = Segment.create(BLOCKS * BLOCK_BYTES)

@@ -200,6 +200,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "eval.split": {"eval": {"every": 2, "data": "some/rows"}},
     "cluster": NODES,
     "sync.folder": {"sync": {"transport": "folder"}},
+    "sync.delta": {"sync": {"transport": "folder"}},
     "rollout.processes": {"rollout.processes": 2},
     "model.attn_implementation": {"rollout.attn_implementation": "sdpa"},
     "rollout.warn_logprob_gap": {"rollout.max_logprob_gap": 1.0},

@@ -33,14 +33,19 @@ from workers.transports.shm_segment import Segment, folders
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "specs" / "builtin" / "tiny-digits"
-TRANSPORTS = ("shm", "shm in place", "folder", "group", "cuda_ipc")
+TRANSPORTS = ("shm", "shm in place", "folder", "folder in deltas", "group", "cuda_ipc")
 IN_PLACE = " in place"  # to one rollout, which shares its memory
+IN_DELTAS = " in deltas"
 BUCKET_BYTES = 1 << 16
 
 
 def transport_of(kind, folder):
-    options = {"folder": {"folder": str(folder)}, "group": {"address": "127.0.0.1", "device": "cpu"}}
-    return Transport(kind.removesuffix(IN_PLACE), kind, options.get(kind, {}))
+    options = {
+        "folder": {"folder": str(folder)},
+        "folder in deltas": {"folder": str(folder), "delta": True},
+        "group": {"address": "127.0.0.1", "device": "cpu"},
+    }
+    return Transport(kind.removesuffix(IN_PLACE).removesuffix(IN_DELTAS), kind, options.get(kind, {}))
 
 
 class SideBySide(LocalGroup):

@@ -1,0 +1,174 @@
+"""Weights that travel as changes: the same to the bit as full copies, whatever a reader has missed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.weights.checksum import checksum_bytes
+from specs.errors import SyncError
+from workers.transports import Known, open_reader, open_writer
+from workers.transports.base import BucketReader, BucketWriter
+
+WORDS = (30_000, 30_000, 500)  # of the weights; two buckets
+BUCKETS = ((0,), (1, 2))
+
+
+class Pass:
+    """An actor's weights as bf16 words, a writer of them, and readers that take part or miss a pass."""
+
+    def __init__(self, folder: Path, readers: int, *, delta: bool = True) -> None:
+        self.options = {"folder": str(folder), "delta": delta}
+        self.folder, self.rng = folder, np.random.default_rng(0)
+        self.weights = [self.rng.integers(0, 2**16, words, dtype=np.uint16) for words in WORDS]
+        self.writer = open_writer("folder", self.options)
+        self.readers = [open_reader("folder", self.options, replica) for replica in range(readers)]
+        self.alike = False
+        self.offer: dict[str, Any] = {}
+
+    def train(self, share: float = 0.02, most: int = 1) -> None:
+        """An update moves this share of words by at most so much."""
+        for weight in self.weights:
+            moved = self.rng.random(len(weight)) < share
+            weight[moved] += self.rng.integers(1, most, moved.sum(), dtype=np.uint16, endpoint=True)
+
+    def run(self, *present: int, absent: tuple[int, ...] = ()) -> int:
+        """A pass to readers; each finds the actor's bytes. Returns the bytes that were written."""
+        held, sent = [self.readers[i].holds for i in present], 0
+        known = Known(held=held, absent=[self.readers[i].holds for i in absent], alike=self.alike)
+        assert isinstance(self.writer, BucketWriter)
+        sizes = [sum(self.nbytes(i) for i in bucket) for bucket in BUCKETS]
+        self.offer = self.writer.begin(sizes, 2, len(present), renew=not self.alike, known=known)
+        self.alike = True
+        for i in present:
+            self.readers[i].begin(self.offer)
+        for bucket, weights in enumerate(BUCKETS):
+            entries, offset, window = [], 0, self.writer.window(bucket)
+            for i in weights:
+                entry = {"name": f"w{i}", "dtype": "bf16", "shape": [WORDS[i]], "nbytes": 2 * WORDS[i]}
+                entries.append({**entry, "offset": offset})
+                window[offset : offset + 2 * WORDS[i]] = self.weights[i].view(np.uint8)
+                offset += self.nbytes(i)
+            sent += self.writer.send(bucket, entries)
+            for i in present:
+                self.compare(i, bucket, entries)
+        for i in present:
+            self.readers[i].rest()
+        self.writer.rest()
+        return sent
+
+    def compare(self, replica: int, bucket: int, entries: list[dict[str, Any]]) -> None:
+        reader = self.readers[replica]
+        assert isinstance(reader, BucketReader)
+        window = np.asarray(reader.receive(bucket, entries))
+        for entry, i in zip(entries, BUCKETS[bucket], strict=True):
+            there = window[entry["offset"] : entry["offset"] + entry["nbytes"]]
+            assert checksum_bytes(there) == checksum_bytes(self.weights[i].view(np.uint8)), (replica, i)
+
+    @staticmethod
+    def nbytes(weight: int) -> int:
+        return -(-2 * WORDS[weight] // 64) * 64
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Pass:
+    return Pass(tmp_path, 3)
+
+
+WHOLE = 2 * sum(WORDS)
+
+
+def test_twenty_steps_with_a_reader_that_misses_three(told: Pass, tmp_path: Path) -> None:
+    """Equal to the full transport's at every step, and everything is gone as soon as nobody needs it."""
+    full = Pass(tmp_path / "full", 1, delta=False)
+    (tmp_path / "full").mkdir()
+    full.weights = told.weights
+    for step in range(20):
+        missing = step in (7, 8, 9)
+        sent = told.run(0, 1, *(() if missing else (2,)), absent=(2,) if missing else ())
+        assert full.run(0) > WHOLE
+        assert (sent > WHOLE) == (step == 0)
+        assert step == 0 or sent < 0.1 * WHOLE
+        kept = [path for path in tmp_path.iterdir() if path.is_file()]
+        assert len(kept) == (2 * (step - 6) if missing else 0), (step, kept)
+        told.train()
+    assert told.offer["chain"]
+
+
+def test_a_reader_that_missed_more_than_a_full_copy_costs_gets_a_full_copy(told: Pass, tmp_path: Path) -> None:
+    told.run(0, 1)
+    for _ in range(4):
+        told.train(0.3, most=60_000)
+        told.run(0, absent=(1,))
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1.5 * WHOLE
+    told.train(0.3, most=60_000)
+    assert told.run(0, 1) > WHOLE
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_new_reader_gets_a_full_copy_beside_the_others_delta(told: Pass, tmp_path: Path) -> None:
+    told.run(0)
+    told.train()
+    assert WHOLE < told.run(0, 1) < 1.1 * WHOLE
+    told.train()
+    assert told.run(0, 1) < 0.1 * WHOLE
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_changed_all_over_travels_whole(told: Pass) -> None:
+    told.run(0)
+    told.weights[0][:] = told.rng.integers(0, 2**16, WORDS[0], dtype=np.uint16)
+    assert 2 * WORDS[0] < told.run(0) < 2 * WORDS[0] + 2000
+    assert told.run(0) < 1000  # nothing changed
+
+
+def test_other_weights_than_before_are_a_full_copy(told: Pass) -> None:
+    told.run(0)
+    told.alike = False
+    assert told.run(0) > WHOLE
+
+
+def test_a_pass_that_was_broken_off_is_no_base(told: Pass, tmp_path: Path) -> None:
+    """Both ends have a part of the next version: a full copy follows."""
+    told.run(0, 1)
+    told.train()
+    told.readers[1].receive = lambda bucket, entries: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        told.run(0, 1, absent=(2,))
+    told.writer.close()
+    assert os.listdir(tmp_path) == []
+    told.readers[1] = open_reader("folder", told.options, 1)
+    assert told.readers[0].holds == ""
+    assert told.run(0, 1) > WHOLE
+
+
+def test_closing_takes_what_was_kept(told: Pass, tmp_path: Path) -> None:
+    told.run(0, 1)
+    told.train()
+    told.run(0, absent=(1,))
+    assert len(os.listdir(tmp_path)) == 2
+    told.writer.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_delta_on_something_else_is_refused(told: Pass) -> None:
+    told.run(0)
+    told.train()
+    reader = told.readers[1]
+    with pytest.raises(SyncError, match="this rollout holds nothing"):
+        reader.begin({**told.offer, "whole": False, "chain": [["before", "stem"]]})
+
+
+def test_a_delta_cut_short_or_of_another_pass_ends_the_sync(told: Pass, tmp_path: Path) -> None:
+    told.run(0, 1)
+    told.train()
+    told.run(0, absent=(1,))
+    for path in tmp_path.iterdir():
+        os.truncate(path, path.stat().st_size - 1)
+    told.train()
+    with pytest.raises(SyncError, match="a bucket of weights is truncated"):
+        told.run(0, 1)
