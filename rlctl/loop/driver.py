@@ -21,6 +21,7 @@ from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts, without_truncated
 from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Prompts, Sampler, Scored
+from rlctl.loop.scores import eval_metrics
 from rlctl.loop.scores.late_scores import ScoreModel
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.scores.signal_watch import SignalWatch
@@ -28,6 +29,7 @@ from rlctl.loop.step_metrics import RankReport, Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
+from specs.schema.eval_sets import Evaluation
 from specs.schema.mesh import sequence_parallel_of
 from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import Spec
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from rlctl.processes.calls import Call
     from rlctl.processes.groups import Group
     from rlctl.show.progress import Progress
+
+
+Arrived = Callable[[Evaluation, int, int], None]  # of an evaluation, so many completions of all
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Driver:
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, lambda text: progress.warning(text))
         self.signals = SignalWatch(spec, lambda text: progress.warning(text))
-        self.eval_prompts: Prompts | None = None
+        self.eval_prompts: dict[str, Prompts] = {}  # by evaluation
         self.correction_metrics: dict[str, float] = {}
         self.said_skipped = self.said_no_signal = self.said_excluded = False
 
@@ -378,20 +383,33 @@ class Driver:
 
     # ── evaluation ────────────────────────────────────────────────────────────────────────────────
 
-    def evaluate(self, step: int) -> StepRecord:
-        """Metrics of greedy completions of the held-out prompts, with the weights after `step` steps, and all of these
-        completions."""
-        section = self.spec.eval
-        assert section is not None
+    def evaluate(self, step: int, arrived: Arrived | None = None) -> StepRecord:
+        """Metrics of every set of prompts, with the weights after `step` steps, and all of the completions. `arrived`
+        is told of each set how many completions of all are here."""
         self.send_weights(step)
         self.sync.resend_if_asleep(step)
-        with self.phase("rollout", step, "evaluation"):
-            sampler = self.sampler
-            if self.eval_prompts is None:
-                self.eval_prompts = sampler.held_out(section.prompts, step)
-            drawn = sampler.start(self.eval_prompts, sampler.greedy(), step, "eval").finish()
-        metrics = {f"eval/{section.name}/{name}": value for name, value in step_metrics.evaluated(drawn).items()}
-        return StepRecord(metrics, [{"name": section.name, **sample} for sample in drawn.scored.samples])
+        record = StepRecord({}, [])
+        for one in self.spec.evaluations:
+            with self.phase("rollout", step, f"evaluation {one.name}"):
+                self._evaluate(one, step, record, arrived)
+        return record
+
+    def _evaluate(self, one: Evaluation, step: int, record: StepRecord, arrived: Arrived | None) -> None:
+        sampler, passes = self.sampler, one.passes(self.spec.reward.terms)
+        if one.name not in self.eval_prompts:
+            self.eval_prompts[one.name] = sampler.held_out(one, step)
+        generation = sampler.start(self.eval_prompts[one.name], sampler.measured(one), step, "eval")
+        if arrived is not None:
+            generation.tell = partial(arrived, one)
+        drawn = generation.finish()
+        found = eval_metrics.evaluated(drawn, passes)
+        record.metrics.update({f"eval/{one.name}/{name}": value for name, value in found.items()})
+        solved: dict[int, dict[str, bool]] = {}
+        if passes is not None:
+            passed_B = eval_metrics.passed(drawn, passes)
+            solved = {int(id_): {"passed": bool(was)} for id_, was in zip(drawn.batch["id_B"], passed_B, strict=True)}
+        samples = drawn.scored.samples
+        record.samples.extend({"name": one.name, **sample, **solved.get(sample["id"], {})} for sample in samples)
 
 
 def mini_batches(group_B: NDArray[Any], pieces: int, seed: tuple[int, ...]) -> list[NDArray[np.int64]]:

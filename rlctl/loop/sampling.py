@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rlctl.loop.scores.late_scores import LateScores, ScoreModel
     from rlctl.processes.calls import Call
     from rlctl.processes.groups import Group
+    from specs.schema.eval_sets import Evaluation
     from specs.wire.messages import Message
 
 SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl
@@ -94,9 +95,11 @@ class Sampler:
     def _greedy_rows(self) -> int:
         return int(self.spec.algorithm.advantage.greedy_baseline)
 
-    def held_out(self, count: int, step: int) -> Prompts:
-        """Prompts for evaluation."""
-        request = bodies.Prompts(what="eval", position=0, count=count, group_size=1)
+    def held_out(self, one: Evaluation, step: int) -> Prompts:
+        """Prompts for an evaluation, each as often as it is completed."""
+        request = bodies.Prompts(
+            what="eval", name=one.name, position=0, count=one.prompts, group_size=one.samples_per_prompt
+        )
         return Prompts.of(self.data.call(Verb.PROMPTS, request, step=step)[0])
 
     def training(self) -> Sampling:
@@ -110,9 +113,11 @@ class Sampler:
             max_response_tokens=self.spec.data.max_response_tokens,
         )
 
-    def greedy(self) -> Sampling:
-        """How the samples that are only measured are drawn."""
-        return Sampling(seed=self.spec.run.seed, greedy=True, max_response_tokens=self.spec.data.max_response_tokens)
+    def measured(self, one: Evaluation) -> Sampling:
+        """How the samples of an evaluation are drawn."""
+        chance = {"temperature": one.temperature, "top_p": one.top_p} if one.temperature > 0 else {"greedy": True}
+        most = self.spec.data.max_response_tokens
+        return Sampling(seed=self.spec.run.seed, max_response_tokens=most, **chance)
 
     def start(self, prompts: Prompts, sampling: Sampling, step: int, what: What = "train", show: int = 0) -> Generation:
         """Send the prompts out and return at once."""
@@ -133,6 +138,7 @@ class Generation:
         self._rollout, self._reward, self._restore = sampler.rollout, sampler.reward, sampler.restore
         self._clock, self._weights = sampler.clock, sampler.spec.reward
         self.sent_at = time.perf_counter()
+        self.tell: Callable[[int, int], None] = lambda arrived, of: None  # completions that are here, of all
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
         self._parts: list[Batch] = []
         self._grading: list[Call] = []
@@ -218,7 +224,9 @@ class Generation:
         request = bodies.Score(what=self.what, samples=shown, rows=self.prompts.rows_of(part))
         columns = part.only(COLUMNS[Verb.SCORE].needs).columns
         self._parts.append(part)
-        if sum(len(part) for part in self._parts) == len(self.prompts.batch):
+        arrived = sum(len(part) for part in self._parts)
+        self.tell(arrived, len(self.prompts.batch))
+        if arrived == len(self.prompts.batch):
             self.written_at = time.perf_counter()
         self._grading.append(self._reward.post(Verb.SCORE, request, tensors=columns, step=self.step))
         if self._score_model is not None:
@@ -270,6 +278,7 @@ class Scored:
     completions: int = 0  # that were sent to be graded
     first_failure: str = ""  # what the first one without a score died of
     zero_terms: tuple[int, ...] = ()  # those that gave 0 to all that were graded
+    term_B: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by name, `term_<i>_B`
 
     @staticmethod
     def gather(
@@ -303,6 +312,7 @@ class Scored:
             completions=len(id_B),
             first_failure=next((part.first_failure for part in graded if part.first_failure), ""),
             zero_terms=zero_terms(joined.term_B, counted_B),
+            term_B=joined.term_B,
         )
 
     def by_rollout(self, rollout_B: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -312,7 +322,8 @@ class Scored:
 
     def select(self, indices: NDArray[np.int64]) -> Scored:
         """The scores of some samples. What grading had to say stays as it was said of all."""
-        return replace(self, reward_B=self.reward_B[indices], scored_B=self.scored_B[indices])
+        term_B = {name: column[indices] for name, column in self.term_B.items()}
+        return replace(self, reward_B=self.reward_B[indices], scored_B=self.scored_B[indices], term_B=term_B)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specs.schema.roles import ROLES, RoleName
 from specs.wire.bodies import Stepped
 
 if TYPE_CHECKING:
-    from rlctl.loop.sampling import Drawn, Scored
+    from rlctl.loop.sampling import Scored
     from rlctl.loop.sync import SyncReport
     from specs.wire.batch import Batch
 
@@ -78,20 +78,6 @@ def collect(
         **(synced.metrics() if synced else {}),
         **times,
         "perf/tokens_per_s": batch.num_tokens / times["time/step_s"],
-    }
-
-
-def evaluated(drawn: Drawn) -> dict[str, float]:
-    """What an evaluation says, as metrics below `eval/<name>/`: the mean reward and that of each term, how many
-    completions end by themselves, how many could not be graded."""
-    rollouts, scored = Rollouts.of(drawn.batch["rollout_B"]), drawn.scored
-    return {
-        "reward_mean": float(scored.reward_B[rollouts.first_R].mean(dtype=np.float64)),
-        **scored.terms,
-        "finished": float(rollouts.all(drawn.batch["finished_B"] != 0).mean()),
-        "length_mean": float(rollouts.sums(drawn.batch.sum_by_sequence("loss_mask_T")).mean()),
-        "failed": sum(scored.failures.values()),
-        **scored.counts,
     }
 
 

@@ -26,8 +26,7 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     warnings: list[Problem] = []
     looked: dict[str, Looked] = {}
     sources = [("data.train", spec.data.train)]
-    if spec.eval is not None and spec.eval.data:
-        sources.append(("eval.data", spec.eval.data))
+    sources += [(f"{one.key}.data", one.data) for one in spec.evaluations if one.data]
     for key, source in sources:
         found = _source(key, source, spec, spec_dir, looked)
         errors += found[0]

@@ -47,17 +47,17 @@ def sense_problems(spec: Spec, spec_dir: Path, looked: Mapping[str, Looked]) -> 
 
 
 def _same_file(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
-    """`eval.data` that is the file of `data.train` under another name, or a copy of it."""
-    if spec.eval is None or not spec.eval.data:
-        return
-    train, held = (_file(source, spec_dir) for source in (spec.data.train, spec.eval.data))
-    if train is None or held is None:
-        return
-    hint, value = "leave eval.data out to hold rows of data.train out", show(spec.eval.data)
-    if train.samefile(held):
-        yield Problem("eval.data", f"these are the training prompts: it is the file {train.resolve()}", hint, value)
-    elif _same_bytes(train, held):
-        yield Problem("eval.data", "the same bytes as data.train: these are the training prompts", hint, value)
+    """Prompts to evaluate on that are the file of `data.train` under another name, or a copy of it."""
+    train = _file(spec.data.train, spec_dir)
+    for one in spec.evaluations:
+        held, key = _file(one.data, spec_dir) if one.data else None, f"{one.key}.data"
+        if train is None or held is None:
+            continue
+        hint, value = f"leave {key} out to hold rows of data.train out", show(one.data)
+        if train.samefile(held):
+            yield Problem(key, f"these are the training prompts: it is the file {train.resolve()}", hint, value)
+        elif _same_bytes(train, held):
+            yield Problem(key, "the same bytes as data.train: these are the training prompts", hint, value)
 
 
 def _file(source: str, spec_dir: Path) -> Path | None:
@@ -78,16 +78,19 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _same_prompts(spec: Spec, looked: Mapping[str, Looked]) -> Iterator[Problem]:
-    if "data.train" not in looked or "eval.data" not in looked:
+    if "data.train" not in looked:
         return
-    assert spec.eval is not None
     train = {_words(row, spec) for row in looked["data.train"].rows}
-    held = [_words(row, spec) for row in looked["eval.data"].rows[: spec.eval.prompts]]
-    known = sum(prompt in train for prompt in held)
-    if known > _LEAKED * len(held):
-        some = f"{known} of its first {len(held)} prompts are"
-        message = f"{f'its first {known} prompts are all' if known == len(held) else some} among the training prompts"
-        yield Problem("eval.data", message, "evaluate on prompts that are not trained on", show(spec.eval.data))
+    for one in spec.evaluations:
+        if (found := looked.get(key := f"{one.key}.data")) is None:
+            continue
+        held = [_words(row, spec) for row in found.rows[: one.prompts]]
+        known = sum(prompt in train for prompt in held)
+        if known > _LEAKED * len(held):
+            some = f"{known} of its first {len(held)} prompts are"
+            whole = f"its first {known} prompts are all"
+            message = f"{whole if known == len(held) else some} among the training prompts"
+            yield Problem(key, message, "evaluate on prompts that are not trained on", show(one.data))
 
 
 def _words(row: Mapping[str, Any], spec: Spec) -> str:
@@ -194,8 +197,9 @@ def _exact(spec: Spec) -> bool:
 
 
 def source_of(key: str, spec: Spec) -> str:
-    """The value of `data.train` or `eval.data`, as a problem shows it."""
-    return show(spec.data.train if key == "data.train" or spec.eval is None else spec.eval.data)
+    """The source that a key names, as a problem shows it."""
+    held = {f"{one.key}.data": one.data for one in spec.evaluations}
+    return show(held.get(key, spec.data.train))
 
 
 def last_text(row: Mapping[str, Any], spec: Spec) -> str:
@@ -224,21 +228,21 @@ def _ends_with(prompt: str, answer: str) -> bool:
 
 
 def held_out_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
-    """An `eval.prompts` that leaves no row of `data.train` to train on. Reads only as many rows as it needs."""
-    held = spec.eval
-    if held is None or held.data:
+    """Sets that leave no row of `data.train` to train on. Reads only as many rows as it needs."""
+    held = next((one for one in spec.evaluations if not one.data), None)
+    if held is None:
         return []
     rows = _count_rows(spec.data.train, spec_dir, held.prompts + 1)
     if rows is None or rows > held.prompts:
         return []
     message = f"holding them out leaves none of the {rows} rows of data.train to train on"
-    hint = f"use fewer than {rows}, or name another source in eval.data"
-    return [Problem("eval.prompts", message, hint, str(held.prompts))]
+    hint = f"use fewer than {rows}, or name another source in {held.key}.data"
+    return [Problem(f"{held.key}.prompts", message, hint, str(held.prompts))]
 
 
 def _few_rows(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
     """A source that gives a step the same prompt twice."""
-    held_out = spec.eval.prompts if spec.eval is not None and not spec.eval.data else 0
+    held_out = sum(one.prompts for one in spec.evaluations if not one.data)
     step, most = spec.data.prompts_per_step, spec.data.max_rows
     counted = _count_rows(spec.data.train, spec_dir, step + held_out)
     found = [rows for rows in (counted, most) if rows is not None]
@@ -253,13 +257,13 @@ def _few_rows(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
 
 def _few_held_out(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
     """A source that has fewer prompts than the spec asks for in so many words."""
-    held = spec.eval
-    if held is None or not held.data or "prompts" not in held.model_fields_set:
-        return
-    rows = _count_rows(held.data, spec_dir, held.prompts)
-    if rows is not None and rows < held.prompts:
-        message = f"eval.data has {rows} rows: evaluation is on fewer prompts"
-        yield Problem("eval.prompts", message, f"use at most {rows}", str(held.prompts))
+    for one in spec.evaluations:
+        if not one.data or "prompts" not in one.given:
+            continue
+        rows = _count_rows(one.data, spec_dir, one.prompts)
+        if rows is not None and rows < one.prompts:
+            message = f"{one.key}.data has {rows} rows: evaluation is on fewer prompts"
+            yield Problem(f"{one.key}.prompts", message, f"use at most {rows}", str(one.prompts))
 
 
 def _count_rows(source: str, spec_dir: Path, enough: int) -> int | None:

@@ -13,7 +13,7 @@ from workers.data.row_source import DataRow, read_rows
 def first_rows(spec: Spec, spec_dir: Path) -> list[DataRow]:
     """Of `data.train`, then of what the run is evaluated on. Sources on a hub, which are not read here, and those that
     cannot be read are left out."""
-    sources = [spec.data.train, *([spec.eval.data] if spec.eval is not None and spec.eval.data else [])]
+    sources = [spec.data.train, *(one.data for one in spec.evaluations if one.data)]
     rows = []
     for source in sources:
         if is_hub_data(source):

@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.models.paths import resolve_model
+from specs.schema.eval_sets import Evaluation
 from specs.schema.rewards import compares_answer, judged_columns, reads_whole_rows
 from specs.schema.roles import DATA, HEADS_OF_FILES, REWARD, REWARD_MODEL, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
-from specs.wire.role_config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, ScoreText, TrainConfig
+from specs.wire.role_config import (
+    DataConfig,
+    EvalSource,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScoreText,
+    TrainConfig,
+)
 
 
 def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:
@@ -57,7 +66,7 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
             trust_remote_code=spec.model.trust_remote_code,
             spec_dir=str(spec_dir),
             data=spec.data,
-            eval=spec.eval,
+            evals=tuple(eval_source(one) for one in spec.evaluations),
             needs_answer=compares_answer(spec.reward.terms),
             tells_messages=spec.needs_reward_model,
             needs_columns=judged_columns(spec.reward.terms),
@@ -87,6 +96,11 @@ def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName,
     }
     configs |= {role: trainer(role, spec.role(role)) for role in spec.roles if ROLES[role].is_trainer}
     return {role: config.model_dump(mode="json") for role, config in configs.items()}
+
+
+def eval_source(one: Evaluation) -> EvalSource:
+    """What the data role is told of a set."""
+    return EvalSource(key=one.key, name=one.name, data=one.data, split=one.split, prompts=one.prompts)
 
 
 def _score_text(spec: Spec, paths: Mapping[RoleName, str]) -> ScoreText | None:

@@ -89,7 +89,7 @@ def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]
 
 def _data(spec: Spec) -> list[tuple[str, str]]:
     sources = [("data.train", spec.data.train)]
-    return [*sources, ("eval.data", spec.eval.data)] if spec.eval is not None and spec.eval.data else sources
+    return [*sources, *((f"{one.key}.data", one.data) for one in spec.evaluations if one.data)]
 
 
 def _name(path: Path, folder: Path) -> str:

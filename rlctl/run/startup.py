@@ -100,11 +100,18 @@ def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> 
     return GapLimits(*spec.logprob_gaps, run.path, about, progress.warning)
 
 
+def _held_out(rows: Mapping[str, int]) -> str:
+    """128; of several sets, 128 (heldout) and 30 (aime)."""
+    if len(rows) == 1:
+        return f"{next(iter(rows.values())):,}"
+    return " and ".join(f"{count:,} ({name})" for name, count in rows.items())
+
+
 def _data_line(data: DataOpened) -> str:
     counts = {"too long": data.dropped_overlong, "bad": data.dropped_bad}
     dropped = [f"{count} {why}" for why, count in counts.items() if count]
     return (
         f"data: {data.rows:,} prompts"
-        + (f", {data.eval_rows:,} held out" if data.eval_rows else "")
+        + (f", {_held_out(data.eval_rows)} held out" if data.eval_rows else "")
         + (f"; dropped: {', '.join(dropped)}" if dropped else "")
     )

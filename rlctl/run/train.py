@@ -248,13 +248,13 @@ class Run:
 
     def _before_the_first(self) -> None:
         """The rollout gets the actor's weights; a run from the start is evaluated before it learns."""
-        driver, section = self.driver, self.spec.eval
+        driver = self.driver
         driver.begin(self.done)
-        if section and self.done == 0:
+        if self.spec.eval and self.done == 0:
             before = driver.evaluate(0)
             self._log({"step": 0, **before.metrics})
             self._keep_evaluation(0, before.samples)
-            self.progress.evaluation(section.name, 0, before.metrics[f"eval/{section.name}/reward_mean"])
+            self.progress.evaluation(0, before.metrics)
 
     def _step(self, step: int) -> None:
         spec, last = self.spec, step == self.spec.run.steps

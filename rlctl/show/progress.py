@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.show import eval_keys
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import FEW_FINISH, count, duration, number, share, sparkline, time_shares
 from specs.phases import Phase
@@ -51,7 +52,7 @@ class Progress:
         self._rewards: list[float | None] = []
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._step_s: deque[float] = deque(maxlen=WINDOW)
-        self._evals: dict[str, list[tuple[int, float]]] = {}
+        self._evals: dict[str, list[tuple[int, dict[str, float]]]] = {}  # step and metrics of each, by name
         self._checkpoint: int | None = None
         self._warnings = 0
         self._keep: Callable[[str], None] = lambda text: None
@@ -102,19 +103,18 @@ class Progress:
         self._step = int(metrics["step"])
         self._rewards.append(metrics.get("reward/mean"))
         self._recent.append(dict(metrics))
-        for key, value in metrics.items():
-            if key.startswith("eval/") and key.endswith("/reward_mean") and value is not None:
-                self._keep_eval(key.split("/")[1], self._step, value)
+        self._keep_evals(self._step, metrics)
         if self.live:
             self._redraw()
         elif now - self._last_line >= PLAIN_LINE_S or self._step >= self._total:
             self._print(self._plain_line())
 
-    def evaluation(self, name: str, step: int, reward_mean: float) -> None:
-        """An evaluation has ended."""
-        self._keep_eval(name, step, reward_mean)
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """An evaluation before the first step has ended."""
+        self._keep_evals(step, metrics)
         if not self.live:
-            self._print(f"eval {name}  step {step}  reward {number(reward_mean)}")
+            for name, values in eval_keys.by_set(metrics).items():
+                self._print(f"eval {name}  step {step}  reward {eval_keys.words(values)}")
 
     def checkpoint(self, step: int) -> None:
         """A checkpoint was written."""
@@ -178,7 +178,7 @@ class Progress:
             parts.append(f"finished {share(finished)}")
         for name, history in self._evals.items():
             if history[-1][0] == self._step:
-                parts.append(f"eval {name} {number(history[-1][1])}")
+                parts.append(f"eval {name} {eval_keys.words(history[-1][1])}")
         parts.append(f"{count(latest.get('perf/tokens_per_s'))} tokens/s")
         shares = time_shares([latest])
         split = " ".join(f"{name} {part:.0%}" for name, part in shares.items() if part >= 0.005)
@@ -193,10 +193,11 @@ class Progress:
             self._display.update(self.render(), refresh=True)
             self._drawn = time.monotonic()
 
-    def _keep_eval(self, name: str, step: int, reward_mean: float) -> None:
-        history = self._evals.setdefault(name, [])
-        if not history or history[-1][0] != step:
-            history.append((step, reward_mean))
+    def _keep_evals(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, values in eval_keys.by_set(metrics).items():
+            history = self._evals.setdefault(name, [])
+            if not history or history[-1][0] != step:
+                history.append((step, values))
 
     def render(self) -> RenderableType:
         """The panel as it stands now."""
@@ -205,8 +206,8 @@ class Progress:
         rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         width = max(20, self.console.width - 9)
         rows.add_row("reward", self._reward_row(width))
-        if self._evals:
-            rows.add_row("eval", self._eval_row(width))
+        for name, history in self._evals.items():
+            rows.add_row("eval", _eval_row(name, history, width))
         if self._recent and self._recent[-1].get("rollout/length_mean") is not None:
             rows.add_row("length", self._length_row(width))
         rows.add_row("speed", self._speed_row(width))
@@ -234,15 +235,6 @@ class Progress:
         if known:
             parts.append(Text(sparkline(known, max(8, min(48, width - 33))), style="green"))
             parts.append(Text(f"from {number(known[0])}, best {number(max(known))}"))
-        return _fitting(parts, width)
-
-    def _eval_row(self, width: int) -> Text:
-        parts = []
-        for name, history in self._evals.items():
-            step, value = history[-1]
-            shown = Text(f"{name} {number(value)}", style="green")
-            parts.append(shown.append(f" at step {step}", style="dim"))
-            parts.append(Text(f"first {number(history[0][1])}", style="dim"))
         return _fitting(parts, width)
 
     def _length_row(self, width: int) -> Text:
@@ -284,6 +276,15 @@ def _fitting(parts: Sequence[Text], width: int) -> Text:
             break
         row = Text.assemble(row, "  ", part)
     return row
+
+
+def _eval_row(name: str, history: Sequence[tuple[int, Mapping[str, float]]], width: int) -> Text:
+    """The newest values of a set, and its first mean."""
+    (step, values), first = history[-1], history[0][1][eval_keys.MEAN]
+    parts = [Text(f"{name} {number(values[eval_keys.MEAN])}", style="green").append(f" at step {step}", style="dim")]
+    others = [metric for metric in eval_keys.shown(values) if metric != eval_keys.MEAN]
+    parts += [Text(f"{metric} {number(values[metric])}", style="green") for metric in others]
+    return _fitting([*parts, Text(f"first {number(first)}", style="dim")], width)
 
 
 def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:

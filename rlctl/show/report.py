@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlctl.show import eval_keys
 from rlctl.show.charts import Point, line_chart, stacked_chart
 from rlctl.show.journal import read_journal
 from rlctl.show.metrics_file import read_metrics
-from rlctl.show.report_samples import samples_section
+from rlctl.show.report_samples import evaluation_sections, samples_section
 from rlctl.show.report_script import page
 from rlctl.show.report_style import STYLE
 from rlctl.show.text_format import TIMES, count, counted, duration, html, number, share, time_name
@@ -94,7 +95,7 @@ def render(run_dir: Path, *, running: bool = False) -> str:
         _warnings(journal),
         _charts(records, _term_names(resolved)),
         samples_section(run_dir / "samples.jsonl"),
-        samples_section(run_dir / "eval.jsonl", "Evaluation", "evaluation"),
+        *evaluation_sections(run_dir / "eval.jsonl"),
         _as_built(_read_json(run_dir / "as_built.json")),
         _memory(_read_json(run_dir / "memory.json"), records),
         _attempts(journal, _read_json(run_dir / "forked_from.json")),
@@ -171,8 +172,9 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
         "mean reward": f"{number(rewards[0])} → {number(rewards[-1])}" if rewards else "–",
         "tokens per second": count(_mean(points(steps[len(steps) // 2 :], "perf/tokens_per_s"))),
     }
-    for name, series in _evals(records).items():
-        tiles[f"eval {name}"] = f"{number(series[0][1])} → {number(series[-1][1])}"
+    for heading, key in eval_keys.keys(records).items():
+        if series := points(records, key):
+            tiles[heading] = f"{number(series[0][1])} → {number(series[-1][1])}"
     finished = points(steps, "rollout/finished")
     if finished:
         tiles["completions finished"] = f"{share(finished[0][1])} → {share(finished[-1][1])}"
@@ -202,14 +204,19 @@ def _term_names(resolved: dict[str, Any]) -> dict[str, str]:
 
 
 def _charts(records: Records, terms: dict[str, str]) -> str:
-    reward = {"train": points(records, "reward/mean")} | {f"eval {n}": s for n, s in _evals(records).items()}
+    sets = _eval_metrics(records)
+    reward = {"train": points(records, "reward/mean")}
+    reward |= {f"eval {name}": series[eval_keys.MEAN] for name, series in sets.items()}
     spread = {"all completions": points(records, "reward/std")}
     means = {label: points(records, f"reward/{term}") for term, label in terms.items()}
     silent = {"groups": points(records, "reward/silent_groups")}
     failed = {"completions": [(record["step"], _failures(record)) for record in records if record["step"] > 0]}
     figures = [line_chart("Reward", reward), line_chart("Reward spread", spread, unit="standard deviation")]
     figures.append(line_chart("Terms of the reward", means) if len(means) > 1 else "")
-    for name, scores in _eval_terms(records, terms).items():
+    for name, series in sets.items():
+        scores = {label: series[term] for term, label in terms.items() if term in series}
+        solved = {metric: series[metric] for metric in eval_keys.solved(series)}
+        figures.append(line_chart(f"Solved, eval {name}", solved, unit="share of prompts"))
         figures.append(line_chart(f"Terms, eval {name}", scores) if len(scores) > 1 else "")
     figures.append(line_chart("Groups without signal", _any(silent), unit="share whose scores are all equal"))
     figures.append(line_chart("Failed grades", _any(failed), unit="completions"))
@@ -230,15 +237,6 @@ def _charts(records: Records, terms: dict[str, str]) -> str:
 def _any(series: dict[str, list[Point]]) -> dict[str, list[Point]]:
     """Without those that are always 0."""
     return {name: found for name, found in series.items() if any(y for _, y in found)}
-
-
-def _eval_terms(records: Records, terms: dict[str, str]) -> dict[str, dict[str, list[Point]]]:
-    """Evaluation → term → its means."""
-    found: dict[str, dict[str, list[Point]]] = {}
-    for name in _evals(records):
-        series = {label: points(records, f"eval/{name}/{term}") for term, label in terms.items()}
-        found[name] = {label: one for label, one in series.items() if one}
-    return found
 
 
 def _time_chart(records: Records) -> str:
@@ -319,10 +317,14 @@ def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _evals(records: Records) -> dict[str, list[Point]]:
-    keys = dict.fromkeys(key for record in records for key in record if key.startswith("eval/"))
-    series = {key.split("/")[1]: points(records, key) for key in keys if key.endswith("/reward_mean")}
-    return {name: found for name, found in series.items() if found}
+def _eval_metrics(records: Records) -> dict[str, dict[str, list[Point]]]:
+    """Evaluation → metric → its values; those with a mean reward."""
+    found: dict[str, dict[str, list[Point]]] = {}
+    for key in dict.fromkeys(key for record in records for key in record):
+        name, metric = eval_keys.split(key)
+        if metric and (series := points(records, key)):
+            found.setdefault(name, {})[metric] = series
+    return {name: series for name, series in found.items() if eval_keys.MEAN in series}
 
 
 def _mean(series: Sequence[Point]) -> float | None:

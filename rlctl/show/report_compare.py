@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.show import eval_keys
 from rlctl.show.charts import Point, line_chart
 from rlctl.show.journal import read_journal
 from rlctl.show.metrics_file import read_metrics
@@ -95,14 +96,13 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _evaluations(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """Name → metric of every evaluation that any run made."""
-    keys = (key for run in runs for line in run.records for key in line)
-    return {key.split("/")[1]: key for key in keys if key.startswith("eval/") and key.endswith("/reward_mean")}
+    """Heading → key of what every evaluation of any run says first."""
+    return eval_keys.keys(line for run in runs for line in run.records)
 
 
 def finals(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row of texts for each run: a table for a page or a terminal."""
-    keys = {f"eval {name}": key for name, key in _evaluations(runs).items()} | FINALS
+    keys = _evaluations(runs) | FINALS
     rows = []
     for run in runs:
         steps = [line["step"] for line in run.records]
@@ -141,7 +141,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _charts(runs: Sequence[ComparedRun]) -> str:
     """A chart of each metric, with a line of each run: as many runs as can be told apart."""
     wanted = {"Reward": ("reward/mean", "")}
-    wanted |= {f"Eval {name}": (key, "") for name, key in _evaluations(runs).items()}
+    wanted |= {heading[0].upper() + heading[1:]: (key, "") for heading, key in _evaluations(runs).items()}
     wanted["Reward spread"] = ("reward/std", "standard deviation")
     for title, unit, keys in CHARTS:
         for label, key in keys.items():

@@ -25,6 +25,22 @@ def samples_section(path: Path, title: str = "Samples", name: str = "samples") -
         samples = read_samples(path)
     except RunDirError as error:
         return f'<p class="note">{html(error.message)}</p>'
+    return _section(samples, title, name)
+
+
+def evaluation_sections(path: Path) -> list[str]:
+    """A section for each set of `eval.jsonl`."""
+    try:
+        samples = read_samples(path)
+    except RunDirError as error:
+        return [f'<p class="note">{html(error.message)}</p>']
+    sets: dict[str, list[Sample]] = {}
+    for sample in samples:
+        sets.setdefault(str(sample.get("name", "")), []).append(sample)
+    return [_section(own, f"Evaluation {name}", f"evaluation{i}") for i, (name, own) in enumerate(sets.items())]
+
+
+def _section(samples: Sequence[Sample], title: str, name: str) -> str:
     if not samples:
         return ""
     kinds = chosen(samples)

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.show import eval_keys
 from rlctl.show.metrics_file import last_values, read_metrics
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted, duration, number
@@ -64,7 +65,8 @@ def outcome(run_dir: Path) -> Outcome:
 
 
 def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
-    return sorted(key for key in metrics if key.startswith("eval/") and key.endswith("/reward_mean"))
+    """Mean rewards, in the order of the spec."""
+    return [f"{eval_keys.PREFIX}{name}/{eval_keys.MEAN}" for name in eval_keys.by_set(metrics)]
 
 
 class SweepTable:
@@ -156,7 +158,7 @@ class SweepTable:
     def word(self) -> str:
         """What runs are ranked by."""
         found = [key for trial in self.trials for key in _evaluations(outcome(trial.run_dir).metrics)]
-        return min(found, default="reward/mean")
+        return next(iter(found), "reward/mean")
 
     def print_results(self) -> None:
         """Every run, best first; over seeds, where they are swept, means and standard deviations."""

@@ -54,7 +54,7 @@ NEVER_KEYS = {
 }
 PATTERNS = {
     "run.name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
-    "eval.name": "letters, digits, dashes and underscores",
+    "name": "letters, digits, dashes and underscores",
     **dict.fromkeys(("path", "advantage_function", "loss_function"), "the form file.py:name"),
 }
 

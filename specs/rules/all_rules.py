@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from specs.errors import Problem
 from specs.rules.algorithm_rules import algorithm_problems, algorithm_warnings
 from specs.rules.attention_rules import attention_problems, shadowed_attention
-from specs.rules.data_rules import data_problems, eval_problems, reward_section_problems
+from specs.rules.data_rules import data_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
 from specs.rules.engine_rules import engine_problems, engine_warnings
+from specs.rules.evaluation_rules import eval_problems
 from specs.rules.judge_rules import judge_problems, judge_warnings
 from specs.rules.learning_rules import learning_warnings
 from specs.rules.mesh_rules import straddling_warnings

@@ -1,8 +1,7 @@
-"""Rules of data, evaluation and reward: what of them does nothing, or leaves nothing to learn from."""
+"""Rules of data and reward: what of them does nothing, or leaves nothing to learn from."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 
@@ -33,30 +32,6 @@ def data_problems(spec: Spec) -> Iterator[Problem]:
         jinja = re.findall(r"\{\{\s*(\w+)\s*\}\}", data.template)
         hint = f"write {{{jinja[0] if jinja else 'column'}}} where a row's value goes"
         yield Problem("data.template", "names no column, so every prompt would be the same", hint, show(data.template))
-
-
-def eval_problems(spec: Spec) -> Iterator[Problem]:
-    """Evaluation on the training prompts, or on all that there are."""
-    held, data = spec.eval, spec.data
-    if held is None:
-        return
-    if "split" in held.model_fields_set and not is_hub_data(held.data):
-        why = (
-            f"{show(held.data)} is not a hub data set"
-            if held.data
-            else "eval.data is empty, so rows of data.train are held out"
-        )
-        yield no_effect("eval.split", held, why)
-    if _same_source(held.data, data.train) and (not is_hub_data(held.data) or held.split == data.split):
-        hint = "leave eval.data out to hold rows of data.train out"
-        yield Problem("eval.data", "these are the training prompts", hint, show(held.data))
-    if not held.data and data.max_rows is not None and held.prompts >= data.max_rows:
-        message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
-        yield Problem("eval.prompts", message, f"use fewer than {data.max_rows}", str(held.prompts))
-
-
-def _same_source(one: str, other: str) -> bool:
-    return one == other or (not is_hub_data(one) and bool(one) and os.path.normpath(one) == os.path.normpath(other))
 
 
 def reward_section_problems(spec: Spec) -> Iterator[Problem]:

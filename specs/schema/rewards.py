@@ -26,6 +26,8 @@ class RewardTerm(Table):
 
     # Whether 0 is the best score, which most completions have.
     is_penalty: ClassVar[bool] = False
+    # What it gives a right completion; None: not known.
+    right_score: ClassVar[float | None] = None
 
     kind: str
     weight: float = Field(1.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Factor of this term in the weighted sum.")
@@ -33,6 +35,8 @@ class RewardTerm(Table):
 
 class ExactMatch(RewardTerm):
     """1 when the completion, stripped, equals the row's answer; else 0."""
+
+    right_score: ClassVar[float | None] = 1.0
 
     kind: Literal["exact_match"]
     partial: bool = Field(False, description="Give the share of character positions that are right instead of 0 or 1.")
@@ -42,11 +46,15 @@ class ExactMatch(RewardTerm):
 class MathVerify(RewardTerm):
     """1 when `math-verify` finds the completion mathematically equal to the row's answer."""
 
+    right_score: ClassVar[float | None] = 1.0
+
     kind: Literal["math_verify"]
 
 
 class Regex(RewardTerm):
     """1 when the pattern is found in the completion; else 0."""
+
+    right_score: ClassVar[float | None] = 1.0
 
     kind: Literal["regex"]
     pattern: NonEmpty = Field(

@@ -115,22 +115,6 @@ def _is_data_path(source: str) -> bool:
 # ── around the run ────────────────────────────────────────────────────────────────────────────────
 
 
-class EvalSection(Table):
-    """Greedy evaluation on held-out prompts."""
-
-    every: int = Field(
-        gt=0, description="Steps between evaluations; one runs before the first step and after the last."
-    )
-    data: PathText = Field(
-        "", description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out."
-    )
-    split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
-    prompts: int = Field(64, gt=0, description="Prompts to evaluate on.")
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")] = Field(
-        "heldout", description="Name in the metrics: `eval/<name>/reward_mean`."
-    )
-
-
 class CheckpointSection(Table):
     """When the run's state is saved, and how much is kept."""
 

@@ -20,13 +20,13 @@ from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
+from specs.schema.eval_sets import EvalSection, Evaluation
 from specs.schema.rewards import MAX_SCORE, RewardTermTable
 from specs.schema.roles import ACTOR, CRITIC, ROLES, Role, RoleName
 from specs.schema.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
-    EvalSection,
     ModelSection,
     RunSection,
     SyncSection,
@@ -283,6 +283,11 @@ class Spec(Table):
     @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.data.max_response_tokens
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The sets of prompts that the run is evaluated on."""
+        return self.eval.evaluations if self.eval is not None else ()
 
     @property
     def optimizer_steps(self) -> int:

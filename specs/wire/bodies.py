@@ -54,6 +54,7 @@ class Prompts(Body):
     """`count` prompts from the cursor's `position` on, each repeated `group_size` times."""
 
     what: What
+    name: str = ""  # of the evaluation
     position: int
     count: int
     group_size: int
@@ -115,7 +116,7 @@ class Judged(Answer):
 
 class DataOpened(Answer):
     rows: int
-    eval_rows: int
+    eval_rows: dict[str, int]  # by evaluation
     dropped_overlong: int
     dropped_bad: int
 

@@ -5,6 +5,7 @@ Drawing is stateless: draw `d` is a function of the seed and `d` alone, so that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from backends.hf.tokenizer import TextCodec
 from specs.errors import DataError
 from specs.wire.batch import Column
-from specs.wire.role_config import DataConfig
+from specs.wire.role_config import DataConfig, EvalSource
 from workers.data.prompts import PromptTable, build_table
 from workers.data.row_source import read_rows
 
 EVAL_IDS = 2**40  # first id of evaluation samples; ids of training stay below
+EVAL_SPAN = 2**36  # ids of one evaluation, so that no two draw the same random numbers
 
 
 def scattered(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -89,24 +91,24 @@ class Prompts:
 
 @dataclass(frozen=True)
 class RunData:
-    """Training and evaluation prompts of a run."""
+    """Training prompts of a run, and those of each evaluation."""
 
     train: Prompts
-    eval: Prompts | None
+    evals: Mapping[str, Prompts] = field(default_factory=dict)
 
-    def prompts(self, what: str) -> Prompts:
+    def prompts(self, what: str, name: str = "") -> Prompts:
         if what == "train":
             return self.train
         assert what == "eval", f"no prompts for {what!r}"
-        assert self.eval is not None, "the spec has no [eval]"
-        return self.eval
+        assert name in self.evals, f"the spec has no evaluation {name!r}"
+        return self.evals[name]
 
     def report(self, answer_column: str) -> dict[str, Any]:
         """Report for the user: counts of read and skipped rows, and one example."""
         table, first = self.train.table, int(self.train.indices[0])
         return {
             "rows": len(self.train.indices),
-            "eval_rows": len(self.eval.indices) if self.eval else 0,
+            "eval_rows": {name: len(prompts.indices) for name, prompts in self.evals.items()},
             "dropped_overlong": table.dropped_overlong,
             "first_overlong": table.first_overlong,
             "dropped_bad": table.dropped_bad,
@@ -124,20 +126,27 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
         rows = read_rows(source, split=split, base=Path(config.spec_dir), max_rows=max_rows)
         return build_table(source, rows, config.data, codec, config.needs_answer, config.needs_columns)
 
-    data, section = config.data, config.eval
+    data = config.data
     train = table(data.train, data.split, data.max_rows)
-    indices = np.arange(len(train), dtype=np.int64)
-    if section is None:
-        return RunData(Prompts(train, indices, config.seed, data.shuffle), None)
-    if section.data:
-        held = table(section.data, section.split, None)
-        held_indices = np.arange(min(section.prompts, len(held)), dtype=np.int64)
-    else:
-        held, cut = train, len(train) - section.prompts
-        if cut < 1:
-            hint = "lower eval.prompts, or name another source in eval.data"
-            short = f"{data.train} has only {len(train)} usable rows: all would be held out"
-            raise DataError(f"eval.prompts = {section.prompts}: {short}", hint=hint)
-        indices, held_indices = indices[:cut], indices[cut:]
-    evaluation = Prompts(held, held_indices, endless=False, first_id=EVAL_IDS)
-    return RunData(Prompts(train, indices, config.seed, data.shuffle), evaluation)
+    cut = len(train)
+    evals: dict[str, Prompts] = {}
+    sources: dict[tuple[str, str], PromptTable] = {}  # several sets may be of one source
+    for number, one in enumerate(config.evals):
+        if not one.data:
+            cut = _held_out(one, len(train), data.train)
+            held, indices = train, np.arange(cut, len(train), dtype=np.int64)
+        else:
+            source = (one.data, one.split)
+            held = sources[source] = sources.get(source) or table(*source, None)
+            indices = np.arange(min(one.prompts, len(held)), dtype=np.int64)
+        evals[one.name] = Prompts(held, indices, endless=False, first_id=EVAL_IDS + number * EVAL_SPAN)
+    return RunData(Prompts(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
+
+
+def _held_out(one: EvalSource, rows: int, source: str) -> int:
+    """How many rows of `source` are left to train on."""
+    if rows <= one.prompts:
+        hint = f"lower {one.key}.prompts, or name another source in {one.key}.data"
+        short = f"{source} has only {rows} usable rows: all would be held out"
+        raise DataError(f"{one.key}.prompts = {one.prompts}: {short}", hint=hint)
+    return rows - one.prompts

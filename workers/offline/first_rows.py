@@ -29,13 +29,12 @@ _ASKED = "zq8"
 _MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?\w{1,20}\]")
 _SPEAKS = re.compile(r"assistant|model|bot\b|response|answer", re.IGNORECASE)
 _LOST = 0.1  # share of a prompt's letters that a tokenizer may lose (by normalising them, say)
-_TRAIN, _EVAL = "data.train", "eval.data"
+_TRAIN = "data.train"
 
 
 def _sources(config: DataConfig) -> dict[str, str]:
     """The data sources that the spec names, by their keys."""
-    held = {_EVAL: config.eval.data} if config.eval is not None and config.eval.data else {}
-    return {_TRAIN: config.data.train, **held}
+    return {_TRAIN: config.data.train, **{f"{one.key}.data": one.data for one in config.evals if one.data}}
 
 
 def _rows(config: DataConfig, key: str) -> Iterator[DataRow]:
@@ -155,7 +154,7 @@ def _lengths(config: DataConfig, key: str, table: PromptTable, whole: bool) -> I
 
 
 def _held_out(config: DataConfig) -> int:
-    return config.eval.prompts if config.eval is not None and not config.eval.data else 0
+    return sum(one.prompts for one in config.evals if not one.data)
 
 
 # ── what the template makes of them ─────────────────────────────────────────────────────────────────

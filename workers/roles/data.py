@@ -41,7 +41,7 @@ class Data:
         and under `rows` the rows that a scorer needs, by their numbers in `row_B`."""
         assert self._config is not None, "build comes first"
         assert self._data is not None, "open_data comes first"
-        prompts = self._data.prompts(call.body.what)
+        prompts = self._data.prompts(call.body.what, call.body.name)
         columns, state = prompts.draw(call.body.position, call.body.count, call.body.group_size)
         conversations = self._config.data if self._config.tells_messages else None
         rows = prompts.table.rows_of(columns["row_B"], self._config.row_columns, conversations)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.models.paths import BUILTIN_FOLDER
+from rlctl.show import eval_keys
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.text_format import number
 from specs.errors import RunDirError
@@ -103,7 +104,7 @@ def _results(exported: Exported) -> list[tuple[str, ...]]:
         records = [line for line in read_metrics(exported.run_dir / "metrics.jsonl") if line["step"] <= exported.step]
     except RunDirError:
         return []
-    evals = sorted({key for line in records for key in line if key.startswith("eval/") and key.endswith("_mean")})
+    evals = list(eval_keys.keys(records).values())
     rows: list[tuple[str, ...]] = []
     for key in (*evals, *RESULTS):
         values = [line[key] for line in records if isinstance(line.get(key), int | float)]

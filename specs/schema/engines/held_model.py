@@ -121,7 +121,9 @@ def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocate
         tensors=tensors,
         facts=facts,
         dtype=spec.rollout_dtype,
-        sequences=max(-(-spec.samples_per_step // rollout.processes), spec.eval.prompts if spec.eval else 0),
+        sequences=max(
+            -(-spec.samples_per_step // rollout.processes), max((one.samples for one in spec.evaluations), default=0)
+        ),
         max_sequence_tokens=spec.max_sequence_tokens,
         max_prompt_tokens=spec.data.max_prompt_tokens,
         gpu_GiB=gpu_GiB if rollout.devices else 0.0,

@@ -96,6 +96,10 @@ class SglangTable(RolloutTable):
                 message = "the log-probs that SGLang returns leave it out, so they would not be those of the samples"
                 hint = f'set {role}.{key} = {off:g}, or use {role}.engine.kind = "torch" or "vllm"'
                 yield Problem(f"{role}.{key}", message, hint, show(getattr(section, key)))
+        for one in spec.evaluations:
+            if one.top_p < 1:
+                hint = f'leave it out, or use {role}.engine.kind = "torch" or "vllm"'
+                yield Problem(f"{one.key}.top_p", "the engine sglang samples without top_p", hint, show(one.top_p))
         for name in _SET_BY_THE_ENGINE:
             if name in section.env:
                 value = show(section.env[name])

@@ -68,7 +68,8 @@ class Roles:
     def score(self, call, emit):
         ids_B = call.tensors["id_B"]
         assert call.body["rows"] == {str(row): row_of(row) for row in call.tensors["row_B"]}, "its rows, and no others"
-        scores = {"reward_B": ids_B.astype(np.float32), "scored_B": np.ones(len(ids_B), np.uint8)}
+        graded_B = ids_B.astype(np.float32)
+        scores = {"reward_B": graded_B, "term_0_B": graded_B, "scored_B": np.ones(len(ids_B), np.uint8)}
         return {"failures": {}, "samples": [{"id": int(ids_B[0])}]}, scores
 
 

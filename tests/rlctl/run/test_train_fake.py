@@ -30,7 +30,9 @@ def nothing_left(run_dir, timeout_s=20):
 
 def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     run = tmp_path / "run"
-    evaluated = ("--set", 'eval={every=3, prompts=4, name="mine"}')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "4231", "answer": "1234"}\n' * 3)
+    sets = '{name="mine"}, {name="drawn", data="other.jsonl", prompts=3, samples_per_prompt=4, temperature=0.9}'
+    evaluated = ("--set", f"eval={{every=3, prompts=4, pass_score=0.05, sets=[{sets}]}}")
     done = rlctl("train", spec, "--run-dir", run, "--set", "run.steps=4", "--set", "checkpoint.every=2", *evaluated)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in metrics(run) if line["step"] > 0]
@@ -49,8 +51,17 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     assert (run / "logs" / "attempt_1" / "actor" / "rank0.log").is_file()
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
     assert {"step", "prompt", "completion", "reward"} <= set(sample)
-    answers = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    answers = [line for line in kept if line["name"] == "mine"]
     assert [line["step"] for line in answers] == [0] * 4 + [3] * 4 + [4] * 4, "every completion of every evaluation"
+    drawn = [line for line in kept if line["name"] == "drawn" and line["step"] == 4]
+    assert len(drawn) == 12
+    assert len({line["completion"] for line in drawn[:4]}) > 1, "they are drawn, not greedy"
+    last = metrics(run)[-1]
+    passed = [[line["reward"] >= 0.05 for line in drawn[start : start + 4]] for start in (0, 4, 8)]
+    assert [line["passed"] for line in drawn] == [one for prompt in passed for one in prompt]
+    assert last["eval/drawn/pass@1"] == pytest.approx(sum(map(sum, passed)) / 12)
+    assert last["eval/drawn/pass@4"] == sum(map(any, passed)) / 3
     for step in (3, 4):
         rewards = [line["reward"] for line in answers if line["step"] == step]
         told = next(line for line in metrics(run) if line["step"] == step)

@@ -83,10 +83,12 @@ def test_plain_lines_name_what_matters(clock: Clock) -> None:
         run(bar, clock, range(1, 4), 2.0)
         clock.now += 2.0
         ahead = {"rollout/staleness_mean": 1.5, "rollout/finished": 0.9996}
-        bar.step(metrics(4, **{"actor/loss": -0.0012, "eval/heldout/reward_mean": 0.71, **ahead}))
+        sets = {"eval/heldout/reward_mean": 0.71, "eval/aime/reward_mean": 0.2, "eval/aime/pass@8": 0.4}
+        bar.step(metrics(4, **{"actor/loss": -0.0012, **sets, **ahead}))
     lines = text_of(target).splitlines()
     assert len(lines) == 4
-    for part in ("step 4/120", "reward 0.0400", "loss -0.0012", "eval heldout 0.710", "12.4k tokens/s", "rollout 50%",
+    for part in ("step 4/120", "reward 0.0400", "loss -0.0012", "eval heldout 0.710  eval aime 0.200, pass@8 0.400",
+                 "12.4k tokens/s", "rollout 50%",
                  "stale 1.50", "finished 99.96%", "other 10%", "ETA 3:13"):  # fmt: skip
         assert part in lines[-1]
 
@@ -114,7 +116,7 @@ def test_a_long_wait_is_told_in_plain_lines(clock: Clock) -> None:
 def test_the_panel_fits_its_width_and_shows_everything(clock: Clock, width: int) -> None:
     target = console(width, terminal=True)
     bar = Progress(120, 0, "quickstart", target)
-    bar.evaluation("heldout", 0, 0.12)
+    bar.evaluation(0, {"eval/heldout/reward_mean": 0.12, "eval/heldout/pass@1": 0.25, "eval/heldout/pass@8": 0.5})
     run(bar, clock, range(1, 60), 1.0)
     clock.now += 1.0
     ends = {"rollout/finished": 0.015, "rollout/length_mean": 123.4, "rollout/length_max": 512, "time/wall_s": 1.0}

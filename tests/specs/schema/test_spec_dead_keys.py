@@ -31,7 +31,15 @@ from specs.schema.spec import ActorSection, Spec
 from specs.schema.table import Table
 
 ROOT = Path(__file__).resolve().parents[3]
-DERIVED = ("roles", "samples_per_step", "optimizer_steps", "max_sequence_tokens", "logprob_gaps", "probe_tolerance")
+DERIVED = (
+    "roles",
+    "evaluations",
+    "samples_per_step",
+    "optimizer_steps",
+    "max_sequence_tokens",
+    "logprob_gaps",
+    "probe_tolerance",
+)
 
 # Keys that are seen only while a run goes on → the test that fails without them.
 AT_RUN_TIME = {
@@ -52,6 +60,7 @@ AT_RUN_TIME = {
     },
     "algorithm.kl_target": "tests/rlctl/loop/test_kl_control.py::test_the_weight_by_hand",
     "algorithm.kl_horizon": "tests/rlctl/loop/test_kl_control.py::test_the_weight_by_hand",
+    "eval.every": "tests/rlctl/run/test_train_fake.py::test_a_run_leaves_a_directory_that_explains_itself",
     "checkpoint.every": "tests/rlctl/run/test_train_fake.py::test_six_steps_are_three_and_three",
     "checkpoint.keep": "tests/rlctl/run/test_checkpoints.py::test_keeps_the_newest",
     "sync.bucket_MiB": "tests/rlctl/loop/test_sync.py::test_any_bucket_size",
@@ -137,7 +146,11 @@ OTHER: dict[str, Any] = {
     "ref.engine.deepspeed": {"steps_per_print": 7},
     "rollout.stop": ["1"],
     "rollout.python": "bin/python",
-    "eval.data": "held.jsonl",
+    **dict.fromkeys(("eval.data", "eval.sets.N.data"), "held.jsonl"),
+    **dict.fromkeys(("eval.sets.N.prompts", "eval.sets.N.samples_per_prompt"), 7),
+    **dict.fromkeys(("eval.pass_term", "eval.sets.N.pass_term"), 0),
+    **dict.fromkeys(("eval.sets.N.temperature", "eval.sets.N.top_p"), 0.5),
+    **dict.fromkeys(("eval.pass_score", "eval.sets.N.pass_score"), 0.5),
     "cluster.hostfile": "more_hosts",
     "cluster.remote_shell": ["rsh", "{host}"],
 }
@@ -198,6 +211,9 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "data.system": {"data.chat": "always"},
     "eval": {"eval": {"every": 2}},
     "eval.split": {"eval": {"every": 2, "data": "some/rows"}},
+    "eval.samples_per_prompt": {"eval.temperature": 0.6},
+    "eval.top_p": {"eval.temperature": 0.6},
+    "eval.sets": {"eval": {"every": 2, "temperature": 0.6, "sets": [{"name": "aime", "data": "some/rows"}]}},
     "cluster": NODES,
     "sync.folder": {"sync": {"transport": "folder"}},
     "sync.delta": {"sync": {"transport": "folder"}},

@@ -12,8 +12,10 @@ import pytest
 
 import specs
 from backends.hf.tokenizer import TextCodec, load_codec
+from rlctl.processes.role_configs import eval_source
 from specs.builtin_tasks import sort_digits
 from specs.errors import DataError
+from specs.schema.eval_sets import EvalSection
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from specs.wire.role_config import DataConfig
@@ -56,11 +58,12 @@ def table_of(folder: Path, codec: TextCodec, *, needs_answer: bool = False, **ke
 
 
 def run_data(folder: Path, codec: TextCodec, *, eval_keys: dict[str, Any] | None = None, **keys: Any) -> RunData:
+    held = EvalSection.model_validate({"every": 1, **eval_keys}) if eval_keys else None
     config = {
         "model_path": codec.model_path,
         "trust_remote_code": False,
         "data": section(**keys).model_dump(),
-        "eval": {"every": 1, **eval_keys} if eval_keys else None,
+        "evals": [eval_source(one).model_dump() for one in held.evaluations] if held else [],
         "needs_answer": True,
         "row_columns": None,
         "seed": 7,
@@ -260,7 +263,7 @@ def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest
     assert table_of(folder, codec, train="some/rows").prompts == ["a", "a"]
     assert table_of(folder, codec, train="some/rows", split="test").prompts == ["b", "b"]
     data = run_data(folder, codec, train="some/rows", eval_keys={"prompts": 2, "data": "some/rows", "split": "test"})
-    assert data.prompts("eval").table.prompts == ["b", "b"]
+    assert data.prompts("eval", "heldout").table.prompts == ["b", "b"]
 
 
 def test_sort_digits_is_every_number_once() -> None:
@@ -403,14 +406,29 @@ def test_held_out_rows_are_never_drawn(tmp_path: Path, codec: TextCodec) -> None
     numbered(tmp_path, 20)
     data = run_data(tmp_path, codec, eval_keys={"prompts": 6})
     drawn = set(data.train.draw(0, 14 * 3, 1)[0]["row_B"].tolist())
-    held, state = data.prompts("eval").draw(0, 100, 1)
+    held, state = data.prompts("eval", "heldout").draw(0, 100, 1)
     assert drawn == set(range(14))
     assert held["row_B"].tolist() == list(range(14, 20))
     assert state["position"] == 6
     assert held["id_B"].min() == EVAL_IDS
-    assert data.report("answer")["eval_rows"] == 6
+    assert data.report("answer")["eval_rows"] == {"heldout": 6}
     with pytest.raises(DataError, match=r"eval\.prompts = 20: rows\.jsonl has only 20 usable rows"):
         run_data(tmp_path, codec, eval_keys={"prompts": 20})
+
+
+def test_several_sets_are_read_apart(tmp_path: Path, codec: TextCodec) -> None:
+    """Held-out rows and those of a file, the file read once; no two sets draw the same random numbers."""
+    numbered(tmp_path, 10)
+    (tmp_path / "held.jsonl").write_text('{"prompt": "h", "answer": "1"}\n' * 3, "utf-8")
+    sets = [{"name": "kept", "prompts": 4}, {"name": "a", "data": "held.jsonl"}, {"name": "b", "data": "held.jsonl"}]
+    data = run_data(tmp_path, codec, eval_keys={"prompts": 2, "sets": sets})
+    assert data.report("answer")["eval_rows"] == {"kept": 4, "a": 2, "b": 2}
+    assert len(data.train.indices) == 6
+    drawn = {name: data.prompts("eval", name).draw(0, 100, 3)[0] for name in ("kept", "a", "b")}
+    assert drawn["kept"]["row_B"].tolist() == [6, 6, 6, 7, 7, 7, 8, 8, 8, 9, 9, 9]
+    assert drawn["kept"]["id_B"].tolist() == list(range(EVAL_IDS, EVAL_IDS + 12))
+    assert len({int(one) for columns in drawn.values() for one in columns["id_B"]}) == 12 + 6 + 6
+    assert data.prompts("eval", "a").table is data.prompts("eval", "b").table
 
 
 def test_evaluation_data_of_its_own(tmp_path: Path, codec: TextCodec) -> None:
@@ -418,4 +436,4 @@ def test_evaluation_data_of_its_own(tmp_path: Path, codec: TextCodec) -> None:
     (tmp_path / "held.jsonl").write_text('{"prompt": "h", "answer": "1"}\n' * 3, "utf-8")
     data = run_data(tmp_path, codec, eval_keys={"prompts": 2, "data": "held.jsonl"})
     assert len(data.train.indices) == 4
-    assert data.prompts("eval").draw(0, 2, 1)[0]["length_B"].tolist() == [1, 1]
+    assert data.prompts("eval", "heldout").draw(0, 2, 1)[0]["length_B"].tolist() == [1, 1]

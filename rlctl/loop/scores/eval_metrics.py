@@ -1,0 +1,72 @@
+"""What an evaluation says: the mean of everything, and pass@k.
+
+pass@k is the chance that one of k completions of a prompt passes. It is estimated from n ≥ k completions of which c
+passed, without bias: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating large language models trained on code").
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from rlctl.loop.sampling import Drawn
+    from specs.schema.eval_sets import Pass
+
+
+def evaluated(drawn: Drawn, passes: Pass | None) -> dict[str, float]:
+    """Metrics below `eval/<name>/`: the mean reward, its standard error over the prompts and the mean of each term, how
+    many prompts are solved, how many completions end by themselves, how many could not be graded."""
+    batch, scored = drawn.batch, drawn.scored
+    rollouts = Rollouts.of(batch["rollout_B"])
+    reward_R, group_R = scored.reward_B[rollouts.first_R].astype(np.float64), batch["group_B"][rollouts.first_R]
+    solved = pass_at_k(drawn, passes, rollouts.first_R) if passes is not None else {}
+    return {
+        "reward_mean": float(reward_R.mean()),
+        "reward_stderr": standard_error(reward_R, group_R),
+        **scored.terms,
+        **solved,
+        "finished": float(rollouts.all(batch["finished_B"] != 0).mean()),
+        "length_mean": float(rollouts.sums(batch.sum_by_sequence("loss_mask_T")).mean()),
+        "failed": sum(scored.failures.values()),
+        **scored.counts,
+    }
+
+
+def pass_at_k(drawn: Drawn, passes: Pass, first_R: NDArray[np.int64]) -> dict[str, float]:
+    """`pass@<k>` for k = 1, 2, 4, … and all, the mean over prompts of the estimates."""
+    passed_R = passed(drawn, passes)[first_R]
+    _, of_R = np.unique(drawn.batch["group_B"][first_R], return_inverse=True)
+    count_P, passed_P = np.bincount(of_R).tolist(), np.bincount(of_R, weights=passed_R).astype(int).tolist()
+    pairs = list(zip(count_P, passed_P, strict=True))
+    return {f"pass@{k}": sum(chance_of_one(n, c, k) for n, c in pairs) / len(pairs) for k in ks(min(count_P))}
+
+
+def passed(drawn: Drawn, passes: Pass) -> NDArray[np.bool_]:
+    """Which samples pass; one that could not be graded does not."""
+    scored = drawn.scored
+    score_B = scored.reward_B if passes.term is None else scored.term_B[f"term_{passes.term}_B"]
+    found: NDArray[np.bool_] = scored.scored_B & (score_B.astype(np.float64) >= np.float32(passes.score))
+    return found
+
+
+def ks(samples: int) -> list[int]:
+    """Powers of two below the number of samples, and that number."""
+    return [2**power for power in range((samples - 1).bit_length())] + [samples]
+
+
+def chance_of_one(n: int, c: int, k: int) -> float:
+    """That at least one of k completions, drawn without putting back from n of which c passed, has passed."""
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def standard_error(value_R: NDArray[Any], group_R: NDArray[Any]) -> float:
+    """Of the mean, over prompts: completions of one prompt are not independent. 0 of a single prompt."""
+    _, of_R = np.unique(group_R, return_inverse=True)
+    mean_P = np.bincount(of_R, weights=value_R) / np.bincount(of_R)
+    return float(mean_P.std(ddof=1) / math.sqrt(len(mean_P))) if len(mean_P) > 1 else 0.0

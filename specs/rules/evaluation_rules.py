@@ -1,0 +1,91 @@
+"""Rules of evaluation: prompts that are trained on, completions that are all the same, and what is to pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.eval_sets import EvalSection, Evaluation
+from specs.schema.sections import is_hub_data
+from specs.schema.spec import Spec
+from specs.schema.table import no_effect
+from specs.text import show
+
+_OF_ONE_SET = ("name", "data", "split")
+
+
+def eval_problems(spec: Spec) -> Iterator[Problem]:
+    """What of `[eval]` does nothing, or measures nothing."""
+    section = spec.eval
+    if section is None:
+        return
+    if section.sets:
+        yield from _sets(section)
+    for one in section.evaluations:
+        yield from _source(one, spec)
+        yield from _sampling(one)
+        yield from _pass(one, spec)
+
+
+def _sets(section: EvalSection) -> Iterator[Problem]:
+    for name in _OF_ONE_SET:
+        if name in section.model_fields_set:
+            yield no_effect(f"eval.{name}", section, "eval.sets says it of each set")
+    names = [one.name for one in section.sets]
+    held_out = [number for number, one in enumerate(section.sets) if not one.data]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            message = f"eval.sets.{names.index(name)} has this name already"
+            yield Problem(f"eval.sets.{number}.name", message, "give each set a name of its own", show(name))
+        if number in held_out[1:]:
+            message = f"rows of data.train are held out for eval.sets.{held_out[0]} already"
+            yield Problem(f"eval.sets.{number}.data", message, "name a source, or remove one of the two", '""')
+
+
+def _source(one: Evaluation, spec: Spec) -> Iterator[Problem]:
+    data, key = spec.data, f"{one.key}.data"
+    if "split" in one.given and not is_hub_data(one.data):
+        why = (
+            f"{show(one.data)} is not a hub data set"
+            if one.data
+            else f"{key} is empty, so rows of data.train are held out"
+        )
+        yield Problem(f"{one.key}.split", f"has no effect: {why}", "remove the key", show(one.split))
+    if _same_source(one.data, data.train) and (not is_hub_data(one.data) or one.split == data.split):
+        hint = f"leave {key} out to hold rows of data.train out"
+        yield Problem(key, "these are the training prompts", hint, show(one.data))
+    if not one.data and data.max_rows is not None and one.prompts >= data.max_rows:
+        message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
+        yield Problem(f"{one.key}.prompts", message, f"use fewer than {data.max_rows}", str(one.prompts))
+
+
+def _same_source(one: str, other: str) -> bool:
+    return one == other or (not is_hub_data(one) and bool(one) and os.path.normpath(one) == os.path.normpath(other))
+
+
+def _sampling(one: Evaluation) -> Iterator[Problem]:
+    """Keys that greedy completions have no use for. What a set leaves out, `[eval]` says."""
+    if one.temperature > 0:
+        return
+    if one.samples_per_prompt > 1:
+        message = "completions are greedy (temperature = 0): those of one prompt are all the same"
+        hint = f"set {one.key}.temperature above 0, such as 0.6"
+        yield Problem(f"{one.key}.samples_per_prompt", message, hint, str(one.samples_per_prompt))
+    if one.top_p < 1:
+        why = "has no effect: completions are greedy (temperature = 0)"
+        yield Problem(f"{one.key}.top_p", why, "remove the key", str(one.top_p))
+
+
+def _pass(one: Evaluation, spec: Spec) -> Iterator[Problem]:
+    """A term that there is not, or of which nobody knows when it passes."""
+    terms, key = spec.reward.terms, f"{one.key}.pass_term"
+    if one.pass_term is None:
+        return
+    if one.pass_term >= len(terms):
+        known = ", ".join(f"{number}: {term.kind}" for number, term in enumerate(terms))
+        message = f"reward.terms has {len(terms)}, counted from 0 ({known})"
+        yield Problem(key, message, f"use at most {len(terms) - 1}", str(one.pass_term))
+    elif one.passes(terms) is None:
+        message = f"it is not known what the kind {terms[one.pass_term].kind} gives a right completion"
+        yield Problem(key, message, f"say it: {one.key}.pass_score = 1.0", str(one.pass_term))

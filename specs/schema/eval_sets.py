@@ -1,0 +1,134 @@
+"""`[eval]`: which sets of prompts a run is evaluated on, how they are completed, and which completions pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
+
+from specs.schema.rewards import MAX_SCORE, RewardTerm
+from specs.schema.table import NonEmpty, PathText, Table
+
+SetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+class EvalSet(Table):
+    """One of several sets of prompts. How it is completed, where it does not say so itself, `[eval]` says."""
+
+    name: SetName = Field(description="Name in the metrics: `eval/<name>/reward_mean`.")
+    data: PathText = Field(
+        "",
+        description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out, which "
+        "one set may be.",
+    )
+    split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
+    prompts: int | None = Field(None, gt=0, description="Prompts to evaluate on; unset: `eval.prompts`.")
+    samples_per_prompt: int | None = Field(
+        None, gt=0, description="Completions of each prompt; unset: `eval.samples_per_prompt`."
+    )
+    temperature: float | None = Field(None, ge=0, description="0: greedy; unset: `eval.temperature`.")
+    top_p: float | None = Field(None, gt=0, le=1, description="As in `[rollout]`; unset: `eval.top_p`.")
+    pass_term: int | None = Field(None, ge=0, description="Unset: `eval.pass_term`.")
+    pass_score: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE, description="Unset: `eval.pass_score`.")
+
+
+class EvalSection(Table):
+    """Evaluation on prompts that are not trained on: one set, or with `[[eval.sets]]` several."""
+
+    every: int = Field(
+        gt=0, description="Steps between evaluations; one runs before the first step and after the last."
+    )
+    name: SetName = Field("heldout", description="Name in the metrics: `eval/<name>/reward_mean`.")
+    data: PathText = Field(
+        "", description="Where the prompts come from; empty: the last `prompts` rows of `data.train` are held out."
+    )
+    split: NonEmpty = Field("test", description="Split to read; only for a hub dataset id.")
+    prompts: int = Field(64, gt=0, description="Prompts to evaluate on.")
+    samples_per_prompt: int = Field(
+        1, gt=0, description="Completions of each prompt. Their mean is `reward_mean`; pass@k is estimated from them."
+    )
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0: greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set with this much probability.")
+    pass_term: int | None = Field(
+        None,
+        ge=0,
+        description="Number in `reward.terms`, from 0: a completion passes by this term's value, before its weight; "
+        "unset: the only term that is no penalty, where it is known what it gives a right completion "
+        "(`exact_match`, `math_verify`, `regex`: 1), or with `pass_score` the weighted sum.",
+    )
+    pass_score: float | None = Field(
+        None,
+        ge=-MAX_SCORE,
+        le=MAX_SCORE,
+        description="Least score with which a completion passes; unset: what the term gives a right completion. "
+        "Without either key, and with no such term, there is no pass@k.",
+    )
+    sets: tuple[EvalSet, ...] = Field((), description="Several sets in place of one.")
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Each set with all that holds for it."""
+        if not self.sets:
+            return (self._evaluation("eval", self),)
+        return tuple(self._evaluation(f"eval.sets.{number}", one) for number, one in enumerate(self.sets))
+
+    def _evaluation(self, key: str, table: EvalSet | EvalSection) -> Evaluation:
+        def of(name: str) -> Any:
+            own = getattr(table, name)
+            return getattr(self, name) if own is None else own
+
+        shared = ("prompts", "samples_per_prompt", "temperature", "top_p", "pass_term", "pass_score")
+        return Evaluation(
+            key=key,
+            name=table.name,
+            data=table.data,
+            split=table.split,
+            **{name: of(name) for name in shared},
+            given=frozenset(table.model_fields_set),
+        )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What counts as solved: a term's own value, or the weighted sum (None), of at least `score`."""
+
+    term: int | None
+    score: float
+
+    @property
+    def words(self) -> str:
+        what = "its score" if self.term is None else f"reward.terms.{self.term}"
+        return f"a completion passes when {what} is at least {self.score:g}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One set of prompts, and how it is completed. `key`: where the spec says so; `given`: which keys it writes."""
+
+    key: str
+    name: str
+    data: str  # empty: rows held out of `data.train`
+    split: str
+    prompts: int
+    samples_per_prompt: int
+    temperature: float  # 0: greedy
+    top_p: float
+    pass_term: int | None
+    pass_score: float | None
+    given: frozenset[str] = frozenset()
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.samples_per_prompt
+
+    def passes(self, terms: Sequence[RewardTerm]) -> Pass | None:
+        """What counts as solved with these terms of a reward; None: that is not known."""
+        term, score = self.pass_term, self.pass_score
+        if term is None and score is None:
+            grading = [number for number, one in enumerate(terms) if not one.is_penalty]
+            term = grading[0] if len(grading) == 1 else None
+        if score is None and term is not None and term < len(terms):
+            score = terms[term].right_score
+        return None if score is None else Pass(term, score)
