@@ -31,7 +31,7 @@ from backends.packed.packing import MicroBatch, MicroBatches, by_token, check_up
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank, StepResult
-from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, TensorKind
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask
 from backends.train.losses import sequence_columns
@@ -94,7 +94,7 @@ class MegatronTrainEngine(HfTrainEngine):
         model_map(held, config.model.path)
         about = describe(held, config.model, checksum=False).model_copy(update={"attn_function": _ATTENTION})
         head = () if config.model.head == "lm" else ("new_head",)
-        return OnMeta(about, not_seen=("mesh", *head))
+        return OnMeta(about, not_seen=("mesh", "options", *head))
 
     @classmethod
     def build(cls, config: TrainConfig, rank: Rank) -> MegatronTrainEngine:
@@ -106,7 +106,13 @@ class MegatronTrainEngine(HfTrainEngine):
             (name, checksum_bytes(tensor_bytes(weight))) for name, weight in self._everywhere(every, computed=True)
         )
         mesh = mesh_axes(self.group.data.size(), self.group.stages, self.group.tensor_ranks)
-        found = {"attn_function": _ATTENTION, "mesh": mesh, "weights_checksum": checksum_weights(digests)}
+        asked = self.config.engine.library_config(self.config.model.dtype, self.config.optimizer, str(self.device))
+        found = {
+            "attn_function": _ATTENTION,
+            "mesh": mesh,
+            "weights_checksum": checksum_weights(digests),
+            "options": self.core.options(asked["megatron"]),
+        }
         return describe(self.policy.model, self.config.model, checksum=False).model_copy(update=found)
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
@@ -159,12 +165,16 @@ class MegatronTrainEngine(HfTrainEngine):
         of_sequence_T = {name: by_token(column_B, joined) for name, column_B in found.items()}
         micros = self._packing.micro_batches(joined)
         staging = Staging(self.device)
-        rows = [self._megatron_row(micro, staging) for micro in micros]
         tasks = []
         for micro in micros:
             columns = self._columns(joined, micro, weight_T, of_sequence_T, loss, staging)
             tasks.append(self._loss_task(micro, columns, loss, staging))
-        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in micros]
+        work = list(micros)
+        if not work and self.core.overlaps:  # gradients of nothing, for the sums of the ranks that have some
+            work.append(NOTHING)
+            tasks.append(self._loss_task(NOTHING, self._no_columns(loss), loss, staging))
+        rows = [self._megatron_row(micro, staging) for micro in work]
+        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in work]
         staging.send()
 
         def learned(hidden_TE: Tensor, number: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -172,9 +182,9 @@ class MegatronTrainEngine(HfTrainEngine):
             value, sums, maxima = self._answer(copy_rows(hidden_TE, copies[number]), tasks[number])
             return value, (sums, maxima)
 
-        if micros:
+        if rows:
             self.gradients_are_zero = False
-        results = self.core.learn(rows, learned)
+        results = self.core.learn(rows, learned)[: len(micros)]
         sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
         maxima = torch.zeros(len(loss.maxima()), dtype=torch.float64, device=self.device)
         for number, (row_sums, row_maxima) in enumerate(results):

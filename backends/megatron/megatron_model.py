@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,6 +33,12 @@ Told = Callable[[Tensor, int], Any]  # hidden states [T, E] of a row, its number
 Learned = Callable[[Tensor, int], tuple[Tensor, Any]]  # the same → the loss and what is told of it
 
 
+def _of_class(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that a configuration of Megatron-core has."""
+    own = {field.name for field in fields(config)}
+    return {name: value for name, value in options.items() if name in own}
+
+
 class MegatronModel:
     """Gradients are summed over the data ranks once, when they are asked for."""
 
@@ -41,7 +49,12 @@ class MegatronModel:
         dtype = DTYPES[config.model.dtype]
         axes = Axes(table.tensor_parallel, table.pipeline_parallel)
         self.config = transformer_config(
-            model, axes, dtype=dtype, recompute=config.gradient_checkpointing, stage=group.stage
+            model,
+            axes,
+            dtype=dtype,
+            recompute=config.gradient_checkpointing,
+            stage=group.stage,
+            more=_of_class(TransformerConfig, table.megatron),
         )
         positions = config.model.max_sequence_tokens
         self.stage: Stage = build_stage(
@@ -60,9 +73,11 @@ class MegatronModel:
         if config.optimizer is None:
             self.stage.requires_grad_(False)
             return
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        more = _of_class(DistributedDataParallelConfig, table.megatron)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **more)
         self.wrapped = DistributedDataParallel(self.config, ddp, self.stage)
-        adam = adam_config(config.optimizer, dtype)
+        self.config.no_sync_func = self.wrapped.no_sync  # a micro-batch that another follows sends nothing
+        adam = adam_config(config.optimizer, dtype, _of_class(OptimizerConfig, table.megatron))
         self.optimizer = get_megatron_optimizer(adam, [self.wrapped], use_gloo_process_groups=False)
         for decayed in self.optimizer.param_groups:  # what its scheduler would do; vectors decay by 0 times as much
             decayed["weight_decay"] = config.optimizer.weight_decay * decayed["wd_mult"]
@@ -139,6 +154,18 @@ class MegatronModel:
     def zero_gradients(self) -> None:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are summed over the data ranks while the backward pass goes on: all must have one."""
+        return self.optimizer is not None and bool(self.wrapped.ddp_config.overlap_grad_reduce)
+
+    def options(self, names: Iterable[str]) -> dict[str, Any]:
+        """Values of options, read back from Megatron's own configurations."""
+        held = [self.config]
+        if self.optimizer is not None:
+            held += [self.wrapped.ddp_config, *(each.config for each in self.optimizer.chained_optimizers)]
+        return {name: next(getattr(each, name) for each in held if hasattr(each, name)) for name in names}
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Memory of the weights that the forward pass reads, and of gradients."""

@@ -8,7 +8,9 @@ torch's form does not go with sequence parallelism. A stage ends with hidden sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -118,10 +120,17 @@ class Axes:
 
 
 def transformer_config(
-    model: PreTrainedModel, axes: Axes, *, dtype: torch.dtype, recompute: bool | int, stage: int
+    model: PreTrainedModel,
+    axes: Axes,
+    *,
+    dtype: torch.dtype,
+    recompute: bool | int,
+    stage: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> TransformerConfig:
     """Megatron's configuration of a Hugging Face model. `recompute`: the layers whose activations are recomputed, the
-    first so many of the model, or all. Raises ModelError for what its layers do not compute."""
+    first so many of the model, or all. `more`: options that the spec adds. Raises ModelError for what its layers do not
+    compute."""
     text: Any = model.config.get_text_config()
     if text.hidden_act != "silu":
         raise ModelError(f"Megatron's layers here compute silu, and this model {text.hidden_act}")
@@ -163,6 +172,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         async_tensor_model_parallel_allreduce=torch.cuda.is_available(),
         **(recomputed if layers else {}),
+        **more,
     )
 
 

@@ -170,8 +170,9 @@ def _row_size(shape: Sequence[int]) -> int:
     return size
 
 
-def adam_config(config: Optimizer, dtype: torch.dtype) -> Any:
-    """Megatron's configuration of AdamW with weight decay on matrices alone, over the data ranks."""
+def adam_config(config: Optimizer, dtype: torch.dtype, more: Mapping[str, Any]) -> Any:
+    """Megatron's configuration of AdamW with weight decay on matrices alone, over the data ranks. `more`: options that
+    the spec adds."""
     from megatron.core.optimizer import OptimizerConfig
 
     return OptimizerConfig(
@@ -184,5 +185,6 @@ def adam_config(config: Optimizer, dtype: torch.dtype) -> Any:
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
-        clip_grad=config.max_grad_norm or 0.0,
+        clip_grad=config.max_grad_norm,
+        **more,
     )

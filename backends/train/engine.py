@@ -71,7 +71,7 @@ TensorKind = tuple[tuple[int, ...], torch.dtype]
 AS_HELD: Mapping[str, torch.dtype] = MappingProxyType({})
 
 # Computed by a rank without work while other ranks still need its parameters; by each for itself.
-_NOTHING = MicroBatch(
+NOTHING = MicroBatch(
     lengths=[2],
     parents=[-1],
     tokens_T=np.zeros(2, dtype=np.int64),
@@ -199,7 +199,7 @@ class HfTrainEngine(TrainEngine):
 
     def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
         """A micro-batch's row, or this rank's part of it, and the rows whose targets count."""
-        group = ALONE if micro is _NOTHING else self.sequences.group
+        group = ALONE if micro is NOTHING else self.sequences.group
         model, segments = self.policy.model, (micro.lengths, micro.parents)
         row = packed_row(model, staging, micro.tokens_T, micro.positions_T, *segments, group)
         return row, RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
@@ -247,14 +247,14 @@ class HfTrainEngine(TrainEngine):
         """What the head says at the rows of each micro-batch, in their columns; 0 in the others. Of the whole group."""
         told = np.zeros(columns, dtype=np.float32)
         for number in range(micros.rounds):
-            micro = micros[number] if number < len(micros) else _NOTHING
+            micro = micros[number] if number < len(micros) else NOTHING
             staging = Staging(self.device)
             row, rows_N = self._row(micro, staging)
             task = task_of(micro, staging)
             staging.send()
             with row.attending():
                 told_N: Tensor = self._run(row, rows_N, task)
-            if micro is not _NOTHING:
+            if micro is not NOTHING:
                 told[micro.column_N] = told_N.cpu().numpy()
             activity.count("micro-batch")
         return self.sequences.joined(told)
@@ -294,7 +294,7 @@ class HfTrainEngine(TrainEngine):
                 sums += micro_sums
                 maxima = torch.maximum(maxima, micro_maxima)
             else:
-                self._forward_backward(_NOTHING, self._no_columns(loss), loss, last, Staging(self.device))
+                self._forward_backward(NOTHING, self._no_columns(loss), loss, last, Staging(self.device))
         maxima.masked_fill_(maxima == -torch.inf, 0.0)
         read: list[float] = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
         return read
@@ -347,7 +347,7 @@ class HfTrainEngine(TrainEngine):
         )
 
     def _no_columns(self, loss: AnyLoss) -> TokenColumns | ValueColumns:
-        """Of `_NOTHING`: its loss and all its gradients are zero."""
+        """Of `NOTHING`: its loss and all its gradients are zero."""
         zero_N = torch.zeros(1, device=self.device)
         if not isinstance(loss, Loss):
             return ValueColumns(zero_N, zero_N, zero_N)

@@ -61,9 +61,12 @@ def compare(expected: Expected, model: ModelBuilt, not_seen: Sequence[str] = ())
     found: list[tuple[str, object, object]] = []
     for field, value in expected.items():
         actual = getattr(model, field)
-        if field in not_seen or actual == value:
+        if field in not_seen or actual == value or (field == "options" and actual is None):
             continue
-        if field != "mesh":
+        if field == "options":
+            told = ((name, asked, actual.get(name)) for name, asked in value.items())
+            found += [(f"{name} of the engine's library", ask, have) for name, ask, have in told if ask != have]
+        elif field != "mesh":
             found.append((NAMES.get(field, field), value, actual))
         else:
             axes = ((axis, value.get(axis, 0), actual.get(axis, 0)) for axis in {**value, **actual})

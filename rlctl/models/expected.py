@@ -15,6 +15,8 @@ from rlctl.models.paths import config_of, resolve_model
 from specs.attention import Decision
 from specs.model_facts import model_facts
 from specs.model_shapes import ModelTensors
+from specs.schema.engines.engine_table import TrainTable
+from specs.schema.engines.library_keys import leaves
 from specs.schema.mesh import built_mesh
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Lora, Spec
@@ -70,7 +72,16 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
             expected["trainable_parameters"] = _learning(tensors, section) if ROLES[role].learns else 0
         if head != "lm":
             expected["tied_embeddings"] = False
+    if isinstance(section.engine, TrainTable):
+        expected |= _options(spec, role, section)
     return expected
+
+
+def _options(spec: Spec, role: RoleName, section: Any) -> dict[str, Any]:
+    """What the engine's library must say that it was told, where it can be asked."""
+    device = "cuda" if section.devices else "cpu"
+    told = section.engine.library_config(spec.dtype(role), getattr(section, "optimizer", None), device)
+    return {"options": dict(leaf for config in told.values() for leaf in leaves(config))} if told else {}
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

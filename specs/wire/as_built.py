@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from specs.attention import FLASH
@@ -25,6 +27,7 @@ class ModelBuilt(Table):
     attn_function: str  # module and name of the function that is really called
     tied_embeddings: bool
     mesh: dict[str, int] = Field({})  # axis → ranks along it, e.g. {"replicate": 2, "shard": 8}; empty: nothing is cut
+    options: dict[str, Any] | None = None  # its library's, read back from the library; None: not read back
     head: str = "lm"  # or "score": one number for each token
     recomputed_layers: int = 0  # those whose activations are computed again in the backward pass
     activation_offload: bool = False  # whether activations wait in host memory for the backward pass

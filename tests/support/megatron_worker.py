@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    root = Path(__file__).parents[2]
+    sys.path[:0] = [str(Path(__file__).parent), str(root), str(root / "scripts")]
 
+import make_megatron_options
 import sharded_worker
 from sharded_worker import MEGATRON
 from stock_model import PROMPTS, TEMPERATURE, family_batch
@@ -69,6 +71,8 @@ def read_family(job: dict[str, Any], rank: Rank) -> None:
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
+    if rank.rank == 0:
+        jobs_file.with_name("megatron_options.py").write_text(make_megatron_options.source())
     for job in given["jobs"]:
         if "family" in job:
             read_family(job, rank)

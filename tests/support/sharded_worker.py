@@ -107,14 +107,17 @@ if find_spec("deepspeed") is not None:
         "4:zero3 sequences 2 eager": {"engine": ZeroTable(**ZERO3), **sequences(2), **EAGER},
     }
 # In an interpreter of their own (`tests/backends/megatron/test_megatron.py`).
+FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "deterministic_mode": True}
+SENT = {"batch_p2p_comm": False, "deallocate_pipeline_outputs": True}
 MEGATRON: dict[str, dict[str, Any]] = {
     "tensor": {"engine": MegatronTable(tensor_parallel=2)},
     "pipeline": {"engine": MegatronTable(pipeline_parallel=2)},
     "data": {"engine": MegatronTable()},
     "tensor bf16": {"engine": MegatronTable(tensor_parallel=2), **BF16},
     "data bf16": {"engine": MegatronTable(), **BF16},
-    "tensor recompute": {"engine": MegatronTable(tensor_parallel=2), "gradient_checkpointing": True},
-    "pipeline recompute": {"engine": MegatronTable(pipeline_parallel=2), "gradient_checkpointing": 1},
+    "data overlapped": {"engine": MegatronTable(megatron={"overlap_grad_reduce": True, "bucket_size": 5000})},
+    "tensor recompute": {"engine": MegatronTable(tensor_parallel=2, megatron=FUSED), "gradient_checkpointing": True},
+    "pipeline recompute": {"engine": MegatronTable(pipeline_parallel=2, megatron=SENT), "gradient_checkpointing": 1},
     "tensor critic": {"engine": MegatronTable(tensor_parallel=2), **VALUES},
     "pipeline critic": {"engine": MegatronTable(pipeline_parallel=2), **VALUES},
     "pipeline offload": {"engine": MegatronTable(pipeline_parallel=2)},
@@ -260,7 +263,7 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     policy: Any = engine.policy  # type: ignore[attr-defined]
     if policy.offload is not None:
         policy.offload.smallest_bytes = 0
-    mesh = engine.built().mesh
+    built = engine.built()
     report = resume(engine, Path(job["load"])) if "load" in job else train(engine, job, rank)
     unchanged = engine.built().weights_checksum == report["checksum"]
     proven = proof(engine, rank)
@@ -271,7 +274,7 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     out.mkdir(parents=True, exist_ok=True)
     if rank.rank == 0:
         np.savez(out / "weights.npz", **weights)
-    report |= {"mesh": mesh, "unchanged": unchanged, "proof": proven, "end": end}
+    report |= {"mesh": built.mesh, "options": built.options, "unchanged": unchanged, "proof": proven, "end": end}
     (out / f"rank{rank.rank}.json").write_text(json.dumps(report))
     return engine
 

@@ -8,12 +8,11 @@ not know (`deepspeed_keys.py`), or that cuts tensors in a way the engine cannot 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
-from specs.schema.engines.deepspeed_keys import key_problem, leaves
-from specs.text import show
+from specs.schema.engines.deepspeed_keys import key_problem
+from specs.schema.engines.library_keys import Library, Setting, extra_problems
 
 if TYPE_CHECKING:
     from specs.schema.engines.zero_table import ZeroTable
@@ -58,13 +57,12 @@ _UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """One leaf of the derived configuration. `fixed`: `[….engine.deepspeed]` may not change it."""
+def _unsupported(path: str) -> str | None:
+    parent, _, name = path.partition(".")
+    return _UNSUPPORTED.get(name.partition(".")[0]) if parent == "zero_optimization" else None
 
-    path: str
-    value: object
-    fixed: bool
+
+_DEEPSPEED = Library("DeepSpeed", "deepspeed", _DECIDED_BY, _unsupported, key_problem)
 
 
 def deepspeed_config(
@@ -82,49 +80,16 @@ def deepspeed_problems(
     engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, *, role: str, device: str = "cpu"
 ) -> Iterator[Problem]:
     """What is wrong with the keys of `[<role>.engine.deepspeed]`."""
-    derived = {setting.path: setting for setting in _derived(engine, dtype, optimizer, device)}
-    for path, value in leaves(engine.deepspeed):
-        yield from _leaf_problems(role, optimizer, path, value, derived)
+    derived = _derived(engine, dtype, optimizer, device)
+    yield from extra_problems(_DEEPSPEED, role, optimizer, engine.deepspeed, derived)
 
 
-def _leaf_problems(
-    role: str, optimizer: Optimizer | None, path: str, value: object, derived: Mapping[str, _Setting]
-) -> Iterator[Problem]:
-    table = f"{role}.engine.deepspeed"
-    key, setting = f"{table}.{path}", derived.get(path)
-    if setting is not None and value == setting.value and isinstance(value, bool) == isinstance(setting.value, bool):
-        return
-    if any(name.startswith(f"{path}.") for name in derived):
-        yield Problem(key, "is a table in DeepSpeed's configuration", "write the keys below it", show(value))
-        return
-    by = _decider(path) if setting is None or setting.fixed else None
-    parent, _, name = path.partition(".")
-    why = _UNSUPPORTED.get(name.partition(".")[0]) if parent == "zero_optimization" else None
-    if by is not None and optimizer is None and by.startswith("{role}.optimizer"):
-        yield Problem(key, f"has no effect: {role} does not learn", "remove the key", show(value))
-    elif by is not None:
-        owner = by.format(role=role)
-        said = f"there it makes {path} = {show(setting.value)}" if setting else f"DeepSpeed's {path} is not used"
-        yield Problem(key, f"contradicts {owner}: {said}", f"remove the key and set {owner}", show(value))
-    elif setting is not None and setting.fixed:
-        yield Problem(key, f"rlctl needs {path} = {show(setting.value)}", "remove the key", show(value))
-    elif why:
-        yield Problem(key, f"is not supported: {why}", "remove the key", show(value))
-    elif wrong := key_problem(table, path, value):
-        yield wrong
+def _derived(engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, device: str) -> Iterator[Setting]:
+    def fixed(path: str, value: object) -> Setting:
+        return Setting(path, value, True)
 
-
-def _decider(path: str) -> str | None:
-    parts = path.split(".")
-    return next((by for n in range(len(parts), 0, -1) if (by := _DECIDED_BY.get(".".join(parts[:n])))), None)
-
-
-def _derived(engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, device: str) -> Iterator[_Setting]:
-    def fixed(path: str, value: object) -> _Setting:
-        return _Setting(path, value, True)
-
-    def default(path: str, value: object) -> _Setting:
-        return _Setting(path, value, False)
+    def default(path: str, value: object) -> Setting:
+        return Setting(path, value, False)
 
     # Micro-batches are cut by tokens, so DeepSpeed counts nothing: a step ends where the engine says.
     yield fixed("train_micro_batch_size_per_gpu", 1)
@@ -140,7 +105,7 @@ def _derived(engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, devic
     # It would exchange torch's linear function in the whole process.
     yield fixed(f"{zero}.memory_efficient_linear", False)
     # DeepSpeed overlaps by default at stage 3 only. At stage 1 it reduces once, at the step: nothing to overlap with.
-    yield _Setting(f"{zero}.overlap_comm", engine.stage == 3, fixed=engine.stage == 1)
+    yield Setting(f"{zero}.overlap_comm", engine.stage == 3, fixed=engine.stage == 1)
     pinned = device.startswith("cuda")
     if engine.offload_parameters:
         yield fixed(f"{zero}.offload_param.device", "cpu")

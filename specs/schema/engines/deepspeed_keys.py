@@ -6,69 +6,16 @@ Written down from DeepSpeed 0.19, so that a spec can be checked where DeepSpeed 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from datetime import date, time
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from specs.errors import Problem
+from specs.schema.engines.library_keys import LEAVE_OUT, Flag, Kind, Number, Text, Texts, not_taken
 from specs.text import show
 
 _AUTO = "is filled in by the Trainer of transformers, which is not here"
-_LEAVE_OUT = "leave it out for DeepSpeed's default"
+_LEAVE_OUT = LEAVE_OUT.format(library="DeepSpeed")
 
-
-@dataclass(frozen=True)
-class Flag:
-    words: str = "true or false"
-
-    def takes(self, value: object) -> bool:
-        return isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class Number:
-    """A finite number; `whole` ones may be written with an exponent, as 5e8."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    whole: bool = True
-
-    @property
-    def words(self) -> str:
-        bounds = [f"at least {self.least:g}"] if self.least > -math.inf else []
-        bounds += [f"at most {self.most:g}"] if self.most < math.inf else []
-        return " ".join(["a whole number" if self.whole else "a number", " and ".join(bounds)]).strip()
-
-    def takes(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return False
-        return self.least <= value <= self.most and (not self.whole or value == int(value))
-
-
-@dataclass(frozen=True)
-class Text:
-    choices: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> str:
-        return " or ".join(map(show, self.choices)) or "text"
-
-    def takes(self, value: object) -> bool:
-        return isinstance(value, str) and (not self.choices or value in self.choices)
-
-
-@dataclass(frozen=True)
-class Texts:
-    words: str = "a list of texts"
-
-    def takes(self, value: object) -> bool:
-        return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-
-
-Kind = Flag | Number | Text | Texts
 Keys = Mapping[str, "Kind | Keys"]
 
 _FLAG, _COUNT, _SIZE, _TEXT, _TEXTS = Flag(), Number(0), Number(1), Text(), Texts()
@@ -201,21 +148,10 @@ def key_problem(table: str, path: str, value: object) -> Problem | None:
         return None
     if value == "auto":
         return Problem(key, _AUTO, f"write {kind.words}, or {_LEAVE_OUT}", show(value))
-    what = "a date or time" if isinstance(value, date | time) else ""
-    return Problem(key, f"must be {kind.words}{f', not {what}' if what else ''}", _LEAVE_OUT, show(value))
+    return not_taken("DeepSpeed", key, kind, value)
 
 
 def _unknown(key: str, name: str, known: Keys, value: object) -> Problem:
     near = get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else "see DeepSpeed's documentation of its configuration"
     return Problem(key, "is not a key of DeepSpeed's configuration", hint, show(value))
-
-
-def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted path and value of everything in a table that is no table."""
-    for name, value in table.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{path}.")
-        else:
-            yield path, value

@@ -12,6 +12,7 @@ from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, Part
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
+from specs.schema.engines.megatron_config import megatron_config, megatron_problems
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
 from specs.schema.mesh import Mesh, divisors
 from specs.schema.roles import RoleName
@@ -33,6 +34,11 @@ class MegatronTable(TrainedHere):
     kind: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(1, gt=0, description="Ranks that each layer is cut across.")
     pipeline_parallel: int = Field(1, gt=0, description="Stages that the layers are shared out to, as many to each.")
+    megatron: dict[str, Any] = Field(
+        {},
+        description="More options of Megatron-core's configurations, by their own names (`rlctl train --dry-run` shows "
+        "all that it is told). What the spec or the model decides is refused.",
+    )
 
     engine_class: ClassVar[str | None] = "backends.megatron.engine:MegatronTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
@@ -58,7 +64,9 @@ class MegatronTable(TrainedHere):
         return self.model_copy(update={"tensor_parallel": 1, "pipeline_parallel": 1})
 
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """Meshes that do not fit the role's processes, and what of a role it does not do."""
+        """Meshes that do not fit the role's processes, what of a role it does not do, and its extra options."""
+        optimizer = getattr(section, "optimizer", None)
+        yield from megatron_problems(self, spec.dtype(role), optimizer, role=role)
         if section.processes % self.group:
             message = (
                 f"tensor_parallel × pipeline_parallel = {self.tensor_parallel} × {self.pipeline_parallel}: groups of "
@@ -109,19 +117,8 @@ class MegatronTable(TrainedHere):
         return "raise actor.engine.tensor_parallel or actor.engine.pipeline_parallel"
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        """What it derives from the spec; the rest is the model's own shape."""
-        told: dict[str, Any] = {
-            "tensor_model_parallel_size": self.tensor_parallel,
-            "pipeline_model_parallel_size": self.pipeline_parallel,
-            "order": ORDER,
-            "bf16": dtype == "bf16",
-            "calculate_per_token_loss": True,
-            "variable_seq_lengths": True,
-        }
-        if optimizer is not None:
-            told |= {"use_distributed_optimizer": True, "optimizer": "adam", "lr": optimizer.lr}
-            told |= {"weight_decay": optimizer.weight_decay, "clip_grad": optimizer.max_grad_norm}
-        return {"megatron": told}
+        """The rest of its configuration is the model's own shape."""
+        return {"megatron": megatron_config(self, dtype, optimizer)}
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         """Of the stage that holds most: the first has the embedding, the last the head, which is the embedding once

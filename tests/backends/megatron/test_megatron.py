@@ -95,6 +95,12 @@ def test_training_is_that_of_ddp(root: Path, case: str) -> None:
     assert farthest(ours.weights, one.weights) < 2e-5
 
 
+def test_the_options_that_specs_know_are_those_of_megatron_as_installed(root: Path) -> None:
+    """`scripts/make_megatron_options.py` would write the same file."""
+    kept = ROOT / "specs" / "schema" / "engines" / "megatron_options.py"
+    assert (root / "megatron_options.py").read_text() == kept.read_text()
+
+
 def test_bf16_is_near_ddp_in_bf16(root: Path) -> None:
     """Masters are fp32 and exact in both; sums are rounded to bf16 in another order, and steps take that further."""
     ours, one = outcome(root, "tensor bf16"), outcome(root, "one rank bf16")
@@ -108,6 +114,8 @@ def test_ranks_say_what_they_hold(root: Path, case: str) -> None:
     table = MEGATRON[case]["engine"]
     for rank in outcome(root, case).ranks:
         assert rank["mesh"] == table.reported_mesh(4 if case.startswith("4:") else 2)
+        told = table.library_config("bf16" if "bf16" in case else "fp32", train_config(root).optimizer, "cpu")
+        assert rank["options"] == told["megatron"]
         assert rank["unchanged"] is True, "neither a skipped step nor a checkpoint changes weights"
         assert rank["bf16"]["same"] is True
 

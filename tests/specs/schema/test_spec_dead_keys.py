@@ -136,6 +136,7 @@ OTHER: dict[str, Any] = {
     "critic.optimizer.betas": [0.8, 0.9],
     "critic.engine.stage": 2,
     "critic.engine.deepspeed": {"steps_per_print": 7},
+    **{f"{role}.engine.megatron": {"batch_p2p_sync": False} for role in ("actor", "ref", "critic", "reward_model")},
     "rollout.env": {"A": "b"},
     "reward.env": {"A": "b"},
     "actor.devices": [1],

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from specs.schema.engines import deepspeed_keys
-from specs.schema.engines.deepspeed_keys import Flag, Keys, Kind, Number, Text, Texts, key_problem, leaves
+from specs.schema.engines.deepspeed_keys import Keys, key_problem
+from specs.schema.engines.library_keys import Flag, Kind, Number, Text, Texts, leaves
 
 FLAG, SHARE, COUNT = Flag(), Number(0, 1, whole=False), Number(0)
 
