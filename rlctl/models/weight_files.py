@@ -1,13 +1,14 @@
 """Whether a model folder's weight files are complete and match its `config.json`.
 
-Only headers are read. Names and shapes are compared where they are known from the config
-(`rlctl/models/model_tensors.py`); of another family only the number of layers is.
+Headers are read, and the first values of a few tensors. Names and shapes are compared where they are known from the
+config (`rlctl/models/model_tensors.py`); of another family only the number of layers is.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlctl.models.hub import HubFolder
 from rlctl.models.model_tensors import tensors_of_config
 from specs.model_facts import model_facts
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ModelTensors
-from specs.safetensors_header import read_header
+from specs.safetensors_header import Entry, read_header
 from specs.schema.roles import HEADS_OF_FILES, HeadKind
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
@@ -28,6 +29,10 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+
+# Of a floating-point type: array's code of its bits, and the exponent that only NaN and infinity have.
+_EXPONENT = {"F64": ("Q", 0x7FF << 52), "F32": ("I", 0x7F8 << 20), "F16": ("H", 0x7C00), "BF16": ("H", 0x7F80)}
+_LOOKED_AT, _FIRST_BYTES = 16, 1024
 
 Wrong = tuple[str, str]  # what is wrong, and a hint
 Shapes = dict[str, tuple[int, ...]]
@@ -59,6 +64,8 @@ def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind = "l
         lacking = [name for name, where in index.items() if where == file.name and name not in held]
         if lacking:
             yield f"the index puts {lacking[0]} into {file.name}, which lacks it", AGAIN
+        if wrong := _not_numbers(file, entries):
+            yield wrong
         shapes |= held
     if whole and "quantization_config" not in config:  # packed weights have shapes of their own
         yield from _differences(shapes, config, head)
@@ -79,6 +86,19 @@ def hub_weight_problems(folder: HubFolder, config: Mapping[str, Any]) -> Iterato
         return
     if wrong := _other_depth(names, config) or _other_experts(names, config):
         yield wrong
+
+
+def _not_numbers(file: Path, entries: Mapping[str, Entry]) -> Wrong | None:
+    """A tensor whose first values are no numbers, as those of a run that diverged. A few tensors of a file are read."""
+    names = [name for name, entry in entries.items() if entry.dtype in _EXPONENT and entry.nbytes]
+    with file.open("rb") as stream:
+        for name in names[:: max(1, len(names) // _LOOKED_AT)]:
+            code, ones = _EXPONENT[entries[name].dtype]
+            stream.seek(entries[name].start)
+            values = array(code, stream.read(min(entries[name].nbytes, _FIRST_BYTES)))
+            if any(value & ones == ones for value in values):
+                return f"{name} in {file.name} holds NaN or infinity", "name a checkpoint from before the run diverged"
+    return None
 
 
 def _is_pointer(file: Path) -> bool:

@@ -12,6 +12,7 @@ from families import FAMILIES
 from rlctl.models.hub import HubFile, HubFolder
 from rlctl.models.model_tensors import tensors_of_config
 from rlctl.models.weight_files import OTHER_CONFIG, hub_weight_problems, weight_problems
+from specs.safetensors_header import read_header
 
 CONFIG = FAMILIES["qwen3_moe"].config  # four experts in the second of two layers
 LAYER = "model.layers.1.mlp.experts"
@@ -50,3 +51,22 @@ def test_a_wide_head_is_called_by_its_role(tmp_path: Path) -> None:
     ((said, hint),) = weight_problems(tmp_path, config, "reward")
     assert said == "score.weight has shape [3, 32]: a reward model's head has one output"
     assert "num_labels 1" in hint
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("F32", "0000c07f"), ("BF16", "c07f"), ("F16", "007c"), ("F64", "000000000000f0ff")]
+)
+def test_weights_of_a_run_that_diverged_are_refused(tmp_path: Path, dtype: str, bits: str) -> None:
+    config = {**FAMILIES["llama"].config, "tie_word_embeddings": False}
+    known = tensors_of_config(config)
+    assert known is not None
+    file = tmp_path / "model.safetensors"
+    write_weights(file, {one.name: one.shape for one in known.parameters}, dtype)
+    assert [*weight_problems(tmp_path, config)] == []
+    name, entry = next(iter(read_header(file).entries.items()))
+    with file.open("r+b") as stream:
+        stream.seek(entry.start + 4 * len(bytes.fromhex(bits)))
+        stream.write(bytes.fromhex(bits))
+    ((said, hint),) = weight_problems(tmp_path, config)
+    assert said == f"{name} in model.safetensors holds NaN or infinity"
+    assert "before the run diverged" in hint
