@@ -80,7 +80,7 @@ def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Proble
 
 
 def _run_dir(spec: Spec) -> list[Problem]:
-    if not (Path(spec.run.dir) / spec.run.name).exists():
+    if not spec.run.place.exists():
         return []
     from rlctl.run.run_dir import run_dir_warnings  # brings what reads checkpoints
 

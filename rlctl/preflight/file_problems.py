@@ -56,7 +56,7 @@ def file_problems(
     (errors if starting else warnings).extend(_devices(spec))
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     errors += size_problems(spec, config, here=here and not elsewhere)
-    where = run_dir or Path(spec.run.dir).expanduser() / spec.run.name
+    where = run_dir or spec.run.place
     machine = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
     return [*errors, *machine[0]], [*warnings, *machine[1]]
 

@@ -321,7 +321,7 @@ def _disk_error(run_dir: Path, file: str, error: OSError) -> RlctlError:
 
 def run_dir_warnings(spec: Spec) -> list[Problem]:
     """At most one: about the folder `run.dir/run.name`, as seen from here. Nothing is taken, made or changed."""
-    run = RunDir(Path(spec.run.dir) / spec.run.name)
+    run = RunDir(spec.run.place)
     value = f'"{spec.run.name}"'
     try:
         return _found_there(run, spec, value)

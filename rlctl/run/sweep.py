@@ -134,7 +134,7 @@ def plan(
             for problem in error.problems:
                 found.setdefault(str(problem), (problem, []))[1].append(name)
             continue
-        folder = folder or Path(spec.run.dir) / f"{spec.run.name}-sweep"
+        folder = folder or spec.run.place.with_name(f"{spec.run.name}-sweep")
         own.append(f"run.name={spec.run.name}-{name}")
         trials.append(Trial(name, values, tuple(own), (folder / name).absolute(), spec.run.steps))
     if found:

@@ -74,7 +74,7 @@ def train(
     errors, warnings = file_problems(spec, spec_dir, starting=True, run_dir=run_dir)
     if errors:
         raise SpecError(errors)
-    run = RunDir(run_dir or Path(spec.run.dir) / spec.run.name)
+    run = RunDir(run_dir or spec.run.place)
     plan = plan_for_hosts(spec, spec_dir, run.path)
     fork = fork_from(fork_of, spec, notes.append) if fork_of else None
     if fork is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
@@ -49,6 +49,11 @@ class RunSection(Table):
     heartbeat_timeout_s: float = Field(
         30.0, ge=1.0, description="Seconds without a sign of life after which a rank counts as hung and the run ends."
     )
+
+    @property
+    def place(self) -> Path:
+        """The run directory, where none is named beside the spec."""
+        return Path(self.dir).expanduser() / self.name
 
 
 class ModelSection(Table):

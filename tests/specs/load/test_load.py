@@ -71,3 +71,8 @@ def test_files_that_are_no_specs(tmp_path: Path) -> None:
     for name, words in (("none.toml", "no such file"), (".", "a folder"), ("latin.toml", "not UTF-8")):
         with pytest.raises(SpecError, match=words):
             load_spec(tmp_path / name)
+
+
+def test_the_run_directory_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert spec_from(raw_spec(run={"dir": "~/runs"})).run.place == Path("/home/someone/runs/test")
