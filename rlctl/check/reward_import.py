@@ -1,5 +1,6 @@
 """Reward functions, imported and called as a run would do it: in a process of their own, by the very code that grades.
-Each is called for the first row of the data, with the row's own answer and with an empty completion.
+Each is called for the first row of the data, with the row's own answer and with an empty completion, and, if that was
+quick, with completions such as a policy writes.
 
 The file is the person's: it may print, hang, exit or crash. What it writes to its output is lost, no bytecode is left
 behind, and everything that it started ends with it.
@@ -15,11 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from rlctl.check.reward_trial import Try, a_try, trial_findings
 from rlctl.preflight.first_row import first_rows, row_columns
 from rlctl.preflight.interpreters import own_path
 from rlctl.processes.placement import package_root
@@ -34,10 +37,12 @@ from workers.grading.grader_process import encode
 from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.signatures import ALL_COLUMNS, OF_A_SAMPLE
 from workers.grading.terms import Setting
+from workers.grading.trial_completions import likely_completions
 from workers.watchdog import kill_marked
 
 TIMEOUT_S = 20.0
 CALL_S = 5.0  # for a call: it may be slow, and then a probe says so
+_QUICK_S, _MORE_S = 0.3, 1.0  # two calls that cost nothing, and all those that follow them
 MARK = "RLCTL_CHECK"  # in the environment of what a check starts, and of all that this starts in turn
 _KILL_S = 5.0
 
@@ -66,7 +71,7 @@ def try_functions(
         for index, term in enumerate(spec.reward.terms):
             key = f"reward.terms.{index}.path"
             if isinstance(term, Function) and not {key, "reward.python"} & set(known):
-                started.append(_start(spec, spec_dir, key, term, row))
+                started.append(_start(spec, spec_dir, index, term, row))
         for one in started:
             try:
                 said = _said(one.process)
@@ -77,9 +82,10 @@ def try_functions(
             if isinstance(said, tuple):
                 errors.append(Problem(one.key, *said, show(one.path)))
                 continue
-            call, problem = _called(one, said, row)
+            call, problem, tries = _called(one, said, row)
             tried.append(call)
             errors += [problem] if problem else []
+            warnings += _of_tries(spec, one, tries)
             if said and not problem and not {OF_A_SAMPLE["completion"], ALL_COLUMNS} & set(said.values()):
                 message = f"{one.path.rpartition(':')[2]} is not given the completion: its score does not depend on it"
                 hint = "let it take completion, or leave the term out"
@@ -90,12 +96,15 @@ def try_functions(
     return errors, warnings, tried
 
 
-def _called(one: _Importing, given: Mapping[str, str], row: DataRow | None) -> tuple[Tried, Problem | None]:
-    """What its two calls gave; a problem where both fail of the code."""
+def _called(
+    one: _Importing, given: Mapping[str, str], row: DataRow | None
+) -> tuple[Tried, Problem | None, Sequence[Try]]:
+    """What its two calls gave; a problem where both fail of the code; and where both gave a number, all calls."""
     call = Tried(one.key, one.path, given)
     if row is None:
-        return call, None
-    lines = []
+        return call, None, ()
+    lines: list[dict[str, Any]] = []
+    began = time.monotonic()
     with suppress(subprocess.TimeoutExpired, ValueError):
         for _ in range(2):
             lines.append(json.loads(_next_line(one.process, CALL_S)))
@@ -104,24 +113,52 @@ def _called(one: _Importing, given: Mapping[str, str], row: DataRow | None) -> t
         name = one.path.rpartition(":")[2]
         last = last_line(str(failed[0]["text"]))
         hint = f"call it with the row of {row.where}"
-        return call, Problem(
-            one.key, f"{name}, called with the first row, gives no score: {last}", hint, show(one.path)
-        )
+        message = f"{name}, called with the first row, gives no score: {last}"
+        return call, Problem(one.key, message, hint, show(one.path)), ()
     numbers = [line["t"][0] if "t" in line else None for line in lines] + [None] * (2 - len(lines))
-    return replace(call, own_answer=numbers[0], empty=numbers[1]), None
+    call = replace(call, own_answer=numbers[0], empty=numbers[1])
+    if None in numbers or time.monotonic() - began > _QUICK_S:
+        return call, None, ()
+    first = [a_try(*said, line) for said, line in zip(one.completions, lines, strict=False)]
+    return call, None, [*first, *_more(one)]
+
+
+def _more(one: _Importing) -> Iterator[Try]:
+    """Calls with likely completions, as many as are made in a second."""
+    completions = one.completions[2:]
+    assert one.process.stdin is not None
+    deadline = time.monotonic() + _MORE_S
+    with suppress(subprocess.TimeoutExpired, ValueError, BrokenPipeError):
+        one.process.stdin.write(encode(_job(one.sample, completions)))
+        one.process.stdin.flush()
+        for said in completions:
+            yield a_try(*said, json.loads(_next_line(one.process, max(0.0, deadline - time.monotonic()))))
+
+
+def _of_tries(spec: Spec, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
+    """Warnings about what a function gave."""
+    if len(tries) < len(one.completions):
+        return
+    term = spec.reward.terms[one.index]
+    alone = sum(other.weight != 0 for other in spec.reward.terms) == 1
+    for message, hint in trial_findings(one.path.rpartition(":")[2], tries, weight=term.weight, alone=alone):
+        yield Problem(one.key, message, hint, show(one.path))
 
 
 @dataclass(frozen=True)
 class _Importing:
     """A process that imports the reward function of a term."""
 
+    index: int  # of the term
     key: str
     path: str
     process: subprocess.Popen[bytes]
     mark: str  # NAME=value in the environment of the process
+    sample: tuple[str, Mapping[str, Any]] | None  # prompt and row that it is called with
+    completions: Sequence[tuple[str, bool]]  # and whether each is right
 
 
-def _start(spec: Spec, spec_dir: Path, key: str, term: Function, row: DataRow | None) -> _Importing:
+def _start(spec: Spec, spec_dir: Path, index: int, term: Function, row: DataRow | None) -> _Importing:
     mark = secrets.token_hex(8)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | spec.reward.env
     env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
@@ -130,23 +167,31 @@ def _start(spec: Spec, spec_dir: Path, key: str, term: Function, row: DataRow | 
     command = [python, "-B", "-P", "-m", "workers.grading.child", str(os.getpid())]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=env, start_new_session=True)
-    _send(process, spec, spec_dir, term, row)
-    return _Importing(key, term.path, process, f"{MARK}={mark}")
+    sample = None if row is None else (_plain_prompt(row, spec), row.values)
+    answer = None if row is None else row.values.get(spec.data.answer_column)
+    own = None if answer is None else gold_answer(answer)
+    completions = [(own or "", True), ("", False), *likely_completions(own)]
+    one = _Importing(index, f"reward.terms.{index}.path", term.path, process, f"{MARK}={mark}", sample, completions)
+    _send(one, spec, spec_dir, term)
+    return one
 
 
-def _send(process: subprocess.Popen[bytes], spec: Spec, spec_dir: Path, term: Function, row: DataRow | None) -> None:
+def _send(one: _Importing, spec: Spec, spec_dir: Path, term: Function) -> None:
     """The first lines of the grader's protocol, so that all of them import at the same time."""
     columns = row_columns(spec, spec_dir)
     setting = Setting(spec.data.answer_column, spec.data.max_response_tokens, str(spec_dir), columns)
-    assert process.stdin is not None
+    hello = {"terms": [term.model_dump(mode="json")], "setting": asdict(setting), "trial": True}
+    assert one.process.stdin is not None
     with suppress(BrokenPipeError):
-        process.stdin.write(encode({"terms": [term.model_dump(mode="json")], "setting": asdict(setting)}))
-        if row is not None:
-            answer = row.values.get(spec.data.answer_column)
-            own = "" if answer is None else gold_answer(answer)
-            job = {"rows": {"0": [_plain_prompt(row, spec), row.values]}, "items": [[0, "0", own, 1], [1, "0", "", 0]]}
-            process.stdin.write(encode(job))
-        process.stdin.flush()
+        one.process.stdin.write(encode(hello))
+        if one.sample is not None:
+            one.process.stdin.write(encode(_job(one.sample, one.completions[:2])))
+        one.process.stdin.flush()
+
+
+def _job(sample: tuple[str, Mapping[str, Any]] | None, completions: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+    items = [[number, "0", text, len(text)] for number, (text, _) in enumerate(completions)]
+    return {"rows": {"0": sample}, "items": items}
 
 
 def _plain_prompt(row: DataRow, spec: Spec) -> str:

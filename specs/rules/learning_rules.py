@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.rewards import ExactMatch, MathVerify, Regex
+from specs.schema.rewards import ExactMatch, MathVerify, Overlong, Regex
 from specs.schema.spec import Spec
 from specs.text import show
 
 _COLDEST, _NARROWEST = 0.05, 0.05  # temperature and top_p below which one token is nearly all that can be drawn
+_HOTTEST = 10.0  # temperature above which tokens are drawn nearly as by lot
 _LARGEST_LR = 0.1  # AdamW moves each weight by about lr per step; weights of a transformer are around 0.02
+_LEAST_DISCOUNT = 0.9  # γ below which 50 tokens leave less than 1 % of a reward
 _START_S, _VERB_S, _GRADE_S = 5.0, 1.0, 0.05  # what importing torch, one request and one grade take at the least
 
 
@@ -22,6 +24,7 @@ def learning_warnings(spec: Spec) -> Iterator[Problem]:
     yield from _learning_rate(spec)
     yield from _patterns(spec)
     yield from _punished(spec)
+    yield from _pays_failure(spec)
     yield from _far_from_usual(spec)
     yield from _deadlines(spec)
 
@@ -31,6 +34,9 @@ def _sampling(spec: Spec) -> Iterator[Problem]:
     same = "draws the likeliest token nearly always: the completions of a prompt are all the same"
     if rollout.temperature < _COLDEST:
         yield Problem("rollout.temperature", same, "1.0 is usual", show(rollout.temperature))
+    if rollout.temperature > _HOTTEST:
+        message = "draws every token nearly as often as any other"
+        yield Problem("rollout.temperature", message, "1.0 is usual", show(rollout.temperature))
     for key, off, alone in (
         ("top_p", 1.0, rollout.top_p < _NARROWEST),
         ("top_k", 0, rollout.top_k == 1),
@@ -46,6 +52,8 @@ def _learning_rate(spec: Spec) -> Iterator[Problem]:
     if lr > _LARGEST_LR and spec.actor.engine.model_of != "bigram":
         message = "AdamW moves every weight by about this much in a step, and most weights are smaller"
         yield Problem("actor.optimizer.lr", message, "1e-6 is usual, with adapters 1e-5", show(lr))
+    if lr == 0 and spec.run.steps > 1:  # one such step is a trial of everything else
+        yield Problem("actor.optimizer.lr", "the actor never learns", "1e-6 is usual, with adapters 1e-5", show(lr))
 
 
 def _patterns(spec: Spec) -> Iterator[Problem]:
@@ -67,12 +75,29 @@ def _punished(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"reward.terms.{index}.weight", message, "write it without the minus", show(term.weight))
 
 
+def _pays_failure(spec: Spec) -> Iterator[Problem]:
+    """A completion that cannot be graded gets as much as the best that the terms can give."""
+    terms, fallback = spec.reward.terms, spec.reward.fallback
+    if fallback > 0 and all(isinstance(term, ExactMatch | MathVerify | Regex | Overlong) for term in terms):
+        best = sum(max(term.weight, 0.0) for term in terms if not isinstance(term, Overlong))
+        if fallback >= best:
+            message = f"a completion that cannot be graded gets as much as the best one can, {best:g}"
+            yield Problem("reward.fallback", message, "0.0 is the default", show(fallback))
+
+
 def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     """Numbers of another order of magnitude than any that is in use: a slip of the pen, or a percentage."""
     algorithm, optimizer, rollout = spec.algorithm, spec.actor.optimizer, spec.rollout
     shrinks = optimizer.lr * optimizer.weight_decay
     for key, value, far, message, usual in (
         ("algorithm.kl_coef", algorithm.kl_coef, algorithm.kl_coef > 10, "leaves the reward no weight", "0.001"),
+        (
+            "algorithm.entropy_coef",
+            algorithm.entropy_coef,
+            abs(algorithm.entropy_coef) > 1,
+            "leaves the reward no weight",
+            "0.001",
+        ),
         ("actor.optimizer.eps", optimizer.eps, optimizer.eps > 1e-3, "is larger than most gradients", "1e-8"),
         ("actor.optimizer.weight_decay", optimizer.weight_decay, shrinks > 0.1, f"takes {shrinks:.0%} a step", "0.01"),
         (
@@ -93,6 +118,10 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     ):
         if far:
             yield Problem(key, message, f"{usual} is usual", show(value))
+    discount = getattr(algorithm, "discount", 1.0)
+    if discount < _LEAST_DISCOUNT:
+        message = "a token that stands 50 tokens before the reward gets nothing of it"
+        yield Problem("algorithm.discount", message, "1.0 is usual", show(discount))
     clip_high = getattr(algorithm, "clip_high", None)
     if clip_high is not None and clip_high > 10:
         yield Problem("algorithm.clip_high", "is a share, not a percentage", "0.2 is usual", show(clip_high))

@@ -4,7 +4,8 @@ It speaks JSON lines. The first input line holds the terms and the sources of th
 `{"ready": true, "given": [of each term: parameter → what a function gets]}` or `{"term": ..., "error": ..., "hint":
 ...}`. Each further input line is a job, `{"rows": {key: [prompt, row]}, "items": [[index, key, completion, tokens],
 ...]}`. Each item gives an output line, in order and at once: `{"i": index, "t": [value of each term]}`, or `{"i":
-index, "term": ..., "cause": ..., "text": ...}`.
+index, "term": ..., "cause": ..., "text": ...}`. With `"trial": true` in the first line each says too what the terms
+kept to themselves: `"caught"` and `"missed"`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, BinaryIO, TextIO, cast
 
 from specs.terminal import VisibleStream
 from workers.grading.kept_sources import keep_sources
 from workers.grading.terms import FunctionTerm, Sample, Setting, Term, TermError, make_term
+from workers.grading.trial_watch import TrialWatch
 
 PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
@@ -53,7 +56,9 @@ def main() -> None:
         job = json.loads(line)
         for index, key, completion, tokens in job["items"]:
             prompt, row = job["rows"][str(key)]
-            answer({"i": index, **grade(terms, Sample(prompt, completion, row, tokens))})
+            sample = Sample(prompt, completion, row, tokens)
+            graded = _tried(terms, sample, hello["setting"]["base"]) if hello.get("trial") else grade(terms, sample)
+            answer({"i": index, **graded})
 
 
 def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> list[Term] | None:
@@ -87,6 +92,13 @@ def grade(terms: Sequence[Term], sample: Sample) -> dict[str, Any]:
             return {"cause": "bad_values", "term": number, "text": f"the reward gave {describe(value)}"}
         values.append(number_or_none)
     return {"t": values}
+
+
+def _tried(terms: Sequence[Term], sample: Sample, folder: str) -> dict[str, Any]:
+    """The grade of a trial, with what the terms kept to themselves (`TrialWatch.report`)."""
+    with TrialWatch(folder) as watch:
+        graded = grade(terms, replace(sample, row=watch.row(sample.row)))
+    return graded | watch.report()
 
 
 def as_number(value: Any) -> float | None:

@@ -138,7 +138,8 @@ class FunctionTerm:
     function: Bound
 
     def __call__(self, sample: Sample) -> Any:
-        return self.function(sample.prompt, sample.completion, dict(sample.row))
+        row = sample.row.copy() if isinstance(sample.row, dict) else dict(sample.row)
+        return self.function(sample.prompt, sample.completion, row)
 
 
 def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | None:

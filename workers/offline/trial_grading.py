@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.hf.tokenizer import TextCodec
-from specs.schema.rewards import MAX_SCORE, ExactMatch, Function, MathVerify, RewardTerm, compares_answer
+from specs.schema.rewards import MAX_SCORE, ExactMatch, Function, MathVerify, Regex, RewardTerm, compares_answer
 from specs.schema.row_values import gold_answer
 from specs.text import show
 from specs.wire.meta_request import Finding
@@ -18,6 +18,7 @@ from workers.data.prompts import PromptTable
 from workers.grading.pool import Grade, GraderPool, Request
 from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.terms import Setting
+from workers.grading.trial_completions import likely_completions
 from workers.offline.first_rows import first_tables
 
 _ROWS = 64  # whose answers are looked at
@@ -35,6 +36,8 @@ def grading_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -
         if any(isinstance(term, ExactMatch) and not term.partial for term in config.reward.terms):
             yield from _never_equal(golds, config, codec)
     for number, term in enumerate(config.reward.terms):
+        if isinstance(term, Regex | Function):
+            yield from _stripped(number, term, table, config, codec)
         if isinstance(term, MathVerify):
             yield from _no_value(number, _graded(term, table, golds, config), golds)
         elif isinstance(term, Function):
@@ -59,6 +62,30 @@ def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -
     elif all(gold != written.strip() for gold, written in zip(golds, back, strict=True)):
         message = f"the tokenizer can write none of {count}: {show(golds[0])} becomes {show(back[0])}"
         yield Finding(key="data.train", message=message, hint="use a model whose tokenizer knows the characters")
+
+
+def _stripped(
+    number: int, term: Regex | Function, table: PromptTable, config: RewardConfig, codec: TextCodec
+) -> Iterator[Finding]:
+    """A term that rewards special tokens, which a completion's text is read without."""
+    answer = table.rows[0].get(config.answer_column)
+    written = [text for text, right in likely_completions(gold_answer(answer) if answer is not None else "7") if right]
+    read = codec.decode(codec.encode(written, rendered=True))
+    special = [str(token) for token in codec.tokenizer.added_tokens_decoder.values() if token.special]
+    lost = [token for token in special if any(token in text for text in written)]
+    if not lost or read == written:
+        return
+    first = replace(table, rows=table.rows[:1], prompts=table.prompts[:1])
+    grades = _graded(term, first, [*written, *read], config)
+    if any(grade.cause for grade in grades) or term.weight <= 0:
+        return
+    values = [grade.values[0] for grade in grades]
+    if max(values[: len(written)]) > max(values[len(written) :]):
+        what = "pattern" if isinstance(term, Regex) else "path"
+        message = f"rewards {', '.join(lost)}, special tokens of this tokenizer, and completions are read without them"
+        hint = "mark the parts with text that is no special token, or make the tokens plain ones"
+        value = show(getattr(term, what))
+        yield Finding(key=f"reward.terms.{number}.{what}", message=message, hint=hint, value=value, refuses=False)
 
 
 def _graded(term: RewardTerm, table: PromptTable, completions: Sequence[str], config: RewardConfig) -> list[Grade]:
