@@ -172,6 +172,10 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     if whole and all(value.is_integer() for value in whole) and _exact(spec):
         message = f"column {column!r} is {whole[0]}, and only a completion that says so is right"
         yield Problem(key, message, "write whole numbers as such, or use math_verify", source)
+    said = sorted({gold for row, gold in zip(rows, golds, strict=True) if isinstance(row[column], bool)})
+    if said and any(isinstance(term, ExactMatch) and not term.ignore_case for term in spec.reward.terms):
+        message = f"column {column!r} is true or false, and only a completion that says {' or '.join(said)} is right"
+        yield Problem(key, message, "write the answers as text, or set ignore_case", source)
     if golds and _exact(spec) and all(len(gold.split()) >= _SENTENCE and _WORKING.search(gold) for gold in golds):
         message = f"column {column!r} holds worked solutions, and only a completion that is equal to one is right"
         yield Problem(key, message, "name the column with the final answer, or use math_verify", source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from specs.errors import Problem
@@ -31,12 +32,20 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
         message = f"not set: the teacher of {algorithm.kind} is then the actor's own start, and teaches it to stay"
         hint = "name a trained model with the actor's tokenizer, larger or better than the actor"
         yield Problem("ref.model", message, hint)
+    elif algorithm.advantage.needs_teacher and spec.ref is not None and _same_model(spec.ref.model, spec.model.path):
+        message = f"the actor's own start: it teaches the actor to stay as it is, and {algorithm.kind} learns nothing"
+        hint = "name a trained model with the actor's tokenizer, larger or better than the actor"
+        yield Problem("ref.model", message, hint, show(spec.ref.model))
     if algorithm.advantage.needs_teacher and algorithm.kl_coef:
         message = f"the advantage of {algorithm.kind} is minus the KL to ref.model already"
         yield Problem("algorithm.kl_coef", message, "leave it out", show(algorithm.kl_coef))
     if spec.rollout.max_staleness and algorithm.anchor == "trainer" and algorithm.correction is None:
         message = "nothing corrects that samples are of older weights (rollout.max_staleness > 0)"
         yield Problem("algorithm.anchor", message, "leave it out, or set algorithm.correction", show(algorithm.anchor))
+
+
+def _same_model(one: str, other: str) -> bool:
+    return os.path.normpath(one) == os.path.normpath(other)
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:
