@@ -5,6 +5,7 @@ that sets the same environment.
     RLCTL_CURVE_KEY               public key of the driver, for which messages are encrypted
     RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun and deepspeed
                                   set them, else SLURM_PROCID and SLURM_NTASKS
+    RLCTL_LOCAL_SIZE              how many of them are on this host
     RLCTL_GROUP_STORE             file in which ranks that are all on one host meet; else at MASTER_ADDR:MASTER_PORT
     RLCTL_GROUP_SIZE              1 for independent replicas (rollout, reward): RANK and WORLD_SIZE are then hidden
     RLCTL_PARENT_PID              the driver, or its deputy on this host: the rank exits when that process ends
@@ -134,7 +135,7 @@ def _see_own_device(local_rank: int) -> None:
     if (asked := os.environ.get("RLCTL_DEVICES")) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = asked
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("RLCTL_SIZE", str(len(visible)))))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("RLCTL_LOCAL_SIZE", str(len(visible)))))
     if len(visible) > 1 and local_rank < processes <= len(visible):
         each = len(visible) // processes
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[local_rank * each : (local_rank + 1) * each])

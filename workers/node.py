@@ -1,27 +1,42 @@
-"""Keeps a launcher on its host for a driver that is on another one: `python -m workers.node COMMAND…`.
+"""Keeps processes on their host for a driver that is on another one, and ends them with the line to it.
 
-Standard input is connected to the driver and carries no data: when it closes (the driver ended or the connection
-broke), every process that COMMAND started on this host is killed.
+`python -m workers.node COMMAND…` keeps a launcher. Standard input is connected to the driver and carries no data: when
+it closes (the driver ended or the connection broke), every process that COMMAND started on this host is killed.
+
+`python -m workers.node` keeps ranks that each have a process of their own. Standard input and output are then JSON, an
+object per line, and when the input closes every rank is ended:
+
+    in    {"start": KEY, "command": […], "env": {…}, "log": PATH}     {"kill": KEY}
+    out   {"ready": true}     {"ended": KEY, "code": N}, negative after a signal
+
+KEY marks a rank's processes in their environment (RLCTL_PROCESS), so that `kill` also ends those that an earlier keeper
+has left.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from workers.watchdog import kill_marked, set_process_name
 
 GRACE_S = 3.0
+SAYS = "rlctl-node: "  # before each line to the driver: a login shell may print lines of its own
 _KILL_TIMEOUT_S = 10.0
+_LOOK_S = 0.05
+_IDLE_S = 60.0  # with no rank left: the line to a driver that nobody hears any more may stay open
 
 
-def main(command: Sequence[str]) -> int:
+def keep_launcher(command: Sequence[str]) -> int:
     """Run `command` until it or standard input ends; returns its exit code, 128 + N after signal N."""
-    set_process_name("rlctl-node")
     mark = f"RLCTL_PARENT_PID={os.getpid()}"  # ranks exit when this process ends, as with a driver on their host
     hung_up = threading.Event()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -56,6 +71,100 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+class Keeper:
+    """Ranks, by key, and the line to the driver."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, subprocess.Popen[bytes]] = {}
+        self._hung_up = False
+        self._used = time.monotonic()
+
+    def keep(self) -> None:
+        """Until the line ends."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, self._hang_up)
+        self._say({"ready": True})
+        for message in self._messages():
+            if "start" in message:
+                self._start(message)
+            elif "kill" in message:
+                self._kill(message["kill"])
+        self._end_all()
+
+    def _messages(self) -> Iterator[Mapping[str, Any]]:
+        """What the driver says. In between, it is told who ended."""
+        read = b""
+        while not self._hung_up:
+            if select.select([0], [], [], _LOOK_S)[0]:
+                more = os.read(0, 65536)
+                if not more:
+                    return
+                *lines, read = (read + more).split(b"\n")
+                yield from (json.loads(line) for line in lines if line.strip())
+            self._report()
+
+    def _start(self, asked: Mapping[str, Any]) -> None:
+        marks = {"RLCTL_PROCESS": asked["start"], "RLCTL_PARENT_PID": str(os.getpid())}
+        with open(asked["log"], "ab") as log_file:
+            self._ranks[asked["start"]] = subprocess.Popen(
+                asked["command"],
+                env={**os.environ, **asked["env"], **marks},
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _kill(self, key: str) -> None:
+        kill_marked(f"RLCTL_PROCESS={key}", _KILL_TIMEOUT_S)
+        if key in self._ranks:
+            _signal(self._ranks[key], signal.SIGKILL)  # where no mark can be read
+        self._report()
+
+    def _report(self) -> None:
+        for key, rank in [*self._ranks.items()]:
+            if (code := rank.poll()) is not None:
+                del self._ranks[key]
+                self._used = time.monotonic()
+                self._say({"ended": key, "code": code})
+        if not self._ranks and time.monotonic() - self._used > _IDLE_S:
+            self._hung_up = True
+
+    def _end_all(self) -> None:
+        for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_TIMEOUT_S)):
+            for rank in self._ranks.values():
+                _signal(rank, number)
+            deadline = time.monotonic() + grace_s
+            while self._ranks and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+                self._ranks = {key: rank for key, rank in self._ranks.items() if rank.poll() is None}
+        kill_marked(f"RLCTL_PARENT_PID={os.getpid()}", _KILL_TIMEOUT_S)
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        try:
+            print(SAYS + json.dumps(message), flush=True)
+        except OSError:
+            self._hung_up = True
+
+    def _hang_up(self, *_: object) -> None:
+        self._hung_up = True
+
+
+def _signal(rank: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    try:
+        os.killpg(rank.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def main(command: Sequence[str]) -> int:
+    set_process_name("rlctl-node")
+    if command:
+        return keep_launcher(command)
+    Keeper().keep()
+    return 0
 
 
 if __name__ == "__main__":

@@ -47,15 +47,19 @@ def describe(role: RolePlan) -> list[str]:
     each = " of each host" if role.nodes > 1 and role.devices else ""
     head = f"[{role.role}] {_count(role.processes, 'process', 'processes')} on {devices}{each}"
     head += f", {_count(role.threads, 'thread', 'threads')} each" + (f", {role.nodes} nodes" if role.nodes > 1 else "")
-    times = f"    (× {role.processes})" if role.launcher == "python" and role.processes > 1 else ""
-    lines = [head, *_where(role), f"  command  {shlex.join(role.command)}{times}", *_env(role.env)]
+    times = f"    (× {role.on_each})" if role.launcher == "python" and role.on_each > 1 else ""
+    lines = [head]
+    if role.here:
+        lines += [*_where(role), f"  command  {shlex.join(role.command)}{times}", *_env(role.env)]
+    known: Mapping[str, str] = role.env if role.here else {}
     for node in role.remote:
-        here = {name: value for name, value in node.env.items() if role.env.get(name) != value}
+        here = {name: value for name, value in node.env.items() if known.get(name) != value}
         lines += [
             f"  node {node.node_rank}   {node.host}, {_ranks(role, node.node_rank)}, through: {shlex.join(node.shell)}",
-            f"  command  {shlex.join(node.command)}",
+            f"  command  {shlex.join(node.command)}{times}",
             *(_env(here) or ["  env      as on node 0"]),
         ]
+        known = known or node.env
     return lines
 
 

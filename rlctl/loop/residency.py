@@ -54,7 +54,7 @@ State = frozenset[str]
 """What a holder has on the device; empty: nothing."""
 
 NOTHING: State = frozenset()
-NO_DEVICES: frozenset[int] = frozenset()
+NO_DEVICES: frozenset[tuple[int, int]] = frozenset()
 MODEL: State = frozenset({"model"})  # of a trainer, with gradients and optimizer where it learns
 WEIGHTS, WEIGHTS_AND_CACHE = frozenset({"weights"}), frozenset({"weights", "kv_cache"})
 
@@ -120,9 +120,10 @@ class Residency:
         shared: bool,
         groups: Sequence[Group],
         level: Level = SLEEP_LEVEL,
-        devices: Mapping[RoleName, frozenset[int]] | None = None,
+        devices: Mapping[RoleName, frozenset[tuple[int, int]]] | None = None,
     ) -> None:
-        """`groups`: of all roles that hold a device. `level`: how deep samplers sleep. `devices`: GPUs of each role."""
+        """`groups`: of all roles that hold a device. `level`: how deep samplers sleep. `devices`: GPUs of
+        each role, as `Spec.gpus` names them."""
         self.shared, self.level, self.devices = shared, level, devices or {}
         self.holders = [group for holds in TABLE for group in groups if ROLES[group.role].holds == holds]
         self.states: dict[RoleName, State] = {group.role: _moves(group).after_build for group in self.holders}

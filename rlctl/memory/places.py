@@ -47,7 +47,7 @@ def places_of(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB:
         section = spec.role(role.role)
         per_node = max(1, section.processes // section.nodes)
         for rank in range(section.processes):
-            node, local = divmod(rank, per_node)
+            node, local = section.hosts[rank // per_node], rank % per_node
             for number in section.devices[local * role.devices_of_rank : (local + 1) * role.devices_of_rank]:
                 tenants.setdefault(("GPU", node, number), []).append(Tenant.of(role, role.on_device, rank))
             beside = role.on_device if role.device == "cpu" else role.on_host

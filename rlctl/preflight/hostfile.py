@@ -59,14 +59,16 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
         return error.problems
     problems = []
     for role, section in spec.sections():
-        if section.nodes == 1 or not through_shell(section):
+        if not through_shell(section):
             continue
-        if len(hosts) < section.nodes:
+        first = section.hosts.start
+        if len(hosts) < section.hosts.stop:
             named = f"{show(spec.cluster.hostfile)} names {len(hosts)}"
-            hint = f"add hosts to it, or set {role}.nodes = {max(1, len(hosts))}"
-            problems.append(Problem(f"{role}.nodes", named, hint, str(section.nodes)))
+            after = f", and {first} come before it" if first else ""
+            hint = f"add hosts to it, or set {role}.nodes = {max(1, len(hosts) - first)}"
+            problems.append(Problem(f"{role}.nodes", named + after, hint, str(section.nodes)))
         wanted = section.processes // section.nodes
-        for host in hosts[: section.nodes]:
+        for host in hosts[first : section.hosts.stop]:
             if host.slots < wanted:
                 message = f"{wanted} of them go to each node, and {host.name} has slots={host.slots}"
                 hint = "raise slots in the hostfile, or use more nodes"

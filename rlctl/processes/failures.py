@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from rlctl.processes.far_ranks import FarRank
 from rlctl.processes.launch import Started, describe_exit
 from rlctl.processes.torchrun_report import codes_of_failures
 from specs.errors import Cause
@@ -128,6 +129,9 @@ def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool) -> Eviden
 def from_end(started: Started, code: int, first: Sequence[int] = ()) -> Evidence:
     """Evidence of a process that ended. `first`: of a launcher's ranks, those that were seen to end before others."""
     role, rank = started.role, started.ranks[0]
+    if isinstance(started.process, FarRank) and not started.process.has_told:
+        message = f"the line to {started.host} ended ({describe_exit(code)}): every {role} there is lost"
+        return Evidence(role, rank, Cause.ENDED, message, log_name=started.process.line.log_path.name)
     if not started.is_launcher:
         return from_rank_end(role, rank, code)
     report = codes_of_failures(started.log_path)

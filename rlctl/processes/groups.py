@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -280,8 +281,14 @@ class Groups:
             self.members[place] = event.member
             self.ranks.joined(place)
             for started in self.launcher.started:
-                if started.is_launcher and place[0] == started.role and place[1] in started.ranks:
-                    self._below_launchers.watch(place, event.member.pid, started.process.pid)
+                launcher = started.process
+                if (
+                    started.is_launcher
+                    and isinstance(launcher, subprocess.Popen)
+                    and place[0] == started.role
+                    and place[1] in started.ranks
+                ):
+                    self._below_launchers.watch(place, event.member.pid, launcher.pid)
             self.watch.moved()
             return
         if isinstance(event, Silent):
@@ -458,4 +465,4 @@ class Groups:
         """Where a rank of a role on several hosts is; empty for a role on one."""
         plan, member = self.plan.role(role), self.members.get((role, rank))
         here = member.host if member else ""
-        return (plan.host_of(rank) or here) if plan.nodes > 1 else ""
+        return (plan.host_of(rank) or here) if plan.nodes > 1 or plan.remote else ""

@@ -28,7 +28,7 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
     """The plan of a run that is about to start. With roles on several hosts it names this host's address, and every
     host has been asked (all at once, at most PROBE_TIMEOUT_S). Raises SpecError."""
     _check_slurm(spec, os.environ)
-    if all(spec.role(name).nodes == 1 for name in spec.roles):
+    if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
     plan = make_plan(spec, spec_dir, address=_own_address(spec, spec_dir))
     _check_hosts(plan, [os.getcwd(), str(spec_dir), str(_existing(run_dir))])

@@ -14,9 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+from rlctl.processes.far_ranks import FarRank, NodeLine
 from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, RemoteNode, RolePlan, package_root
 from specs.errors import Problem, SpecError
 from workers.watchdog import kill_marked, pids_marked
@@ -27,6 +30,7 @@ _OUR_VARIABLES = (
     *("RLCTL_LOG_DIR", "RLCTL_DUMP_DIR", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE", "RLCTL_GROUP_STORE"),
     "RLCTL_CURVE_KEY",
     "RLCTL_DEVICES",
+    "RLCTL_LOCAL_SIZE",
 )
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
 _SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
@@ -34,18 +38,20 @@ _OWN_MARK = "RLCTL_PROCESS"
 _PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
 _FAR_GRACE_S = 10.0
+_FAR_KILL_S = 8.0  # for a host to say that a rank of it was killed
 
 
 @dataclass(frozen=True)
 class Started:
-    """A process the driver started: one rank, or a launcher of several, perhaps on another `host`.
+    """A process the driver started: one rank, or a launcher of several, perhaps on another `host`. A rank that has a
+    process of its own there is a `FarRank`.
 
     `ends_with_stdin`: closing its standard input ends it, and all that it started.
     """
 
     role: str
     ranks: tuple[int, ...]
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | FarRank
     log_path: Path
     launcher: str = ""  # torchrun, deepspeed, srun
     host: str = ""
@@ -70,6 +76,8 @@ class Launcher:
         self._home = dict(home)
         self._spawned = 0
         self._stores: list[Path] = []
+        self._lines: dict[tuple[str, str], NodeLine] = {}  # (role, host) → the line to its ranks there
+        self._unsure: dict[tuple[str, int], list[str]] = {}  # keys of far ranks that may live, though they were killed
 
     def start(self, plan: RolePlan, *, module: str = "") -> None:
         """Start a role's processes; returns at once. Logs go to `log_dir/<role>/rank<N>.log`.
@@ -84,8 +92,11 @@ class Launcher:
         if plan.world_size_of_group > 1 and plan.nodes == 1:
             env["RLCTL_GROUP_STORE"] = str(self._make_store_folder() / plan.role)
         if plan.launcher == "python":
-            for rank in range(plan.processes):
+            for rank in plan.here:
                 self._spawn_rank(plan, rank, more, env | _place(plan, rank, port))
+            for node in plan.remote:
+                for rank in plan.ranks_of(node.node_rank):
+                    self._start_far_rank(plan, node, rank, more)
             return
         env["RLCTL_LOG_DIR"] = str(folder)
         command = (*(word.replace(FREE_PORT, port or str(_free_port())) for word in plan.command), *more)
@@ -112,13 +123,19 @@ class Launcher:
         assert plan.world_size_of_group == 1, f"ranks of {plan.role} need one another"
         with self.log_path(plan.role, rank).open("a", encoding="utf-8") as log_file:
             log_file.write(f"\n── {remark} ──\n")
-        self._spawn_rank(
-            plan, rank, ("--module", module) if module else (), self._environment(plan) | _place(plan, rank, "")
-        )
+        more = ("--module", module) if module else ()
+        if (node := plan.remote_of(rank)) is not None:
+            self._start_far_rank(plan, node, rank, more)
+        else:
+            self._spawn_rank(plan, rank, more, self._environment(plan) | _place(plan, rank, ""))
 
     def kill(self, role: str, rank: int) -> None:
         """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it."""
         for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
+            if isinstance(started.process, FarRank):
+                self._kill_far_rank(started.process, (role, rank))
+                self.started.remove(started)
+                continue
             left = _kill_all_of([started])
             try:
                 started.process.wait(_KILL_TIMEOUT_S)  # it loses its environment, and with it the mark, before it ends
@@ -132,11 +149,35 @@ class Launcher:
         log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
         self._spawn(plan.role, (rank,), (*plan.command, *more), dict(env), log_path)
 
+    def _start_far_rank(self, plan: RolePlan, node: RemoteNode, rank: int, more: tuple[str, ...]) -> None:
+        """Start a rank that has a process of its own on another host, through the line to its keeper there."""
+        line = self._lines.get((plan.role, node.host))
+        if line is None or line.ended:
+            line = self._lines[plan.role, node.host] = self._open_line(plan, node)
+        for key in self._unsure.pop((plan.role, rank), []):
+            line.say({"kill": key})
+        log_path, mark = self.log_dir.absolute() / plan.role / f"rank{rank}.log", self._new_mark()
+        process = FarRank(line, mark)
+        process.start((*node.command, *more), _place(plan, rank, ""), log_path)
+        self.started.append(Started(plan.role, (rank,), process, log_path, host=node.host, mark=mark))
+
+    def _open_line(self, plan: RolePlan, node: RemoteNode) -> NodeLine:
+        log_path = self.log_dir.absolute() / plan.role / f"launcher_{node.host}.log"
+        env = dict(os.environ) | {_OWN_MARK: self._new_mark()}
+        shell = _popen(node.shell, env, log_path, key="cluster.remote_shell", line=True)
+        script = self._remote_script(plan, node, (plan.python, "-m", "workers.node"))
+        return NodeLine(node.host, shell, script, log_path)
+
+    def _kill_far_rank(self, process: FarRank, place: tuple[str, int]) -> None:
+        """A host that does not answer has lost its line, and with it all its ranks of the role."""
+        if not process.kill(_FAR_KILL_S):
+            self._unsure.setdefault(place, []).append(process.key)
+            process.line.give_up()
+
     def _start_remote(self, plan: RolePlan, node: RemoteNode, more: tuple[str, ...], log_dir: str) -> None:
         """Start a node of a role through the remote shell, which reads what to run, secrets too, from its input."""
-        ours = self._ours(plan) | {"RLCTL_LOG_DIR": log_dir}
-        shared = {name: value for name, value in os.environ.items() if name.startswith(_SHARED_PREFIXES)}
-        script = remote_script(shared | node.env | ours, (plan.python, "-m", "workers.node", *node.command, *more))
+        command = (plan.python, "-m", "workers.node", *node.command, *more)
+        script = self._remote_script(plan, node, command, {"RLCTL_LOG_DIR": log_dir})
         self._spawn(
             plan.role,
             plan.ranks_of(node.node_rank),
@@ -147,7 +188,9 @@ class Launcher:
             host=node.host,
             ends_with_stdin=True,
         )
-        line = self.started[-1].process.stdin
+        process = self.started[-1].process
+        assert isinstance(process, subprocess.Popen)
+        line = process.stdin
         assert line is not None
         try:
             line.write(script.encode())
@@ -155,36 +198,47 @@ class Launcher:
         except BrokenPipeError:
             pass  # it has ended already: the driver notices as with any process
 
+    def _remote_script(
+        self, plan: RolePlan, node: RemoteNode, command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        shared = {name: value for name, value in os.environ.items() if name.startswith(_SHARED_PREFIXES)}
+        return remote_script({**shared, **node.env, **self._ours(plan), **more}, command)
+
     def log_path(self, role: str, rank: int) -> Path:
         return self.log_dir / role / f"rank{rank}.log"
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything: SIGTERM to each process group, `grace_s` to obey, SIGKILL, then a search for stragglers."""
-        here = [started for started in self.started if not started.ends_with_stdin]
-        far = [started for started in self.started if started.ends_with_stdin]
-        for started in far:
-            _hang_up(started.process)
+        here = [one for one in self.started if not (one.ends_with_stdin or isinstance(one.process, FarRank))]
+        far = [started.process for started in self.started if started.ends_with_stdin]
+        shells = [process for process in far if isinstance(process, subprocess.Popen)]
+        shells += [line.shell for line in self._lines.values()]
+        for shell in shells:
+            _hang_up(shell)
         _signal_groups(here, signal.SIGTERM)
         _signal_groups(self.started, signal.SIGCONT)  # a stopped process obeys only once it goes on
-        self.wait(grace_s)
+        _wait_for_all([*self._processes, *shells], grace_s)
         _kill_all_of(here)
-        self.wait(_FAR_GRACE_S)  # a remote shell that is killed early leaves nobody to say that its host is clean
-        _signal_groups(far, signal.SIGKILL)
-        self.wait(_KILL_TIMEOUT_S)
+        # A remote shell that is killed early leaves nobody to say that its host is clean.
+        _wait_for_all([*self._processes, *shells], _FAR_GRACE_S)
+        for shell in shells:
+            signal_group(shell, signal.SIGKILL)
+        _wait_for_all([*self._processes, *shells], _KILL_TIMEOUT_S)
         left = kill_marked(self._mark, _KILL_TIMEOUT_S)
         if left:
             log.error("processes that could not be ended: %s", left)
+        for line in self._lines.values():
+            line.close()
         for folder in self._stores:
             shutil.rmtree(folder, ignore_errors=True)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for every started process to end by itself; False when some did not in time."""
-        deadline = time.monotonic() + timeout_s
-        while any(started.process.poll() is None for started in self.started):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.01)
-        return True
+        return _wait_for_all(self._processes, timeout_s)
+
+    @property
+    def _processes(self) -> list[subprocess.Popen[bytes] | FarRank]:
+        return [started.process for started in self.started]
 
     def leftover(self) -> list[int]:
         """Processes of this run that still exist, found by the mark in their environment (Linux)."""
@@ -216,23 +270,39 @@ class Launcher:
         host: str = "",
         ends_with_stdin: bool = False,
     ) -> None:
-        self._spawned += 1
-        mark = f"{self.run_id}.{self._spawned}"
-        with log_path.open("ab") as output:
-            try:
-                process = subprocess.Popen(
-                    command,
-                    env=env | {_OWN_MARK: mark},
-                    stdin=subprocess.PIPE if ends_with_stdin else subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
-                )
-            except OSError as error:
-                hint = "name an interpreter that exists, or leave the key out"
-                reason = f"cannot be started: {error.strerror}"
-                raise SpecError([Problem(f"{role}.python", reason, hint, command[0])]) from None
+        mark = self._new_mark()
+        process = _popen(command, env | {_OWN_MARK: mark}, log_path, key=f"{role}.python", stdin=ends_with_stdin)
         self.started.append(Started(role, ranks, process, log_path, launcher, host, ends_with_stdin, mark))
+
+    def _new_mark(self) -> str:
+        self._spawned += 1
+        return f"{self.run_id}.{self._spawned}"
+
+
+def _popen(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log_path: Path,
+    *,
+    key: str,
+    stdin: bool = False,
+    line: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a process with its output in a log. `stdin`: it has an input; `line`: its input and output are pipes.
+    Raises SpecError that names `key`."""
+    with log_path.open("ab") as output:
+        try:
+            return subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.PIPE if stdin or line else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if line else output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
+            )
+        except OSError as error:
+            hint = "name a program that exists, or leave the key out"
+            raise SpecError([Problem(key, f"cannot be started: {error.strerror}", hint, command[0])]) from None
 
 
 def base_environment() -> dict[str, str]:
@@ -260,20 +330,33 @@ def remote_script(env: Mapping[str, str], command: Sequence[str]) -> str:
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit 1", *exports, f"exec {shlex.join(command)}", ""])
 
 
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes] | FarRank], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def _hang_up(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
-    try:
+    with suppress(BrokenPipeError):
         process.stdin.close()
-    except BrokenPipeError:
-        return
 
 
 def _signal_groups(those: Iterable[Started], number: signal.Signals) -> None:
     for started in those:
-        try:
-            os.killpg(started.process.pid, number)  # also after its leader's end: its children may live
-        except (ProcessLookupError, PermissionError):
-            continue
+        if isinstance(started.process, subprocess.Popen):
+            signal_group(started.process, number)
+
+
+def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal a process and its group, also after its own end: its children may live."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
 
 
 def _kill_all_of(those: Iterable[Started]) -> list[int]:
@@ -307,7 +390,9 @@ def tail(path: Path, lines: int = 20) -> str:
 
 
 def _place(plan: RolePlan, rank: int, port: str) -> dict[str, str]:
-    place = {"RLCTL_RANK": str(rank), "RLCTL_SIZE": str(plan.processes), "LOCAL_RANK": str(rank)}
+    local = rank % plan.on_each
+    place = {"RLCTL_RANK": str(rank), "RLCTL_SIZE": str(plan.processes), "RLCTL_LOCAL_SIZE": str(plan.on_each)}
+    place["LOCAL_RANK"] = str(local)
     if not port:
         return place
     group = {"RANK": str(rank), "WORLD_SIZE": str(plan.processes), "LOCAL_WORLD_SIZE": str(plan.processes)}

@@ -30,7 +30,8 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class RemoteNode:
-    """A role's processes on another host: `command` starts them all, in a shell that `shell` runs there."""
+    """A role's processes on another host, in a shell that `shell` runs there. `command` starts them all, or, as
+    `RolePlan.command`, one of them. `node_rank` counts the role's nodes, from 0."""
 
     host: str
     node_rank: int
@@ -54,7 +55,7 @@ class Meeting:
 @dataclass(frozen=True)
 class RolePlan:
     """One role. `command` starts one process (`python`), all of this host (`torchrun`, `deepspeed`) or all there are
-    (`srun`); `remote` starts those of other hosts. `env` is what rlctl adds. Ranks count node by node."""
+    (`srun`); `remote` has those of other hosts. `env` is what rlctl adds. Ranks count node by node."""
 
     role: RoleName
     processes: int
@@ -69,15 +70,29 @@ class RolePlan:
     meeting: Meeting = field(default_factory=Meeting)
     remote: tuple[RemoteNode, ...] = ()
 
+    @property
+    def on_each(self) -> int:
+        """Processes on each node."""
+        return max(1, self.processes // self.nodes)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Ranks on this host, as far as rlctl places them: srun has all."""
+        far = {rank for remote in self.remote for rank in self.ranks_of(remote.node_rank)}
+        return tuple(rank for rank in range(self.processes) if rank not in far)
+
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Ranks on node `node`."""
-        size = self.processes // self.nodes
-        return tuple(range(node * size, (node + 1) * size))
+        """Ranks on node `node` of the role."""
+        return tuple(range(node * self.on_each, (node + 1) * self.on_each))
+
+    def remote_of(self, rank: int) -> RemoteNode | None:
+        """The other host that a rank is planned on. None: this host, or one that srun picks."""
+        return next((remote for remote in self.remote if remote.node_rank == rank // self.on_each), None)
 
     def host_of(self, rank: int) -> str:
         """Name of the other host that a rank is planned on; empty: this host, or one that srun picks."""
-        node = rank // (self.processes // self.nodes)
-        return next((remote.host for remote in self.remote if remote.node_rank == node), "")
+        remote = self.remote_of(rank)
+        return remote.host if remote else ""
 
 
 @dataclass(frozen=True)
@@ -103,13 +118,13 @@ def make_plan(spec: Spec, spec_dir: Path, *, cores: int | None = None, address: 
     many as this process may use). `address` is this host's for other hosts (unset: `cluster.address`)."""
     usable = cores or usable_cores()
     cluster = spec.cluster or ClusterSection()
-    several = any(spec.role(name).nodes > 1 for name in spec.roles)
+    several = any(spec.role(name).leaves_host for name in spec.roles)
     beyond = (address or cluster.address or UNKNOWN_ADDRESS) if several else ""
     hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser()) if cluster.hostfile else []
     at_once = 2 if _work_at_once(spec) else 1
     for_transport = _without_expandable_segments() if choose_transport(spec)[0] == "cuda_ipc" else {}
     planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once, for_transport)
-    return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), _colocated(spec), beyond)
+    return Plan(tuple(planner.role(name, spec.role(name)) for name in spec.roles), spec.colocated, beyond)
 
 
 def usable_cores() -> int:
@@ -173,7 +188,7 @@ class _Planner:
             remote=tuple(
                 RemoteNode(host, node, self._shell(host), commands[node], remote_env)
                 for node, host in enumerate(hosts)
-                if node > 0
+                if section.hosts[node] > 0
             ),
         )
 
@@ -184,18 +199,18 @@ class _Planner:
             return ()
         if not self.address:
             return ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        return ("GLOO_SOCKET_IFNAME",) if section.nodes == 1 else ()
+        return ("GLOO_SOCKET_IFNAME",) if section.nodes == 1 or not ROLES[name].together else ()
 
     def _meeting(self, name: RoleName, section: RoleSection) -> Meeting:
-        if section.nodes == 1:
+        if section.nodes == 1 or not ROLES[name].together:
             return Meeting()
         return Meeting(self.address, self.cluster.port + [role for role in ROLES if ROLES[role].together].index(name))
 
     def _hosts(self, section: RoleSection) -> list[str]:
         """A host per command that starts the role; srun starts all nodes with one."""
-        if section.nodes == 1 or section.launcher == "srun":
+        if not section.leaves_host or section.launcher == "srun":
             return ["localhost"]
-        names = [host.name for host in self.hosts[: section.nodes]]
+        names = [host.name for host in self.hosts[section.hosts.start : section.hosts.stop]]
         return names + [UNKNOWN_HOST] * (section.nodes - len(names))  # a hostfile too short is refused elsewhere
 
     def _shell(self, host: str) -> tuple[str, ...]:
@@ -249,6 +264,7 @@ def _world_info(section: RoleSection, role: RoleName, hosts: list[str]) -> str:
 def _environment(
     section: RoleSection, role: RoleName, threads: int, kept_on_loopback: tuple[str, ...]
 ) -> dict[str, str]:
+    here = section.devices if 0 in section.hosts else ()
     env = {
         **dict.fromkeys(kept_on_loopback, "lo"),
         "OMP_NUM_THREADS": str(threads),
@@ -256,7 +272,7 @@ def _environment(
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": ",".join(_visible(device, role) for device in section.devices),
+        "CUDA_VISIBLE_DEVICES": ",".join(_visible(device, role) for device in here),
     }
     if section.devices and "CUDA_DEVICE_ORDER" not in os.environ:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own order begins with the fastest
@@ -304,9 +320,3 @@ def _has_loopback_interface() -> bool:
 def _work_at_once(spec: Spec) -> bool:
     """Whether actor and rollout both compute on the CPU while the other does."""
     return spec.rollout.max_staleness > 0 and not (spec.actor.devices or spec.rollout.devices)
-
-
-def _colocated(spec: Spec) -> bool:
-    if spec.run.colocate == "auto":
-        return bool(set(spec.actor.devices) & set(spec.rollout.devices))
-    return spec.run.colocate == "always"

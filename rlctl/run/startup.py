@@ -39,7 +39,7 @@ def start(
     groups.start(spec.roles)
     bodies = build_bodies(spec, spec_dir, run.path)
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
-    devices = {role: frozenset(spec.role(role).devices) for role in spec.roles}
+    devices = {role: spec.gpus(role) for role in spec.roles}
     residency = Residency(plan.colocated, holders, sleep_level(spec), devices)
     reports = _build(spec, groups, residency, bodies)
     as_built_check.check(spec, reports, models_expected(spec, spec_dir, role_attention))

@@ -41,6 +41,3 @@ def _cut_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) ->
         message = f"cuts the model across GPUs, and {role} runs on the CPU"
         hint = f"remove the key, or name {each * section.processes} GPUs in {role}.devices"
         yield Problem(key, message, hint, str(each))
-    elif each > 1 and section.nodes > 1:
-        message = "replicas that are cut across GPUs on several nodes have not been tried"
-        yield Problem(key, message, f"set {role}.nodes = 1", str(each))

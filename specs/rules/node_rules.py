@@ -20,7 +20,7 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
         if section.nodes > 1:
             yield from _role(role, section)
     cluster = spec.cluster
-    far = [section for _, section in sections if section.nodes > 1]
+    far = [section for _, section in sections if section.leaves_host]
     if cluster is not None:
         by_shell = any(through_shell(section) for section in far)
         for key in sorted(cluster.model_fields_set):
@@ -35,28 +35,32 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
             hint = "name the address that `hostname -I` shows, or leave it out"
             yield Problem("cluster.address", "no other host can reach this one there", hint, show(cluster.address))
     if not (cluster and cluster.hostfile):
-        unnamed = [role for role, section in sections if section.nodes > 1 and through_shell(section)]
+        unnamed = [(role, section) for role, section in sections if through_shell(section)]
         if unnamed:
+            role, section = unnamed[0]
             hint = 'add hostfile = "hosts" under [cluster]: a file with a line `host slots=N` per node, this host first'
-            yield Problem("cluster.hostfile", f"{unnamed[0]} has several nodes, and nothing names them", hint)
+            has = "has several nodes, and nothing names them"
+            has = has if section.nodes > 1 else "is on another node, and nothing names it"
+            yield Problem("cluster.hostfile", f"{role} {has}", hint)
 
 
 def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     key, value = f"{role}.nodes", str(section.nodes)
-    if not ROLES[role].together:
+    if not ROLES[role].spreads:
         yield Problem(key, f"the {role} role stays on the driver's host", "remove the key", value)
         return
     if section.processes % section.nodes:
         message = f"{section.processes} processes cannot be shared evenly by {section.nodes} nodes"
         hint = f"use a multiple of {section.nodes}, e.g. {_next_multiple(section.processes, section.nodes)}"
         yield Problem(f"{role}.processes", message, hint, str(section.processes))
-    if section.launcher == "python":
+    if section.launcher == "python" and ROLES[role].together:
         hint = f'write "torchrun", "deepspeed" or, inside a SLURM job, "srun" as {role}.launcher'
         yield Problem(f"{role}.launcher", f"starts processes on this host only, and {key} is {value}", hint, '"python"')
 
 
 def through_shell(section: RoleSection) -> bool:
-    return section.launcher in ("torchrun", "deepspeed")
+    """Whether a remote shell starts the role on its other hosts."""
+    return section.leaves_host and section.launcher != "srun"
 
 
 def _next_multiple(number: int, of: int) -> int:

@@ -26,15 +26,9 @@ def reward_model_problems(spec: Spec) -> Iterator[Problem]:
     for index in asking[1:]:
         hint = f"change the weight of reward.terms.{asking[0]} instead"
         yield Problem(f"reward.terms.{index}", "asks the same model again", hint, 'kind = "model"')
-    if getattr(spec.algorithm, "dynamic_sampling", False) and _takes_turns(spec):
+    if getattr(spec.algorithm, "dynamic_sampling", False) and spec.colocated:
         message = (
             "refills are sampled after groups were scored, and the reward model takes the sampler's device for that"
         )
         hint = 'set it to false, or give rollout devices of its own (and leave run.colocate = "always" out)'
         yield Problem("algorithm.dynamic_sampling", message, hint, "true")
-
-
-def _takes_turns(spec: Spec) -> bool:
-    if spec.run.colocate == "auto":
-        return bool(set(spec.actor.devices) & set(spec.rollout.devices))
-    return spec.run.colocate == "always"

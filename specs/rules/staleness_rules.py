@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.roles import ROLES
+from specs.schema.roles import ROLES, ROLLOUT
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -22,7 +22,7 @@ def run_ahead_problems(spec: Spec) -> Iterator[Problem]:
         yield Problem(_KEY, message, f"set {_KEY} = 0, or leave run.colocate out", show(most))
         return
     for role in [role for role in ROLES if role in spec.roles and ROLES[role].is_trainer]:
-        shared = sorted(set(spec.role(role).devices) & set(spec.rollout.devices))
+        shared = sorted({number for _, number in spec.gpus(role) & spec.gpus(ROLLOUT)})
         if shared:
             message = (
                 f"samples while the actor learns, and rollout shares GPU {', '.join(map(str, shared))} with {role}"

@@ -15,7 +15,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of to
 
 def same_host(spec: Spec) -> bool:
     """Whether every replica is on the host of the actor's rank 0, which is the driver's."""
-    return spec.rollout.nodes == 1
+    return not spec.rollout.leaves_host
 
 
 def same_gpu(spec: Spec) -> bool:
@@ -28,7 +28,7 @@ def choose_transport(spec: Spec) -> tuple[TransportKind, str]:
     if spec.sync.transport != "auto":
         return spec.sync.transport, "as asked"
     if not same_host(spec):
-        return "folder", "the rollouts are on several hosts"
+        return "folder", "some replicas are on other hosts"
     if not (spec.actor.devices or spec.rollout.devices):
         return "shm", "actor and rollout share a host"
     # CUDA IPC and NCCL would spare the way over the host, but have not been run yet.
@@ -39,7 +39,7 @@ def transport_problems(spec: Spec) -> Iterator[Problem]:
     """Transports that cannot work for this placement, and keys of another transport."""
     sync, (transport, _) = spec.sync, choose_transport(spec)
     if transport == "shm" and not same_host(spec):
-        message = f"shared memory stays on one host, and the rollouts are on {spec.rollout.nodes}"
+        message = "shared memory stays on one host, and some replicas are on others"
         yield Problem("sync.transport", message, 'write "folder" or "auto"', show(sync.transport))
     if transport == "cuda_ipc" and not same_gpu(spec):
         yield _not_one_gpu(spec)

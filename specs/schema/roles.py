@@ -77,9 +77,14 @@ class Role:
 
     @property
     def together(self) -> bool:
-        """Whether its ranks compute together; else each is a replica of its own. Only such a role may lie on several
-        hosts, and needs a launcher."""
+        """Whether its ranks compute together, and need a launcher on several hosts; else each is a replica of its
+        own."""
         return self.is_trainer
+
+    @property
+    def spreads(self) -> bool:
+        """Whether its section may name several hosts."""
+        return self.together or self.samples
 
     @property
     def metrics(self) -> str:

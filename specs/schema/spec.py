@@ -22,7 +22,7 @@ from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngine
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.eval_sets import EvalSection, Evaluation
 from specs.schema.rewards import MAX_SCORE, RewardTermTable
-from specs.schema.roles import ACTOR, CRITIC, ROLES, Role, RoleName
+from specs.schema.roles import ACTOR, CRITIC, ROLES, ROLLOUT, Role, RoleName
 from specs.schema.sections import (
     CheckpointSection,
     ClusterSection,
@@ -66,6 +66,16 @@ class RoleSection(Table):
     )
     env: dict[str, str] = Field({}, description="Extra environment variables of this role.")
     threads: int | None = Field(None, gt=0, description="CPU threads per process; unset: shared out by the plan.")
+
+    @property
+    def hosts(self) -> range:
+        """Numbers of its hosts. 0 is the driver's."""
+        return range(self.nodes)
+
+    @property
+    def leaves_host(self) -> bool:
+        """Whether some of its processes are on other hosts than the driver's."""
+        return self.hosts != range(1)
 
 
 class ModelRole(RoleSection):
@@ -192,6 +202,13 @@ class RolloutSection(RoleSection):
     """The model that samples. It always holds the actor's weights."""
 
     engine: RolloutEngineTable = Field(TorchRolloutTable(), description="What samples.")
+    first_node: int = Field(
+        0,
+        ge=0,
+        lt=512,
+        description="Number of its first host in the hostfile, where 0 is the driver's and the trainers' first. Behind "
+        "the trainers' last host, the replicas have theirs to themselves.",
+    )
     dtype: DType | None = Field(None, description="Precision; unset: the actor's.")
     attn_implementation: Attention | None = Field(
         None, description="This role's attention; unset: `model.attn_implementation`."
@@ -233,6 +250,10 @@ class RolloutSection(RoleSection):
         description="How often replicas that crashed or hang are started again before the run fails, in all and per "
         "attempt; 0: never.",
     )
+
+    @property
+    def hosts(self) -> range:
+        return range(self.first_node, self.first_node + self.nodes)
 
 
 class RewardSection(RoleSection):
@@ -394,6 +415,18 @@ class Spec(Table):
             warn_at = warn_at or cut + (1e-4 if exact else 0.03) + LEARNED_A_STEP_WARN * rollout.max_staleness
             limit = limit or cut + (1e-2 if exact else 0.3) + LEARNED_A_STEP_STOP * rollout.max_staleness
         return warn_at, limit
+
+    def gpus(self, role: RoleName) -> frozenset[tuple[int, int]]:
+        """(number of the host, number of the GPU there) of each that a role names."""
+        section = self.role(role)
+        return frozenset((host, device) for host in section.hosts for device in section.devices)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether trainers and rollouts take turns on their devices."""
+        if self.run.colocate == "auto":
+            return bool(self.gpus(ACTOR) & self.gpus(ROLLOUT))
+        return self.run.colocate == "always"
 
     def dtype(self, role: RoleName) -> DType:
         """Precision of a role's model: a sampler without one of its own has the actor's."""

@@ -8,7 +8,16 @@ import pytest
 
 from workers.main import _see_own_device, place_from_env
 
-PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RLCTL_RANK", "RLCTL_SIZE", "RLCTL_GROUP_SIZE")
+PLACE = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "RLCTL_RANK",
+    "RLCTL_SIZE",
+    "RLCTL_GROUP_SIZE",
+    "RLCTL_LOCAL_SIZE",
+)
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, devices: str, **place: str) -> str:
@@ -39,7 +48,9 @@ def test_replicas_share_out_the_gpus(
     """Started one by one, as the launcher `python` does."""
     for rank, share in enumerate(shares):
         place = {"RLCTL_RANK": str(rank), "RLCTL_SIZE": str(size), "LOCAL_RANK": str(rank), "RLCTL_GROUP_SIZE": "1"}
-        assert seen(monkeypatch, devices, **place) == share
+        assert seen(monkeypatch, devices, **place, RLCTL_LOCAL_SIZE=str(size)) == share
+        behind = {"RLCTL_RANK": str(size + rank), "RLCTL_SIZE": str(2 * size), "LOCAL_RANK": str(rank)}  # second node
+        assert seen(monkeypatch, devices, **behind, RLCTL_GROUP_SIZE="1", RLCTL_LOCAL_SIZE=str(size)) == share
 
 
 def test_a_group_has_one_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from running import REPO, environment, metrics, preset, rlctl, steps_done, wait_for, workers_of
-from two_hosts import REMOTE_SHELL, TwoHosts, two_hosts
+from running import REPO, environment, metrics, preset, rlctl, steps_done, trajectory, wait_for, workers_of
+from some_hosts import REMOTE_SHELL, Hosts, left_in, some_hosts
 
 from rlctl.processes.channel import Hub
 from specs.errors import ChannelError
@@ -23,31 +23,33 @@ from workers.connection import Dial, Link
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    *("--set", "run.steps=2", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
+    *("--set", "run.steps=8", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
     *("--set", "algorithm.mini_batches_per_step=1", "--set", "actor.optimizer.warmup_steps=0"),
     *("--set", "eval.every=1000000", "--set", "eval.prompts=2", "--set", "actor.micro_batch_tokens=256"),
 )
 FAR = ("--set", "actor.processes=2", "--set", "actor.nodes=2", "--set", "actor.launcher=torchrun")
+COLOCATED = ("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "run.colocate=always")
+APART = ("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "rollout.first_node=1")
 
 
 @pytest.fixture(scope="module")
 def hosts():
-    with two_hosts() as made:
+    with some_hosts() as made:
         if made is None:
             pytest.skip("this process may not make network namespaces")
         yield made
 
 
 @pytest.fixture
-def spec(hosts: TwoHosts, tmp_path: Path) -> Path:
+def spec(hosts: Hosts, tmp_path: Path) -> Path:
     path = preset("quickstart", tmp_path)
-    (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{hosts.there} slots=2\n")
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in hosts.names))
     with path.open("a") as file:
         file.write(f'\n[cluster]\nhostfile = "hosts"\naddress = "{hosts.address}"\nremote_shell = {REMOTE_SHELL}\n')
     return path
 
 
-def train(hosts: TwoHosts, spec: Path, run: Path, *options: str) -> subprocess.Popen[str]:
+def train(hosts: Hosts, spec: Path, run: Path, *options: str) -> subprocess.Popen[str]:
     """`rlctl train` on the first host."""
     command = hosts.command(sys.executable, "-m", "rlctl", "train", str(spec), "--run-dir", str(run), *options)
     env = environment(PYTHONPATH=str(REPO), OMP_NUM_THREADS="1")
@@ -56,31 +58,55 @@ def train(hosts: TwoHosts, spec: Path, run: Path, *options: str) -> subprocess.P
     )
 
 
-def left_in(host: str) -> list[str]:
-    """Processes in a namespace."""
-    done = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True)
-    return done.stdout.split()
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one host."""
+    folder = tmp_path_factory.mktemp("near")
+    done = rlctl("train", preset("quickstart", folder), "--run-dir", folder / "run", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
 
 
-def test_an_actor_on_two_hosts_trains_as_one_on_one(hosts: TwoHosts, spec: Path, tmp_path: Path) -> None:
-    far = train(hosts, spec, tmp_path / "far", *SMALL, *FAR)
+def test_trainers_and_replicas_on_two_hosts_train_as_on_one(
+    hosts: Hosts, spec: Path, near: Path, tmp_path: Path
+) -> None:
+    far = train(hosts, spec, tmp_path / "far", *SMALL, *FAR, *COLOCATED)
     output = far.communicate(timeout=170)[0]
     assert far.returncode == 0, output
-    assert left_in(hosts.here) == left_in(hosts.there) == []
-    alone = preset("quickstart", tmp_path)
-    near = rlctl("train", alone, "--run-dir", tmp_path / "near", *SMALL)
-    assert near.returncode == 0, near.stdout + near.stderr
-    for one, two in zip(metrics(tmp_path / "near"), metrics(tmp_path / "far"), strict=True):
+    assert hosts.idle
+    for one, two in zip(metrics(near), metrics(tmp_path / "far"), strict=True):
         if one["step"] > 0:
             assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-6)
             assert two["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-5)
             assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
     built = json.loads((tmp_path / "far" / "as_built.json").read_text())
-    assert [rank["rank"] for rank in built["actor"]] == [0, 1]
+    assert [[rank["rank"] for rank in built[role]] for role in ("actor", "rollout")] == [[0, 1], [0, 1]]
+
+
+def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_and_come_back(
+    hosts: Hosts, spec: Path, near: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = train(hosts, spec, run, *SMALL, *APART)
+    try:
+        wait_for(lambda: steps_done(run) > 0 or process.poll() is not None, 150, "the first step")
+        replicas = {replica.name(): str(replica.pid) for replica in workers_of(run)["rollout"]}
+        there = [replicas[f"rlctl-rollout{rank}"] in left_in(host) for rank, host in enumerate(hosts.names[1:])]
+        assert there == [True, True]
+        os.kill(int(replicas["rlctl-rollout1"]), signal.SIGKILL)
+        output = process.communicate(timeout=150)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert "rollout rank 1 was lost" in output
+    assert metrics(run)[-1]["rollout/restarts"] == 1
+    # All but the last, the gap: the last bits of a sampler's own log-probs depend on what else was in its batch.
+    assert [line[:-1] for line in trajectory(run)] == [line[:-1] for line in trajectory(near)]
+    assert hosts.idle
 
 
 @pytest.mark.parametrize("victim", ["remote rank", "driver"])
-def test_a_death_ends_the_run_on_both_hosts(hosts: TwoHosts, spec: Path, tmp_path: Path, victim: str) -> None:
+def test_a_death_ends_the_run_on_both_hosts(hosts: Hosts, spec: Path, tmp_path: Path, victim: str) -> None:
     run = tmp_path / "run"
     process = train(hosts, spec, run, *SMALL, *FAR, "--set", "run.steps=100000")
     try:
@@ -95,7 +121,7 @@ def test_a_death_ends_the_run_on_both_hosts(hosts: TwoHosts, spec: Path, tmp_pat
         target = ranks["rlctl-actor1"].pid if victim == "remote rank" else process.pid
         os.kill(target, signal.SIGKILL)
         output = process.communicate(timeout=60)[0]
-        wait_for(lambda: left_in(hosts.here) == left_in(hosts.there) == [], 60, "the end of both hosts' processes")
+        wait_for(lambda: hosts.idle, 60, "the end of both hosts' processes")
         assert time.monotonic() - started < 60
     finally:
         process.kill()
@@ -115,7 +141,7 @@ def test_a_death_ends_the_run_on_both_hosts(hosts: TwoHosts, spec: Path, tmp_pat
     ],
 )
 def test_a_host_that_cannot_take_part_is_found_before_the_start(
-    hosts: TwoHosts, spec: Path, tmp_path: Path, change: str, words: str
+    hosts: Hosts, spec: Path, tmp_path: Path, change: str, words: str
 ) -> None:
     options: tuple[str, ...] = ()
     if "slots=2" in change:
@@ -126,17 +152,17 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
     elif change == "address":
         options = ("--set", "cluster.address=10.77.0.9")
     else:
-        subprocess.run(["ip", "-n", hosts.there, "link", "set", "cable", "down"], check=True)
+        hosts.plug(hosts.there, "down")
     try:
         process = train(hosts, spec, tmp_path / "run", *SMALL, *FAR, *options)
         output = process.communicate(timeout=60)[0]
     finally:
-        subprocess.run(["ip", "-n", hosts.there, "link", "set", "cable", "up"], check=True)
+        hosts.plug(hosts.there, "up")
     assert process.returncode == 2, output
     assert words in output
     assert "hint:" in output
     assert not (tmp_path / "run").exists()
-    assert left_in(hosts.here) == left_in(hosts.there) == []
+    assert hosts.idle
 
 
 def test_a_wrong_key_cannot_connect() -> None:

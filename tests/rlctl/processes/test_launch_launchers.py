@@ -13,15 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from listeners import listeners
-from probe_groups import SUPPORT, probe_groups
+from probe_groups import SUPPORT, probe_groups, wait_until
 from running import preset, rlctl, wait_for
 from strangers import disturb_all
 from test_placement import plan as make
 
+from rlctl.processes.calls import RanksLost
+from rlctl.processes.failures import Evidence
 from rlctl.processes.launch import remote_script
 from rlctl.processes.placement import RolePlan, package_root
+from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import RoleFailure
 from specs.wire.messages import Verb
 from workers.watchdog import kill_marked, pids_marked
@@ -132,6 +136,46 @@ def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path) -> No
         with pytest.raises(RoleFailure, match="SIGKILL") as caught:
             groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
         assert (caught.value.rank, caught.value.host) == (1, "second")
+
+
+def replicas_on_two_nodes() -> RolePlan:
+    """Two here and two on a node that is this machine too, behind a plain `sh`."""
+    made = make(
+        rollout={"processes": 4, "nodes": 2},
+        cluster={"hostfile": str(Path(__file__).parent / "two.hosts"), "address": "127.0.0.1"},
+    ).role("rollout")
+    (there,) = made.remote
+    env = {**made.env, "PYTHONPATH": probe_plan("python").env["PYTHONPATH"]}
+    return replace(made, env=env, remote=(replace(there, shell=("sh",), env=env),))
+
+
+def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_line(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, replicas_on_two_nodes()) as groups:
+        rollout = groups["rollout"]
+        said: list[Evidence] = []
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 3, said.append))
+        first = [answer.body for answer in rollout.call(Verb.PING)]
+        assert [body["local_rank"] for body in first] == [0, 1, 0, 1]
+        assert len({psutil.Process(body["pid"]).ppid() for body in first}) == 2, "this process, and one keeper"
+        with pytest.raises(RanksLost) as caught:
+            rollout.call(Verb.PING, {"do": "kill", "rank": 3})
+        assert caught.value.call.lost == {3}
+        with groups.restart("rollout") as ranks:
+            assert ranks == [3]
+        again = [answer.body["pid"] for answer in rollout.call(Verb.PING)]
+        assert [body["pid"] for body in first][:3] == again[:3]
+        assert psutil.Process(again[3]).ppid() == psutil.Process(again[2]).ppid(), "the same keeper"
+
+        os.kill(psutil.Process(again[3]).ppid(), signal.SIGKILL)  # and with it the line
+        assert wait_until(lambda: (groups.tick(), groups.ranks.lost("rollout"))[1] == [2, 3])
+        assert "the line to second ended" in said[-1].message
+        with groups.restart("rollout") as ranks:
+            assert ranks == [2, 3]
+        assert len(rollout.call(Verb.PING)) == 4
+        assert "rollout rank 2 is started again" in (tmp_path / "rollout" / "rank2.log").read_text()
+        with pytest.raises(RoleFailure, match="SIGKILL") as failure:
+            rollout.call(Verb.PING, {"do": "kill", "rank": 2})
+        assert (failure.value.rank, failure.value.host) == (2, "second")
 
 
 def test_a_node_ends_with_its_line_to_the_driver(tmp_path: Path) -> None:

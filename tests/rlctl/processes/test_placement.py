@@ -172,6 +172,36 @@ def test_two_groups_on_two_nodes_meet_at_two_ports(tmp_path: Path) -> None:
     assert made.hosts == ("b",)
 
 
+def test_replicas_on_the_trainers_nodes(tmp_path: Path) -> None:
+    engine = {"kind": "vllm", "tensor_parallel": 2}
+    rollout = {"processes": 2, "nodes": 2, "devices": [0, 1], "engine": engine, "python": "vllm/bin/python"}
+    made = _two_nodes(tmp_path, "torchrun", devices=[0, 1], rollout=rollout)
+    role = made.role("rollout")
+    python = "/specs/vllm/bin/python"
+    assert role.command == (python, "-m", "workers.main", "--role", "rollout")
+    (there,) = role.remote
+    assert (there.host, there.shell, there.command) == ("b", ("ssh", "-o", "BatchMode=yes", "b"), role.command)
+    assert (role.here, role.ranks_of(1), role.host_of(1)) == ((0,), (1,), "b")
+    assert there.env["CUDA_VISIBLE_DEVICES"] == role.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert there.env["GLOO_SOCKET_IFNAME"] == "lo", "a replica is on one host"
+    assert made.colocated
+
+
+def test_replicas_on_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")  # of this host, which has no replica
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\nc slots=2\n")
+    rollout = {"processes": 4, "nodes": 2, "first_node": 1, "devices": [0, 1]}
+    cluster = {"hostfile": str(tmp_path / "hosts")}
+    made = plan(actor={"devices": [0]}, rollout=rollout, cluster=cluster)
+    role = made.role("rollout")
+    assert [(node.host, role.ranks_of(node.node_rank)) for node in role.remote] == [("b", (0, 1)), ("c", (2, 3))]
+    assert [node.env["CUDA_VISIBLE_DEVICES"] for node in role.remote] == ["0,1", "0,1"]
+    assert (role.here, made.hosts, made.address) == ((), ("b", "c"), "{address}")
+    assert not made.colocated, "GPU 0 of another host"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert plan(actor={"devices": [0]}, rollout={**rollout, "first_node": 0}, cluster=cluster).colocated
+
+
 def test_gpus_are_numbered_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     made = plan(actor={"devices": [0]}, rollout={"devices": [1]})

@@ -91,7 +91,7 @@ AT_RUN_TIME = {
 # Keys that only ever take one value: any other is refused, and the refusal says why.
 ONE_VALUE = {
     "schema",
-    *("reward.launcher", "reward.processes", "reward.nodes", "reward.devices", "rollout.launcher", "rollout.nodes"),
+    *("reward.launcher", "reward.processes", "reward.nodes", "reward.devices", "rollout.launcher"),
     *("critic.engine.logits_chunk_tokens", "critic.engine.shard"),
     *("reward_model.engine.sync_every_micro_batch", "reward_model.engine.offload_optimizer"),
     *("reward_model.engine.stage", "reward_model.engine.logits_chunk_tokens", "reward_model.engine.shard"),
@@ -191,6 +191,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "critic.engine.shard": {"critic.processes": 4, "critic.engine.replicate": 2},
     "critic.engine.replicate": {"critic.processes": 2, "critic.launcher": "torchrun"},
     "actor.sequence_parallel": {"actor.processes": 2, "actor.launcher": "torchrun"},
+    **{key: {"rollout.processes": 2, **NODES} for key in ("rollout.nodes", "rollout.first_node")},
     "actor.nodes": {"actor": {"processes": 2, "launcher": "srun"}},
     "actor.launcher": {"actor.processes": 2},
     "actor.lora": {"actor.lora": {}, "model.from_scratch": False},

@@ -1,0 +1,78 @@
+"""Several hosts on one machine: network namespaces joined by cables to a switch, with their own loopback beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+REMOTE_SHELL = '["ip", "netns", "exec", "{host}", "sh"]'
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Names of the namespaces, which stand for host names, and the first one's address on its cable."""
+
+    here: str
+    there: str
+    third: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        """`words` as a command that runs on the first host."""
+        return ["ip", "netns", "exec", self.here, *words]
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        return self.here, self.there, self.third
+
+    @property
+    def idle(self) -> bool:
+        """No process is left on any of them."""
+        return not any(left_in(name) for name in self.names)
+
+    def plug(self, host: str, state: str) -> None:
+        """`state` is "up" or "down", of the host's cable."""
+        subprocess.run(["ip", "-n", host, "link", "set", "cable", state], check=True)
+
+
+def left_in(host: str) -> list[str]:
+    """Processes in a namespace."""
+    done = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@contextmanager
+def some_hosts() -> Iterator[Hosts | None]:
+    """Three joined hosts; None where this process may not make network namespaces."""
+    mark = f"rl{os.getpid()}"
+    names, switch = [f"{mark}{letter}" for letter in "abc"], f"{mark}s"
+    try:
+        yield Hosts(*names, "10.77.0.1") if _build(names, switch) else None
+    finally:
+        for name in (*names, switch):
+            _run("ip", "netns", "delete", name)
+
+
+def _build(names: list[str], switch: str) -> bool:
+    """The namespaces and the cables; False as soon as one command is refused."""
+    if shutil.which("ip") is None:
+        return False
+    on_switch = ("-n", switch, "link")
+    steps: list[tuple[str, ...]] = [("netns", "add", switch), (*on_switch, "add", "name", "switch", "type", "bridge")]
+    steps += [(*on_switch, "set", "switch", "up")]
+    for number, host in enumerate(names, start=1):
+        port = f"port{number}"
+        steps += [("netns", "add", host)]
+        steps += [("link", "add", "cable", "netns", host, "type", "veth", "peer", "name", port, "netns", switch)]
+        steps += [(*on_switch, "set", port, "master", "switch"), (*on_switch, "set", port, "up")]
+        steps += [("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")]
+        steps += [("-n", host, "link", "set", device, "up") for device in ("cable", "lo")]
+    return all(_run("ip", *step) for step in steps)
+
+
+def _run(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0 if shutil.which("ip") else False
