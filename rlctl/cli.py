@@ -170,6 +170,35 @@ def train(
     raise typer.Exit(run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of))
 
 
+@app.command("eval")
+def evaluate(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.", show_default=False
+        ),
+    ],
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SPEC", help="Whose [eval], [data] and [reward]; default: the run's own.", show_default=False
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Checkpoint of the run; default: the newest.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write; default: below run.dir.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
+) -> None:
+    """Evaluate a checkpoint or a model on the sets of [eval], and train nothing."""
+    from rlctl.run.evaluate import evaluate as run
+
+    raise typer.Exit(run(what, spec, overrides or [], step=step, out=out, as_json=as_json))
+
+
 @app.command()
 def sweep(
     spec: SpecFile,

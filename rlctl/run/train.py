@@ -162,7 +162,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
             interrupt.check(finish_first=window.is_open)
 
         progress.phase("build")
-        groups = stack.enter_context(_open_groups(spec, run_dir, plan, tick))
+        groups = stack.enter_context(open_groups(spec, run_dir, plan, tick))
         progress.follow(groups.moving)
         keep_to = None if not resume else checkpoint.step if checkpoint else -1
         if keep_to is not None:
@@ -188,7 +188,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
             raise
 
 
-def _open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None]) -> Groups:
+def open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None]) -> Groups:
     """The run's processes, none of them started. `tick` is called while waiting for any of them, at least ten times a
     second."""
     return Groups(

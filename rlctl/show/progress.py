@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -38,6 +38,8 @@ class Progress:
     `live` forces the panel on or off; by default it follows the console.
     """
 
+    unit = "step"  # what is counted
+
     def __init__(
         self, total_steps: int, start_step: int, name: str, console: Screen | None = None, live: bool | None = None
     ) -> None:
@@ -64,7 +66,7 @@ class Progress:
 
     # ── the driver's side ─────────────────────────────────────────────────────────────────────────
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._started = self._phase_started = time.monotonic()
         if self.live:
             self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
@@ -217,7 +219,7 @@ class Progress:
 
     def _head(self) -> RenderableType:
         elapsed = duration(time.monotonic() - self._started)
-        step, eta = f"step {self._step}/{self._total}", f"{elapsed} · ETA {duration(self.eta_s)}"
+        step, eta = f"{self.unit} {self._step}/{self._total}", f"{elapsed} · ETA {duration(self.eta_s)}"
         name = Text(self._name, style="bold")
         if self.console.width < NARROW:
             return _fitting([Text(step), Text(eta), name], self.console.width)

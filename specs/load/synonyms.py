@@ -312,7 +312,7 @@ ABSENT = {
     "resume_mode": "`rlctl train SPEC --resume` goes on from the newest checkpoint",
     "resume_from_path": "`rlctl train SPEC --resume` goes on from the newest checkpoint",
     "load_checkpoint": "`rlctl train SPEC --resume` goes on from the newest checkpoint",
-    "val_only": "there are no runs that only evaluate; run.steps = 1 evaluates before and after one step",
+    "val_only": "`rlctl eval MODEL SPEC` evaluates and trains nothing",
     "val_kwargs": "how an evaluation samples stands in [eval]: samples_per_prompt, temperature, top_p",
     "val_before_train": "an evaluation runs before the first step wherever there is an [eval] section",
     "remote_rm_url": 'write a reward term of the kind "function" that asks the server',

@@ -105,6 +105,9 @@ def test_export_refuses_options_it_does_not_know(tmp_path: Path) -> None:
     done = rlctl("export-checkpoint", "run", "out", "--dtype", "fp8", cwd=tmp_path)
     assert done.returncode == 2
     assert 'error: --dtype "fp8": not a choice' in done.stderr
+    lacking = rlctl("eval", "some/model", cwd=tmp_path)
+    assert lacking.returncode == 2
+    assert "name a spec with [eval], [data] and [reward]: rlctl eval some/model SPEC" in lacking.stderr
     missing = rlctl("export-checkpoint", "run", "out", cwd=tmp_path)
     assert missing.returncode == 2
     assert "Traceback" not in missing.stderr

@@ -28,16 +28,32 @@ def nothing_left(run_dir, timeout_s=20):
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+def evaluated_alone(run, folder):
+    """`rlctl eval` of a checkpoint says what the run said after that step, to the bit."""
+    done = rlctl("eval", run, "--step", "2", "--out", folder / "alone", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"weights of {run / 'checkpoints' / 'step_000002'}" in done.stderr.replace("\n", "")
+    found = json.loads(done.stdout)
+    assert (found["step"], found["out"]) == (2, str(folder / "alone"))
+    own = next(line for line in metrics(run) if line["step"] == 2)
+    sets = {key: value for key, value in own.items() if key.startswith("eval/")}
+    assert sets == {
+        f"eval/{name}/{key}": value for name, values in found["sets"].items() for key, value in values.items()
+    }
+    assert metrics(folder / "alone") == [{"step": 2, **sets}]
+    assert len((folder / "alone" / "eval.jsonl").read_text().splitlines()) == 4 + 12
+
+
 def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     run = tmp_path / "run"
     (tmp_path / "other.jsonl").write_text('{"prompt": "4231", "answer": "1234"}\n' * 3)
     sets = '{name="mine"}, {name="drawn", data="other.jsonl", prompts=3, samples_per_prompt=4, temperature=0.9}'
-    evaluated = ("--set", f"eval={{every=3, prompts=4, pass_score=0.05, sets=[{sets}]}}")
+    evaluated = ("--set", f"eval={{every=2, prompts=4, pass_score=0.05, sets=[{sets}]}}")
     done = rlctl("train", spec, "--run-dir", run, "--set", "run.steps=4", "--set", "checkpoint.every=2", *evaluated)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in metrics(run) if line["step"] > 0]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["step"] for line in lines if "eval/mine/reward_mean" in line] == [3, 4]
+    assert [line["step"] for line in lines if "eval/mine/reward_mean" in line] == [2, 4]
     wanted = """reward/mean reward/std actor/loss actor/grad_norm actor/entropy actor/kl actor/clip_fraction
         rollout/length_mean rollout/logprob_gap time/step_s time/rollout_s time/reward_s time/update_s time/sync_s
         perf/tokens_per_s sync/bytes sync/GB_per_s sync/verified""".split()  # noqa: SIM905
@@ -53,7 +69,7 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     assert {"step", "prompt", "completion", "reward"} <= set(sample)
     kept = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     answers = [line for line in kept if line["name"] == "mine"]
-    assert [line["step"] for line in answers] == [0] * 4 + [3] * 4 + [4] * 4, "every completion of every evaluation"
+    assert [line["step"] for line in answers] == [0] * 4 + [2] * 4 + [4] * 4, "every completion of every evaluation"
     drawn = [line for line in kept if line["name"] == "drawn" and line["step"] == 4]
     assert len(drawn) == 12
     assert len({line["completion"] for line in drawn[:4]}) > 1, "they are drawn, not greedy"
@@ -62,7 +78,8 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     assert [line["passed"] for line in drawn] == [one for prompt in passed for one in prompt]
     assert last["eval/drawn/pass@1"] == pytest.approx(sum(map(sum, passed)) / 12)
     assert last["eval/drawn/pass@4"] == sum(map(any, passed)) / 3
-    for step in (3, 4):
+    evaluated_alone(run, tmp_path)
+    for step in (2, 4):
         rewards = [line["reward"] for line in answers if line["step"] == step]
         told = next(line for line in metrics(run) if line["step"] == step)
         assert told["eval/mine/reward_mean"] == pytest.approx(sum(rewards) / 4)

@@ -117,7 +117,7 @@ def test_taking_turns_on_one_device_changes_nothing(finished, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_export_loads_and_generates(finished, tmp_path, dtype):
-    _, run, _ = finished
+    spec, run, _ = finished
     out = tmp_path / "exported"
     with pushed_hub() as hub:
         done = rlctl("export-checkpoint", run, out, "--dtype", dtype, "--push-to-hub", "mine", **variables(hub))
@@ -132,6 +132,21 @@ def test_export_loads_and_generates(finished, tmp_path, dtype):
     answer = model.generate(**rows, max_new_tokens=4, do_sample=False)
     assert answer.shape[1] > rows["input_ids"].shape[1]
     assert json.loads((out / "rlctl_export.json").read_text())["step"] == 6
+    if dtype == "fp32":
+        evaluated(out, spec, metrics(run)[-1], tmp_path)
+
+
+def evaluated(model, spec, last, folder):
+    """`rlctl eval` of the exported model says what the run's last evaluation said."""
+    asked = ("--set", "eval.prompts=8", "--set", "algorithm.kl_coef=0.01", "--out", folder / "alone")
+    done = rlctl("eval", model, spec, *asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for said in ("prompts × samples", "8 × 1", "mean reward", "term 0, exact_match", "eval heldout  8/8 completions"):
+        assert said in done.stdout
+    (line,) = metrics(folder / "alone")
+    assert {**line, "step": 6} == {key: value for key, value in last.items() if key in line}
+    assert json.loads((folder / "alone" / "resolved.json").read_text())["model"]["path"] == str(model)
+    assert "ref" not in json.loads((folder / "alone" / "as_built.json").read_text())
 
 
 def test_export_of_an_older_step(finished, tmp_path):

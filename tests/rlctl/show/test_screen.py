@@ -165,6 +165,7 @@ CALLS = {
     "check-config": [["{sound}"], ["{broken}"], ["{sound}", "--json"], ["{broken}", "--json"], ["gone", "--set", NAME]],
     "train": [["{sound}", "--dry-run"], ["{broken}"], ["{sound}", "--set", f"run.name={NAME}"], ["--run-dir", NAME]],
     "plan": [["{sound}"], ["{sound}", "--json"], ["{broken}"], ["{sound}", "--gpu-GiB", HOSTILE]],
+    "eval": [[NAME], [NAME, "{sound}"], ["some/model", "{broken}"], [NAME, "{sound}", "--set", NAME]],
     "report": [[NAME], [NAME, "other"], [NAME, "--out", f"{NAME}/x.html"]],
     "sweep": [
         *(["{sound}", "--set", f"run.name={NAME},b", "--dry-run"], ["{broken}", "--set", f"{NAME}=1,2"]),

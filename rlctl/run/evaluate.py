@@ -1,0 +1,194 @@
+"""`rlctl eval`: a checkpoint of a run, or a model, on the sets of a spec's `[eval]`. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.loop.driver import StepRecord, UpdateWindow
+from rlctl.preflight.file_problems import file_problems
+from rlctl.processes.hosts import plan_for_hosts
+from rlctl.processes.placement import Plan
+from rlctl.run import checkpoints
+from rlctl.run.export import find
+from rlctl.run.interrupt import Interrupt
+from rlctl.run.lineage import SpecSource, spec_source
+from rlctl.run.resume import check_fits
+from rlctl.run.run_dir import RunDir, told_as_disk_errors
+from rlctl.run.startup import start
+from rlctl.run.train import open_groups
+from rlctl.show import eval_keys
+from rlctl.show.eval_progress import EvalProgress
+from rlctl.show.metrics_file import MetricsWriter
+from rlctl.show.screen import Screen
+from rlctl.show.text_format import number, share
+from specs.errors import Interrupted, SpecError, UsageError
+from specs.load.load import load_spec
+from specs.schema.algorithms.algorithm_tables import Grpo
+from specs.schema.roles import ACTOR
+from specs.schema.spec import Spec
+from specs.terminal import json_text
+from specs.wire import bodies
+from specs.wire.messages import Verb
+
+_FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is evaluated: a checkpoint of a run, or (None) the model that the spec names by now."""
+
+    name: str
+    checkpoint: checkpoints.Checkpoint | None
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def evaluate(
+    what: str,
+    spec_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    step: int | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """`what`: the directory of a run, whose own spec stands in where none is named, or a model's folder or hub id.
+    Writes `out`: eval.jsonl, metrics.jsonl, logs. Returns 0; every failure is an RlctlError with its own exit code."""
+    run_dir = Path(what) if (Path(what) / "resolved.json").is_file() else None
+    if run_dir is None and spec_path is None:
+        hint = f"name a spec with [eval], [data] and [reward]: rlctl eval {what} SPEC"
+        raise UsageError(f"{what}: not the directory of a run, and a model says nothing of prompts", hint=hint)
+    if run_dir is None and step is not None:
+        raise UsageError(f"--step: {what} is a model, not a run", hint="leave it out")
+    source = _source(run_dir, spec_path)
+    more = [] if run_dir else [f"model.path={json.dumps(_model(what))}", "model.from_scratch=false"]
+    spec = load_spec(source.path, [*overrides, *more], lambda note: None)
+    if spec.eval is None:
+        raise UsageError(f"{source.path} has no [eval]", hint="add it: which prompts, how many, how they are completed")
+    target = Target(what, find(run_dir, step) if run_dir else None)
+    if target.checkpoint is not None:
+        check_fits(target.checkpoint.manifest, spec, source.folder)
+    spec = without_learning(spec, adapters=run_dir is not None)
+    errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out)
+    if errors:
+        raise SpecError(errors)
+    run = RunDir(out or _free(Path(spec.run.dir), what, target))
+    plan = plan_for_hosts(spec, source.folder, run.path)
+    run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])
+    screen = Screen(stderr=as_json, outlives=True)
+    total = sum(one.samples for one in spec.evaluations)
+    try:
+        with told_as_disk_errors(run.path), EvalProgress(Path(what).name, total, screen) as progress:
+            for warning in warnings:
+                progress.warning(str(warning))
+            record = _measure(spec, source.folder, run, plan, target, progress)
+        _write(run, target.step, record)
+    finally:
+        run.release()
+    if as_json:
+        about = {"model": what, "step": target.step, "out": str(run.path)}
+        print(json_text({**about, "sets": eval_keys.by_set(record.metrics)}))
+        return 0
+    screen.print(table(spec, record.metrics))
+    for one in spec.evaluations:
+        if (passes := one.passes(spec.reward.terms)) is not None:
+            screen.print(Text(f"{one.name}: {passes.words}"), soft_wrap=True)
+    screen.print(Text(f"completions: {run.evaluations}"), soft_wrap=True)
+    return 0
+
+
+def without_learning(spec: Spec, *, adapters: bool) -> Spec:
+    """The spec with what sampling and grading need: no reference, no critic. `adapters`: whether the actor has its
+    own; a model of its own has none."""
+    plain = Grpo(kind="grpo", group_size=2)
+    actor = spec.actor if adapters else spec.actor.model_copy(update={"lora": None})
+    unused = {"ref": None, "critic": None, "tracking": ()}
+    return spec.model_copy(update={"algorithm": plain, "actor": actor, **unused})
+
+
+def _source(run_dir: Path | None, spec_path: Path | None) -> SpecSource:
+    if spec_path is not None:
+        return SpecSource(spec_path, spec_path.absolute().parent)
+    assert run_dir is not None
+    return spec_source(run_dir, resume=True)
+
+
+def _model(what: str) -> str:
+    """A folder by its whole path: the spec's paths start elsewhere."""
+    folder = Path(what).expanduser()
+    return str(folder.absolute()) if folder.exists() else what
+
+
+def _free(folder: Path, what: str, target: Target) -> Path:
+    """A directory that is not there yet."""
+    name = f"{Path(what).name}-eval" + (f"-step{target.step}" if target.checkpoint else "")
+    names = [name, *(f"{name}-{again}" for again in range(2, 10_000))]
+    return next(folder / one for one in names if not (folder / one).exists())
+
+
+def _measure(spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, target: Target, progress: EvalProgress) -> StepRecord:
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+
+        def tick() -> None:
+            progress.tick()
+            if interrupt.count:
+                raise Interrupted(f"interrupted ({interrupt.name})", hint="nothing was kept: run it again")
+
+        progress.phase("build")
+        groups = stack.enter_context(open_groups(spec, run, plan, tick))
+        progress.follow(groups.moving)
+        driver = start(spec, spec_dir, run, plan, groups, UpdateWindow(), progress)
+        if target.checkpoint is not None:
+            groups[ACTOR].call(Verb.LOAD, bodies.Load(folder=str(target.checkpoint.path / ACTOR)))
+            progress.message(f"weights of {target.checkpoint.path}")
+        driver.begin(target.step)
+        return driver.evaluate(target.step, progress.arrived)
+
+
+def _write(run: RunDir, step: int, record: StepRecord) -> None:
+    with MetricsWriter(run.metrics) as metrics:
+        metrics.write({"step": step, **record.metrics})
+    with open(run.evaluations, "w", encoding="utf-8") as file:
+        file.writelines(json_text({"step": step, **sample}) + "\n" for sample in record.samples)
+
+
+def table(spec: Spec, metrics: Mapping[str, Any]) -> Table:
+    """A column for each set, a row for each metric."""
+    sets = eval_keys.by_set(metrics)
+    counts = {one.name: f"{one.prompts} × {one.samples_per_prompt}" for one in spec.evaluations}
+    shown = Table("", *sets, box=None, pad_edge=False)
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    shown.add_row("prompts × samples", *(counts[name] for name in sets))
+    for metric in dict.fromkeys(metric for values in sets.values() for metric in values):
+        if metric != "reward_stderr":
+            shown.add_row(_called(metric, spec), *(_cell(metric, values) for values in sets.values()))
+    return shown
+
+
+def _called(metric: str, spec: Spec) -> str:
+    """`term_0` says which term that is."""
+    index = metric.removeprefix("term_")
+    if index == metric or not index.isdecimal():
+        return {"reward_mean": "mean reward", "length_mean": "mean length", "failed": "not graded"}.get(metric, metric)
+    term = spec.reward.terms[int(index)]
+    return f"term {index}, {getattr(term, 'path', term.kind)}"
+
+
+def _cell(metric: str, values: Mapping[str, float]) -> str:
+    if metric not in values:
+        return "–"
+    if metric == eval_keys.MEAN:
+        return f"{number(values[metric])} ± {number(values.get('reward_stderr'), 2)}"
+    return share(values[metric]) if metric == _FINISHED else number(values[metric])
