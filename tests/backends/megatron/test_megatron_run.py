@@ -1,4 +1,5 @@
-"""The preset megatron-cpu end to end: an actor cut across two processes, in an interpreter of its own."""
+"""The preset megatron-cpu end to end, with a critic and a reference: actor and critic are cut across two processes
+each, in an interpreter of their own."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ SMALL = {
     "run.colocate": "always",  # it offloads and onloads in every step
     "checkpoint.every": 1,
     "data.prompts_per_step": 8,
+    "algorithm.kind": "ppo",
     "algorithm.group_size": 4,
     "algorithm.mini_batches_per_step": 2,
     "algorithm.kl_coef": 0.01,
+    "ref.engine.kind": "megatron",
+    "ref.python": PYTHON,
     "eval.every": 3,
     "eval.prompts": 8,
 }
@@ -35,7 +39,7 @@ STAGES = ("--set", "actor.engine.tensor_parallel=1", "--set", "actor.engine.pipe
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Two steps on two tensor ranks, one more in two stages."""
+    """Two steps on two tensor ranks, actor and critic, one more in two stages. The reference is whole in one rank."""
     folder = tmp_path_factory.mktemp("megatron")
     spec = preset("megatron-cpu", folder)
     for steps, more in ((2, ()), (3, ("--resume", *STAGES))):
@@ -52,20 +56,23 @@ def test_it_trains_what_ddp_trains(finished, tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["rollout/logprob_gap_max"] < 1e-4 and line["sync/verified"] is True for line in lines)
     plain = preset("megatron-cpu", tmp_path)
-    ddp = ("--set", "actor.engine.kind=ddp", "--set", "actor.python=", "--set", "run.steps=3")
+    ddp = [f"{role}.{key}" for role in ("actor", "ref") for key in ("engine.kind=ddp", "python=")]
+    ddp = [part for change in (*ddp, "run.steps=3") for part in ("--set", change)]
     done = rlctl("train", plain, "--run-dir", tmp_path / "run", *SETTINGS, *ddp)
     assert done.returncode == 0, done.stdout + done.stderr
     for ours, theirs in zip(lines, [line for line in metrics(tmp_path / "run") if line["step"] > 0], strict=True):
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
-        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+        for what in ("actor/grad_norm", "critic/grad_norm", "critic/loss"):
+            assert ours[what] == pytest.approx(theirs[what], rel=1e-3)
 
 
 def test_each_rank_says_its_axes(finished):
     _, run = finished
     built = json.loads((run / "as_built.json").read_text())
-    meshes = [rank["model"]["mesh"] for rank in built["actor"]]
-    assert meshes == [{"data": 1, "pipeline": 2, "tensor": 1}] * 2
-    assert {rank["python"] for rank in built["actor"]} == {str(PYTHON)}
+    of = {role: [rank["model"]["mesh"] for rank in built[role]] for role in ("actor", "critic", "ref")}
+    assert of["actor"] == of["critic"] == [{"data": 1, "pipeline": 2, "tensor": 1}] * 2
+    assert of["ref"] == [{"data": 1, "pipeline": 1, "tensor": 1}]
+    assert {rank["python"] for role in of for rank in built[role]} == {str(PYTHON)}
 
 
 def test_its_checkpoint_exports(finished, tmp_path):
