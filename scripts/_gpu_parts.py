@@ -462,6 +462,8 @@ def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
         for kind in kinds:
             sides[f"rlctl ddp, {kind}"] = lambda kind=kind: our_step(size, folder, kind)  # type: ignore[misc]
             sides[f"Hugging Face loop, {kind}"] = lambda kind=kind: plain_step(size, folder, kind)  # type: ignore[misc]
+        if find_spec("liger_kernel") and size.device == "cuda":
+            sides[f"rlctl ddp, {kinds[-1]}, liger"] = lambda: our_step(size, folder, kinds[-1], kernels="liger")
         lengths = [size.train_length] * size.train_sequences
         loss_tokens = sum(lengths) - PROMPT * len(lengths)
         counted = DecoderSize.of(config)
@@ -522,7 +524,7 @@ def train_rows(found: Mapping[str, Any]) -> Iterator[Row]:
     yield "formula", found["formula"]
 
 
-def our_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
+def our_step(size: Size, folder: Path, attention: str, kernels: str = "torch") -> Callable[[], float]:
     import _bench
     import numpy as np
 
@@ -535,7 +537,7 @@ def our_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:
     about = _bench.model_config(
         str(folder), size.train_length, dtype=size.dtype, device=device_of(size), attn_implementation=attention
     )
-    table = DdpTable(logits_chunk_tokens=1024)
+    table = DdpTable.model_validate({"logits_chunk_tokens": 1024, "kernels": kernels})
     engine = DdpTrainEngine.build(_bench.actor_config(about, table, size.micro_batch_tokens), Rank())
     rng, count, length = np.random.default_rng(0), size.train_sequences, size.train_length
     total = count * length

@@ -26,7 +26,6 @@ from backends.train.offload import Offloader
 from backends.train.policy import Policy
 from backends.train.role_group import join_group, leave_group
 from backends.train.tensor_shards import Shard, whole
-from backends.train.verify_packing import verify_packing
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.spec import DType, WeightForm
@@ -48,7 +47,7 @@ class DdpTrainEngine(HfTrainEngine):
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)
         self.offloading = Offloader()
         self.gradients_are_zero = True
-        verify_packing(self._run, model, self.device, group=self.sequences.group)
+        self._verify()
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:

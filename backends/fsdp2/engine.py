@@ -25,7 +25,6 @@ from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy
 from backends.train.role_group import join_group, leave_group, most_of_any_rank, pretended_group
 from backends.train.tensor_shards import Shard
-from backends.train.verify_packing import verify_packing
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
 from specs.schema.engines.fsdp2_table import Fsdp2Table
@@ -49,7 +48,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         allocate(self.policy, config.engine, self.device)
         self.weights = cut_tensors(model, self.mesh)
         self._read_weights(held.aliases)
-        verify_packing(self._run, model, self.device, group=self.sequences.group, computes_in=self.compute)
+        self._verify(self.compute)
         self.optimizer: RowsAdamW | None = None
         if config.optimizer is not None:
             learned = {name: self.weights[name] for name in self._learned()}

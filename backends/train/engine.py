@@ -56,6 +56,7 @@ from backends.train.tensor_shards import Shard, ShardReader, write_shards
 from backends.train.trainable import HeldModel, Make, hold_model
 from backends.train.trainer_state import TrainerState
 from backends.train.value_loss import ValueColumns
+from backends.train.verify_packing import verify_packing
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
 from backends.ulysses.sharding_manager import ShardingManager
 from backends.weights.tensor_bytes import DTYPES
@@ -118,7 +119,8 @@ class HfTrainEngine(TrainEngine):
             with pretended_group(rank):
                 group = sequence_group(rank, config.sequence_parallel)
                 said = replace(said, model=_on_sequences(said.model, group))
-        said = replace(said, model=said.model.model_copy(update={"activation_offload": config.activation_offload}))
+        found = {"activation_offload": config.activation_offload, **_kernels_of(policy)}
+        said = replace(said, model=said.model.model_copy(update=found))
         return said if config.model.head == "lm" else replace(said, not_seen=(*said.not_seen, "new_head"))
 
     @classmethod
@@ -128,7 +130,8 @@ class HfTrainEngine(TrainEngine):
 
     def built(self) -> ModelBuilt:
         about = _on_sequences(self._built(), self.sequences.group)
-        about = about.model_copy(update={"activation_offload": self.policy.offload is not None})
+        offloaded = self.policy.offload is not None
+        about = about.model_copy(update={"activation_offload": offloaded, **_kernels_of(self.policy)})
         if not has_score_layer(self.policy.model):
             return about
         weights = [weight for _, weight in self._full_weights(score_names(self.policy.model))]
@@ -137,6 +140,13 @@ class HfTrainEngine(TrainEngine):
     @abstractmethod
     def _built(self) -> ModelBuilt:
         """What the model is, its head aside. All ranks call it together."""
+
+    def _verify(self, computes_in: torch.dtype | None = None) -> None:
+        """What was built computes what transformers' model does. All ranks call it together. `computes_in`: precision
+        of the forward pass, where that is not the parameters' own. Raises ModelError."""
+        model, group = self.policy.model, self.sequences.group
+        self.policy.kernels.prove(self.device, computes_in or model.dtype)
+        verify_packing(self._run, model, self.device, group=group, computes_in=computes_in)
 
     def _read_weights(self, aliases: Mapping[str, Sequence[str]]) -> None:
         """Fill this rank's memory: the model's own weights from disk, adapters as they start. `aliases`: those of the
@@ -465,3 +475,7 @@ def _on_sequences(about: ModelBuilt, group: SequenceGroup) -> ModelBuilt:
     if group.group is None:
         return about
     return about.model_copy(update={"mesh": {**about.mesh, SEQUENCE: group.group.size()}})
+
+
+def _kernels_of(policy: Policy) -> dict[str, Any]:
+    return {"kernels": policy.kernels.name, "replaced_modules": dict(policy.kernels.replaced)}

@@ -13,9 +13,10 @@ from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.train.activations.activation_offload import ActivationOffload
+from backends.train.kernels.held_kernels import hold_kernels
 from backends.train.lm_head import Head, LogprobTask, LossTask
-from backends.train.rms_norm import use_fast_norms
 from backends.train.score_head import ScoreHead, ValueLossTask, ValueTask
+from specs.schema.engines.transformers_tables import OwnModules
 from specs.wire.role_config import TrainConfig
 
 Task = LossTask | LogprobTask | ValueLossTask | ValueTask
@@ -34,7 +35,8 @@ class Policy(nn.Module):
             self.head: Any = ScoreHead(model)
         else:
             self.head = Head(model, table.logits_chunk(model.config.get_text_config().vocab_size, on_gpu=on_gpu))
-        use_fast_norms(model)
+        asked = table.kernels if isinstance(table, OwnModules) else "torch"
+        self.kernels = hold_kernels(model, asked, config.model.device)
 
     def forward(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """The task at rows `rows_N` of a packed row: `LossResult`, log-probs or values [N]; without a task the logits

@@ -24,7 +24,6 @@ from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
 from backends.train.role_group import most_of_any_rank
 from backends.train.tensor_shards import Shard, whole
-from backends.train.verify_packing import verify_packing
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import named_weights, tensor_bytes
 from backends.zero.deepspeed_start import cut_model, start_deepspeed, stop_deepspeed
@@ -64,7 +63,7 @@ class ZeroTrainEngine(HfTrainEngine):
         self._make_moments()
         self.offloading = Offloader()
         self.gradients_are_zero = True
-        verify_packing(self._run, model, self.device, group=self.sequences.group)
+        self._verify()
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:

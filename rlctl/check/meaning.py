@@ -10,6 +10,7 @@ from rlctl.models.paths import resolve_model
 from rlctl.models.vocabulary import reference_of
 from rlctl.preflight.interpreters import SHOWN, look_at
 from rlctl.preflight.role_attention import role_attention
+from rlctl.preflight.role_kernels import role_kernels
 from rlctl.processes.placement import Plan
 from specs.schema.engines.engine_table import engine_of, not_known
 from specs.schema.mesh import mesh_is_known, mesh_of, shard_groups
@@ -32,6 +33,7 @@ def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
         "engine": section.engine.kind if holds_model else None,
         "dtype": spec.dtype(name) if holds_model else None,
         **_attention(spec, name, spec_dir),
+        **_kernels(spec, name, spec_dir),
         "launcher": placed.launcher,
         "processes": placed.processes,
         "nodes": placed.nodes,
@@ -119,3 +121,11 @@ def _attention(spec: Spec, role: RoleName, spec_dir: Path) -> dict[str, str | No
         "attn_function": found.function or None,
         "attn_why": found.problem or found.why,
     }
+
+
+def _kernels(spec: Spec, role: RoleName, spec_dir: Path) -> dict[str, str | None]:
+    """What norms, gated MLPs and rotations will compute with; null where the engine brings its own."""
+    found = role_kernels(spec, role, spec_dir)
+    if found is None:
+        return dict.fromkeys(("kernels", "kernels_asked", "kernels_why"))
+    return {"kernels": found.kernels, "kernels_asked": found.asked, "kernels_why": found.problem or found.why}

@@ -11,12 +11,14 @@ from rich.text import Text
 
 from rlctl.check.meaning import batch, reference, roles
 from rlctl.preflight.role_attention import role_attention
+from rlctl.preflight.role_kernels import role_kernels
 from rlctl.processes.placement import Plan
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted, number
 from specs.errors import Problem
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
+from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.mesh import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
 from specs.schema.roles import ACTOR
 from specs.schema.spec import RoleSection, Spec
@@ -50,6 +52,9 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
         out.print()
         out.print(_attention(findings.spec, spec_path.absolute().parent))
         out.print()
+        if (kernels := _kernels(findings.spec, spec_path.absolute().parent)).row_count:
+            out.print(kernels)
+            out.print()
         if any(findings.spec.role(name).python for name in findings.spec.roles):
             out.print(_interpreters_table(findings.spec, findings.plan, spec_path.absolute().parent))
             out.print()
@@ -257,4 +262,16 @@ def _attention(spec: Spec, spec_dir: Path) -> Table:
             open_ = "not known" if engine is not None and engine.attention is None else "its own"
             effect = "none" if found.problem else found.implementation or open_
             table.add_row(role, found.asked, effect, found.problem or found.why)
+    return table
+
+
+def _kernels(spec: Spec, spec_dir: Path) -> Table:
+    """One row per role that asks for other kernels than its model's own modules."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("role", "kernels asked", "in effect", "why"):
+        table.add_column(column, overflow="fold")
+    for role in spec.roles:
+        found = role_kernels(spec, role, spec_dir)
+        if found is not None and found.asked != OWN_MODULES:
+            table.add_row(role, found.asked, "none" if found.problem else found.kernels, found.problem or found.why)
     return table

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.models.expected import Expected
 from specs.errors import AsBuiltError, RunDirError
 from specs.json_file import read_object, write_object
+from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.mesh import SEQUENCE
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
@@ -51,6 +52,7 @@ def differences(spec: Spec, reports: Reports, expected: Mapping[RoleName, Expect
             for what, value, actual in compare(expected[role], model):
                 expect(where, what, value, actual)
             expect(where, "parameters (rank 0 built the first number)", first.parameters, model.parameters)
+            expect(where, "kernels (of rank 0 first)", _kernels(first), _kernels(model))
             expect(where, "weights (checksum of rank 0 first)", first.weights_checksum, model.weights_checksum)
     found += _across_roles(spec, reports)
     return found
@@ -72,6 +74,12 @@ def compare(expected: Expected, model: ModelBuilt, not_seen: Sequence[str] = ())
             axes = ((axis, value.get(axis, 0), actual.get(axis, 0)) for axis in {**value, **actual})
             found += [(f"ranks along the mesh axis {axis}", ask, have) for axis, ask, have in axes if ask != have]
     return found
+
+
+def _kernels(model: ModelBuilt) -> str:
+    """Their name, and how many modules they compute."""
+    replaced = ", ".join(f"{number} × {kind}" for kind, number in sorted(model.replaced_modules.items()))
+    return f"{model.kernels} ({replaced})" if replaced else model.kernels
 
 
 def _learner(model: ModelBuilt) -> str:
@@ -183,6 +191,8 @@ def table(spec: Spec, reports: Reports) -> Table:
         name = f"{_family(model)} {Path(model.path).name}"
         expected = spec.attention(role)
         attention = model.attn_implementation if expected != "auto" else f"{model.attn_implementation} (auto)"
+        if model.kernels != OWN_MODULES:
+            attention += f"\nkernels {_kernels(model)}"
         grid.add_row(role, held, name, _parameters(model), model.dtype, attention)
     return grid
 

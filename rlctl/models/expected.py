@@ -15,7 +15,9 @@ from rlctl.models.paths import config_of, resolve_model
 from specs.attention import Decision
 from specs.model_facts import model_facts
 from specs.model_shapes import ModelTensors
+from specs.rules.kernel_rules import kernels_of
 from specs.schema.engines.engine_table import TrainTable
+from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.engines.library_keys import leaves
 from specs.schema.mesh import built_mesh
 from specs.schema.roles import ROLES, RoleName
@@ -51,6 +53,9 @@ def _expected(spec: Spec, role: RoleName, spec_dir: Path, decision: Decision | N
             expected["attn_function"] = decision.function
     if section.engine.attention is None and decision is not None and decision.asked != "auto":
         expected["attn_implementation"] = decision.asked  # whether it does so is not known before
+    kernels = kernels_of(spec, role)
+    if kernels is not None and (kernels.asked != "auto" or kernels.kernels == OWN_MODULES):
+        expected["kernels"] = kernels.kernels
     config = config_of(spec.model_path(role), spec_dir)
     head = ROLES[role].head
     if section.engine.model_of is not None:

@@ -22,6 +22,7 @@ from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
 from rlctl.preflight.reward_files import own_function_problems, reward_problems
 from rlctl.preflight.role_attention import role_attention_problems
+from rlctl.preflight.role_kernels import role_kernel_problems
 from rlctl.preflight.sizes import size_problems
 from specs.errors import Problem
 from specs.model_facts import model_facts
@@ -51,6 +52,7 @@ def file_problems(
     (warnings if elsewhere else errors).extend(lacking)
     errors += address_problems(spec) if starting and not errors else []
     errors += role_attention_problems(spec, spec_dir)
+    (warnings if elsewhere else errors).extend(role_kernel_problems(spec, spec_dir))
     errors += hostfile_problems(spec, spec_dir)
     warnings += data_warnings
     (errors if starting else warnings).extend(_devices(spec))

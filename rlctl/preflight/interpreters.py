@@ -36,7 +36,16 @@ WATCHED = tuple(
     dict.fromkeys(
         (
             *(*SHOWN, "accelerate", "torchvision", "torchaudio", "tokenizers", "packaging", "jinja2"),
-            *("flash-attn", "flash-attn-3", "kernels", "sentencepiece", "mistral-common", *WORKER_PACKAGES),
+            *(
+                "flash-attn",
+                "flash-attn-3",
+                "kernels",
+                "liger-kernel",
+                "triton",
+                "sentencepiece",
+                "mistral-common",
+                *WORKER_PACKAGES,
+            ),
         )
     )
 )

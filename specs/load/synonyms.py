@@ -341,7 +341,10 @@ ABSENT = {
     "log_val_generations": "samples.jsonl in the run directory always holds some: remove the key",
     "use_remove_padding": "sequences are always packed without padding: remove the key",
     "packing_samples": "sequences are always packed without padding: remove the key",
-    "use_liger_kernel": "logits are always computed in chunks (logits_chunk_tokens of the engine): remove the key",
+    **dict.fromkeys(
+        ("use_liger_kernel", "use_liger", "use_fused_kernels"),
+        'Liger\'s norms, MLPs and rotations: actor.engine.kernels = "liger"; logits are always computed in chunks',
+    ),
     "use_liger_loss": "logits are always computed in chunks (logits_chunk_tokens of the engine): remove the key",
     **dict.fromkeys(
         ("context_parallel_size", "cp_size", "cp", "ring_attn_size", "ring_head_stride"),
@@ -403,8 +406,6 @@ ABSENT = {
     "validation_data_dir": "samples.jsonl in the run directory always holds some: remove the key",
     "use_torch_compile": "nothing is compiled: remove the key",
     "deepcompile": "nothing is compiled: remove the key",
-    "use_fused_kernels": "logits are always computed in chunks (logits_chunk_tokens of the engine): remove the key",
-    "use_liger": "logits are always computed in chunks (logits_chunk_tokens of the engine): remove the key",
     "entropy_from_logits_with_chunking": "logits are always computed in chunks: remove the key",
     "group_by_length": "sequences are always packed without padding: remove the key",
     "balance_batch": "ranks always get shares of about equal length: remove the key",

@@ -16,6 +16,7 @@ from specs.rules.deadline_rules import deadline_problems
 from specs.rules.engine_rules import engine_problems, engine_warnings
 from specs.rules.evaluation_rules import eval_problems
 from specs.rules.judge_rules import judge_problems, judge_warnings
+from specs.rules.kernel_rules import kernel_problems
 from specs.rules.learning_rules import learning_warnings
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems
@@ -270,6 +271,7 @@ RULES: tuple[Callable[[Spec], Iterator[Problem]], ...] = (
     transport_problems,
     attention_problems,
     shadowed_attention,
+    kernel_problems,
     eval_problems,
     _tracking,
 )

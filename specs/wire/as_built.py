@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from specs.attention import FLASH
+from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.table import Table
 from specs.wire.model_flops import DecoderSize
 
@@ -32,6 +33,8 @@ class ModelBuilt(Table):
     recomputed_layers: int = 0  # those whose activations are computed again in the backward pass
     activation_offload: bool = False  # whether activations wait in host memory for the backward pass
     new_head: bool = False  # its weights are all zero: the checkpoint had none
+    kernels: str = OWN_MODULES  # what computes norms, gated MLPs and rotations
+    replaced_modules: dict[str, int] = Field({})  # kind of module → how many compute with other kernels than their own
     size: DecoderSize | None = None  # what decides how much arithmetic it is; None: not known
     weights_checksum: str  # of all weights by name, at build time; "" where weights come by sync
 

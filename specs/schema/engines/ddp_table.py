@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from specs.memory_parts import ADAM_BYTES, Part
 from specs.model_shapes import ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
-from specs.schema.engines.transformers_tables import TrainedHere
+from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FLAT_ALIGN = 16  # elements: where each parameter begins in a flat buffer
 
 
-class DdpTable(TrainedHere):
+class DdpTable(OwnModules):
     """Every rank holds the whole model; gradients are summed once per optimizer step."""
 
     kind: Literal["ddp"] = "ddp"

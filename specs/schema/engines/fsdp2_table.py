@@ -12,7 +12,7 @@ from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, LEARNING, Part, pinned_rounding
 from specs.model_shapes import ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
-from specs.schema.engines.transformers_tables import TrainedHere
+from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.mesh import Mesh, divisors
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.table import no_effect
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specs.schema.spec import DType, Optimizer, RoleSection, Spec
 
 
-class Fsdp2Table(TrainedHere):
+class Fsdp2Table(OwnModules):
     """PyTorch's FSDP2: each group of `shard` ranks holds the model once, cut in rows; groups are replicas."""
 
     kind: Literal["fsdp2"] = "fsdp2"

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from specs.schema.engines.engine_table import EngineTable, TrainTable
 from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB
+from specs.schema.engines.kernel_choice import Asked
 
 if TYPE_CHECKING:
     from specs.errors import Problem
@@ -73,3 +74,14 @@ class TrainedHere(BuiltHere, TrainTable):
 
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
         return NCCL_SHARED_MEMORY_MIB if on_gpu and processes > 1 else 0
+
+
+class OwnModules(TrainedHere):
+    """A train engine that runs transformers' own modules."""
+
+    kernels: Asked = Field(
+        "torch",
+        description="What computes norms, gated MLPs and rotary positions. `torch`: the model's own modules. `liger`: "
+        "Triton kernels of the package liger-kernel, on a GPU, or the spec is refused. `auto`: those where they can be "
+        "had, else the model's own; `check-config` and `as_built.json` say which.",
+    )

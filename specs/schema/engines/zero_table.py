@@ -13,7 +13,7 @@ from specs.memory_parts import ADAM_BYTES, LEARNING, Part
 from specs.model_shapes import ModelTensors, ParameterShape
 from specs.schema.engines.deepspeed_config import deepspeed_config, deepspeed_problems
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
-from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
+from specs.schema.engines.transformers_tables import HUGGING_FACE, OwnModules
 from specs.schema.mesh import Mesh
 from specs.schema.roles import ROLES, RoleName
 from specs.text import show
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specs.schema.spec import DType, Optimizer, RoleSection, Spec
 
 
-class ZeroTable(TrainedHere):
+class ZeroTable(OwnModules):
     """DeepSpeed ZeRO: optimizer state (1), gradients too (2), parameters too (3) are cut across the ranks."""
 
     kind: Literal["zero", "zero3"] = "zero"

@@ -89,6 +89,12 @@ def test_no_difference(spec):
         ("ref", {"tied_embeddings": False}, "ref rank 1: tied_embeddings: expected True, built False"),
         ("ref", {"trainable_parameters": 1}, "ref rank 1: trainable_parameters: expected 0, built 1"),
         ("actor", {"attn_function": "g"}, "actor rank 1: attention function: expected f, built g"),
+        ("actor", {"kernels": "liger"}, "actor rank 1: kernels (of rank 0 first): expected torch, built liger"),
+        (
+            "ref",
+            {"replaced_modules": {"RMSNorm": 5}},
+            "ref rank 1: kernels (of rank 0 first): expected torch, built torch (5 × RMSNorm)",
+        ),
         ("actor", {"weights_checksum": "bb"}, "actor rank 1: weights"),
         ("actor", {"engine": "other"}, "actor rank 1: engine: expected ddp, built other"),
     ],

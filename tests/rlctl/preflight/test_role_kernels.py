@@ -1,0 +1,56 @@
+"""The kernels of a role as this machine sees them: its interpreter's packages and its model's family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_spec import raw_spec
+
+from rlctl.preflight import role_kernels as looked_at
+from rlctl.preflight.role_kernels import role_kernel_problems, role_kernels
+from specs.load.load import spec_from
+from specs.schema.roles import ACTOR, ROLLOUT
+from specs.schema.spec import Spec
+
+
+def asking(kernels: str, **model: Any) -> Spec:
+    return spec_from(raw_spec(actor={"devices": [0], "engine": {"kind": "ddp", "kernels": kernels}}, **model), [])
+
+
+@pytest.fixture
+def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looked_at, "packages_of", lambda *_: {"liger-kernel": "0.8.5", "triton": "3.9.0"})
+
+
+def test_a_package_that_the_interpreter_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looked_at, "packages_of", lambda *_: {"triton": "3.9.0"})
+    (problem,) = role_kernel_problems(asking("liger"), tmp_path)
+    assert (problem.key, problem.value) == ("actor.engine.kernels", '"liger"')
+    assert "needs liger-kernel, which is not installed in actor's interpreter" in problem.message
+    assert [*role_kernel_problems(asking("auto"), tmp_path)] == []
+    found = role_kernels(asking("auto"), ACTOR, tmp_path)
+    assert found is not None
+    assert (found.kernels, found.why) == ("torch", f"liger {problem.message}")
+
+
+def test_a_family_that_no_kernel_computes(all_packages: None, tmp_path: Path) -> None:
+    """By the code that transformers has for it: norms with a mean, no gate, learned positions."""
+    for family, refused in (("gpt2", True), ("opt", True), ("qwen2", False), ("gemma3_text", False)):
+        folder = tmp_path / family
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": family}))
+        found = [*role_kernel_problems(asking("liger", model={"path": str(folder)}), tmp_path)]
+        assert [problem.message for problem in found] == (
+            [f"has no kernel for anything that {family} computes"] if refused else []
+        )
+
+
+def test_only_engines_that_run_the_models_own_modules_are_asked(all_packages: None, tmp_path: Path) -> None:
+    spec = asking("liger")
+    assert role_kernels(spec, ROLLOUT, tmp_path) is None
+    found = role_kernels(spec, ACTOR, tmp_path)
+    assert found is not None
+    assert (found.kernels, found.why) == ("liger", "as asked")
