@@ -37,6 +37,7 @@ class ModelFacts:
     vocab_size: int
     experts: int  # 0: a dense model
     experts_per_token: int
+    expert_size: int  # rows of the gate of each expert
     latent_attention: bool  # MLA: keys and values are kept compressed
     max_positions: int  # 0: no limit is given
     sliding_window: int  # 0: none is in effect
@@ -72,6 +73,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
         vocab_size=number("vocab_size"),
         experts=number("num_experts", "num_local_experts", "n_routed_experts"),
         experts_per_token=number("num_experts_per_tok", "moe_topk"),
+        expert_size=number("moe_intermediate_size", "intermediate_size"),
         latent_attention=number("kv_lora_rank") > 0,
         max_positions=number("max_position_embeddings", "n_positions"),
         sliding_window=window if merged.get("use_sliding_window", True) else 0,

@@ -7,9 +7,12 @@ give it the CPU there and nothing else: what is computed is its own code. Import
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -26,6 +29,17 @@ class _CudaMeansCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class _OneStream:
+    """What the token dispatcher of its experts does with streams; the CPU has one. Also the event that it records."""
+
+    def wait_stream(self, _: _OneStream) -> None: ...
+
+    def record_event(self) -> _OneStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
 def install() -> None:
     """Patch this process, once. Raises RuntimeError where there is CUDA."""
     if torch.cuda.is_available():
@@ -39,6 +53,9 @@ def install() -> None:
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.Stream = _OneStream
+    cuda.current_stream = _OneStream
+    cuda.stream = lambda _: nullcontext()
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
     _name_types_as_cuda()
@@ -52,6 +69,44 @@ def install() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # As on a GPU: what is sent to which expert are numbers then, no tensors, which collectives do not take.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda given, as_numpy=False, **_: (
+        given.numpy() if as_numpy and isinstance(given, torch.Tensor) else given
+    )
+    from megatron.core.tensor_parallel import mappings
+
+    mappings._gather_along_first_dim = _but_uneven(mappings._gather_along_first_dim, _gather_uneven)
+    mappings._reduce_scatter_along_first_dim = _but_uneven(mappings._reduce_scatter_along_first_dim, _sum_uneven)
+
+
+def _but_uneven(even: Callable[..., Any], uneven: Callable[..., Any]) -> Callable[..., Any]:
+    """Its own collective, but for the numbers of rows that ranks of an expert have of each other's tokens."""
+
+    def either(rows: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, *more: Any, **named: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return even(rows, group, sizes, *more, **named)
+        return uneven(rows, group, sizes)
+
+    return either
+
+
+def _gather_uneven(rows: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
+    """gloo gathers from ranks that have as many rows."""
+    filled = rows.new_zeros(max(sizes), *rows.shape[1:])
+    filled[: len(rows)] = rows
+    parts = [torch.empty_like(filled) for _ in sizes]
+    dist.all_gather(parts, filled, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _sum_uneven(rows: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
+    """This rank's rows of the sum."""
+    total = rows.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    own: torch.Tensor = total.split(list(sizes))[group.rank()]
+    return own.clone()
 
 
 def _name_types_as_cuda() -> None:

@@ -22,19 +22,18 @@ from transformers import PreTrainedModel
 from backends import activity
 from backends.hf.hf_model import build_without_memory, describe
 from backends.hf.score_layer import score_names
-from backends.megatron.layouts import Heads
+from backends.megatron.layouts import Experts, Heads
 from backends.megatron.megatron_start import start_megatron, stop_megatron
 from backends.megatron.model_group import ModelGroup
-from backends.megatron.weight_map import ModelMap
+from backends.megatron.weight_map import DOWN, ModelMap
 from backends.packed.layout import PackedLayout
-from backends.packed.packing import MicroBatch, MicroBatches, by_token, check_update, loss_weight_T, update_counts
+from backends.packed.packing import MicroBatch, MicroBatches, check_update, update_counts
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank, StepResult
 from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, TensorKind
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask
-from backends.train.losses import sequence_columns
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
 from backends.train.rng import write_rng
@@ -44,7 +43,7 @@ from backends.train.value_loss import value_loss
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes
 from specs.errors import ModelError
-from specs.schema.algorithms.algorithm import AnyLoss, Loss
+from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
 from specs.schema.spec import DType
 from specs.wire.as_built import ModelBuilt
@@ -61,8 +60,8 @@ class MegatronTrainEngine(HfTrainEngine):
         super().__init__(config, rank)
         table = config.engine
         assert isinstance(table, MegatronTable)
-        axes = {"tensor": table.tensor_parallel, "pipeline": table.pipeline_parallel}
-        start_megatron(rank, config.model.device, **axes, seed=config.model.seed)
+        self.table = table
+        start_megatron(rank, config.model.device, table, config.model.seed)
         from backends.megatron import vocab_head
         from backends.megatron.megatron_model import MegatronModel
         from backends.megatron.packed_stage import PackedRow
@@ -105,7 +104,9 @@ class MegatronTrainEngine(HfTrainEngine):
         digests = (
             (name, checksum_bytes(tensor_bytes(weight))) for name, weight in self._everywhere(every, computed=True)
         )
-        mesh = mesh_axes(self.group.data.size(), self.group.stages, self.group.tensor_ranks)
+        group = self.group
+        experts = (group.expert_ranks, group.expert_tensor.size())
+        mesh = mesh_axes(group.data.size(), group.stages, group.tensor_ranks, experts)
         asked = self.config.engine.library_config(self.config.model.dtype, self.config.optimizer, str(self.device))
         found = {
             "attn_function": _ATTENTION,
@@ -131,18 +132,26 @@ class MegatronTrainEngine(HfTrainEngine):
 
     def _megatron_row(self, micro: MicroBatch, staging: Staging) -> Any:
         """A micro-batch as the stages take it: token ids [1, T], and the row."""
-        layout = PackedLayout(micro.lengths, self.device, micro.parents, staging.put)
-        row = self._packed_row(qkv_format="packed", layout=layout, position_T=staging.put(micro.positions_T))
-        return staging.put(micro.tokens_T)[None], row
+        padding = -micro.num_tokens % (self.group.tensor_ranks if self.table.tensor_sequence_parallel else 1)
+        lengths, parents = micro.lengths, micro.parents
+        if padding:  # a sequence of its own
+            lengths, parents = [*lengths, padding], [*parents, -1]
+        layout = PackedLayout(lengths, self.device, parents, staging.put)
+        positions_T = np.concatenate([micro.positions_T, np.arange(padding)])
+        row = self._packed_row(
+            qkv_format="packed", layout=layout, position_T=staging.put(positions_T), real=micro.num_tokens
+        )
+        return staging.put(np.pad(micro.tokens_T, (0, padding)))[None], row
 
     @torch.no_grad()
     def _told(
         self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
         staging = Staging(self.device)
-        rows = [self._megatron_row(micro, staging) for micro in micros]
-        tasks = [task_of(micro, staging) for micro in micros]
-        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in micros]
+        every = [*micros, *[NOTHING] * (micros.rounds - len(micros))]
+        rows = [self._megatron_row(micro, staging) for micro in every]
+        tasks = [task_of(micro, staging) for micro in every]
+        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in every]
         staging.send()
 
         def told(hidden_TE: Tensor, number: int) -> Tensor:
@@ -160,21 +169,15 @@ class MegatronTrainEngine(HfTrainEngine):
         check_update(batch, loss)
         self._check_head(loss)
         joined = self.group.joined(batch.only(("tokens_T", "loss_mask_T", *loss.columns))).batch
-        weight_T = loss_weight_T(joined, loss.loss_aggregation, scale)
-        found = sequence_columns(joined, loss, lambda: self._logprobs(joined)) if isinstance(loss, Loss) else {}
-        of_sequence_T = {name: by_token(column_B, joined) for name, column_B in found.items()}
+        columns_of = self._loss_columns(joined, loss, scale)
         micros = self._packing.micro_batches(joined)
         staging = Staging(self.device)
-        tasks = []
-        for micro in micros:
-            columns = self._columns(joined, micro, weight_T, of_sequence_T, loss, staging)
-            tasks.append(self._loss_task(micro, columns, loss, staging))
-        work = list(micros)
-        if not work and self.core.overlaps:  # gradients of nothing, for the sums of the ranks that have some
-            work.append(NOTHING)
-            tasks.append(self._loss_task(NOTHING, self._no_columns(loss), loss, staging))
-        rows = [self._megatron_row(micro, staging) for micro in work]
-        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in work]
+        # Gradients of nothing, where other ranks wait for them.
+        rounds = max(micros.rounds, int(self.core.overlaps))
+        every = [*micros, *[NOTHING] * (rounds - len(micros))]
+        rows = [self._megatron_row(micro, staging) for micro in every]
+        tasks = [self._loss_task(micro, columns_of(micro, staging), loss, staging) for micro in every]
+        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in every]
         staging.send()
 
         def learned(hidden_TE: Tensor, number: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -182,7 +185,7 @@ class MegatronTrainEngine(HfTrainEngine):
             value, sums, maxima = self._answer(copy_rows(hidden_TE, copies[number]), tasks[number])
             return value, (sums, maxima)
 
-        if rows:
+        if every:
             self.gradients_are_zero = False
         results = self.core.learn(rows, learned)[: len(micros)]
         sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
@@ -271,6 +274,9 @@ class MegatronTrainEngine(HfTrainEngine):
             raise ModelError(
                 f"Megatron gives other logits on packed sequences than one by one (relative gap {gap:.2g})"
             )
+
+    def _rounds(self, micro_batches: int) -> int:
+        return self.group.most_of_replicas(micro_batches) if self.group.replicas_meet else micro_batches
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         raise NotImplementedError("the pipeline schedule runs the backward pass")
@@ -385,12 +391,14 @@ def hold_on_meta(config: TrainConfig) -> PreTrainedModel:
 def model_map(model: PreTrainedModel, path: str) -> ModelMap:
     """Raises ModelError for a model whose weights have no place in Megatron's."""
     text: Any = model.config.get_text_config()
-    heads = text.num_attention_heads
+    heads, weights = text.num_attention_heads, named_weights(model)
     shape = Heads(
         query=heads,
         key=getattr(text, "num_key_value_heads", None) or heads,
         dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
-    found = ModelMap(path, list(named_weights(model)), text.num_hidden_layers, text.vocab_size, shape)
+    down = next((weight for name, weight in weights.items() if name.endswith(DOWN)), None)
+    experts = None if down is None else Experts(down.shape[0], hidden=down.shape[1], inner=down.shape[2])
+    found = ModelMap(path, list(weights), text.num_hidden_layers, text.vocab_size, shape, experts)
     found.check()
     return found

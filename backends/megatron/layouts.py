@@ -6,8 +6,10 @@ in equal parts across the tensor ranks, and a rank fuses its own parts: first cu
 - Attention: for every group of query heads that share a key head, the rows of its queries, its key, its value.
 - MLP: the rows of the gate, then the rows of the up projection.
 - Vocabulary: rows of zeros at the end make it divisible by the tensor ranks.
+- Experts: Hugging Face has all of a layer in one tensor, Megatron each apart, as an MLP. An expert's gate, up and down
+  projection are rows of that tensor, seen as a matrix.
 
-Letters: G groups of query heads (key heads), R query heads of a group, D head dim, V vocabulary.
+Letters: G groups of query heads (key heads), R query heads of a group, D head dim, V vocabulary, X experts.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Slot:
     """A parameter of one pipeline stage and the tensors that it is made of.
 
     `cut`: the dim along which each of them is cut across tensor ranks; None: every rank has all of it. `padded`: the
-    rows that they are padded to before that; 0: none.
+    rows that they are padded to before that; 0: none. `rows`: of an expert, which rows of each tensor it is made of,
+    where all dims but the last are one; its tensor ranks are those of experts.
     """
 
     parameter: str
@@ -44,6 +47,35 @@ class Slot:
     cut: int | None = None
     fusion: Fusion = "none"
     padded: int = 0
+    rows: tuple[range, ...] = ()
+
+    @property
+    def sources(self) -> list[tuple[str, range | None]]:
+        """Name and rows of each part; None: all."""
+        rows: Sequence[range | None] = self.rows or [None] * len(self.weights)
+        return list(zip(self.weights, rows, strict=True))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Those of each sparse layer. `hidden`: rows of the down projection; `inner`: of the gate and of the up
+    projection, one below the other in [X, 2·inner, hidden]."""
+
+    count: int
+    inner: int
+    hidden: int
+
+    def fc1(self, parameter: str, name: str, expert: int) -> Slot:
+        first = 2 * self.inner * expert
+        gate, up = range(first, first + self.inner), range(first + self.inner, first + 2 * self.inner)
+        return Slot(parameter, (name, name), cut=0, fusion="gate_up", rows=(gate, up))
+
+    def fc2(self, parameter: str, name: str, expert: int) -> Slot:
+        rows = range(self.hidden * expert, self.hidden * (expert + 1))
+        return Slot(parameter, (name,), cut=1, rows=(rows,))
+
+    def of_rank(self, rank: int, ranks: int) -> range:
+        return part_of(self.count, rank, ranks)
 
 
 def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
@@ -63,6 +95,19 @@ def part_of(size: int, rank: int, ranks: int) -> range:
     assert size % ranks == 0, (size, ranks)
     each = size // ranks
     return range(rank * each, (rank + 1) * each)
+
+
+def source(whole: Tensor, rows: range | None) -> Tensor:
+    """One of `Slot.sources`, a view of its tensor."""
+    return whole if rows is None else whole.flatten(0, -2)[rows.start : rows.stop]
+
+
+def put_experts(whole: Tensor, slots: Sequence[Slot], held: Sequence[Sequence[Tensor]], heads: Heads) -> None:
+    """Fill the tensor of all experts. `slots`: of each of them; `held`: its parameter on each of its tensor ranks."""
+    for slot, ranks in zip(slots, held, strict=True):
+        parts = [unfuse(each, slot, heads) for each in ranks]
+        for place, (_, rows) in enumerate(slot.sources):
+            source(whole, rows).copy_(whole_tensor([part[place] for part in parts], slot, 0))
 
 
 def local_part(whole: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:

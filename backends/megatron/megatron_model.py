@@ -14,14 +14,15 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from backends.megatron.layouts import padded_vocabulary, part_of
 from backends.megatron.model_group import ModelGroup
-from backends.megatron.packed_stage import Axes, PackedRow, Stage, build_stage, transformer_config
-from backends.megatron.sharded_weights import adam_config
+from backends.megatron.packed_stage import PackedRow, Stage, build_stage, transformer_config
+from backends.megatron.sharded_weights import adam_config, stage_slots
 from backends.megatron.vocab_head import VocabPart
 from backends.megatron.weight_map import ModelMap
 from backends.weights.tensor_bytes import DTYPES
@@ -47,20 +48,18 @@ class MegatronModel:
     ) -> None:
         self.group, self.table = group, table
         dtype = DTYPES[config.model.dtype]
-        axes = Axes(table.tensor_parallel, table.pipeline_parallel)
         self.config = transformer_config(
             model,
-            axes,
+            model_map,
+            table,
             dtype=dtype,
             recompute=config.gradient_checkpointing,
             stage=group.stage,
             more=_of_class(TransformerConfig, table.megatron),
         )
         positions = config.model.max_sequence_tokens
-        self.stage: Stage = build_stage(
-            model, self.config, tied=model_map.tied, scores=model_map.scores, positions=positions
-        )
-        self._mark_cut_weights(model_map)
+        self.stage: Stage = build_stage(model, model_map, self.config, stage=group.stage, positions=positions)
+        self._mark_weights(model_map)
         self.stage.train()  # recomputes activations then; there is no dropout
         chunk = table.logits_chunk(model_map.vocabulary, on_gpu=torch.cuda.is_available())
         columns = part_of(
@@ -82,11 +81,15 @@ class MegatronModel:
         for decayed in self.optimizer.param_groups:  # what its scheduler would do; vectors decay by 0 times as much
             decayed["weight_decay"] = config.optimizer.weight_decay * decayed["wd_mult"]
 
-    def _mark_cut_weights(self, model_map: ModelMap) -> None:
-        """As Megatron does where it draws weights itself: others count once in the norm, on the first tensor rank."""
-        group, parameters = self.group, dict(self.stage.named_parameters())
-        for slot in model_map.slots(group.stage, group.stages, group.tensor_ranks):
+    def _mark_weights(self, model_map: ModelMap) -> None:
+        """As Megatron does where it draws weights itself: others than cut ones count once in the norm, on the first
+        tensor rank. Experts always have data ranks of their own: theirs are not those of the rest of the model even
+        with one expert rank, where an expert is cut across fewer ranks than that."""
+        parameters: dict[str, Any] = dict(self.stage.named_parameters())
+        for slot in stage_slots(model_map, self.group):
             parameters[slot.parameter].tensor_model_parallel = slot.cut is not None
+            if slot.rows:
+                parameters[slot.parameter].allreduce = False
 
     # ── micro-batches ─────────────────────────────────────────────────────────────────────────────
 
@@ -118,7 +121,9 @@ class MegatronModel:
             hidden_T1E: Tensor = model(token_ids, None, None, packed_seq_params=row)
 
             def of_last_stage(hidden_T1E: Tensor, **more: Any) -> Any:
-                return results(hidden_T1E[:, 0], number, **more)
+                if self.table.tensor_sequence_parallel:  # the head's gradient is whole on every tensor rank
+                    hidden_T1E = gather_from_sequence_parallel_region(hidden_T1E, tensor_parallel_output_grad=False)
+                return results(hidden_T1E[: row.real, 0], number, **more)
 
             return hidden_T1E, of_last_stage
 

@@ -11,10 +11,10 @@ from torch import distributed as dist
 from backends.protocol import COLLECTIVE_TIMEOUT, Rank
 from backends.train.role_group import join_group
 from specs.errors import ModelError
-from specs.schema.engines.megatron_table import ORDER
+from specs.schema.engines.megatron_table import MegatronTable
 
 
-def start_megatron(rank: Rank, device: str, *, tensor: int, pipeline: int, seed: int) -> None:
+def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> None:
     """Join the ranks' group and cut it in Megatron's."""
     if importlib.util.find_spec("megatron") is None:
         raise ModelError(
@@ -32,9 +32,11 @@ def start_megatron(rank: Rank, device: str, *, tensor: int, pipeline: int, seed:
 
     parallel_state.destroy_model_parallel()  # of an earlier engine in this process
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        order=ORDER,
+        tensor_model_parallel_size=table.tensor_parallel,
+        pipeline_model_parallel_size=table.pipeline_parallel,
+        expert_model_parallel_size=table.expert_parallel,
+        expert_tensor_parallel_size=table.expert_tensor_parallel,
+        order=table.order,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )

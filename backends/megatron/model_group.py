@@ -29,6 +29,11 @@ class ModelGroup:
         self.data: Any = state.get_data_parallel_group()
         self.tensor_rank, self.tensor_ranks = self.tensor.rank(), self.tensor.size()
         self.stage, self.stages = self.pipeline.rank(), self.pipeline.size()
+        self.expert_tensor: Any = state.get_expert_tensor_parallel_group()
+        self.expert_data: Any = state.get_expert_data_parallel_group()
+        self.expert_rank = int(state.get_expert_model_parallel_rank())
+        self.expert_ranks = int(state.get_expert_model_parallel_world_size())
+        self.experts: Any = state.get_expert_tensor_and_model_parallel_group()
         self.speaks = self.model.rank() == 0  # for the group, where only one may
 
     def joined(self, batch: Batch) -> SharedBatch:
@@ -55,9 +60,29 @@ class ModelGroup:
         return int(self.data.rank() * self.tensor_ranks + self.tensor_rank)
 
     def of_all_tensor_ranks(self, part: Tensor) -> list[Tensor]:
-        """The parts of all tensor ranks, in their order. Contiguous: gloo mixes up what is not."""
-        if self.tensor_ranks == 1:
-            return [part]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.tensor_ranks)]
-        dist.all_gather(parts, part.contiguous(), group=self.tensor)
-        return parts
+        """The parts of all tensor ranks, in their order."""
+        return _gathered(part, self.tensor)
+
+    def of_all_expert_ranks(self, part: Tensor) -> list[list[Tensor]]:
+        """The parts of all ranks that hold the experts of this stage: of each expert rank those of its tensor ranks."""
+        parts, each = _gathered(part, self.experts), self.expert_tensor.size()
+        return [parts[first : first + each] for first in range(0, len(parts), each)]
+
+    @property
+    def replicas_meet(self) -> bool:
+        """Whether data ranks exchange tokens, and so compute as many micro-batches."""
+        return not set(dist.get_process_group_ranks(self.experts)) <= set(dist.get_process_group_ranks(self.tensor))
+
+    def most_of_replicas(self, count: int) -> int:
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.data)
+        return int(most)
+
+
+def _gathered(part: Tensor, group: Any) -> list[Tensor]:
+    """Of all ranks of the group, in their order. Contiguous: gloo mixes up what is not."""
+    if group.size() == 1:
+        return [part]
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts

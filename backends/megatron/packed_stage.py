@@ -14,20 +14,22 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from backends.megatron.layouts import padded_vocabulary
+from backends.megatron.layouts import Experts, layers_of_stage, padded_vocabulary
+from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
 from specs.errors import ModelError
+from specs.schema.engines.megatron_table import MegatronTable
 
 
 @dataclass
@@ -36,6 +38,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
 
     layout: PackedLayout | None = None
     position_T: Tensor | None = None
+    real: int = 0  # tokens before those that make it divisible by the tensor ranks
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -110,18 +113,10 @@ class Stage(GPTModel):  # type: ignore[misc]
         return weight if weight is not None else self.shared_embedding_or_output_weight()
 
 
-@dataclass(frozen=True)
-class Axes:
-    """Ranks along the axes that cut a model."""
-
-    tensor: int
-    pipeline: int
-    sequence: bool = False  # activations between the cut layers are cut along the row
-
-
 def transformer_config(
     model: PreTrainedModel,
-    axes: Axes,
+    model_map: ModelMap,
+    table: MegatronTable,
     *,
     dtype: torch.dtype,
     recompute: bool | int,
@@ -136,31 +131,28 @@ def transformer_config(
         raise ModelError(f"Megatron's layers here compute silu, and this model {text.hidden_act}")
     if set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
         raise ModelError("the engine megatron has no sliding window, which this model has")
-    each = text.num_hidden_layers // axes.pipeline
+    each = text.num_hidden_layers // table.pipeline_parallel
     layers = each if recompute is True else min(each, max(0, int(recompute) - stage * each))  # of this stage
     recomputed = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
-    heads = text.num_attention_heads
-    qk_norm = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
-    qkv_bias = any(name.endswith("q_proj.bias") for name, _ in model.named_parameters())
     return TransformerConfig(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=getattr(text, "num_key_value_heads", None) or heads,
-        kv_channels=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_attention_heads=model_map.heads.query,
+        num_query_groups=model_map.heads.key,
+        kv_channels=model_map.heads.dim,
         ffn_hidden_size=text.intermediate_size,
         layernorm_epsilon=text.rms_norm_eps,
         normalization="RMSNorm",
-        qk_layernorm=qk_norm,
+        qk_layernorm=model_map.qk_norm,
         add_bias_linear=False,
-        add_qkv_bias=qkv_bias,
+        add_qkv_bias=model_map.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=axes.tensor,
-        pipeline_model_parallel_size=axes.pipeline,
-        sequence_parallel=axes.sequence,
+        tensor_model_parallel_size=table.tensor_parallel,
+        pipeline_model_parallel_size=table.pipeline_parallel,
+        sequence_parallel=table.tensor_sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -172,39 +164,80 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         async_tensor_model_parallel_allreduce=torch.cuda.is_available(),
         **(recomputed if layers else {}),
+        **(_experts(text, model_map.experts, table) if model_map.experts else {}),
         **more,
     )
 
 
+def _name_what_is_missing() -> None:
+    """Megatron-core 0.16's router asks whether it has TransformerEngine's multiplication under a name that does not
+    exist without it."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _experts(text: Any, experts: Experts, table: MegatronTable) -> dict[str, Any]:
+    """Of a router that takes the likeliest experts, as many for every token, and drops none. There is no auxiliary
+    loss, as in the other engines."""
+    _name_what_is_missing()
+    chosen = text.num_experts_per_tok
+    normalised = getattr(text, "norm_topk_prob", True)  # Mixtral always does so, and has no such key
+    if normalised and chosen == 1:
+        raise ModelError("Megatron does not normalise the weight of one expert per token, which this model does")
+    if getattr(text, "router_jitter_noise", 0):
+        raise ModelError("the engine megatron adds no noise to what routers see, which this model does")
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.inner,
+        "moe_router_topk": chosen,
+        "moe_router_pre_softmax": not normalised,  # else it is over the chosen alone, which is the same normalised
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": table.expert_parallel,
+        "expert_tensor_parallel_size": table.expert_tensor_parallel or table.tensor_parallel,
+    }
+
+
 def build_stage(
-    model: PreTrainedModel, config: TransformerConfig, *, tied: bool, scores: bool, positions: int
+    model: PreTrainedModel, model_map: ModelMap, config: TransformerConfig, *, stage: int, positions: int
 ) -> Stage:
     """This rank's stage of a Hugging Face model on meta, its weights unset."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    stages = config.pipeline_model_parallel_size
+    here = layers_of_stage(model_map.layers, stage, stages)
+    layers = [_layer(config, model_map.experts if model_map.is_sparse(layer) else None) for layer in here]
+    built: Stage = Stage(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm),
+        vocab_size=padded_vocabulary(model_map.vocabulary, config.tensor_model_parallel_size),
+        max_sequence_length=positions,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        share_embeddings_and_output_weights=model_map.tied,
+        position_embedding_type="rope",
+    )
+    built.rotary_pos_emb = PackedRope(inverse_frequency(model).to(_device()))
+    if model_map.scores and built.post_process:
+        del built.output_layer
+        built.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+    built.to(_device())
+    return built
+
+
+def _layer(config: TransformerConfig, experts: Experts | None) -> Any:
+    """The specification of a layer with an MLP, or with experts."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts.count if experts else None,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+    )
     inner = layer.submodules
     inner.input_layernorm = inner.pre_mlp_layernorm = RmsNorm
     attention = inner.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
-    layers = config.num_layers // config.pipeline_model_parallel_size
-    text: Any = model.config.get_text_config()
-    stage: Stage = Stage(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RmsNorm),
-        vocab_size=padded_vocabulary(text.vocab_size, config.tensor_model_parallel_size),
-        max_sequence_length=positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-    )
-    stage.rotary_pos_emb = PackedRope(inverse_frequency(model).to(_device()))
-    if scores and stage.post_process:
-        del stage.output_layer
-        stage.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-    stage.to(_device())
-    return stage
+    return layer
 
 
 def inverse_frequency(model: PreTrainedModel) -> Tensor:

@@ -8,6 +8,7 @@ reads; ours have the names and shapes of the model, so that any engine on any nu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from backends.megatron.layouts import Slot, fuse, part_of, unfuse, whole_tensor
+from backends.megatron.layouts import Slot, fuse, part_of, put_experts, unfuse, whole_tensor
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import ModelMap
 from backends.train.tensor_shards import Shard
@@ -39,7 +40,7 @@ class ShardedWeights:
     ) -> None:
         self.map, self.shapes, self.group = model_map, shapes, group
         self.parameters = dict(stage.named_parameters())
-        self.slots = model_map.slots(group.stage, group.stages, group.tensor_ranks)
+        self.slots = stage_slots(model_map, group)
         placed = {slot.parameter for slot in self.slots}
         assert placed == set(self.parameters), placed ^ set(self.parameters)
         self.slot_of = {name: slot for slot in reversed(self.slots) for name in slot.weights}
@@ -93,8 +94,8 @@ class ShardedWeights:
         if (part := self._slice(parameter, kind)) is not None:
             start, held = part
             whole[start : start + len(held)] = held
-        if self.group.data.size() > 1:
-            dist.all_reduce(whole, group=self.group.data)
+        if (replicas := self.group.expert_data if is_expert(parameter) else self.group.data).size() > 1:
+            dist.all_reduce(whole, group=replicas)
         return whole.view(parameter.shape)
 
     @torch.no_grad()
@@ -116,16 +117,30 @@ class ShardedWeights:
         made: dict[str, list[Tensor]] = {}
         for name in names:
             slot = self.slot_of[name]
+            if slot.rows:
+                yield name, self._all_experts(name, kind, computed=computed)
+                continue
             if slot.parameter not in made:
-                parameter = self.parameters[slot.parameter]
-                value = parameter.detach() if computed else self._read(parameter, kind)
-                made[slot.parameter] = unfuse(value, slot, self.map.heads)
+                made[slot.parameter] = unfuse(self._held(slot, kind, computed=computed), slot, self.map.heads)
             part = made[slot.parameter][slot.weights.index(name)]
             left[slot.parameter] -= 1
             if not left[slot.parameter]:
                 del made[slot.parameter]
             parts = [part] if slot.cut is None else self.group.of_all_tensor_ranks(part)
             yield name, whole_tensor(parts, slot, self.shapes[name][0])
+
+    def _held(self, slot: Slot, kind: Kind, *, computed: bool) -> Tensor:
+        parameter = self.parameters[slot.parameter]
+        return parameter.detach() if computed else self._read(parameter, kind)
+
+    def _all_experts(self, name: str, kind: Kind, *, computed: bool) -> Tensor:
+        """One tensor of all experts of a layer, from the ranks that have some of them."""
+        here = [self._held(slot, kind, computed=computed) for slot in self.slots if name in slot.weights]
+        every = self.group.of_all_expert_ranks(torch.stack(here))
+        held = [[part[place] for part in ranks] for ranks in every for place in range(len(here))]
+        whole = torch.empty(tuple(self.shapes[name]), dtype=here[0].dtype, device=here[0].device)
+        put_experts(whole, self.map.slots_of_experts(name), held, self.map.heads)
+        return whole
 
     def names_here(self, names: Sequence[str]) -> list[str]:
         """Those of `names` that are read from this stage."""
@@ -139,11 +154,12 @@ class ShardedWeights:
         suffix = "" if kind == "weight" else f".{kind}"
         for slot in self.slots:
             parts = []
-            for name in slot.weights:
+            for name, rows in slot.sources:
                 shape = tuple(self.shapes[name])
-                first, count = self._rows(slot, shape[0])
-                start = first * _row_size(shape)
-                into = torch.zeros(count, *shape[1:], dtype=self.dtype)
+                row = shape[1:] if rows is None else shape[-1:]
+                first, count = self._rows(slot, shape[0] if rows is None else len(rows))
+                start = (first + (rows.start if rows else 0)) * math.prod(row)
+                into = torch.zeros(count, *row, dtype=self.dtype)
                 yield Shard(f"{name}{suffix}", shape, start, into.view(-1))
                 parts.append(self._own(into, slot))
             self._write(self.parameters[slot.parameter], kind, fuse(parts, slot, self.map.heads))
@@ -152,22 +168,31 @@ class ShardedWeights:
         """First row and number of rows that this rank reads."""
         if slot.cut != 0:
             return 0, rows
-        part = part_of(slot.padded or rows, self.group.tensor_rank, self.group.tensor_ranks)
+        part = part_of(slot.padded or rows, *self._tensor_place(slot))
         return min(part.start, rows), max(0, min(part.stop, rows) - part.start)
+
+    def _tensor_place(self, slot: Slot) -> tuple[int, int]:
+        """This rank and the number of ranks that the slot is cut across."""
+        group = self.group.expert_tensor if slot.rows else self.group.tensor
+        return group.rank(), group.size()
 
     def _own(self, read: Tensor, slot: Slot) -> Tensor:
         if slot.cut == 1:
-            part = part_of(read.shape[1], self.group.tensor_rank, self.group.tensor_ranks)
+            part = part_of(read.shape[1], *self._tensor_place(slot))
             return read[:, part.start : part.stop]
         missing = slot.padded // self.group.tensor_ranks - len(read) if slot.padded else 0
         return torch.cat([read, read.new_zeros(missing, *read.shape[1:])]) if missing else read
 
 
-def _row_size(shape: Sequence[int]) -> int:
-    size = 1
-    for each in shape[1:]:
-        size *= each
-    return size
+def stage_slots(model_map: ModelMap, group: ModelGroup) -> list[Slot]:
+    """Of this rank's stage, with its own experts."""
+    experts = model_map.experts.of_rank(group.expert_rank, group.expert_ranks) if model_map.experts else None
+    return model_map.slots(group.stage, group.stages, group.tensor_ranks, experts)
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether it is reduced over the data ranks of experts; Megatron's own mark."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def adam_config(config: Optimizer, dtype: torch.dtype, more: Mapping[str, Any]) -> Any:

@@ -8,22 +8,29 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from backends.megatron.layouts import Heads, Slot, layers_of_stage, padded_vocabulary
+from backends.megatron.layouts import Experts, Heads, Slot, layers_of_stage, padded_vocabulary
 from specs.errors import ModelError
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 SCORE = "score.weight"
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 @dataclass(frozen=True)
 class ModelMap:
-    """A dense decoder as Llama made it, with what its family adds. `names`: of all weights, a tied one's first."""
+    """A decoder as Llama made it, with what its family adds; some or all of its layers may have experts. `names`: of
+    all weights, a tied one's first."""
 
     path: str
     names: Collection[str]
     layers: int
     vocabulary: int
     heads: Heads
+    experts: Experts | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts in the place of its MLP."""
+        return f"model.layers.{layer}.mlp.{GATE_UP}" in self.names
 
     @property
     def scores(self) -> bool:
@@ -42,16 +49,20 @@ class ModelMap:
     def qk_norm(self) -> bool:
         return "model.layers.0.self_attn.q_norm.weight" in self.names
 
-    def slots(self, stage: int, stages: int, tensor_ranks: int) -> list[Slot]:
+    def slots(self, stage: int, stages: int, tensor_ranks: int, experts: range | None = None) -> list[Slot]:
         """Of one pipeline stage, in the order of the model. A tied head is the embedding's, once more, on the last
-        stage."""
+        stage. `experts`: those of this rank; None: all."""
+        if experts is None:
+            experts = range(self.experts.count if self.experts else 0)
         found = []
         padded = padded_vocabulary(self.vocabulary, tensor_ranks)
         first, last = stage == 0, stage == stages - 1
         if first:
             found.append(Slot("embedding.word_embeddings.weight", (EMBEDDING,), cut=0, padded=padded))
         for place, layer in enumerate(layers_of_stage(self.layers, stage, stages)):
-            found += self._layer(f"decoder.layers.{place}", f"model.layers.{layer}")
+            ours, theirs = f"decoder.layers.{place}", f"model.layers.{layer}"
+            found += self._attention(ours, theirs)
+            found += self._sparse(ours, theirs, experts) if self.is_sparse(layer) else self._dense(ours, theirs)
         if last:
             found.append(Slot("decoder.final_layernorm.weight", (NORM,)))
             if self.scores:
@@ -62,7 +73,7 @@ class ModelMap:
                 found.append(Slot("output_layer.weight", (EMBEDDING,), cut=0, padded=padded))
         return found
 
-    def _layer(self, ours: str, theirs: str) -> Iterator[Slot]:
+    def _attention(self, ours: str, theirs: str) -> Iterator[Slot]:
         yield Slot(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
         for kind in ("weight", "bias") if self.qkv_bias else ("weight",):
             qkv = tuple(f"{theirs}.self_attn.{each}_proj.{kind}" for each in "qkv")
@@ -72,9 +83,26 @@ class ModelMap:
             yield Slot(f"{ours}.self_attention.{each}_layernorm.weight", (norm,))
         yield Slot(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",), cut=1)
         yield Slot(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+
+    @staticmethod
+    def _dense(ours: str, theirs: str) -> Iterator[Slot]:
         gate_up = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
         yield Slot(f"{ours}.mlp.linear_fc1.weight", gate_up, cut=0, fusion="gate_up")
         yield Slot(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",), cut=1)
+
+    def _sparse(self, ours: str, theirs: str, experts: range) -> Iterator[Slot]:
+        assert self.experts is not None
+        for place, expert in enumerate(experts):
+            held = f"{ours}.mlp.experts.local_experts.{place}"
+            yield self.experts.fc1(f"{held}.linear_fc1.weight", f"{theirs}.mlp.{GATE_UP}", expert)
+            yield self.experts.fc2(f"{held}.linear_fc2.weight", f"{theirs}.mlp.{DOWN}", expert)
+        yield Slot(f"{ours}.mlp.router.weight", (f"{theirs}.mlp.gate.weight",))
+
+    def slots_of_experts(self, name: str) -> list[Slot]:
+        """Of each expert, for one tensor of all of a layer."""
+        assert self.experts is not None
+        make = self.experts.fc1 if name.endswith(GATE_UP) else self.experts.fc2
+        return [make("", name, expert) for expert in range(self.experts.count)]
 
     def stage_of(self, name: str, stages: int) -> int:
         """The pipeline stage that a weight is read from; a tied embedding's is the first."""

@@ -289,25 +289,37 @@ class HfTrainEngine(TrainEngine):
 
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
         """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0."""
-        weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
-        found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
-        of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
+        columns_of = self._loss_columns(batch, loss, scale)
         sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
         maxima = torch.full((len(loss.maxima()),), -torch.inf, device=self.device)
         for number in range(micros.rounds):
             last = number == micros.rounds - 1
-            if number < len(micros):
-                micro = micros[number]
-                staging = Staging(self.device)
-                columns = self._columns(batch, micro, weight_T, of_sequence_T, loss, staging)
-                _, micro_sums, micro_maxima = self._forward_backward(micro, columns, loss, last, staging)
+            micro = micros[number] if number < len(micros) else NOTHING
+            staging = Staging(self.device)
+            columns = columns_of(micro, staging)
+            _, micro_sums, micro_maxima = self._forward_backward(micro, columns, loss, last, staging)
+            if micro is not NOTHING:
                 sums += micro_sums
                 maxima = torch.maximum(maxima, micro_maxima)
-            else:
-                self._forward_backward(NOTHING, self._no_columns(loss), loss, last, Staging(self.device))
         maxima.masked_fill_(maxima == -torch.inf, 0.0)
         read: list[float] = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
         return read
+
+    def _loss_columns(
+        self, batch: Batch, loss: AnyLoss, scale: LossScale
+    ) -> Callable[[MicroBatch, Staging], TokenColumns | ValueColumns]:
+        """What gives the loss's columns of a micro-batch. Where the loss needs numbers of whole sequences, it makes a
+        pass without gradients first."""
+        weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
+        found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
+        of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
+
+        def columns(micro: MicroBatch, staging: Staging) -> TokenColumns | ValueColumns:
+            if micro is NOTHING:
+                return self._no_columns(loss)
+            return self._columns(batch, micro, weight_T, of_sequence_T, loss, staging)
+
+        return columns
 
     def _forward_backward(
         self, micro: MicroBatch, columns: TokenColumns | ValueColumns, loss: AnyLoss, last: bool, staging: Staging

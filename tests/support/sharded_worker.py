@@ -109,6 +109,7 @@ if find_spec("deepspeed") is not None:
 # In an interpreter of their own (`tests/backends/megatron/test_megatron.py`).
 FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "deterministic_mode": True}
 SENT = {"batch_p2p_comm": False, "deallocate_pipeline_outputs": True}
+CUT: dict[str, Any] = {"tensor_parallel": 2, "tensor_sequence_parallel": True}
 MEGATRON: dict[str, dict[str, Any]] = {
     "tensor": {"engine": MegatronTable(tensor_parallel=2)},
     "pipeline": {"engine": MegatronTable(pipeline_parallel=2)},
@@ -116,12 +117,19 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "tensor bf16": {"engine": MegatronTable(tensor_parallel=2), **BF16},
     "data bf16": {"engine": MegatronTable(), **BF16},
     "data overlapped": {"engine": MegatronTable(megatron={"overlap_grad_reduce": True, "bucket_size": 5000})},
-    "tensor recompute": {"engine": MegatronTable(tensor_parallel=2, megatron=FUSED), "gradient_checkpointing": True},
+    "tensor recompute": {"engine": MegatronTable(**CUT, megatron=FUSED), "gradient_checkpointing": True},
     "pipeline recompute": {"engine": MegatronTable(pipeline_parallel=2, megatron=SENT), "gradient_checkpointing": 1},
     "tensor critic": {"engine": MegatronTable(tensor_parallel=2), **VALUES},
     "pipeline critic": {"engine": MegatronTable(pipeline_parallel=2), **VALUES},
     "pipeline offload": {"engine": MegatronTable(pipeline_parallel=2)},
     "4:tensor pipeline": {"engine": MegatronTable(tensor_parallel=2, pipeline_parallel=2)},
+    # Of a model with experts.
+    "experts": {"engine": MegatronTable(expert_parallel=2)},
+    "experts, tensor": {"engine": MegatronTable(**CUT, expert_parallel=2, expert_tensor_parallel=1)},
+    "4:experts, pipeline data": {"engine": MegatronTable(pipeline_parallel=2, expert_parallel=2)},
+    "4:experts, tensor pipeline": {
+        "engine": MegatronTable(**CUT, pipeline_parallel=2, expert_parallel=2, expert_tensor_parallel=1)
+    },
 }
 STEPS = 5
 EMPTY_STEP, UNEVEN_STEP = 3, 2
@@ -257,7 +265,8 @@ def export_in_bf16(engine: TrainEngine, form: WeightForm = "merged") -> tuple[di
 
 def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
-    `offload`: whether to leave the device in every step. One more step follows."""
+    `offload`: whether to leave the device in every step; `model`: if not the one given. One more step follows."""
+    model = Path(job.get("model", model))
     config = train_config(model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **(CASES | MEGATRON)[job["case"]]})
     engine = train_engine(config.engine.kind).build(config, rank)
     policy: Any = engine.policy  # type: ignore[attr-defined]

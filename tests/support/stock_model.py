@@ -35,10 +35,11 @@ def family_batch() -> Batch:
     return make_grouped_batch(seed=2)
 
 
-def write_family(folder: Path, name: str) -> Path:
-    """A model folder as anyone would download it, with its weights under their published names."""
+def write_family(folder: Path, name: str, config: Mapping[str, Any] | None = None) -> Path:
+    """A model folder as anyone would download it, with its weights under their published names. `config`: of a model
+    that is not among the families."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(FAMILIES[name].config))
+    (folder / "config.json").write_text(json.dumps(config or FAMILIES[name].config))
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     for parameter in model.parameters():
@@ -54,7 +55,7 @@ def stock_model(folder: Path, dtype: str = "fp32", weights: Arrays | None = None
     """Built by transformers, with its simplest attention and experts. `weights`: instead of the folder's."""
     config = AutoConfig.from_pretrained(folder)
     plain = {"attn_implementation": "eager"}
-    if hasattr(config, "num_experts"):
+    if hasattr(config, "num_experts_per_tok"):
         plain["experts_implementation"] = "eager"
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], **plain).eval()
     with torch.no_grad():

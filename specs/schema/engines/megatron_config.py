@@ -35,6 +35,9 @@ PASSED: Mapping[str, Kind | None] = {
 _DECIDED_BY = {
     "tensor_model_parallel_size": "{role}.engine.tensor_parallel",
     "pipeline_model_parallel_size": "{role}.engine.pipeline_parallel",
+    "sequence_parallel": "{role}.engine.tensor_sequence_parallel",
+    "expert_model_parallel_size": "{role}.engine.expert_parallel",
+    "expert_tensor_parallel_size": "{role}.engine.expert_tensor_parallel",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast"), "{role}.dtype"),
     **dict.fromkeys(("autocast_dtype", "main_params_dtype"), "{role}.dtype"),
     **dict.fromkeys(
@@ -126,6 +129,9 @@ def megatron_problems(
 def _derived(engine: MegatronTable, dtype: DType, optimizer: Optimizer | None) -> Iterator[Setting]:
     yield Setting("tensor_model_parallel_size", engine.tensor_parallel)
     yield Setting("pipeline_model_parallel_size", engine.pipeline_parallel)
+    yield Setting("sequence_parallel", engine.tensor_sequence_parallel)
+    yield Setting("expert_model_parallel_size", engine.expert_parallel)
+    yield Setting("expert_tensor_parallel_size", engine.ranks_of_expert)
     yield Setting("bf16", dtype == "bf16")
     yield Setting("calculate_per_token_loss", True)
     yield Setting("variable_seq_lengths", True)

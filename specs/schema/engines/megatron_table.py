@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from specs.model_facts import ModelFacts
     from specs.schema.spec import DType, Optimizer, RoleSection, Spec
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Values of `model_type` whose weights have a place in Megatron's layers (`backends/megatron/weight_map.py`)."""
+EXPERTS = ".mlp.experts."
 _CUT = ("embed_tokens.weight", "lm_head.weight", "_proj.weight", "_proj.bias")
 _INSTEAD = 'or engine.kind = "fsdp2" or "zero3", which train any model'
 
@@ -34,6 +35,15 @@ class MegatronTable(TrainedHere):
     kind: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(1, gt=0, description="Ranks that each layer is cut across.")
     pipeline_parallel: int = Field(1, gt=0, description="Stages that the layers are shared out to, as many to each.")
+    tensor_sequence_parallel: bool = Field(
+        False,
+        description="Cut activations between the cut layers along the row, across the tensor ranks. (Megatron calls it "
+        "sequence parallelism; `sequence_parallel` of the role is another thing.)",
+    )
+    expert_parallel: int = Field(1, gt=0, description="Ranks that the experts of a layer are shared out to.")
+    expert_tensor_parallel: int | None = Field(
+        None, gt=0, description="Ranks that each expert is cut across; default: `tensor_parallel`."
+    )
     megatron: dict[str, Any] = Field(
         {},
         description="More options of Megatron-core's configurations, by their own names (`rlctl train --dry-run` shows "
@@ -52,16 +62,34 @@ class MegatronTable(TrainedHere):
         """Ranks that hold a model together."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    @property
+    def ranks_of_expert(self) -> int:
+        """That each expert is cut across."""
+        return self.expert_tensor_parallel or self.tensor_parallel
+
+    @property
+    def expert_group(self) -> int:
+        """Ranks of a stage that hold all experts of its layers together."""
+        return self.expert_parallel * self.ranks_of_expert
+
+    @property
+    def order(self) -> str:
+        """How ranks are numbered. Neighbours are the tensor ranks, then the stages of a model; replicas lie furthest
+        apart. Megatron asks for the stages last where replicas hold experts together."""
+        return "tp-cp-ep-pp-dp" if self.expert_group == self.tensor_parallel else "tp-cp-ep-dp-pp"
+
     def mesh(self, processes: int) -> Mesh:
         """The axes need not give the role's processes: a rule says so."""
         return Mesh(max(1, processes // self.group), self.group)
 
     def reported_mesh(self, processes: int) -> dict[str, int]:
         replicas = self.mesh(processes).replicate
-        return mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel)
+        experts = (self.expert_parallel, self.ranks_of_expert)
+        return mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel, experts)
 
     def alone(self) -> Self:
-        return self.model_copy(update={"tensor_parallel": 1, "pipeline_parallel": 1})
+        apart = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "expert_tensor_parallel": None}
+        return self.model_copy(update={**apart, "tensor_sequence_parallel": False})
 
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
         """Meshes that do not fit the role's processes, what of a role it does not do, and its extra options."""
@@ -78,6 +106,17 @@ class MegatronTable(TrainedHere):
                 stages = section.processes // self.tensor_parallel
                 fitting += f", or {role}.engine.pipeline_parallel = {listed(divisors(stages))}"
             yield Problem(f"{role}.engine.tensor_parallel", message, fitting, str(self.tensor_parallel))
+        elif (ranks := section.processes // self.pipeline_parallel) % self.expert_group:
+            message = (
+                f"expert_parallel × ranks of each expert = {self.expert_parallel} × {self.ranks_of_expert}: groups of "
+                f"{self.expert_group} ranks hold the experts of a stage, but a stage of {role} has {ranks} processes"
+            )
+            would = [n for n in divisors(ranks) if ranks % (n * self.ranks_of_expert) == 0]
+            hint = f"use {listed(would)}" if would else f"{role}.engine.expert_tensor_parallel = 1 would fit"
+            yield Problem(f"{role}.engine.expert_parallel", message, hint, str(self.expert_parallel))
+        if self.tensor_sequence_parallel and self.tensor_parallel == 1:
+            message = "has no effect: it cuts activations across tensor ranks, and tensor_parallel is 1"
+            yield Problem(f"{role}.engine.tensor_sequence_parallel", message, "remove the key", "true")
         if section.devices and getattr(section, "activation_offload", False):  # on the CPU it has no effect anywhere
             message = f'has no effect: {role}.engine.kind = "{self.kind}" keeps activations on the device'
             hint = f"remove the key; {role}.gradient_checkpointing saves as much"
@@ -89,7 +128,7 @@ class MegatronTable(TrainedHere):
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
         """Families without a table, and sizes that the axes do not divide."""
         key = f"{role}.engine"
-        if facts.model_type not in FAMILIES or facts.experts:
+        if facts.model_type not in FAMILIES:
             message = f"has no table of names for {facts.model_type or 'this model'}; it has for {', '.join(FAMILIES)}"
             yield Problem(f"{key}.kind", message, f"take one of these, {_INSTEAD}", show(self.kind))
             return
@@ -103,10 +142,29 @@ class MegatronTable(TrainedHere):
             fitting = [n for n in divisors(facts.heads) if not any(size % n for size in sizes.values())]
             message = f"does not divide the model's {' and '.join(undivided)}"
             yield Problem(f"{key}.tensor_parallel", message, f"use {listed(fitting)}", str(self.tensor_parallel))
+        yield from self._expert_problems(key, facts)
         if facts.layers % self.pipeline_parallel:
             message = f"does not divide the model's {facts.layers} layers: every stage has as many"
             hint = f"use {listed(divisors(facts.layers))}"
             yield Problem(f"{key}.pipeline_parallel", message, hint, str(self.pipeline_parallel))
+
+    def _expert_problems(self, key: str, facts: ModelFacts) -> Iterator[Problem]:
+        if not facts.experts:
+            for name in ("expert_parallel", "expert_tensor_parallel"):
+                if (given := getattr(self, name)) not in (1, None):
+                    yield Problem(f"{key}.{name}", "has no effect: the model has no experts", "remove it", str(given))
+            return
+        if facts.experts % self.expert_parallel:
+            message = f"does not divide the model's {facts.experts} experts"
+            hint = f"use {listed(divisors(facts.experts))}"
+            yield Problem(f"{key}.expert_parallel", message, hint, str(self.expert_parallel))
+        if facts.expert_size % self.ranks_of_expert:
+            message = f"does not divide the {facts.expert_size} rows of an expert"
+            hint = f"use {listed(divisors(facts.expert_size))}"
+            yield Problem(f"{key}.expert_tensor_parallel", message, hint, str(self.ranks_of_expert))
+        if self.tensor_parallel > 1 and not self.tensor_sequence_parallel:
+            message = "experts on tensor ranks take tokens that are cut across them"
+            yield Problem(f"{key}.tensor_sequence_parallel", message, "set it to true", "false")
 
     def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
         inside = section.processes // section.nodes
@@ -122,25 +180,27 @@ class MegatronTable(TrainedHere):
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         """Of the stage that holds most: the first has the embedding, the last the head, which is the embedding once
-        more where they are tied."""
+        more where they are tied. Experts have data ranks of their own."""
         layers = 1 + max((p.layer for p in held.tensors.parameters if p.layer is not None), default=0)
         stages = [self._stage(held.tensors.parameters, stage, layers) for stage in range(self.pipeline_parallel)]
-        most = max(stages)
+        most, experts = max(stages, key=sum)
         data = self.mesh(held.ranks).replicate
-        yield state("weights", most * held.compute_bytes)
+        expert_data = max(1, held.ranks // (self.expert_group * self.pipeline_parallel))
+        owned = ceil(most / data) + ceil(experts / expert_data)
+        yield state("weights", (most + experts) * held.compute_bytes)
         if held.optimizer is None:
             return
         if held.compute_bytes < FP32_BYTES:
-            yield state("master weights", ceil(most / data) * FP32_BYTES)
-        yield state("gradients", most * FP32_BYTES, dropped=True)
-        yield state("Adam moments", ceil(most / data) * ADAM_BYTES)
+            yield state("master weights", owned * FP32_BYTES)
+        yield state("gradients", (most + experts) * FP32_BYTES, dropped=True)
+        yield state("Adam moments", owned * ADAM_BYTES)
 
-    def _stage(self, parameters: Iterable[ParameterShape], stage: int, layers: int) -> int:
-        """Elements of one stage on each of its tensor ranks."""
+    def _stage(self, parameters: Iterable[ParameterShape], stage: int, layers: int) -> tuple[int, int]:
+        """Elements of one stage on each of its tensor ranks: of experts those on the right."""
         each, last = ceil(layers / self.pipeline_parallel), self.pipeline_parallel - 1
         every = list(parameters)
         tied = not any(p.name in (*LM_HEADS, SCORE_LAYER) for p in every)
-        size = 0
+        size = experts = 0
         for p in every:
             if p.layer is not None:
                 here = p.layer // each == stage
@@ -148,9 +208,11 @@ class MegatronTable(TrainedHere):
                 here = stage == 0 or (tied and stage == last)
             else:
                 here = stage == last
-            if here:
+            if here and EXPERTS in p.name:
+                experts += p.elements // self.expert_group
+            elif here:
                 size += self._on_a_rank(p)
-        return size
+        return size, experts
 
     def _on_a_rank(self, parameter: ParameterShape) -> int:
         if not parameter.name.endswith(_CUT):
@@ -161,10 +223,8 @@ class MegatronTable(TrainedHere):
         return rows * (parameter.elements // max(1, parameter.shape[0])) // self.tensor_parallel
 
 
-ORDER = "tp-cp-ep-pp-dp"
-"""Neighbouring ranks first: those of a tensor group, then the stages of a model; replicas lie furthest apart."""
-
-
-def mesh_axes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
-    """Axis → ranks, as `ModelBuilt.mesh` has it."""
-    return {"data": data, "pipeline": pipeline, "tensor": tensor}
+def mesh_axes(data: int, pipeline: int, tensor: int, experts: tuple[int, int]) -> dict[str, int]:
+    """Axis → ranks, as `ModelBuilt.mesh` has it. `experts`: ranks that share them out, and ranks that each is cut
+    across; told where they are not the axes of the rest of the model."""
+    axes = {"data": data, "pipeline": pipeline, "tensor": tensor}
+    return axes if experts == (1, tensor) else {**axes, "expert": experts[0], "expert tensor": experts[1]}

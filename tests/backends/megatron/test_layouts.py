@@ -8,27 +8,33 @@ import pytest
 import torch
 from families import FAMILIES
 from torch import Tensor
+from train_helpers import MIXTRAL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.megatron.engine import model_map
 from backends.megatron.layouts import (
+    Experts,
     Heads,
     Slot,
     fuse,
     layers_of_stage,
     local_part,
     padded_vocabulary,
+    put_experts,
+    source,
     unfuse,
     whole_tensor,
 )
 from specs.errors import ModelError
 from specs.schema.engines.megatron_table import FAMILIES as TABLES
 
+ONE = Heads(1, 1, 1)
 WIDE: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
 
 
 def model_of(family: str, **changes: Any) -> Any:
-    values = {**FAMILIES[family].config, **WIDE, **changes}
+    config = MIXTRAL if family == "mixtral" else FAMILIES[family].config
+    values = {**config, **WIDE, **changes}
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     with torch.no_grad():
@@ -68,6 +74,25 @@ def test_rows_that_no_rank_has_are_zeros() -> None:
     assert torch.equal(whole_tensor(parts, slot, 23), rows)
 
 
+def test_an_expert_is_rows_of_the_tensors_of_all() -> None:
+    """Two experts of a gate and an up projection of two rows each, on two ranks that cut each."""
+    experts = Experts(count=2, inner=2, hidden=3)
+    gate_up = torch.arange(8).view(2, 4, 1)  # expert 1: gate 4, 5 and up 6, 7
+    slot = experts.fc1("", "gate_up", 1)
+    held = [
+        fuse([local_part(source(gate_up, r), slot, rank, 2) for _, r in slot.sources], slot, ONE) for rank in (0, 1)
+    ]
+    assert [each.flatten().tolist() for each in held] == [[4, 6], [5, 7]]
+    down = torch.arange(12).view(2, 3, 2)
+    slot = experts.fc2("", "down", 1)
+    ((_, rows),) = slot.sources
+    assert [local_part(source(down, rows), slot, rank, 2).flatten().tolist() for rank in (0, 1)] == [
+        [6, 8, 10],
+        [7, 9, 11],
+    ]
+    assert [list(experts.of_rank(rank, 2)) for rank in (0, 1)] == [[0], [1]]
+
+
 def test_stages_have_as_many_layers() -> None:
     assert [list(layers_of_stage(4, stage, 2)) for stage in range(2)] == [[0, 1], [2, 3]]
 
@@ -80,20 +105,27 @@ def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int
     ours = model_map(model, "a model")
     weights: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     back: dict[str, Tensor] = {}
-    elements = 0
+    elements, experts = 0, dict[str, list[list[Tensor]]]()
     for stage in range(stages):
         for slot in ours.slots(stage, stages, tensor):
+            given = [source(weights[name], rows) for name, rows in slot.sources]
             held = [
-                fuse([local_part(weights[name], slot, rank, tensor) for name in slot.weights], slot, ours.heads)
+                fuse([local_part(each, slot, rank, tensor) for each in given], slot, ours.heads)
                 for rank in range(tensor)
             ]
             elements += sum(part.numel() for part in held) if slot.cut is not None else held[0].numel()
             parts = [unfuse(part, slot, ours.heads) for part in held]
             for place, name in enumerate(slot.weights):
                 found = whole_tensor([rank[place] for rank in parts], slot, weights[name].shape[0])
-                assert torch.equal(found, weights[name])
+                assert torch.equal(found, given[place])
                 if ours.stage_of(name, stages) == stage:
                     back[name] = found
+            if slot.rows:
+                experts.setdefault(slot.weights[0], []).append(held)
+    for name, each in experts.items():
+        back[name] = torch.full_like(weights[name], torch.nan)
+        put_experts(back[name], ours.slots_of_experts(name), each, ours.heads)
+        assert torch.equal(back[name], weights[name])
     assert back.keys() == weights.keys()
     copies = 2 if tied and stages > 1 else 1
     padding = (padded_vocabulary(ours.vocabulary, tensor) - ours.vocabulary) * model.config.hidden_size

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import sharded_worker
 from families import FAMILIES
-from outcomes import farthest, outcome
+from outcomes import Outcome, farthest, outcome
 from sharded_worker import EMPTY_STEP, MEGATRON, STEPS
 from stock_model import PROMPTS, TEMPERATURE, family_batch, stock_model, write_family
-from train_helpers import QWEN2, build_engine, train_config, weights_of, write_model
+from train_helpers import MIXTRAL, QWEN2, QWEN3_MOE, build_engine, train_config, weights_of, write_model
 
 from backends.protocol import Rank
 from rlctl.models.model_tensors import tensors_of_config
@@ -35,7 +35,9 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="scripts/setup-engine megatron makes .venv-megatron"),
 ]
 
-TWO = [name for name in MEGATRON if not name.startswith("4:") and name != "data bf16"]  # which only resumes
+MIXED = [name for name in MEGATRON if "experts" in name and name != "4:experts, tensor pipeline"]
+DENSE = [name for name in MEGATRON if "experts" not in name]
+TWO = [name for name in DENSE if not name.startswith("4:") and name != "data bf16"]  # which only resumes
 IN_FP32 = [name for name in TWO if "bf16" not in name]
 RESUMED = [
     ("pipeline", "tensor"),
@@ -44,7 +46,11 @@ RESUMED = [
     ("pipeline critic", "tensor critic"),
     ("data bf16", "tensor bf16"),
 ]
-READ = ["llama", "qwen2", "qwen3"]
+AXES = {"llama": "4:tensor pipeline", "qwen2": "4:tensor pipeline", "qwen3": "4:tensor pipeline"}
+AXES |= {"qwen3_moe": "4:experts, tensor pipeline", "mixtral": "4:experts, tensor pipeline"}
+READ = list(AXES)
+CONFIGS = {**{name: family.config for name, family in FAMILIES.items()}, "mixtral": MIXTRAL}
+RESUMED_MIXED = [("4:experts, pipeline data", "experts, tensor")]
 
 
 def launch(root: Path, processes: int, jobs: list[dict[str, Any]]) -> None:
@@ -65,16 +71,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sharded_worker.run(root / "model", {"case": "ddp", "out": str(root / "one rank")}, Rank()).close()
     sharded_worker.run(root / "model", {"case": "ddp critic", "out": str(root / "one rank critic")}, Rank()).close()
     sharded_worker.run(root / "model", {"case": "ddp bf16", "out": str(root / "one rank bf16")}, Rank()).close()
+    mixture = {"model": str(write_model(root / "mixture", QWEN3_MOE))}
+    one = {"case": "ddp", "out": str(root / "one rank experts"), **mixture}
+    sharded_worker.run(root / "model", one, Rank()).close()
     resumed = [
         {"case": case, "out": str(root / f"{saved} resumed by {case}"), "load": str(root / saved / "state")}
-        for case, saved in RESUMED
+        for case, saved in [*RESUMED, *RESUMED_MIXED]
     ]
-    launch(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + resumed)
+    mixed = [{"case": case, "out": str(root / case), **mixture} for case in MIXED]
+    two, four = ([job for job in mixed if job["case"].startswith("4:") is many] for many in (False, True))
+    launch(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + resumed[: len(RESUMED)] + two)
     families = [
-        {"case": "4:tensor pipeline", "family": str(write_family(root / name / "model", name)), "out": str(root / name)}
+        {
+            "case": AXES[name],
+            "family": str(write_family(root / name / "model", name, CONFIGS[name])),
+            "out": str(root / name),
+        }
         for name in READ
     ]
-    launch(root, 4, [{"case": "4:tensor pipeline", "out": str(root / "4:tensor pipeline")}, *families])
+    four += [{**job, **mixture} for job in resumed[len(RESUMED) :]]
+    launch(root, 4, [{"case": "4:tensor pipeline", "out": str(root / "4:tensor pipeline")}, *four, *families])
     return root
 
 
@@ -82,8 +98,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_is_that_of_ddp(root: Path, case: str) -> None:
     """Six steps, one of them with data ranks that have nothing, after a step that all skip. Rounding differs: queries,
     keys and values are one multiplication here, and three there."""
-    ours = outcome(root, case)
-    one = outcome(root, "one rank critic" if "critic" in case else "one rank")
+    check_training(outcome(root, case), outcome(root, "one rank critic" if "critic" in case else "one rank"))
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_a_mixture_of_experts_trains_as_by_ddp(root: Path, case: str) -> None:
+    """A dense layer and one with experts, which lie on data ranks, on tensor ranks, or on data ranks of stages."""
+    check_training(outcome(root, case), outcome(root, "one rank experts"))
+
+
+def check_training(ours: Outcome, one: Outcome) -> None:
     assert sum(rank["history"][EMPTY_STEP]["micro_batches"] for rank in ours.ranks) == 1
     assert ours.losses() == pytest.approx(one.losses(), rel=1e-4)
     for rank in ours.ranks:
@@ -109,7 +133,7 @@ def test_bf16_is_near_ddp_in_bf16(root: Path) -> None:
     assert np.abs(ours.told(0) - one.told(0)).mean() < 0.02
 
 
-@pytest.mark.parametrize("case", [*TWO, "4:tensor pipeline"])
+@pytest.mark.parametrize("case", [*TWO, "4:tensor pipeline", *MIXED])
 def test_ranks_say_what_they_hold(root: Path, case: str) -> None:
     table = MEGATRON[case]["engine"]
     for rank in outcome(root, case).ranks:
@@ -120,7 +144,7 @@ def test_ranks_say_what_they_hold(root: Path, case: str) -> None:
         assert rank["bf16"]["same"] is True
 
 
-@pytest.mark.parametrize(("case", "saved"), RESUMED)
+@pytest.mark.parametrize(("case", "saved"), [*RESUMED, *RESUMED_MIXED])
 def test_a_checkpoint_resumes_on_other_axes(root: Path, case: str, saved: str) -> None:
     """Weights to the bit, and the step after it as it would have been."""
     ours, before = outcome(root, f"{saved} resumed by {case}"), outcome(root, saved)
@@ -158,7 +182,7 @@ def test_log_probs_are_those_of_transformers(root: Path, family: str) -> None:
     for rank in range(4):
         with np.load(root / family / f"rank{rank}.npz") as found:
             told_T[found["token_N"]] = found["logprob_N"]
-    assert FAMILIES[family].config["num_hidden_layers"] == 2, "one layer in each stage"
+    assert CONFIGS[family]["num_hidden_layers"] == 2, "one layer in each stage"
     for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         ids = torch.from_numpy(batch["tokens_T"][start:stop].astype(np.int64))
         with torch.no_grad():
@@ -170,9 +194,8 @@ def test_log_probs_are_those_of_transformers(root: Path, family: str) -> None:
 
 def test_the_plan_knows_what_a_rank_holds(root: Path) -> None:
     """The fullest of two tensor ranks in two stages; Megatron pads its flat gradients to whole blocks."""
-    table = MEGATRON["4:tensor pipeline"]["engine"]
     for family in READ:
-        tensors = tensors_of_config(FAMILIES[family].config)
+        table, tensors = MEGATRON[AXES[family]]["engine"], tensors_of_config(CONFIGS[family])
         assert tensors is not None
         parts = table.memory(HeldTrainer(tensors, "fp32", 4, "cpu", Optimizer()))
         planned = {part.name: part.nbytes for part in parts}

@@ -164,7 +164,13 @@ CONTEXT: dict[str, dict[str, Any]] = {
     **{
         f"{role}.engine.{axis}_parallel": {f"{role}.processes": 2, f"{role}.launcher": "torchrun"}
         for role in ("actor", "ref", "critic", "reward_model")
-        for axis in ("tensor", "pipeline")
+        for axis in ("tensor", "pipeline", "expert")
+    },
+    **{
+        f"{role}.engine.tensor_sequence_parallel": {
+            **{f"{role}.processes": 2, f"{role}.launcher": "torchrun", f"{role}.engine.tensor_parallel": 2}
+        }
+        for role in ("actor", "ref", "critic", "reward_model")
     },
     "reward_model": SCORES,
     "reward_model.sequence_parallel": {"reward_model.processes": 2, "reward_model.launcher": "torchrun"},

@@ -13,6 +13,7 @@ from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.spec import ActorSection, Lora, Spec
 
 MODEL = {**FAMILIES["qwen2"].config, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6}
+MOE = FAMILIES["qwen3_moe"].config
 GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_heads": 6}
 
 
@@ -20,7 +21,10 @@ GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_
     ("config", "axes", "key", "words", "hint"),
     [
         (GEMMA, {}, "kind", "no table of names for gemma2", "fsdp2"),
-        (FAMILIES["qwen3_moe"].config, {}, "kind", "no table of names for qwen3_moe", "fsdp2"),
+        (MOE, {"expert_parallel": 3}, "expert_parallel", "divide the model's 4 experts", "use 1, 2 or 4"),
+        (MOE, {"expert_tensor_parallel": 5}, "expert_tensor_parallel", "the 24 rows of an expert", "use 1, 2, 3, 4"),
+        (MOE, {"tensor_parallel": 2}, "tensor_sequence_parallel", "cut across them", "true"),
+        (MODEL, {"expert_parallel": 2}, "expert_parallel", "the model has no experts", "remove"),
         ({**MODEL, "use_sliding_window": True, "sliding_window": 8}, {}, "kind", "window, and the model's is of 8", ""),
         (
             MODEL,
@@ -39,7 +43,7 @@ def test_what_does_not_fit_is_named_with_what_would(
     engine, facts = MegatronTable(**axes), model_facts(config)
     assert facts is not None
     (found,) = engine.model_problems("critic", ActorSection(engine=engine), facts)
-    assert (found.key, found.value.strip('"')) == (f"critic.engine.{key}", str(getattr(engine, key)))
+    assert (found.key, found.value.strip('"')) == (f"critic.engine.{key}", str(getattr(engine, key)).lower())
     assert words in found.message
     assert hint in found.hint
 
