@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.check.findings import Findings, examine
-from rlctl.check.meaning import batch, placement, reference, roles
+from rlctl.check.meaning import batch, hosts, links, placement, reference, roles
+from rlctl.processes.placement import Plan
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
+from specs.schema.spec import Spec
 from specs.terminal import json_text
 
 if TYPE_CHECKING:
@@ -79,11 +81,17 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "roles": listed,
         "probe": findings.probe.level if findings.probe else None,
         "placement": placement(spec) if spec and plan else {},
+        "hosts": hosts(spec, plan) if spec and plan else [],
         "batch": batch(spec) if spec else {},
         "reference": reference(spec) if spec else {},
         "reward_functions": [asdict(tried) for tried in findings.tried],
-        "sync": dict(zip(("transport", "why"), choose_transport(spec), strict=True)) if spec else {},
+        "sync": _sync(spec, plan) if spec else {},
     }
+
+
+def _sync(spec: Spec, plan: Plan | None) -> dict[str, Any]:
+    transport, why = choose_transport(spec)
+    return {"transport": transport, "why": why, "to": links(spec, plan) if plan else []}
 
 
 def _problem(problem: Problem) -> dict[str, str]:

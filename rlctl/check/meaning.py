@@ -14,7 +14,7 @@ from rlctl.preflight.role_kernels import role_kernels
 from rlctl.processes.placement import Plan
 from specs.schema.engines.engine_table import engine_of, not_known
 from specs.schema.mesh import mesh_is_known, mesh_of, shard_groups
-from specs.schema.roles import ACTOR, REF, ROLES, RoleName
+from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import RefSection, RoleSection, Spec
 
 
@@ -71,6 +71,24 @@ def reference(spec: Spec) -> dict[str, Any]:
         "engine": placed.engine.kind if isinstance(placed, RefSection) else "",
         "devices": list(placed.devices) if placed else [],
     }
+
+
+def hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
+    """Each host of the run and who sits there: role → ranks and the numbers of their GPUs."""
+    found: dict[int, dict[str, Any]] = {}
+    for role in plan.roles:
+        remote = {node.node_rank: node.host for node in role.remote}
+        for node, number in enumerate(spec.role(role.role).hosts):
+            name = remote.get(node, "this host" if number == 0 else f"node {number}")
+            seats = {"ranks": list(role.ranks_of(node)), "devices": list(role.devices)}
+            found.setdefault(number, {"number": number, "host": name, "roles": {}})["roles"][role.role] = seats
+    return [found[number] for number in sorted(found)]
+
+
+def links(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
+    """The ways that weights take, from the actor's rank 0 on this host: to which host, and how many replicas there."""
+    seats = [(place["host"], len(place["roles"].get(ROLLOUT, {"ranks": []})["ranks"])) for place in hosts(spec, plan)]
+    return [{"host": host, "replicas": count} for host, count in seats if count]
 
 
 def placement(spec: Spec) -> dict[str, dict[str, Any]]:

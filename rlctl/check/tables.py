@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.check.meaning import batch, reference, roles
+from rlctl.check.meaning import batch, hosts, links, reference, roles
 from rlctl.preflight.role_attention import role_attention
 from rlctl.preflight.role_kernels import role_kernels
 from rlctl.processes.placement import Plan
@@ -61,9 +61,12 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
         if any(_shows_mesh(findings.spec.role(name)) for name in findings.spec.roles):
             out.print(_seats_table(findings.spec))
             out.print()
+        if any(findings.spec.role(name).leaves_host for name in findings.spec.roles):
+            out.print(_hosts_table(findings.spec, findings.plan))
+            out.print()
         for said in _not_known(findings.spec, findings.plan, spec_path.absolute().parent):
             out.print(said, soft_wrap=True)
-        out.print(_arithmetic(findings.spec), highlight=True)
+        out.print(_arithmetic(findings.spec, findings.plan), highlight=True)
         out.print()
         for tried in findings.tried:
             out.print(_call_table(tried))
@@ -198,7 +201,30 @@ def _reference(spec: Spec) -> str:
     return f"{found['model']} ({found['why']}), held by {found['engine']} on {where}"
 
 
-def _arithmetic(spec: Spec) -> str:
+def _hosts_table(spec: Spec, plan: Plan) -> Table:
+    """Who sits where, host by host."""
+    table = Table("host", "role", "ranks", "devices", box=None, pad_edge=False)
+    for place in hosts(spec, plan):
+        for number_of_role, (role, seats) in enumerate(place["roles"].items()):
+            devices = f"GPU {_span(seats['devices'])}" if seats["devices"] else "CPU"
+            table.add_row("" if number_of_role else place["host"], role, _span(seats["ranks"]), devices)
+    return table
+
+
+def _links(spec: Spec, plan: Plan) -> str:
+    """Where the weights go, of replicas that are not all on this host."""
+    if not spec.rollout.leaves_host:
+        return ""
+    ways = [f"{counted(link['replicas'], 'replica')} on {link['host']}" for link in links(spec, plan)]
+    shown = (
+        ways
+        if len(ways) <= PLACEMENT_ROWS
+        else [*ways[: PLACEMENT_ROWS - 1], f"{len(ways) - PLACEMENT_ROWS + 1} more hosts"]
+    )
+    return f"\n       from this host to {', '.join(shown)}"
+
+
+def _arithmetic(spec: Spec, plan: Plan) -> str:
     numbers = batch(spec)
     cut = f" → {numbers['mini_batches_per_step']} mini-batches of {numbers['samples_per_mini_batch']}"
     epochs = f" × {numbers['epochs_per_step']} epochs" if numbers["epochs_per_step"] > 1 else ""
@@ -219,7 +245,7 @@ def _arithmetic(spec: Spec) -> str:
         f"{numbers['max_sequence_tokens']} in a sequence, {numbers['micro_batch_tokens']} in a forward pass"
         f"{shared if degree > 1 else ''}\n"
         f"ref    {_reference(spec)}\n"
-        f"sync   weights travel by {transport} ({why}){buckets}"
+        f"sync   weights travel by {transport} ({why}){buckets}{_links(spec, plan)}"
         f"{ahead}"
     )
 

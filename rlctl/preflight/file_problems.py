@@ -16,7 +16,7 @@ from rlctl.models.shapes_fit import adapter_problems, adapter_warnings, cut_prob
 from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
 from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data
-from rlctl.preflight.hostfile import hostfile_problems
+from rlctl.preflight.hostfile import hostfile_problems, hostfile_warnings
 from rlctl.preflight.interpreters import interpreter_problems, packages_of
 from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
@@ -54,7 +54,7 @@ def file_problems(
     errors += role_attention_problems(spec, spec_dir)
     (warnings if elsewhere else errors).extend(role_kernel_problems(spec, spec_dir))
     errors += hostfile_problems(spec, spec_dir)
-    warnings += data_warnings
+    warnings += [*data_warnings, *hostfile_warnings(spec, spec_dir)]
     (errors if starting else warnings).extend(_devices(spec))
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     errors += size_problems(spec, config, here=here and not elsewhere)

@@ -76,5 +76,32 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     return problems
 
 
+def hostfile_warnings(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """Hosts, and GPUs of hosts, that the file names and nothing uses. `slots` are GPUs where a role has GPUs."""
+    cluster, sections = spec.cluster, [section for _, section in spec.sections()]
+    if cluster is None or not cluster.hostfile or not any(through_shell(section) for section in sections):
+        return []
+    try:
+        hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser())
+    except SpecError:
+        return []  # said as a problem
+    used = {number for section in sections for number in section.hosts}
+    named = frozenset().union(*(spec.gpus(role) for role in spec.roles))
+    unused = [host for number, host in enumerate(hosts) if number not in used]
+    problems = []
+    if unused:
+        kind = "GPUs" if named else "slots"
+        message = f"no role is on {', '.join(host.name for host in unused)}: {sum(h.slots for h in unused)} {kind} idle"
+        hint = "raise `nodes` of a role, or remove the lines"
+        problems.append(Problem("cluster.hostfile", message, hint, show(cluster.hostfile)))
+    for number in sorted({number for number, _ in named} & set(range(len(hosts)))):
+        count = sum(node == number for node, _ in named)
+        if count < hosts[number].slots:
+            message = f"{hosts[number].name} has slots={hosts[number].slots}, and roles name {count} GPUs there"
+            hint = f"{hosts[number].slots - count} are idle: name them in `devices`, or lower slots"
+            problems.append(Problem("cluster.hostfile", message, hint, show(cluster.hostfile)))
+    return problems
+
+
 def _problem(path: Path, number: int, message: str, hint: str) -> Problem:
     return Problem("cluster.hostfile", f"line {number}: {message}", hint, f'"{path}"')

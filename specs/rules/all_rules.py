@@ -19,7 +19,7 @@ from specs.rules.judge_rules import judge_problems, judge_warnings
 from specs.rules.kernel_rules import kernel_problems
 from specs.rules.learning_rules import learning_warnings
 from specs.rules.mesh_rules import straddling_warnings
-from specs.rules.node_rules import node_problems
+from specs.rules.node_rules import node_problems, node_warnings
 from specs.rules.reward_model_rules import reward_model_problems
 from specs.rules.sequence_rules import sharing_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
@@ -52,6 +52,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
         *run_ahead_warnings(spec),
         *_never_due(spec),
         *straddling_warnings(spec),
+        *node_warnings(spec),
         *engine_warnings(spec),
         *judge_warnings(spec),
     ]

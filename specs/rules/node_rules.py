@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import RoleSection, Spec
 from specs.text import show
 
@@ -42,6 +42,38 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
             has = "has several nodes, and nothing names them"
             has = has if section.nodes > 1 else "is on another node, and nothing names it"
             yield Problem("cluster.hostfile", f"{role} {has}", hint)
+
+
+def node_warnings(spec: Spec) -> Iterator[Problem]:
+    """GPUs that wait while others work, of a run whose phases alternate."""
+    actor, rollout = spec.gpus(ACTOR), spec.gpus(ROLLOUT)
+    if spec.rollout.max_staleness or not (actor and rollout):
+        return
+    count = len(actor | rollout)
+    if not actor & rollout:
+        waits = f"{len(actor)} of {count} GPUs are idle while completions are written"
+        message = f"{waits}, {len(rollout)} while the actor learns"
+        hint = "set it to 1: the next step's are written meanwhile; or let actor and rollout name the same GPUs"
+        yield Problem("rollout.max_staleness", message, hint, "0")
+    elif idle := actor - rollout:
+        message = f"{len(idle)} of {count} GPUs are idle while completions are written"
+        yield Problem(*_waiting(spec, message))
+    elif idle := rollout - actor:
+        message = f"{len(idle)} of {count} GPUs are idle while the actor learns"
+        hint = "let the actor take them too, or give the rollout GPUs of its own and set rollout.max_staleness = 1"
+        yield Problem("rollout.devices", message, hint, show(spec.rollout.devices))
+
+
+def _waiting(spec: Spec, message: str) -> tuple[str, str, str, str]:
+    """Key, message, hint and value where the actor has GPUs on which nothing samples."""
+    actor, rollout = spec.actor, spec.rollout
+    if set(actor.devices) <= set(rollout.devices):
+        replicas = rollout.processes // rollout.nodes * actor.nodes
+        hint = f"set it to {actor.nodes} and rollout.processes = {replicas}: replicas on every node of the actor"
+        return "rollout.nodes", message, hint, str(rollout.nodes)
+    missing = sorted(set(actor.devices) - set(rollout.devices))
+    hint = f"name {show(missing)} too, with replicas on them"
+    return "rollout.devices", message, hint, show(rollout.devices)
 
 
 def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:
