@@ -167,7 +167,7 @@ def train(
         return
     from rlctl.run.train import train as run
 
-    raise typer.Exit(run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of))
+    run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of)
 
 
 @app.command("eval")

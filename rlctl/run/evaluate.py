@@ -31,8 +31,8 @@ from rlctl.show.screen import Screen
 from rlctl.show.text_format import number, share
 from specs.errors import Interrupted, SpecError, UsageError
 from specs.load.load import load_spec
-from specs.schema.algorithms.algorithm_tables import Grpo
-from specs.schema.roles import ACTOR
+from specs.schema.algorithms.algorithm_tables import PLAIN
+from specs.schema.roles import ACTOR, CRITIC, REF
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 from specs.wire import bodies
@@ -110,10 +110,8 @@ def evaluate(
 def without_learning(spec: Spec, *, adapters: bool) -> Spec:
     """The spec with what sampling and grading need: no reference, no critic. `adapters`: whether the actor has its
     own; a model of its own has none."""
-    plain = Grpo(kind="grpo", group_size=2)
     actor = spec.actor if adapters else spec.actor.model_copy(update={"lora": None})
-    unused = {"ref": None, "critic": None, "tracking": ()}
-    return spec.model_copy(update={"algorithm": plain, "actor": actor, **unused})
+    return spec.model_copy(update={"algorithm": PLAIN, ACTOR: actor, REF: None, CRITIC: None, "tracking": ()})
 
 
 def _source(run_dir: Path | None, spec_path: Path | None) -> SpecSource:

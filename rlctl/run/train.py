@@ -60,10 +60,10 @@ def train(
     *,
     force: bool = False,
     fork_of: str = "",
-) -> int:
+) -> Path:
     """Run the spec to its end. `spec_path`: a spec, or at a resume the directory of a run. `fork_of`: RUN_DIR[@STEP],
-    whose weights and optimizer state the run begins with. Returns 0; every failure is an RlctlError with its own exit
-    code."""
+    whose weights and optimizer state the run begins with. Returns the run directory; every failure is an RlctlError
+    with its own exit code."""
     _check_options(resume, accept_changed_files, force, fork_of)
     source = spec_source(spec_path, resume=resume)
     if source.run_dir and run_dir and run_dir.absolute() != source.run_dir:
@@ -110,7 +110,7 @@ def train(
     finally:
         run.release()
     Screen(outlives=True).print(Text(result_line(run.path)), soft_wrap=True)
-    return 0
+    return run.path
 
 
 def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_of: str) -> None:

@@ -17,8 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.show import eval_keys
-from rlctl.show.screen import Screen
+from rlctl.show import eval_keys, notebook
+from rlctl.show.notebook import NotebookPanel
+from rlctl.show.screen import Screen, redraws
 from rlctl.show.text_format import FEW_FINISH, count, duration, number, share, sparkline, time_shares
 from specs.phases import Phase
 from specs.wire.heartbeat import Moving, amount
@@ -47,7 +48,7 @@ class Progress:
         reconfigure = getattr(self.console.file, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")  # a console without Unicode must not end a run
-        self.live = self.console.is_terminal if live is None else live
+        self.live = redraws(self.console) if live is None else live
         self._total, self._step, self._name = total_steps, start_step, name
         self._started = self._phase_started = time.monotonic()
         self._phase = "start"
@@ -60,7 +61,8 @@ class Progress:
         self._keep: Callable[[str], None] = lambda text: None
         self._last_line = 0.0
         self._drawn = 0.0
-        self._display: Live | None = None
+        self._display: Live | NotebookPanel | None = None
+        self._redraw_s = notebook.REDRAW_S if self.console.is_jupyter else REDRAW_S
         self._moving: Callable[[], Moving] = Moving
         self._done_before: Mapping[str, int] = {}
 
@@ -69,7 +71,10 @@ class Progress:
     def __enter__(self) -> Self:
         self._started = self._phase_started = time.monotonic()
         if self.live:
-            self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
+            if self.console.is_jupyter:
+                self._display = NotebookPanel(self.console)
+            else:
+                self._display = Live(self.render(), console=self.console, auto_refresh=False, transient=False)
             self._display.start()
         return self
 
@@ -77,7 +82,8 @@ class Progress:
         if self._display is not None:
             self._phase = ""
             self._redraw()
-            self._display.stop()
+            if isinstance(self._display, Live):
+                self._display.stop()
             self._display = None
 
     def phase(self, phase: Phase, doing: str = "") -> None:
@@ -136,14 +142,14 @@ class Progress:
 
     def table(self, renderable: RenderableType) -> None:
         """Anything that rich can print, above the panel."""
-        self.console.print(renderable)
+        self._say(renderable)
         self._last_line = time.monotonic()
 
     def tick(self) -> None:
         """Called often while the driver waits. Cheap: draws nothing before its time."""
         now = time.monotonic()
         if self.live:
-            if now - self._drawn >= REDRAW_S:
+            if now - self._drawn >= self._redraw_s:
                 self._redraw()
         elif now - max(self._last_line, self._phase_started) >= PLAIN_QUIET_S:
             self._print("  ".join([f"… {self._phase} for {duration(now - self._phase_started)}", *self._so_far()]))
@@ -167,7 +173,13 @@ class Progress:
 
     def _print(self, text: str | Text) -> None:
         self._last_line = time.monotonic()
-        self.console.print(text, soft_wrap=not self.live)
+        self._say(text)
+
+    def _say(self, what: RenderableType) -> None:
+        if isinstance(self._display, NotebookPanel):
+            self._display.say(what)
+        else:
+            self.console.print(what, soft_wrap=not self.live and isinstance(what, str | Text))
 
     def _plain_line(self) -> str:
         latest = self._recent[-1]
@@ -192,7 +204,10 @@ class Progress:
 
     def _redraw(self) -> None:
         if self._display is not None:
-            self._display.update(self.render(), refresh=True)
+            if isinstance(self._display, NotebookPanel):
+                self._display.update(self.render())
+            else:
+                self._display.update(self.render(), refresh=True)
             self._drawn = time.monotonic()
 
     def _keep_evals(self, step: int, metrics: Mapping[str, Any]) -> None:

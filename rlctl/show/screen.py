@@ -6,6 +6,8 @@ Every command prints through a `Screen` or through `print`, whose streams are gu
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO, cast
@@ -17,6 +19,17 @@ from rich.text import Text
 
 from rlctl.show.safe_stdout import SafeStdout
 from specs.terminal import VisibleStream, visible
+
+
+def redraws(console: Console) -> bool:
+    """Whether a panel can be drawn over itself: on a terminal that moves its cursor, or in a notebook. Not in a file
+    that FORCE_COLOR or the like has rich take for a terminal."""
+    if console.is_jupyter:
+        return True
+    if not console.is_terminal or console.is_dumb_terminal:
+        return False
+    forced = os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE")
+    return not forced or bool(getattr(console.file, "isatty", lambda: False)())
 
 
 class Screen(Console):
@@ -40,7 +53,11 @@ class Screen(Console):
             yield segment if segment.control else _visible_segment(segment)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
-        return super().status(Text(status) if isinstance(status, str) else status, **options)
+        shown = Text(status) if isinstance(status, str) else status
+        if self.is_jupyter or (self.is_terminal and not redraws(self)):  # each turn of it would stay there
+            nowhere = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False)
+            return Status(shown, console=nowhere, **options)
+        return super().status(shown, **options)
 
 
 def _visible_text(text: Text) -> Text:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rlctl.show import eval_keys
 from rlctl.show.metrics_file import last_values, read_metrics
-from rlctl.show.screen import Screen
+from rlctl.show.screen import Screen, redraws
 from rlctl.show.text_format import counted, duration, number
 from specs.errors import RunDirError
 
@@ -94,7 +94,7 @@ class SweepTable:
         return self._trials[name]
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if redraws(self.console) and not self.console.is_jupyter:
             self._live = Live(self._running(), console=self.console, auto_refresh=False, transient=True)
             self._live.start()
         return self

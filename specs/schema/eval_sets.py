@@ -14,6 +14,10 @@ from specs.schema.table import NonEmpty, PathText, Table
 SetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
+# Keys that `[eval]` says for all sets; the others are of one set.
+OF_ALL_SETS = ("prompts", "samples_per_prompt", "temperature", "top_p", "pass_term", "pass_score")
+
+
 class EvalSet(Table):
     """One of several sets of prompts. How it is completed, where it does not say so itself, `[eval]` says."""
 
@@ -79,13 +83,12 @@ class EvalSection(Table):
             own = getattr(table, name)
             return getattr(self, name) if own is None else own
 
-        shared = ("prompts", "samples_per_prompt", "temperature", "top_p", "pass_term", "pass_score")
         return Evaluation(
             key=key,
             name=table.name,
             data=table.data,
             split=table.split,
-            **{name: of(name) for name in shared},
+            **{name: of(name) for name in OF_ALL_SETS},
             given=frozenset(table.model_fields_set),
         )
 

@@ -484,6 +484,8 @@ AdvantageTable = Annotated[
 LossTable = Annotated[
     PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | GmpoLoss | ValueLoss, Field(discriminator="kind")
 ]
+PLAIN = Grpo(kind="grpo", group_size=2)  # where nothing is learned: it needs neither reference nor critic
+
 AlgorithmTable = Annotated[
     Grpo
     | Dapo
