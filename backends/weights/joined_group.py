@@ -9,12 +9,14 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
@@ -97,6 +99,11 @@ class JoinedGroup:
         if len(self._windows) < count or any(len(window_U) < nbytes for window_U in self._windows):
             self._wait()
             self._windows = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
+
+    def use_windows(self, windows: Sequence[NDArray[np.uint8]]) -> None:
+        """Receive into this host memory."""
+        self._wait()
+        self._windows = [torch.from_numpy(window_U) for window_U in windows]
 
     def window(self, bucket: int) -> Buffer:
         slot = bucket % len(self._windows)

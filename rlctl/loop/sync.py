@@ -146,7 +146,8 @@ class WeightSync:
 
     def _begin(self, step: int | None) -> bodies.Exporting:
         transport, options = self.transport.kind, dict(self.transport.options)
-        form, held, absent = self._wanted(step)
+        answers = [bodies.WantedForm.of(answer) for answer in self.rollout.call(Verb.IMPORT_FORM, step=step)]
+        form = _form_for_all(answers)
         export = bodies.ExportBegin(
             transport=transport,
             options=options,
@@ -155,8 +156,9 @@ class WeightSync:
             bucket_bytes=self.bucket_bytes,
             readers=self.rollout.size,
             renew=self._readers_are_new,
-            held=held,
-            absent=absent,
+            held=[answer.holds for answer in answers],
+            hosts=_by_host(answers),
+            absent=self._held_by_absent(answers),
         )
         begun = bodies.Exporting.of(self.actor.call(Verb.EXPORT_BEGIN, export, step=step)[0])
         self._leftovers = begun.offer["leftovers"]
@@ -169,15 +171,12 @@ class WeightSync:
         self._readers_are_new = False
         return begun
 
-    def _wanted(self, step: int | None) -> tuple[WeightForm, list[str], list[str]]:
-        """What must be sent, and what replicas hold of it: those of this pass, and those that are left out of it. All
-        replicas hear the same: the model too as soon as one of them lacks it."""
-        answers = [bodies.WantedForm.of(answer) for answer in self.rollout.call(Verb.IMPORT_FORM, step=step)]
-        forms: set[WeightForm] = {answer.form for answer in answers}
+    def _held_by_absent(self, answers: Sequence[bodies.WantedForm]) -> list[str]:
+        """What replicas hold that are left out of this pass, as each said when it took part last."""
         here = {answer.replica: answer.holds for answer in answers}
         absent = [holds for replica, holds in self._held.items() if replica not in here and holds]
         self._held |= here
-        return "apart" if len(forms) > 1 else forms.pop(), [answer.holds for answer in answers], absent
+        return absent
 
     def _move(self, begun: bodies.Exporting, step: int | None) -> None:
         """Every weight, and every checksum compared."""
@@ -275,6 +274,20 @@ class WeightSync:
 
 
 _HINT = "a weight was lost or changed on its way; nothing was sampled with it. Resume from the last checkpoint."
+
+
+def _form_for_all(answers: Sequence[bodies.WantedForm]) -> WeightForm:
+    """What must be sent. Replicas hear the same: the model too as soon as one of them lacks it."""
+    forms: set[WeightForm] = {answer.form for answer in answers}
+    return "apart" if len(forms) > 1 else forms.pop()
+
+
+def _by_host(answers: Sequence[bodies.WantedForm]) -> list[list[int]]:
+    """Replicas that can hand each other memory, together."""
+    hosts: dict[str, list[int]] = {}
+    for answer in answers:
+        hosts.setdefault(answer.host or f"of {answer.replica} alone", []).append(answer.replica)
+    return list(hosts.values())
 
 
 def _shown(weight: bodies.WireWeight | None) -> str:

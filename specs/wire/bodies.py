@@ -231,6 +231,7 @@ class ExportBegin(Body):
     readers: int
     renew: bool  # some reader is new: nothing is known to it
     held: list[str] = []  # what the readers hold of earlier passes, as each says (`WantedForm`)
+    hosts: list[list[int]] = []  # the readers by the host that each says it is on
     absent: list[str] = []  # what those hold that are left out of this pass and may come back
 
 
@@ -261,6 +262,7 @@ class ExportEnd(Body):
 class WantedForm(Answer):
     form: WeightForm
     replica: int = 0
+    host: str = ""  # equal where replicas can hand each other memory; "": of no other (`host_readers.py`)
     holds: str = ""  # the pass that a later one can build on (`workers/transports/base.py`, `Reader.holds`)
 
 

@@ -42,7 +42,7 @@ class Actor(Learner):
         body = call.body
         if self._exporter is None:
             self._exporter = Exporter(self.engine, self.rank.rank, body.transport, body.options)
-        known = Known(held=body.held, absent=body.absent)
+        known = Known(held=body.held, absent=body.absent, hosts=body.hosts)
         return self.exporter.begin(body.dtype, body.bucket_bytes, body.readers, body.renew, body.form, known), {}
 
     def export_bucket(self, call: Request[bodies.ExportBucket], emit: Emit) -> Reply:

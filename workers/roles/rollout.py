@@ -19,6 +19,7 @@ from specs.wire.role_config import RolloutConfig
 from workers.roles.engine_rank import EngineRank
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 from workers.transports.ends import Importer, spec_of
+from workers.transports.host_readers import host_of_this_process
 
 
 class Rollout(EngineRank[RolloutEngine]):
@@ -68,7 +69,8 @@ class Rollout(EngineRank[RolloutEngine]):
 
     def import_form(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         holds = "" if self._importer is None else self._importer.reader.holds
-        return {"form": self.engine.weight_form(), "replica": self.rank.rank, "holds": holds}, {}
+        who = {"replica": self.rank.rank, "host": host_of_this_process()}
+        return {"form": self.engine.weight_form(), "holds": holds, **who}, {}
 
     def import_begin(self, call: Request[bodies.ImportBegin], emit: Emit) -> Reply:
         body = call.body

@@ -29,6 +29,7 @@ class Known:
 
     held: Sequence[str] = ()  # by the readers of this pass; "": nothing
     absent: Sequence[str] = ()  # by readers that are left out of this pass and may come back
+    hosts: Sequence[Sequence[int]] = ()  # the readers of this pass by host, each host's in order; (): not known
     alike: bool = False  # the weights are those of the last pass in name, dtype and shape
 
 

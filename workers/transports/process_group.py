@@ -1,8 +1,10 @@
-"""The transport over a process group of the actor's rank 0 and all rollouts: NCCL between GPUs, gloo between hosts or
+"""The transport over a process group of the actor's rank 0 and the rollouts: NCCL between GPUs, gloo between hosts or
 CPUs.
 
-Each bucket is one broadcast. The group is separate from the actor's own. Both ends need torch, which only
-`backends/weights/joined_group.py` imports.
+Each bucket is one broadcast. Over gloo one reader per host takes part, the leader, and its windows lie in memory that
+the other rollouts of the host map (`host_readers.py`): a host is sent the weights once, however many rollouts it has.
+NCCL passes them on inside a host by itself, so there all take part. The group is separate from the actor's own. Both
+ends need torch, which only `backends/weights/joined_group.py` imports.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from backends.protocol import Buffer
 from backends.weights.joined_group import JoinedGroup, Meeting, host_meeting
 from specs.errors import PeerGone, RlctlError
 from workers.transports.base import NOTHING_KNOWN, BucketReader, BucketWriter, Entry, Known
+from workers.transports.host_readers import HostFollower, HostLeader
 
 
 class GroupWriter(BucketWriter):
@@ -28,19 +31,24 @@ class GroupWriter(BucketWriter):
         self._error: RuntimeError | PeerGone | None = None
         self._sizes: list[int] = []
         self._windows = 0
+        self._hosts: list[list[int]] = []  # rollouts by host, the leader first
 
     def begin(
         self, sizes: Sequence[int], windows: int, readers: int, *, renew: bool, known: Known = NOTHING_KNOWN
     ) -> dict[str, Any]:
         self._sizes, self._windows = list(sizes), windows
-        if renew or self.meeting is None:
+        before, self._hosts = self._hosts, [list(host) for host in known.hosts]
+        if self.device != "cpu" or not known.hosts:
+            self._hosts = [[replica] for replica in range(readers)]
+        if renew or self.meeting is None or self._hosts != before:
             self.close()
-            self.meeting = host_meeting(self.address, 1 + readers)
+            self.meeting = host_meeting(self.address, 1 + len(self._hosts))
             self._joining = threading.Thread(target=self._join, args=(self.meeting,), name="weights", daemon=True)
             self._joining.start()
         meeting = self.meeting
         where = {"address": meeting.address, "port": meeting.port, "size": meeting.size, "key": meeting.key}
-        return {**where, "device": self.device, "sizes": self._sizes, "windows": windows, "leftovers": []}
+        told = {"device": self.device, "sizes": self._sizes, "windows": windows, "hosts": self._hosts}
+        return {**where, **told, "leftovers": []}
 
     def _join(self, meeting: Meeting) -> None:
         """Join in a thread; only the latest meeting counts."""
@@ -84,31 +92,73 @@ class GroupWriter(BucketWriter):
 
 
 class GroupReader(BucketReader):
-    """Rank 1 + replica of the group."""
+    """Rank 1 + host of the group, or a follower of the rollout that is."""
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:
-        self.rank = 1 + replica
-        self._sizes: list[int] = []
-        self.meeting: Meeting | None = None
+        self.replica = replica
         self.group: JoinedGroup | None = None
+        self.leader: HostLeader | None = None  # of this host: this reader itself
+        self.follower: HostFollower | None = None
+        self._key = ""
+        self._sizes: list[int] = []
 
     def begin(self, offer: Mapping[str, Any]) -> None:
-        meeting = Meeting(offer["address"], int(offer["port"]), int(offer["size"]), offer["key"])
-        if self.group is None or meeting.key != self.group.meeting.key:
-            self.close()
-            self.group = JoinedGroup(meeting, self.rank, offer["device"])
         self._sizes = [int(size) for size in offer["sizes"]]
-        self.group.make_windows(max(self._sizes, default=0), int(offer["windows"]))
+        try:
+            if self._key != offer["key"]:
+                self.close()
+                self._meet(offer)
+                self._key = offer["key"]
+            self._make_windows(max(self._sizes, default=0), int(offer["windows"]))
+        except BaseException:
+            self.close()  # others of this host, and of the group, wait for it
+            raise
+
+    def _meet(self, offer: Mapping[str, Any]) -> None:
+        hosts: Sequence[Sequence[int]] = offer["hosts"]
+        place = next(number for number, host in enumerate(hosts) if self.replica in host)
+        leader, *followers = hosts[place]
+        name = f"{offer['key']}-{place}"
+        if self.replica != leader:
+            self.follower = HostFollower(name, f"rollout {leader}")
+            return
+        if followers:
+            self.leader = HostLeader(name, len(followers))
+        meeting = Meeting(offer["address"], int(offer["port"]), int(offer["size"]), offer["key"])
+        self.group = JoinedGroup(meeting, 1 + place, offer["device"])
+        if self.leader is not None:
+            self.leader.meet()
+
+    def _make_windows(self, nbytes: int, count: int) -> None:
+        if self.follower is not None:
+            self.follower.begin(count)
+            return
+        assert self.group is not None
+        if self.leader is None:
+            self.group.make_windows(nbytes, count)
+        else:
+            self.group.use_windows(self.leader.windows(nbytes, count))
 
     def receive(self, bucket: int, entries: Sequence[Entry]) -> Buffer:
-        assert self.group is not None, "begin comes first"
-        return self.group.receive(bucket, self._sizes[bucket])
+        try:
+            if self.follower is not None:
+                return self.follower.receive(bucket)
+            assert self.group is not None, "begin comes first"
+            window = self.group.receive(bucket, self._sizes[bucket])
+        except BaseException:
+            self.close()  # those that it sends on to learn of it
+            raise
+        if self.leader is not None:
+            self.leader.hand_on()
+        return window
 
     def rest(self) -> None:
         if self.group is not None:
             self.group.rest()
 
     def close(self) -> None:
-        if self.group is not None:
-            self.group.close()
-        self.group = None
+        for held in (self.group, self.leader, self.follower):
+            if held is not None:
+                held.close()
+        self.group = self.leader = self.follower = None
+        self._key = ""

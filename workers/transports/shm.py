@@ -12,21 +12,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends import activity
 from backends.memory import borrow
 from backends.protocol import WeightMemory
-from specs.errors import PeerGone, PeerLate, SyncError
+from specs.errors import SyncError
+from workers.transports import unix_peer
 from workers.transports.base import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -38,11 +35,9 @@ from workers.transports.base import (
     Share,
 )
 from workers.transports.shm_segment import Segment, folders
+from workers.transports.unix_peer import Peer, Reaching
 
-PATIENCE_S = 300.0  # for one block, or one reader; a peer that stands still for so long will not go on
-SPIN_S = 200e-6  # before an end sleeps: one that works is done sooner, and waking takes as long on a virtual machine
 BLOCKS_PER_SIGNAL = 4  # in memory of the reader, where no block is written twice: a signal costs a tenth of a block
-_SIGNAL = b"\0"
 _RING, _HERE, _AS_BEFORE = b"r", b"h", b"a"  # where a lone reader wants the weights of this pass
 _MEETING = "rlctl-"  # the sockets at which ends meet begin so
 
@@ -77,88 +72,6 @@ class _Stream:
         return self.go_on()
 
 
-class _Reaching:
-    """Context manager that turns socket errors into PeerGone or PeerLate with the peer's name."""
-
-    def __init__(self, peer: str) -> None:
-        self.peer = peer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, ConnectionError):
-            raise PeerGone(self.peer, f"left the transport ({error})") from error
-        if isinstance(error, TimeoutError):
-            raise PeerLate(self.peer, f"did not come to the transport within {PATIENCE_S:g} s") from error
-
-
-class _Peer:
-    """The other end, which sends one signal for each unit of the stream. `name` is what errors call it.
-
-    All that waits for it or writes to it raises PeerGone when it has left, PeerLate when it does not go on."""
-
-    def __init__(self, connected: socket.socket, name: str) -> None:
-        connected.setblocking(False)
-        self._socket, self._name, self._reaching = connected, name, _Reaching(name)
-        self._events = select.poll()
-        self._events.register(connected, select.POLLIN)
-        self._received = 0
-
-    def send(self, signals: int) -> None:
-        if signals:
-            with self._reaching:
-                self._socket.send(_SIGNAL * signals)  # never waits: at most BLOCKS of them are unread
-
-    def wait_for(self, signals: int) -> None:
-        """Wait until that many signals have come in this pass."""
-        while self._received < signals:
-            self._wait()
-            with self._reaching:
-                self._received += len(self._known(self._socket.recv(BLOCKS)))
-
-    def reset(self) -> None:
-        """Reset the counts at the start of a pass."""
-        self._received = 0
-
-    def send_place(self, place: bytes, descriptors: Sequence[int] = ()) -> None:
-        with self._reaching:
-            socket.send_fds(self._socket, [place], descriptors)
-
-    def receive_place(self) -> tuple[bytes, list[int]]:
-        """What the other end's `send_place` was given. Before the first signal of a pass."""
-        self._wait()
-        with self._reaching:
-            place, descriptors, *_ = socket.recv_fds(self._socket, 1, 2)
-        return self._known(place), descriptors
-
-    def _wait(self) -> None:
-        if self._spin():
-            return
-        with activity.waiting_for(self._name):
-            ready = self._events.poll(PATIENCE_S * 1e3)
-        if not ready:
-            raise PeerLate(self._name, f"has not touched the transport for {PATIENCE_S:g} s")
-
-    def _known(self, received: bytes) -> bytes:
-        if not received:
-            raise PeerGone(self._name, "left the transport")
-        return received
-
-    def _spin(self) -> bool:
-        """Poll briefly for a signal, and yield the core to others meanwhile."""
-        until = time.perf_counter() + SPIN_S
-        while not self._events.poll(0):
-            if time.perf_counter() > until:
-                return False
-            os.sched_yield()
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
-
-
 class _Mapped:
     """Memory of a reader, mapped by the writer. Mapping takes longer than a pass, so it stays mapped."""
 
@@ -185,7 +98,7 @@ class ShmWriter(BlockWriter):
         self.segment: Segment | None = None
         self._listener: socket.socket | None = None
         self._meeting = Path()  # the listener's name
-        self._readers: list[_Peer] = []
+        self._readers: list[Peer] = []
         self._expected = 0
         self._shared: _Mapped | None = None
         self._stream: _Stream | None = None  # of this pass, once all readers were met
@@ -231,9 +144,9 @@ class ShmWriter(BlockWriter):
         if self._listener is not None:
             while len(self._readers) < self._expected:
                 name = f"rollout {len(self._readers)}"
-                with _Reaching(name):
+                with Reaching(name):
                     connected, _ = self._listener.accept()
-                self._readers.append(_Peer(connected, name))
+                self._readers.append(Peer(connected, name))
                 self._readers[-1].send_place(_RING, [self.segment.descriptor])
             self._stop_listening()
         for peer in self._readers:
@@ -274,7 +187,7 @@ class ShmReader(BlockReader):
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:
         self.segment: Segment | None = None
         self._meeting = ""
-        self._peer: _Peer | None = None
+        self._peer: Peer | None = None
         self._shared: WeightMemory | None = None  # the engine's memory, as offered to the writer
         self._stream = _stream(in_place=False)
 
@@ -294,14 +207,14 @@ class ShmReader(BlockReader):
 
     def _meet_writer(self, meeting: str) -> None:
         try:
-            with _Reaching("the actor"):
+            with Reaching("the actor"):
                 connected = _connect(meeting)
         except OSError as error:
             hint = 'actor and rollout must share a host and its folders; else set sync.transport = "folder"'
             raise SyncError(f"the rollout cannot reach the actor at {meeting}: {error.strerror}", hint=hint) from None
-        self._peer, self._meeting = _Peer(connected, "the actor"), meeting
+        self._peer, self._meeting = Peer(connected, "the actor"), meeting
 
-    def _send_place(self, peer: _Peer, shared: WeightMemory | None) -> None:
+    def _send_place(self, peer: Peer, shared: WeightMemory | None) -> None:
         if shared is None:
             peer.send_place(_RING)
         elif shared is self._shared:
@@ -367,7 +280,7 @@ def _listen(readers: int) -> tuple[socket.socket, Path]:
         path = folder / f"{_MEETING}{os.getpid()}-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.settimeout(PATIENCE_S)
+            listener.settimeout(unix_peer.PATIENCE_S)
             listener.bind(str(path))
             path.chmod(0o600)  # before any reader can connect
             listener.listen(readers)
@@ -383,7 +296,7 @@ def _listen(readers: int) -> tuple[socket.socket, Path]:
 
 def _connect(path: str) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    peer.settimeout(PATIENCE_S)
+    peer.settimeout(unix_peer.PATIENCE_S)
     try:
         peer.connect(path)
     except OSError:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from syncing import ENGINES, Sabotage, build, do_not_copy, swap, sync_of
 
-from rlctl.loop.sync import WeightSync
+from rlctl.loop.sync import _by_host, _form_for_all
 from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
-from specs.rounding import Tolerance
-from specs.wire.messages import Kind, Message, Verb
+from specs.wire.bodies import WantedForm
+from specs.wire.messages import Message, Verb
 
 
 @pytest.fixture(params=ENGINES)
@@ -189,17 +189,6 @@ def test_probe_handler_gives_every_token_but_the_first_a_logprob(built):
     assert (np.delete(tensors["logprob_T"], starts) < 0).all()
 
 
-class Saying:
-    """A rollout group whose replicas want these forms of weights."""
-
-    def __init__(self, *forms):
-        self.forms = forms
-
-    def call(self, verb, *, step=None):
-        assert verb == Verb.IMPORT_FORM
-        return [Message(Kind.ANSWER, {"form": form}) for form in self.forms]
-
-
 @pytest.mark.parametrize(
     ("forms", "sent"),
     [
@@ -209,7 +198,10 @@ class Saying:
     ],
 )
 def test_what_one_replica_lacks_goes_to_all(forms, sent):
-    sync = WeightSync(
-        None, Saying(*forms), None, dtype="fp32", bucket_bytes=1, temperature=1.0, tolerance=Tolerance(1.0), vocab=4
-    )
-    assert sync._wanted(None)[0] == sent
+    assert _form_for_all([WantedForm(form=form) for form in forms]) == sent
+
+
+def test_replicas_are_grouped_by_the_host_that_they_say_they_are_on():
+    said = ["a", "b", "a", "", "", "b"]
+    answers = [WantedForm(form="merged", replica=replica, host=host) for replica, host in enumerate(said)]
+    assert _by_host(answers) == [[0, 2], [1, 5], [3], [4]]

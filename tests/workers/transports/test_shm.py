@@ -235,7 +235,7 @@ def test_a_reader_hears_that_the_writer_gave_up(writer):
 
 
 def test_standing_still_is_told_by_name(writer, monkeypatch):
-    monkeypatch.setattr("workers.transports.shm.PATIENCE_S", 0.1)
+    monkeypatch.setattr("workers.transports.unix_peer.PATIENCE_S", 0.1)
     reader = ShmReader({}, 0)
     reader.begin(writer.begin([], 2, 1, renew=True))
     with pytest.raises(PeerLate, match=r"the actor has not touched the transport for 0\.1 s"):

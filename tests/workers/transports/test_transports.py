@@ -132,7 +132,8 @@ def transport(request, tmp_path, monkeypatch):
     without_a_gpu(monkeypatch)
     yield transport_of(request.param, tmp_path)
     assert os.listdir(tmp_path) == []
-    assert bool(made) == request.param.startswith("shm")
+    if request.param != "group":  # its readers share memory as soon as they have met
+        assert bool(made) == request.param.startswith("shm")
     assert not [path for folder in folders() for path in folder.glob(f"rlctl-{os.getpid()}-*")]
 
 
