@@ -36,6 +36,9 @@ class Pass:
     recomputed: int  # layers
     offloaded: bool = False  # what is kept waits in host memory
     sequence_parallel: int = 1  # ranks that share a row
+    tensor: int = 1  # ranks that hold a part of each layer, and of the head
+    rows_cut: int = 1  # of these, those that hold a part of the row between the parts that are cut
+    stages: int = 1  # that the layers are shared out to, as many to each
     head: HeadKind = "lm"
     trains_head: bool = True
     adds_head_gradient: bool = False  # straight into what the engine holds
@@ -47,15 +50,22 @@ class Pass:
 
     @property
     def mlp_width(self) -> int:
-        """I: of all experts that a token visits."""
-        return mlp_width(self.facts, self.config)
+        """I: of all experts that a token visits, on this rank."""
+        return mlp_width(self.facts, self.config) // self.tensor
+
+    @property
+    def vocabulary(self) -> int:
+        """V: on this rank."""
+        return self.facts.vocab_size // self.tensor
 
 
 def learning_parts(work: Pass) -> Iterator[Part]:
     """Of a forward pass with its backward pass."""
+    # The first of several stages begins a micro-batch for each of them before it takes the first one back: as many
+    # stages as each has layers less. The last one has the head, and a micro-batch at a time.
     layers, again = work.facts.layers, min(work.recomputed, work.facts.layers)
     kept = _layer_bytes(work)
-    row = work.tokens * work.facts.hidden_size * work.size
+    row = work.tokens * work.facts.hidden_size * work.size // work.rows_cut
     outside = 3 * row  # embeddings, the last norm
     of_layers = again * row + (layers - again) * kept
     if work.offloaded:
@@ -65,7 +75,8 @@ def learning_parts(work: Pass) -> Iterator[Part]:
     # the layer's own activations are there too. The layers that are recomputed come last on the way back.
     all_again = again == layers
     yield Part("activations", of_layers + outside + (kept if all_again else 0), _LEARN)
-    logits, backward = _head_bytes(work) - (kept if all_again else 0), _backward_bytes(work)
+    elsewhere = of_layers - of_layers // work.stages  # that the last stage does not keep
+    logits, backward = _head_bytes(work) - (kept if all_again else 0) - elsewhere, _backward_bytes(work)
     name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
     yield Part(name, max(logits, backward), _LEARN)
 
@@ -76,7 +87,7 @@ def scoring_parts(work: Pass) -> Iterator[Part]:
 
 
 def _scored_bytes(work: Pass) -> int:
-    return min(work.logits_chunk, work.tokens) * work.facts.vocab_size * 2 * _FP32 if work.head == "lm" else 0
+    return min(work.logits_chunk, work.tokens) * work.vocabulary * 2 * _FP32 if work.head == "lm" else 0
 
 
 def _softcap(work: Pass) -> bool:
@@ -87,16 +98,16 @@ def _layer_bytes(work: Pass) -> int:
     """What autograd keeps of a decoder layer: inputs of its linear layers, norms, attention and activation."""
     facts, size = work.facts, work.size
     lean = facts.model_type in _LEAN_NORMS and work.device == "cpu" and work.dtype == "fp32"
-    norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size)
+    norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size) // work.rows_cut
     # Ranks that share a row hold all of it for some heads, and a key-value head each at least.
     kv_heads = max(facts.kv_heads, work.sequence_parallel)
-    query, key = facts.heads * facts.head_dim, kv_heads * facts.head_dim
+    query, key = (heads * facts.head_dim // work.tensor for heads in (facts.heads, kv_heads))
     # Queries, keys, values and the output, which is kept once more in the order of the row.
     attention = (3 * query + 2 * key) * size
     if work.attention == "eager":
-        attention += facts.heads * work.longest * (_FP32 + 2 * size)
+        attention += facts.heads // work.tensor * work.longest * (_FP32 + 2 * size)
     experts = 2 * facts.hidden_size * int(work.config.get("num_experts_per_tok", 2)) if facts.experts else 0
-    return work.tokens * (norms + attention + (4 * work.mlp_width + experts) * size)
+    return work.tokens * (norms + attention + (4 * work.mlp_width + experts // work.rows_cut) * size)
 
 
 def _backward_bytes(work: Pass) -> int:
@@ -115,7 +126,7 @@ def _head_bytes(work: Pass) -> int:
     hidden = 2 * rows * work.size
     if work.head != "lm":  # what enters it, in fp32, and the gradient of that
         return hidden + (2 * rows * _FP32 if work.dtype == "bf16" else 0)
-    chunk, vocabulary = min(work.logits_chunk, work.tokens), work.facts.vocab_size
+    chunk, vocabulary = min(work.logits_chunk, work.tokens), work.vocabulary
     copies = 2 + (work.entropy or _softcap(work))  # logits and log-probs, in whose memory the rest is computed
     logits = chunk * vocabulary * copies * _FP32
     weight = 0

@@ -17,7 +17,7 @@ from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
 from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
 from specs.schema.engines.transformers_tables import TrainedHere
-from specs.schema.mesh import devices_of_a_process, sequence_parallel_of
+from specs.schema.mesh import PIPELINE, TENSOR, axis_of, devices_of_a_process, sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 from workers.transports.base import BLOCK_BYTES, BLOCKS
@@ -130,6 +130,9 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         attention=spec.attention(role),
         recomputed=model.facts.layers if again is True else int(again),
         sequence_parallel=sequence_parallel_of(section),
+        tensor=axis_of(section, TENSOR),
+        rows_cut=axis_of(section, TENSOR) if getattr(section.engine, "tensor_sequence_parallel", False) else 1,
+        stages=axis_of(section, PIPELINE),
         offloaded=getattr(section, "activation_offload", False) and device != "cpu",
         head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,

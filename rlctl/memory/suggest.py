@@ -11,7 +11,7 @@ from rlctl.memory.memory_plan import MemoryPlan, plan_memory
 from rlctl.memory.role_models import find_model
 from rlctl.models.shapes_fit import sequence_problems
 from specs.memory_parts import Moment
-from specs.schema.engines.held_model import Replica, replica_of
+from specs.schema.engines.held_model import Replica, longest_share, replica_of
 from specs.schema.roles import ACTOR, ROLES, ROLLOUT
 from specs.schema.spec import Spec
 
@@ -71,8 +71,7 @@ def suggestions(planner: Planner, plan: MemoryPlan) -> list[Suggestion]:
 def _micro_batch(planner: Planner) -> Iterator[Suggestion]:
     spec, degree = planner.spec, planner.spec.actor.sequence_parallel
     least, now = -(-spec.max_sequence_tokens // degree), spec.actor.micro_batch_tokens
-    share = spec.samples_per_step // spec.algorithm.mini_batches_per_step // spec.actor.processes
-    most = max(least, share * spec.max_sequence_tokens)  # all that a rank gets of a mini-batch: more is never there
+    most = max(least, longest_share(spec, spec.actor))  # all that a rank gets of a mini-batch: more is never there
     best = largest(lambda tokens: planner.fits(ACTOR, micro_batch_tokens=tokens), least, most, _STEP_TOKENS)
     key = "actor.micro_batch_tokens"
     if best is None:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import TrainTable, engine_of
-from specs.schema.mesh import mesh_of, sequence_groups, shard_groups, straddling
+from specs.schema.mesh import layer_groups, mesh_of, sequence_groups, straddling
 from specs.schema.spec import Spec
 
 
 def straddling_warnings(spec: Spec) -> Iterator[Problem]:
     """Groups across nodes."""
     for role, section in spec.sections():
-        groups, mesh, engine = straddling(shard_groups(section)), mesh_of(section), engine_of(section)
+        groups, mesh, engine = straddling(layer_groups(section)), mesh_of(section), engine_of(section)
         if mesh is not None and (sharing := straddling(sequence_groups(section))):
             message = (
                 f"{len(sharing)} of {len(sequence_groups(section))} groups that share samples sit on more than one "
@@ -23,9 +23,9 @@ def straddling_warnings(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"{role}.sequence_parallel", message, hint, str(mesh.sequence))
         if not groups or mesh is None:
             continue
-        per_node = section.processes // section.nodes
+        every, per_node = layer_groups(section), section.processes // section.nodes
         message = (
-            f"{len(groups)} of {mesh.replicate} groups of {mesh.shard} ranks sit on more than one node "
+            f"{len(groups)} of {len(every)} groups of {len(every[0].ranks)} ranks sit on more than one node "
             f"({per_node} processes each), so what is gathered for every layer crosses the network"
         )
         own = engine.node_hint(section, mesh) if isinstance(engine, TrainTable) else None

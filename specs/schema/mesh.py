@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SEQUENCE = "sequence"
 """The axis in `ModelBuilt.mesh` of a role whose ranks share samples."""
+TENSOR, PIPELINE = "tensor", "pipeline"
+"""The axes of an engine whose ranks hold a part of each layer, or some of the layers."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,18 @@ def sequence_parallel_of(section: RoleSection) -> int:
     return int(getattr(section, "sequence_parallel", 1))
 
 
+def axis_of(section: RoleSection, axis: str) -> int:
+    """Ranks along an axis of the role's engine; 1 where it has none of that name."""
+    engine = engine_of(section)
+    axes = None if engine is None else engine.reported_mesh(section.processes)
+    return (axes or {}).get(axis, 1)
+
+
+def ranks_of_a_row(section: RoleSection) -> int:
+    """Ranks of a trainer that compute the same rows, whole each, because none can do it alone."""
+    return axis_of(section, TENSOR) * axis_of(section, PIPELINE)
+
+
 def mesh_is_known(section: RoleSection) -> bool:
     """Whether the role's engine says how its ranks hold the model. (A role without an engine holds none.)"""
     engine = engine_of(section)
@@ -106,6 +120,13 @@ def shard_groups(section: RoleSection) -> list[RankGroup]:
     """One entry per copy of the model; empty where nothing is cut."""
     mesh = mesh_of(section)
     return [] if mesh is None else _groups(section, mesh, mesh.shard)
+
+
+def layer_groups(section: RoleSection) -> list[RankGroup]:
+    """One entry per copy of a layer: the ranks that compute it together, of all copies of the model. Stages of a
+    pipeline only hand activations on."""
+    mesh = mesh_of(section)
+    return [] if mesh is None else _groups(section, mesh, max(1, mesh.shard // axis_of(section, PIPELINE)))
 
 
 def sequence_groups(section: RoleSection) -> list[RankGroup]:

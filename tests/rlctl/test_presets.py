@@ -26,7 +26,9 @@ NAMES = [
     "gsm8k-cpu",
     "gspo-8gpu",
     "long-8gpu",
+    "megatron-70b-64gpu",
     "megatron-cpu",
+    "megatron-moe",
     "ppo-cpu",
     "ppo-rm-8gpu",
     "quickstart",
@@ -52,14 +54,19 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
         rows = tmp_path / spec.data.train
         rows.parent.mkdir(parents=True)
         rows.write_text(100 * (json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"))  # 16 are held out
+    if spec.cluster is not None:  # and names the hosts
+        (tmp_path / spec.cluster.hostfile).write_text(
+            "".join(f"node-{number} slots=8\n" for number in range(spec.actor.nodes))
+        )
     if name == "distill-cpu":  # the quickstart's export
         write_model(tmp_path / spec.ref.model, {}, "tiny-digits", {})
     for section in (spec.rollout, spec.actor):
         if section.python and not Path(section.python).exists():
             pytest.skip(f"scripts/setup-engine {section.engine.kind} makes {section.python}")
-    errors, warnings = file_problems(spec, tmp_path, elsewhere="gpu" in name)
+    far = bool(spec.actor.devices)
+    errors, warnings = file_problems(spec, tmp_path, elsewhere=far)
     assert errors == []
-    assert "gpu" in name or warnings == []
+    assert far or warnings == []
     assert spec.run.name == name
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, SCORING, Moment, Part
 from specs.model_facts import ModelFacts
 from specs.model_shapes import ModelTensors, ParameterShape
-from specs.schema.mesh import sequence_parallel_of
+from specs.schema.mesh import ranks_of_a_row, sequence_parallel_of
 from specs.schema.roles import ROLES, RoleName
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def longest_share(spec: Spec, section: RoleSection) -> int:
     longest, samples = spec.max_sequence_tokens, spec.samples_per_step // spec.algorithm.mini_batches_per_step
     if own_limit is not None:
         longest, samples = int(own_limit), spec.samples_per_step
-    return max(ceil(longest / sequence_parallel_of(section)), samples * longest // section.processes)
+    of_all = samples * longest * ranks_of_a_row(section)
+    return max(ceil(longest / sequence_parallel_of(section)), of_all // section.processes)
 
 
 def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocated: bool, gpu_GiB: float) -> Replica:

@@ -168,8 +168,8 @@ class MegatronTable(TrainedHere):
 
     def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
         inside = section.processes // section.nodes
-        hint = f"fine where tensor_parallel is at most {inside}: stages send only activations to the next one"
-        return "pipeline_parallel", str(self.pipeline_parallel), hint
+        hint = f"use {listed(divisors(inside))}: pipeline stages may lie on other nodes"
+        return "tensor_parallel", str(self.tensor_parallel), hint
 
     def memory_hint(self, processes: int) -> str | None:
         return "raise actor.engine.tensor_parallel or actor.engine.pipeline_parallel"

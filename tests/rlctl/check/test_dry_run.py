@@ -16,13 +16,14 @@ from rlctl.presets import write_preset
 from rlctl.processes.placement import package_root
 
 GOLDEN = Path(__file__).parent / "golden"
-VLLM = ".venv-vllm/bin/python"
+ENGINES = ("vllm", "megatron")
 
 
 def shown(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The dry run of a preset on 64 cores, with what belongs to this machine named; its warnings are left out."""
     spec = folder / "spec.toml"
     write_preset(name, spec, force=False)
+    (folder / "hosts").write_text("".join(f"node-{number} slots=8\n" for number in range(8)))
     dry_run(spec, [])
     text = capsys.readouterr().out.partition("\nwarning: ")[0]
     return text.replace(sys.executable, "PYTHON").replace(str(package_root()), "RLCTL")
@@ -35,8 +36,10 @@ def test_a_preset_starts_what_it_did(
     monkeypatch.setenv("RLCTL_CPU_CORES", "64")
     for name in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    if VLLM in golden.read_text() and not (package_root() / VLLM).exists():
-        pytest.skip("scripts/setup-engine vllm makes .venv-vllm")
+    for engine in ENGINES:
+        python = f".venv-{engine}/bin/python"
+        if python in golden.read_text() and not (package_root() / python).exists():
+            pytest.skip(f"scripts/setup-engine {engine} makes .venv-{engine}")
     text = shown(golden.stem, tmp_path, capsys)
     if os.environ.get("RLCTL_WRITE_GOLDEN"):
         golden.write_text(text)

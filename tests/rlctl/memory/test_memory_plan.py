@@ -53,6 +53,7 @@ def spec_of(folder: Path, preset: str, config: dict[str, Any]) -> Path:
     (folder / "model" / "config.json").write_text(json.dumps(config))
     spec = folder / f"{preset}.toml"
     spec.write_text(presets()[preset].read_text())
+    (folder / "hosts").write_text("".join(f"node-{number} slots=8\n" for number in range(8)))
     return spec
 
 
@@ -115,6 +116,24 @@ def test_a_70b_on_64_gpus_from_a_laptop(planned: Any) -> None:
     )
     assert part(whole, "actor", "gradients, whole, until the last micro-batch") == PARAMETERS_70B * 4
     assert not whole["fits"], "282 GB of whole gradients"
+
+
+def test_stages_and_tensor_ranks_by_hand(planned: Any) -> None:
+    """Megatron: 8 tensor ranks of 4 stages, two replicas. The first stage has the embedding, and micro-batches of four
+    stages under way; every rank holds an eighth of what lies inside the layers."""
+    seen = ("megatron-70b-64gpu", "actor.micro_batch_tokens=8192", "actor.engine.tensor_sequence_parallel=false")
+    layer = 8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672
+    stage = (20 * layer + 128256 * 8192) // 8
+    plan, row = planned(*seen, config=LLAMA_70B), 8192 * 8192 * 2
+    assert part(plan, "actor", "weights") == pytest.approx(2 * stage, rel=1e-3)
+    assert part(plan, "actor", "gradients") == pytest.approx(4 * stage, rel=1e-3)
+    assert part(plan, "actor", "master weights") == pytest.approx(4 * stage / 2, rel=1e-3)
+    assert part(plan, "actor", "Adam moments") == pytest.approx(8 * stage / 2, rel=1e-3)
+    inside = 8192 * 2 * (3 * 8192 + 2 * 1024 + 4 * 28672) // 8
+    again = 8192 * 2 * 8192 * (4 + 2 * 2) + inside  # norms keep fp32 and twice bf16, whole
+    assert part(plan, "actor", "activations") == 4 * 20 * row + 3 * row + again
+    cut = planned(*seen[:2], "actor.engine.tensor_sequence_parallel=true", config=LLAMA_70B)
+    assert part(cut, "actor", "activations") == (4 * 20 * row + 3 * row + again - inside) // 8 + inside
 
 
 def test_a_small_gpu_does_not_fit_and_the_suggestion_does(planned: Any) -> None:

@@ -12,6 +12,7 @@ from specs.load.load import spec_from
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
+from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.engines.zero_table import ZeroTable
 from specs.schema.mesh import Mesh, RankPlacement, built_mesh, mesh_of, sequence_groups, shard_groups, straddling
@@ -105,6 +106,17 @@ def test_groups_that_leave_their_node_are_counted(shard: int, replicate: int, no
 def test_a_group_of_three_on_nodes_of_four_straddles_though_it_would_fit() -> None:
     groups = straddling(shard_groups(actor(Fsdp2Table(shard=3, replicate=4), 12, 3)))
     assert [(group.number, group.nodes) for group in groups] == [(1, (0, 1)), (2, (1, 2))]
+
+
+def test_stages_may_lie_on_several_nodes_and_tensor_ranks_may_not(plain_spec: Spec) -> None:
+    stages = actor(MegatronTable(tensor_parallel=8, pipeline_parallel=2), 16, nodes=2)
+    assert len(straddling(shard_groups(stages))) == 1
+    assert cross_field_warnings(plain_spec.model_copy(update={"actor": stages})) == []
+    wide = actor(MegatronTable(tensor_parallel=8, pipeline_parallel=2), 32, nodes=8)
+    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": wide}))
+    assert (warning.key, warning.value) == ("actor.engine.tensor_parallel", "8")
+    assert "4 of 4 groups of 8 ranks sit on more than one node (4 processes each)" in warning.message
+    assert "use 1, 2 or 4" in warning.hint
 
 
 def test_crossing_groups_are_warned_of(plain_spec: Spec) -> None:
