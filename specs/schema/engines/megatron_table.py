@@ -122,8 +122,9 @@ class MegatronTable(TrainedHere):
             hint = f"remove the key; {role}.gradient_checkpointing saves as much"
             yield Problem(f"{role}.activation_offload", message, hint, "true")
         if getattr(section, "lora", None) is not None:
-            message = "trains whole models alone, and this role has adapters"
-            yield Problem(f"{role}.engine.kind", message, f"remove {role}.lora, {_INSTEAD}", show(self.kind))
+            message = "adapters on Megatron-core are not in rlctl yet: it trains all weights"
+            hint = f'remove {role}.lora, or take engine.kind = "ddp", "fsdp2" or "zero3", which train adapters'
+            yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
         """Families without a table, and sizes that the axes do not divide."""
