@@ -74,7 +74,7 @@ class MegatronTrainEngine(HfTrainEngine):
         self.map = model_map(held.model, config.model.path)
         self.core = MegatronModel(held.model, self.map, config, table, self.group)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(held.model).items()}
-        self.weights = ShardedWeights(self.core.stage, self.core.optimizer, self.map, self.shapes, self.group)
+        self.weights = ShardedWeights(self.core.chunks, self.core.optimizer, self.map, self.shapes, self.group)
         self.weights.make_moments()
         stream_into(config.model, held.aliases, self.weights.wanted(), score_names(held.model))
         self.offloading = Offloader()
@@ -143,12 +143,16 @@ class MegatronTrainEngine(HfTrainEngine):
         )
         return staging.put(np.pad(micro.tokens_T, (0, padding)))[None], row
 
+    def _rows_of(self, micros: Sequence[MicroBatch], rounds: int) -> list[MicroBatch]:
+        """With what computes nothing of value, so that the schedule and the ranks that exchange tokens have as many."""
+        return [*micros, *[NOTHING] * (self.core.rows_for(rounds) - len(micros))]
+
     @torch.no_grad()
     def _told(
         self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
         staging = Staging(self.device)
-        every = [*micros, *[NOTHING] * (micros.rounds - len(micros))]
+        every = self._rows_of(micros, micros.rounds)
         rows = [self._megatron_row(micro, staging) for micro in every]
         tasks = [task_of(micro, staging) for micro in every]
         copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in every]
@@ -173,8 +177,7 @@ class MegatronTrainEngine(HfTrainEngine):
         micros = self._packing.micro_batches(joined)
         staging = Staging(self.device)
         # Gradients of nothing, where other ranks wait for them.
-        rounds = max(micros.rounds, int(self.core.overlaps))
-        every = [*micros, *[NOTHING] * (rounds - len(micros))]
+        every = self._rows_of(micros, max(micros.rounds, int(self.core.overlaps)))
         rows = [self._megatron_row(micro, staging) for micro in every]
         tasks = [self._loss_task(micro, columns_of(micro, staging), loss, staging) for micro in every]
         copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in every]
@@ -198,7 +201,7 @@ class MegatronTrainEngine(HfTrainEngine):
 
     def _answer(self, hidden_NE: Tensor, task: Task) -> Any:
         """What the head says, on the last stage; the same on all its tensor ranks."""
-        stage = self.core.stage
+        stage = self.core.head
         if isinstance(task, ValueTask | ValueLossTask):
             value_N = functional.linear(hidden_NE.float(), stage.score.weight.float())[:, 0]
             return value_N if isinstance(task, ValueTask) else value_loss(value_N, task.columns, task.loss)
@@ -235,21 +238,22 @@ class MegatronTrainEngine(HfTrainEngine):
         """Of a model that gives scores: what enters its head."""
         staging = Staging(self.device)
         nothing = np.zeros(0, dtype=np.int64)
-        row = self._megatron_row(
-            MicroBatch(lengths, parents, tokens_T, positions_T, nothing, nothing, nothing), staging
-        )
+        micro = MicroBatch(lengths, parents, tokens_T, positions_T, nothing, nothing, nothing)
+        rows = [self._megatron_row(each, staging) for each in self._rows_of([micro], 1)]
         copies = RowCopies(rows_N, len(tokens_T), staging.put)
         staging.send()
         core = self.core
 
-        def told(hidden_TE: Tensor, _: int) -> Tensor:
+        def told(hidden_TE: Tensor, number: int) -> Tensor:
+            if number:
+                return hidden_TE
             hidden_NE = copy_rows(hidden_TE, copies)
             if self.map.scores:
                 return hidden_NE.float()
-            padded = functional.linear(hidden_NE, core.stage.head_weight()).float()
+            padded = functional.linear(hidden_NE, core.head.head_weight()).float()
             return torch.cat(self.group.of_all_tensor_ranks(padded), dim=1)[:, : self.map.vocabulary].contiguous()
 
-        found = core.tell([row], told)
+        found = core.tell(rows, told)
         width = core.config.hidden_size if self.map.scores else self.map.vocabulary
         empty = torch.zeros(len(rows_N), width, device=self.device)
         return self.group.from_last_stage(found[0] if found else empty)
@@ -317,7 +321,7 @@ class MegatronTrainEngine(HfTrainEngine):
         mine = self.weights.whole(here, computed=computed)
         dtype = DTYPES[self.config.model.dtype] if computed else self.weights.dtype
         for name in names:
-            stage = self.map.stage_of(name, self.group.stages)
+            stage = self.map.stage_of(name, self.group.stages_of_model) % self.group.stages
             if stage == self.group.stage:
                 _, tensor = next(mine)
             else:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from backends.megatron.layouts import padded_vocabulary, part_of
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.packed_stage import PackedRow, Stage, build_stage, transformer_config
-from backends.megatron.sharded_weights import adam_config, stage_slots
+from backends.megatron.sharded_weights import adam_config, named_parameters, rank_slots
 from backends.megatron.vocab_head import VocabPart
 from backends.megatron.weight_map import ModelMap
 from backends.weights.tensor_bytes import DTYPES
@@ -48,36 +48,45 @@ class MegatronModel:
     ) -> None:
         self.group, self.table = group, table
         dtype = DTYPES[config.model.dtype]
-        self.config = transformer_config(
-            model,
-            model_map,
-            table,
-            dtype=dtype,
-            recompute=config.gradient_checkpointing,
-            stage=group.stage,
-            more=_of_class(TransformerConfig, table.megatron),
-        )
+        more = _of_class(TransformerConfig, table.megatron)
+        configs = [
+            transformer_config(
+                model, model_map, table, dtype=dtype, recompute=config.gradient_checkpointing, stage=stage, more=more
+            )
+            for stage in group.own_stages
+        ]
+        self.config = configs[0]
         positions = config.model.max_sequence_tokens
-        self.stage: Stage = build_stage(model, model_map, self.config, stage=group.stage, positions=positions)
+        self.chunks: list[Stage] = [
+            build_stage(model, model_map, own, stage=stage, positions=positions)
+            for own, stage in zip(configs, group.own_stages, strict=True)
+        ]
         self._mark_weights(model_map)
-        self.stage.train()  # recomputes activations then; there is no dropout
+        for stage in self.chunks:
+            stage.train()  # recomputes activations then; there is no dropout
         chunk = table.logits_chunk(model_map.vocabulary, on_gpu=torch.cuda.is_available())
         columns = part_of(
             padded_vocabulary(model_map.vocabulary, group.tensor_ranks), group.tensor_rank, group.tensor_ranks
         )
         real = min(columns.stop, model_map.vocabulary) - columns.start
         self.vocabulary = VocabPart(group.tensor, columns.start, real, chunk)
-        self.wrapped: Any = self.stage
+        self.wrapped: list[Any] = list(self.chunks)
         self.optimizer: Any = None
         if config.optimizer is None:
-            self.stage.requires_grad_(False)
+            for stage in self.chunks:
+                stage.requires_grad_(False)
             return
         more = _of_class(DistributedDataParallelConfig, table.megatron)
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **more)
-        self.wrapped = DistributedDataParallel(self.config, ddp, self.stage)
-        self.config.no_sync_func = self.wrapped.no_sync  # a micro-batch that another follows sends nothing
+        self.wrapped = [
+            DistributedDataParallel(own, ddp, stage, disable_bucketing=stage is not self.chunks[0])
+            for own, stage in zip(configs, self.chunks, strict=True)
+        ]
+        # A micro-batch that another follows sends nothing.
+        no_sync = [wrapped.no_sync for wrapped in self.wrapped]
+        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         adam = adam_config(config.optimizer, dtype, _of_class(OptimizerConfig, table.megatron))
-        self.optimizer = get_megatron_optimizer(adam, [self.wrapped], use_gloo_process_groups=False)
+        self.optimizer = get_megatron_optimizer(adam, self.wrapped, use_gloo_process_groups=False)
         for decayed in self.optimizer.param_groups:  # what its scheduler would do; vectors decay by 0 times as much
             decayed["weight_decay"] = config.optimizer.weight_decay * decayed["wd_mult"]
 
@@ -85,13 +94,23 @@ class MegatronModel:
         """As Megatron does where it draws weights itself: others than cut ones count once in the norm, on the first
         tensor rank. Experts always have data ranks of their own: theirs are not those of the rest of the model even
         with one expert rank, where an expert is cut across fewer ranks than that."""
-        parameters: dict[str, Any] = dict(self.stage.named_parameters())
-        for slot in stage_slots(model_map, self.group):
+        parameters: dict[str, Any] = named_parameters(self.chunks)
+        for slot in rank_slots(model_map, self.group):
             parameters[slot.parameter].tensor_model_parallel = slot.cut is not None
             if slot.rows:
                 parameters[slot.parameter].allreduce = False
 
+    @property
+    def head(self) -> Stage:
+        """The model's last layers and its head, on the last stage."""
+        return self.chunks[-1]
+
     # ── micro-batches ─────────────────────────────────────────────────────────────────────────────
+
+    def rows_for(self, count: int) -> int:
+        """Rows that the schedule takes where there are `count`: ranks with several groups of layers take turns in whole
+        rounds."""
+        return count if len(self.chunks) == 1 else -(-count // self.group.stages) * self.group.stages
 
     @torch.no_grad()
     def tell(self, rows: Sequence[Row], told: Told) -> list[Any]:
@@ -129,8 +148,8 @@ class MegatronModel:
 
         found: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(enumerate(rows)),
-            model=[self.wrapped],
+            data_iterator=[iter(enumerate(rows)) for _ in self.wrapped],
+            model=self.wrapped,
             num_microbatches=len(rows),
             seq_length=rows[0][0].shape[1],  # each row tells its own
             micro_batch_size=1,
@@ -142,7 +161,7 @@ class MegatronModel:
 
     def sum_gradients(self) -> float:
         """Over the data ranks, and of weights that several ranks hold; returns the norm of all. A collective."""
-        finalize_model_grads([self.wrapped])
+        finalize_model_grads(self.wrapped)
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
@@ -157,25 +176,26 @@ class MegatronModel:
         self.optimizer.step_with_ready_grads()
 
     def zero_gradients(self) -> None:
-        self.wrapped.zero_grad_buffer()
+        for wrapped in self.wrapped:
+            wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     @property
     def overlaps(self) -> bool:
         """Whether gradients are summed over the data ranks while the backward pass goes on: all must have one."""
-        return self.optimizer is not None and bool(self.wrapped.ddp_config.overlap_grad_reduce)
+        return self.optimizer is not None and bool(self.wrapped[0].ddp_config.overlap_grad_reduce)
 
     def options(self, names: Iterable[str]) -> dict[str, Any]:
         """Values of options, read back from Megatron's own configurations."""
         held = [self.config]
         if self.optimizer is not None:
-            held += [self.wrapped.ddp_config, *(each.config for each in self.optimizer.chained_optimizers)]
+            held += [self.wrapped[0].ddp_config, *(each.config for each in self.optimizer.chained_optimizers)]
         return {name: next(getattr(each, name) for each in held if hasattr(each, name)) for name in names}
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Memory of the weights that the forward pass reads, and of gradients."""
-        weights = [parameter.data for parameter in self.stage.parameters()]
+        weights = [parameter.data for stage in self.chunks for parameter in stage.parameters()]
         if self.optimizer is None:
             return weights, []
-        found = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
+        found = [buffer for each in self.wrapped for buffer in (*each.buffers, *each.expert_parallel_buffers)]
         return weights, [each.grad_data for each in found]

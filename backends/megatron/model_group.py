@@ -29,6 +29,9 @@ class ModelGroup:
         self.data: Any = state.get_data_parallel_group()
         self.tensor_rank, self.tensor_ranks = self.tensor.rank(), self.tensor.size()
         self.stage, self.stages = self.pipeline.rank(), self.pipeline.size()
+        chunks = state.get_virtual_pipeline_model_parallel_world_size() or 1
+        self.stages_of_model = chunks * self.stages  # groups of layers, one after another; ranks take turns
+        self.own_stages = range(self.stage, self.stages_of_model, self.stages)
         self.expert_tensor: Any = state.get_expert_tensor_parallel_group()
         self.expert_data: Any = state.get_expert_data_parallel_group()
         self.expert_rank = int(state.get_expert_model_parallel_rank())

@@ -131,7 +131,7 @@ def transformer_config(
         raise ModelError(f"Megatron's layers here compute silu, and this model {text.hidden_act}")
     if set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
         raise ModelError("the engine megatron has no sliding window, which this model has")
-    each = text.num_hidden_layers // table.pipeline_parallel
+    each = text.num_hidden_layers // (table.pipeline_parallel * table.virtual_pipeline)
     layers = each if recompute is True else min(each, max(0, int(recompute) - stage * each))  # of this stage
     recomputed = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
     return TransformerConfig(
@@ -152,11 +152,15 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=table.tensor_parallel,
         pipeline_model_parallel_size=table.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=table.virtual_pipeline if table.virtual_pipeline > 1 else None,
         sequence_parallel=table.tensor_sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,
+        # Stages that take turns send both ways at once, which two ranks mix up when it is one batch.
+        overlap_p2p_comm=table.virtual_pipeline > 1,
+        **{"batch_p2p_comm": table.virtual_pipeline == 1, **more},
         moe_token_dispatcher_type="alltoall",  # the other one takes rows of one length alone
         calculate_per_token_loss=True,  # gradients are summed over ranks; losses divide by global counts
         perform_initialization=False,
@@ -165,7 +169,6 @@ def transformer_config(
         async_tensor_model_parallel_allreduce=torch.cuda.is_available(),
         **(recomputed if layers else {}),
         **(_experts(text, model_map.experts, table) if model_map.experts else {}),
-        **more,
     )
 
 
@@ -201,8 +204,10 @@ def _experts(text: Any, experts: Experts, table: MegatronTable) -> dict[str, Any
 def build_stage(
     model: PreTrainedModel, model_map: ModelMap, config: TransformerConfig, *, stage: int, positions: int
 ) -> Stage:
-    """This rank's stage of a Hugging Face model on meta, its weights unset."""
-    stages = config.pipeline_model_parallel_size
+    """A stage of a Hugging Face model on meta, its weights unset. `stage`: of all groups of layers, of which a rank may
+    have several."""
+    chunks = config.virtual_pipeline_model_parallel_size
+    stages = config.pipeline_model_parallel_size * (chunks or 1)
     here = layers_of_stage(model_map.layers, stage, stages)
     layers = [_layer(config, model_map.experts if model_map.is_sparse(layer) else None) for layer in here]
     built: Stage = Stage(
@@ -214,6 +219,7 @@ def build_stage(
         post_process=stage == stages - 1,
         share_embeddings_and_output_weights=model_map.tied,
         position_embedding_type="rope",
+        vp_stage=stage // config.pipeline_model_parallel_size if chunks else None,
     )
     built.rotary_pos_emb = PackedRope(inverse_frequency(model).to(_device()))
     if model_map.scores and built.post_process:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -32,15 +33,15 @@ class ShardedWeights:
 
     def __init__(
         self,
-        stage: nn.Module,
+        chunks: Sequence[nn.Module],
         optimizer: Any,
         model_map: ModelMap,
         shapes: Mapping[str, Sequence[int]],
         group: ModelGroup,
     ) -> None:
         self.map, self.shapes, self.group = model_map, shapes, group
-        self.parameters = dict(stage.named_parameters())
-        self.slots = stage_slots(model_map, group)
+        self.parameters = named_parameters(chunks)
+        self.slots = rank_slots(model_map, group)
         placed = {slot.parameter for slot in self.slots}
         assert placed == set(self.parameters), placed ^ set(self.parameters)
         self.slot_of = {name: slot for slot in reversed(self.slots) for name in slot.weights}
@@ -144,7 +145,8 @@ class ShardedWeights:
 
     def names_here(self, names: Sequence[str]) -> list[str]:
         """Those of `names` that are read from this stage."""
-        return [name for name in names if self.map.stage_of(name, self.group.stages) == self.group.stage]
+        group = self.group
+        return [name for name in names if self.map.stage_of(name, group.stages_of_model) in group.own_stages]
 
     # ── filled by a reader ────────────────────────────────────────────────────────────────────────
 
@@ -184,10 +186,19 @@ class ShardedWeights:
         return torch.cat([read, read.new_zeros(missing, *read.shape[1:])]) if missing else read
 
 
-def stage_slots(model_map: ModelMap, group: ModelGroup) -> list[Slot]:
-    """Of this rank's stage, with its own experts."""
+def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Of all of a rank's groups of layers; a name begins with the group's number."""
+    return dict(nn.ModuleList(chunks).named_parameters())
+
+
+def rank_slots(model_map: ModelMap, group: ModelGroup) -> list[Slot]:
+    """Of this rank's groups of layers, with its own experts; parameters are named as by `named_parameters`."""
     experts = model_map.experts.of_rank(group.expert_rank, group.expert_ranks) if model_map.experts else None
-    return model_map.slots(group.stage, group.stages, group.tensor_ranks, experts)
+    return [
+        replace(slot, parameter=f"{chunk}.{slot.parameter}")
+        for chunk, stage in enumerate(group.own_stages)
+        for slot in model_map.slots(stage, group.stages_of_model, group.tensor_ranks, experts)
+    ]
 
 
 def is_expert(parameter: nn.Parameter) -> bool:

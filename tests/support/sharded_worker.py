@@ -126,7 +126,9 @@ MEGATRON: dict[str, dict[str, Any]] = {
     # Of a model with experts.
     "experts": {"engine": MegatronTable(expert_parallel=2)},
     "experts, tensor": {"engine": MegatronTable(**CUT, expert_parallel=2, expert_tensor_parallel=1)},
-    "4:experts, pipeline data": {"engine": MegatronTable(pipeline_parallel=2, expert_parallel=2)},
+    "4:experts, pipeline data": {
+        "engine": MegatronTable(pipeline_parallel=2, virtual_pipeline=2, expert_parallel=2),
+    },
     "4:experts, tensor pipeline": {
         "engine": MegatronTable(**CUT, pipeline_parallel=2, expert_parallel=2, expert_tensor_parallel=1)
     },

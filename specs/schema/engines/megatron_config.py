@@ -35,6 +35,8 @@ PASSED: Mapping[str, Kind | None] = {
 _DECIDED_BY = {
     "tensor_model_parallel_size": "{role}.engine.tensor_parallel",
     "pipeline_model_parallel_size": "{role}.engine.pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "{role}.engine.virtual_pipeline",
+    "overlap_p2p_comm": "{role}.engine.virtual_pipeline",
     "sequence_parallel": "{role}.engine.tensor_sequence_parallel",
     "expert_model_parallel_size": "{role}.engine.expert_parallel",
     "expert_tensor_parallel_size": "{role}.engine.expert_tensor_parallel",
@@ -129,6 +131,10 @@ def megatron_problems(
 def _derived(engine: MegatronTable, dtype: DType, optimizer: Optimizer | None) -> Iterator[Setting]:
     yield Setting("tensor_model_parallel_size", engine.tensor_parallel)
     yield Setting("pipeline_model_parallel_size", engine.pipeline_parallel)
+    if engine.virtual_pipeline > 1:
+        yield Setting("virtual_pipeline_model_parallel_size", engine.virtual_pipeline)
+        yield Setting("overlap_p2p_comm", True)
+        yield Setting("batch_p2p_comm", False)
     yield Setting("sequence_parallel", engine.tensor_sequence_parallel)
     yield Setting("expert_model_parallel_size", engine.expert_parallel)
     yield Setting("expert_tensor_parallel_size", engine.ranks_of_expert)

@@ -35,6 +35,9 @@ class MegatronTable(TrainedHere):
     kind: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(1, gt=0, description="Ranks that each layer is cut across.")
     pipeline_parallel: int = Field(1, gt=0, description="Stages that the layers are shared out to, as many to each.")
+    virtual_pipeline: int = Field(
+        1, gt=0, description="Groups of layers on each stage, which ranks compute in turn: the pipeline waits less."
+    )
     tensor_sequence_parallel: bool = Field(
         False,
         description="Cut activations between the cut layers along the row, across the tensor ranks. (Megatron calls it "
@@ -89,7 +92,7 @@ class MegatronTable(TrainedHere):
 
     def alone(self) -> Self:
         apart = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "expert_tensor_parallel": None}
-        return self.model_copy(update={**apart, "tensor_sequence_parallel": False})
+        return self.model_copy(update={**apart, "virtual_pipeline": 1, "tensor_sequence_parallel": False})
 
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
         """Meshes that do not fit the role's processes, what of a role it does not do, and its extra options."""
@@ -114,6 +117,9 @@ class MegatronTable(TrainedHere):
             would = [n for n in divisors(ranks) if ranks % (n * self.ranks_of_expert) == 0]
             hint = f"use {listed(would)}" if would else f"{role}.engine.expert_tensor_parallel = 1 would fit"
             yield Problem(f"{role}.engine.expert_parallel", message, hint, str(self.expert_parallel))
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            message = "has no effect: pipeline_parallel is 1, and there are no stages that wait for each other"
+            yield Problem(f"{role}.engine.virtual_pipeline", message, "remove the key", show(self.virtual_pipeline))
         if self.tensor_sequence_parallel and self.tensor_parallel == 1:
             message = "has no effect: it cuts activations across tensor ranks, and tensor_parallel is 1"
             yield Problem(f"{role}.engine.tensor_sequence_parallel", message, "remove the key", "true")
@@ -144,6 +150,13 @@ class MegatronTable(TrainedHere):
             message = f"does not divide the model's {' and '.join(undivided)}"
             yield Problem(f"{key}.tensor_parallel", message, f"use {listed(fitting)}", str(self.tensor_parallel))
         yield from self._expert_problems(key, facts)
+        stages = self.pipeline_parallel * self.virtual_pipeline
+        if facts.layers % stages and not facts.layers % self.pipeline_parallel:
+            each = facts.layers // self.pipeline_parallel
+            message = f"does not divide the {each} layers of a stage"
+            yield Problem(
+                f"{key}.virtual_pipeline", message, f"use {listed(divisors(each))}", show(self.virtual_pipeline)
+            )
         if facts.layers % self.pipeline_parallel:
             message = f"does not divide the model's {facts.layers} layers: every stage has as many"
             hint = f"use {listed(divisors(facts.layers))}"
@@ -198,13 +211,13 @@ class MegatronTable(TrainedHere):
 
     def _stage(self, parameters: Iterable[ParameterShape], stage: int, layers: int) -> tuple[int, int]:
         """Elements of one stage on each of its tensor ranks: of experts those on the right."""
-        each, last = ceil(layers / self.pipeline_parallel), self.pipeline_parallel - 1
+        each, last = ceil(layers / (self.pipeline_parallel * self.virtual_pipeline)), self.pipeline_parallel - 1
         every = list(parameters)
         tied = not any(p.name in (*LM_HEADS, SCORE_LAYER) for p in every)
         size = experts = 0
         for p in every:
             if p.layer is not None:
-                here = p.layer // each == stage
+                here = p.layer // each % self.pipeline_parallel == stage
             elif p.name.endswith("embed_tokens.weight"):
                 here = stage == 0 or (tied and stage == last)
             else:

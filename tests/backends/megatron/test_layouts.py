@@ -25,6 +25,8 @@ from backends.megatron.layouts import (
     unfuse,
     whole_tensor,
 )
+from backends.megatron.model_group import ModelGroup
+from backends.megatron.sharded_weights import rank_slots
 from specs.errors import ModelError
 from specs.schema.engines.megatron_table import FAMILIES as TABLES
 
@@ -95,6 +97,20 @@ def test_an_expert_is_rows_of_the_tensors_of_all() -> None:
 
 def test_stages_have_as_many_layers() -> None:
     assert [list(layers_of_stage(4, stage, 2)) for stage in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_ranks_with_several_groups_of_layers_take_turns() -> None:
+    """Two stages of two groups each: the first has layers 0 and 2, the second 1 and 3."""
+    ours = model_map(model_of("qwen3_moe"), "a model")
+    group = ModelGroup.__new__(ModelGroup)
+    group.stages, group.stages_of_model, group.tensor_ranks, group.expert_rank, group.expert_ranks = 2, 4, 1, 1, 2
+    group.own_stages = range(1, 4, 2)
+    found = {slot.parameter: slot.weights[0] for slot in rank_slots(ours, group)}
+    norm = "decoder.layers.0.input_layernorm.weight"
+    assert found[f"0.{norm}"] == "model.layers.1.input_layernorm.weight"
+    assert found[f"1.{norm}"] == "model.layers.3.input_layernorm.weight"
+    assert found["1.output_layer.weight"] == "lm_head.weight"
+    assert sum("local_experts" in name for name in found) == 2 * 2 * 2, "two of four experts, in each of two layers"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -71,7 +71,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sharded_worker.run(root / "model", {"case": "ddp", "out": str(root / "one rank")}, Rank()).close()
     sharded_worker.run(root / "model", {"case": "ddp critic", "out": str(root / "one rank critic")}, Rank()).close()
     sharded_worker.run(root / "model", {"case": "ddp bf16", "out": str(root / "one rank bf16")}, Rank()).close()
-    mixture = {"model": str(write_model(root / "mixture", QWEN3_MOE))}
+    four_layers = {**QWEN3_MOE, "num_hidden_layers": 4, "tie_word_embeddings": True}
+    mixture = {"model": str(write_model(root / "mixture", four_layers))}
     one = {"case": "ddp", "out": str(root / "one rank experts"), **mixture}
     sharded_worker.run(root / "model", one, Rank()).close()
     resumed = [
@@ -103,7 +104,8 @@ def test_training_is_that_of_ddp(root: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", MIXED)
 def test_a_mixture_of_experts_trains_as_by_ddp(root: Path, case: str) -> None:
-    """A dense layer and one with experts, which lie on data ranks, on tensor ranks, or on data ranks of stages."""
+    """A dense layer and three with experts, which lie on data ranks, on tensor ranks, or on data ranks of two stages
+    that have two groups of layers each."""
     check_training(outcome(root, case), outcome(root, "one rank experts"))
 
 

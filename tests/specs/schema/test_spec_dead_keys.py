@@ -167,10 +167,12 @@ CONTEXT: dict[str, dict[str, Any]] = {
         for axis in ("tensor", "pipeline", "expert")
     },
     **{
-        f"{role}.engine.tensor_sequence_parallel": {
-            **{f"{role}.processes": 2, f"{role}.launcher": "torchrun", f"{role}.engine.tensor_parallel": 2}
-        }
+        f"{role}.engine.{key}": {**{f"{role}.processes": 2, f"{role}.launcher": "torchrun", f"{role}.engine.{axis}": 2}}
         for role in ("actor", "ref", "critic", "reward_model")
+        for key, axis in (
+            ("tensor_sequence_parallel", "tensor_parallel"),
+            ("virtual_pipeline", "pipeline_parallel"),
+        )
     },
     "reward_model": SCORES,
     "reward_model.sequence_parallel": {"reward_model.processes": 2, "reward_model.launcher": "torchrun"},

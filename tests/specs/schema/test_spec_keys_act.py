@@ -116,8 +116,10 @@ NAMED = {
         f"MegatronTable.{key}": "tests/backends/megatron/test_megatron.py::test_ranks_say_what_they_hold"
         for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel", "megatron")
     },
-    "MegatronTable.tensor_sequence_parallel": "tests/backends/megatron/test_megatron.py::"
-    "test_a_mixture_of_experts_trains_as_by_ddp",
+    **{
+        f"MegatronTable.{key}": "tests/backends/megatron/test_megatron.py::test_a_mixture_of_experts_trains_as_by_ddp"
+        for key in ("tensor_sequence_parallel", "virtual_pipeline")
+    },
     "MegatronTable.logits_chunk_tokens": "tests/backends/megatron/test_vocab_head.py::"
     "test_losses_and_gradients_are_those_of_the_whole_head",
     **{

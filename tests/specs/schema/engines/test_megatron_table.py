@@ -34,6 +34,13 @@ GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_
             "use 1, 2",
         ),
         (MODEL, {"tensor_parallel": 5}, "tensor_parallel", "12 attention heads and 6 key and value heads", "use 1, 2"),
+        (
+            MODEL,
+            {"pipeline_parallel": 2, "virtual_pipeline": 2},
+            "virtual_pipeline",
+            "divide the 3 layers of a stage",
+            "use 1 or 3",
+        ),
         (MODEL, {"pipeline_parallel": 4}, "pipeline_parallel", "divide the model's 6 layers", "use 1, 2, 3 or 6"),
     ],
 )
