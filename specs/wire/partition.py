@@ -259,7 +259,7 @@ def _moves(work: SequenceWork, heavy: Part, light: Part, gap: float) -> Iterator
 
 
 def _swaps(work: SequenceWork, heavy: Part, light: Part, gap: float) -> Iterator[tuple[float, Part, Part]]:
-    """One sequence for another of about half of the gap less work."""
+    """One sequence for another of about half of the gap less work; prompts that are then computed twice count too."""
     ours, theirs = np.array(heavy), np.array(light, dtype=np.int64)
     theirs = theirs[np.argsort(work.flops_B[theirs], kind="stable")]
     if not len(theirs):
@@ -267,6 +267,18 @@ def _swaps(work: SequenceWork, heavy: Part, light: Part, gap: float) -> Iterator
     our_flops, their_flops = work.flops_B[ours], work.flops_B[theirs]
     at = np.searchsorted(their_flops, our_flops - gap / 2).clip(0, len(theirs) - 1)
     moved = our_flops - their_flops[at]
-    excess = np.maximum(gap - moved, moved)
+    twice = _twice(work, ours, theirs) + _twice(work, theirs, ours)[at]
+    excess = np.maximum(gap - moved, moved) + twice
     for best in np.argsort(excess, kind="stable")[:8].tolist():
         yield float(excess[best]), [int(ours[best])], [int(theirs[at[best]])]
+
+
+def _twice(work: SequenceWork, members: Integers, other: Integers) -> Floats:
+    """Work that is computed once more when one of a part's sequences, alone, goes to another part: its prompt, where
+    its family stays; once less, where the other part has it."""
+    if not work.shares:
+        return np.zeros(len(members))
+    family = work.family_B[members]
+    _, which, counts = np.unique(family, return_inverse=True, return_counts=True)
+    stays, known = counts[which] > 1, np.isin(family, work.family_B[other])
+    return np.asarray(work.prompt_flops_B[members] * (stays.astype(np.int64) - known))

@@ -20,7 +20,7 @@ SIZE = DecoderSize.of(SHAPES["7B"])
 
 
 @pytest.mark.skipif(DATA is None, reason="RLCTL_TEST_DATA is not set")
-@pytest.mark.parametrize(("groups", "size", "ranks"), [(16, 8, 2), (64, 8, 4), (64, 8, 8), (256, 4, 16)])
+@pytest.mark.parametrize(("groups", "size", "ranks"), [(16, 8, 2), (64, 8, 4), (64, 8, 8), (256, 4, 16), (128, 16, 64)])
 def test_on_the_lengths_of_gsm8k_hardly_a_row_is_wasted(groups: int, size: int, ranks: int) -> None:
     assert SIZE is not None
     batch = make_batch(gsm8k(Path(str(DATA)) / "gsm8k" / "train.jsonl")(groups, size, 1))
