@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from specs.wire.batch import Batch
 from specs.wire.model_flops import DecoderSize
-from specs.wire.partition import even_rows, fewest_rows, shards
+from specs.wire.partition import even_rows, fewest_rows, in_step, shards
 from specs.wire.sequence_work import SequenceWork
 
 SHAPES = {
@@ -127,7 +127,10 @@ def now(batch: Batch, size: DecoderSize, ranks: int, budget: int) -> list[tuple[
     ]
     found = [fewest_rows(work, budget) for work in works]
     rounds = max(map(len, found))
-    return [(work, even_rows(work, budget, parts, rounds)) for work, parts in zip(works, found, strict=True)]
+    even = [even_rows(work, budget, parts, rounds) for work, parts in zip(works, found, strict=True)]
+    flops = [[work.flops(part) for part in parts] for work, parts in zip(works, even, strict=True)]
+    heaviest = [max(mine[number] for mine in flops if number < len(mine)) for number in range(rounds)]
+    return [(work, in_step(work, budget, parts, heaviest)) for work, parts in zip(works, even, strict=True)]
 
 
 def _lightest(load_N: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy
-from backends.train.role_group import join_group, leave_group, most_of_any_rank, pretended_group
+from backends.train.role_group import heaviest_of_any_rank, join_group, leave_group, most_of_any_rank, pretended_group
 from backends.train.tensor_shards import Shard
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
@@ -115,6 +115,9 @@ class Fsdp2TrainEngine(HfTrainEngine):
     def _rounds(self, micro_batches: int) -> int:
         """The maximum over ranks: every forward and backward pass gathers from all."""
         return most_of_any_rank(micro_batches, self.device)
+
+    def _heaviest(self, work: Sequence[float]) -> list[float]:
+        return heaviest_of_any_rank(work, self.device)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         root = self.units[-1]  # the policy

@@ -18,7 +18,7 @@ from specs.errors import BatchError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.wire.batch import Batch
 from specs.wire.model_flops import DecoderSize
-from specs.wire.partition import Part, even_rows, fewest_rows
+from specs.wire.partition import Part, even_rows, fewest_rows, in_step
 from specs.wire.sequence_work import SequenceWork
 
 
@@ -115,13 +115,15 @@ class Packing:
     """How a rank packs what it is given. `share_prompts`: a prompt (the tokens before the first loss token) that
     several sequences of a micro-batch begin with is computed once in it. `size`: of the model; its arithmetic is what
     is even between micro-batches. `rounds`: how many of them all ranks make when this one needs so many. `part`: what
-    this rank computes of a micro-batch that it shares."""
+    this rank computes of a micro-batch that it shares. `heaviest`: the most work that any rank has in each round, given
+    what this one has; None where ranks do not wait for one another."""
 
     budget: Budget
     share_prompts: bool = False
     size: DecoderSize | None = None
     rounds: Callable[[int], int] = int
     part: Callable[[MicroBatch], MicroBatch] | None = None
+    heaviest: Callable[[Sequence[float]], Sequence[float]] | None = None
 
     def micro_batches(self, batch: Batch) -> MicroBatches:
         """Cut a batch (needs `tokens_T`, `loss_mask_T`): as few micro-batches as fit, or as many as all ranks make
@@ -157,6 +159,9 @@ class Packing:
         found = fewest_rows(work, self.budget.row_tokens)
         rounds = self.rounds(len(found))
         parts = even_rows(work, self.budget.row_tokens, found, rounds)
+        if self.heaviest is not None:
+            own = [*(work.flops(part) for part in parts), *[0.0] * (rounds - len(parts))]
+            parts = in_step(work, self.budget.row_tokens, parts, self.heaviest(own))
         return MicroBatches(batch, work, parts, rounds, column_T, self.part)
 
 

@@ -164,6 +164,9 @@ class HfTrainEngine(TrainEngine):
         returns the most that any of them has; the missing ones compute nothing of value."""
         return micro_batches
 
+    # What `_rounds` is of numbers of micro-batches, of their work: `Packing.heaviest`.
+    _heaviest: Callable[[Sequence[float]], Sequence[float]] | None = None
+
     def _run(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         """`policy`, through whatever the engine wraps around it."""
         return self.policy(row, rows_N, task)
@@ -205,7 +208,7 @@ class HfTrainEngine(TrainEngine):
         group, model = self.sequences.group, self.policy.model
         budget = Budget(self.config.micro_batch_tokens, group.size, f"{self.config.role}.micro_batch_tokens")
         part = partial(part_of, group=group)
-        return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part)
+        return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part, self._heaviest)
 
     def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
         """A micro-batch's row, or this rank's part of it, and the rows whose targets count."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -63,6 +63,15 @@ def most_of_any_rank(count: int, device: torch.device) -> int:
     most = torch.tensor([count], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
+
+
+def heaviest_of_any_rank(work: Sequence[float], device: torch.device) -> list[float]:
+    """Each number's maximum over all ranks; a collective. All bring as many."""
+    most = torch.tensor(work, dtype=torch.float64, device=device)
+    if dist.is_initialized() and len(work) > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    found: list[float] = most.tolist()
+    return found
 
 
 def leave_group() -> None:

@@ -22,7 +22,7 @@ from backends.protocol import OnMeta, Rank, StepResult
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
-from backends.train.role_group import most_of_any_rank
+from backends.train.role_group import heaviest_of_any_rank, most_of_any_rank
 from backends.train.tensor_shards import Shard, whole
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import named_weights, tensor_bytes
@@ -102,6 +102,9 @@ class ZeroTrainEngine(HfTrainEngine):
     def _rounds(self, micro_batches: int) -> int:
         """At least one, so that DeepSpeed has seen a backward pass before it steps."""
         return most_of_any_rank(max(1, micro_batches), self.device)
+
+    def _heaviest(self, work: Sequence[float]) -> list[float]:
+        return heaviest_of_any_rank(work, self.device)
 
     def _run(self, row: PackedInput, rows_N: RowCopies | None, task: Task | None) -> Any:
         return (self.deepspeed or self.policy)(row, rows_N, task)

@@ -59,6 +59,44 @@ def even_rows(work: SequenceWork, limit: int, found: Sequence[Part], count: int)
     return [sorted(part) for part in _evened(work, parts, limit) if part]
 
 
+def in_step(work: SequenceWork, limit: int, parts: Sequence[Part], heaviest: Sequence[float]) -> list[Part]:
+    """Parts of one rank, the heaviest first, as they are computed round by round by ranks that wait for one another;
+    `heaviest`: the most work that any of them has in each round. A round that is lighter here takes work of the last
+    ones, which then wait for less. None is left empty."""
+    parts = [list(part) for part in parts]
+    flops = _flops_of(work, parts)
+    for at, most in enumerate(heaviest[: len(parts)]):
+        for last in range(len(parts) - 1, max(at, len(parts) - 1 - _LIGHTEST), -1):
+            if EVEN * flops[at] >= most:
+                break
+            leaving = _filling(work, parts[last], parts[at], most, limit)
+            parts[at], parts[last] = parts[at] + leaving, _exchanged(parts[last], leaving, [])
+            flops[[at, last]] = work.flops(parts[at]), work.flops(parts[last])
+    return parts
+
+
+def _filling(work: SequenceWork, members: Part, part: Part, flops: float, limit: int) -> Part:
+    """Those of the members, not all of them, that `part` can take up to so much work and so many rows: of each family
+    the longest that fit, the heaviest family first."""
+    leaving: Part = []
+    rows, flops = limit - work.rows(part), flops - work.flops(part)  # that there is room for
+    there = set(work.family_B[part].tolist())
+    pieces = _by_family(work, [members])[0]
+    for which in np.argsort(-np.array(pieces.flops), kind="stable").tolist():
+        family = pieces.members[which]
+        own = zip(family, work.rows_B[family].tolist(), work.flops_B[family].tolist(), strict=True)
+        number, prompt = int(work.family_B[family[0]]), int(work.prompt_B[family[0]])
+        prompt_flops = float(work.prompt_flops_B[family[0]])
+        for member, more_rows, more_flops in own:
+            if number in there and work.shares:
+                more_rows, more_flops = more_rows - prompt, more_flops - prompt_flops
+            if more_rows <= rows and more_flops <= flops and len(leaving) + 1 < len(members):
+                leaving.append(member)
+                there.add(number)
+                rows, flops = rows - more_rows, flops - more_flops
+    return leaving
+
+
 def _evened(work: SequenceWork, parts: Sequence[Part], limit: int | None) -> list[Part]:
     """As many parts, first by what each has of each family, then, where that is not even enough, by the sequence."""
     pieces, places = _by_family(work, parts)

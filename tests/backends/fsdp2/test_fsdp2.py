@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from train_helpers import (
     write_model,
 )
 
+from backends.fsdp2 import engine as fsdp2_engine
 from backends.hf.hf_model import build_model, build_on_meta, named_weights
 from backends.hf.recompute import decoder_layers
 from backends.train import hf_weights
@@ -67,6 +69,23 @@ def learn(engine: Any, steps: int = 2) -> list[float]:
         sums = engine.forward_backward(batch, grpo(kl_coef=0.1, entropy_coef=0.05), scale_of(batch))
         history += [sums["loss"], engine.optim_step().grad_norm]
     return history
+
+
+def test_rounds_follow_the_rank_with_the_most_work(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each gets changes, and nothing that is computed."""
+    batch, engine = make_batch(30), engine_of(qwen2)
+    before, told = engine.forward(batch), []
+
+    def twice(work: Sequence[float], device: torch.device) -> list[float]:
+        told.append(work)
+        return [2 * each for each in work]
+
+    monkeypatch.setattr(fsdp2_engine, "heaviest_of_any_rank", twice)
+    after = engine.forward(batch)
+    micros = engine._packing.micro_batches(batch)
+    assert len(told[0]) == micros.rounds > 2
+    assert micros.tokens[0] > 3 * micros.tokens[-1], "the first rounds are full now, and the last ones hardly"
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -215,6 +216,21 @@ def test_all_ranks_make_as_many_micro_batches() -> None:
     assert [len(micros) for micros in agreed] == [micros.rounds for micros in agreed] == [max(needed)] * 2
     (one,) = Packing(Budget(60), rounds=lambda _: 3).micro_batches(answers_to([1], [[2]]))
     assert one.tokens_T.tolist() == [1], "one sequence makes one micro-batch; the rounds are three all the same"
+
+
+def test_rounds_follow_the_rank_with_the_most_work() -> None:
+    """One rank has a long sequence, the other, which would wait for it, fills its first round as far."""
+    long, short = answers_to([1], [[2] * 50, [3] * 5, [4] * 5]), answers_to([1], [[each] * 10 for each in range(2, 8)])
+    needed = [Packing(Budget(60), rounds=lambda _: 2).micro_batches(batch).tokens for batch in (long, short)]
+    assert [max(tokens) for tokens in needed] == [50, 30]
+    told: list[Sequence[float]] = []
+
+    def heaviest(flops: Sequence[float]) -> Sequence[float]:
+        told.append(flops)
+        return [6 * 50.0, 6 * 30.0]
+
+    micros = Packing(Budget(60), rounds=lambda _: 2, heaviest=heaviest).micro_batches(short)
+    assert (list(told[0]), micros.tokens) == ([6 * 30.0, 6 * 30.0], [50, 10])
 
 
 def test_16k_sequences_are_packed_in_milliseconds() -> None:
