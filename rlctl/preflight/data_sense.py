@@ -25,6 +25,7 @@ _COMPARED = 50  # rows whose answers are looked at
 _LEAKED = 0.25  # share of evaluation prompts among the training prompts above which it is said
 _SENTENCE = 8  # words
 _WORKING = re.compile(r"\\boxed\{|\banswer is\b|\banswer:|</think>|<answer>", re.IGNORECASE)
+_FORMS = ("\\boxed{", "<answer>", "####")  # that an answer is written in
 _BLOCK = 1 << 20
 _MOST_COMPARED = 1 << 28  # bytes of two files of one size; what follows is taken to be as equal
 
@@ -168,6 +169,9 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     elif len(set(golds)) >= _FEW and all(text.strip() == gold for text, gold in zip(texts, golds, strict=True)):
         message = f"each of its first {len(rows)} prompts is its answer"
         yield Problem(key, message, "check data.prompt_column and data.answer_column", source)
+    elif _exact(spec) and (form := _asked_form(texts, golds, spec)):
+        message = f"its prompts ask for {form}, and exact_match compares all that the completion says"
+        yield Problem(key, message, "grade with math_verify, or with a function that reads the form", source)
     whole = [row[column] for row in rows if isinstance(row[column], float)]
     if whole and all(value.is_integer() for value in whole) and _exact(spec):
         message = f"column {column!r} is {whole[0]}, and only a completion that says so is right"
@@ -179,6 +183,15 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     if golds and _exact(spec) and all(len(gold.split()) >= _SENTENCE and _WORKING.search(gold) for gold in golds):
         message = f"column {column!r} holds worked solutions, and only a completion that is equal to one is right"
         yield Problem(key, message, "name the column with the final answer, or use math_verify", source)
+
+
+def _asked_form(texts: Sequence[str], golds: Sequence[str], spec: Spec) -> str:
+    """What every prompt asks an answer to be written in, where no answer is; "" of none."""
+    asked = [f"{spec.data.system}\n{text}" for text in texts]
+    for form in _FORMS:
+        if asked and all(form in text for text in asked) and not any(form in gold for gold in golds):
+            return form
+    return ""
 
 
 def _told(texts: Sequence[str], golds: Sequence[str]) -> bool:

@@ -17,10 +17,10 @@ from specs.rules.engine_rules import engine_problems, engine_warnings
 from specs.rules.evaluation_rules import eval_problems
 from specs.rules.judge_rules import judge_problems, judge_warnings
 from specs.rules.kernel_rules import kernel_problems
-from specs.rules.learning_rules import learning_warnings
+from specs.rules.learning_rules import learning_warnings, optimizers
 from specs.rules.mesh_rules import straddling_warnings
 from specs.rules.node_rules import node_problems, node_warnings
-from specs.rules.reward_model_rules import reward_model_problems
+from specs.rules.reward_model_rules import reward_model_problems, reward_model_warnings
 from specs.rules.sequence_rules import sharing_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
 from specs.rules.transport_rules import transport_problems
@@ -29,7 +29,7 @@ from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import devices_of_a_process, sequence_parallel_of
 from specs.schema.rewards import Overlong
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import Learner, Optimizer, RoleSection, Spec
+from specs.schema.spec import Learner, RoleSection, Spec
 from specs.schema.table import no_effect
 from specs.text import show
 
@@ -55,6 +55,7 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
         *node_warnings(spec),
         *engine_warnings(spec),
         *judge_warnings(spec),
+        *reward_model_warnings(spec),
     ]
 
 
@@ -85,19 +86,11 @@ def _critic_bounds(spec: Spec) -> Iterator[Problem]:
 
 def _never_warm(spec: Spec) -> Iterator[Problem]:
     """No error: a short trial of a long run is made by run.steps alone."""
-    for role, optimizer in _optimizers(spec):
+    for role, optimizer in optimizers(spec):
         asked, steps = optimizer.warmup_steps, spec.optimizer_steps_of(role)
         if asked > steps > 0:
             message = f"the run ends in its warm-up, after {steps} optimizer steps, at {steps / asked:.0%} of lr"
             yield Problem(f"{role}.optimizer.warmup_steps", message, f"use at most {steps}", str(asked))
-
-
-def _optimizers(spec: Spec) -> Iterator[tuple[RoleName, Optimizer]]:
-    """Of roles that have a section."""
-    for role, section in spec.sections():
-        optimizer = getattr(section, "optimizer", None)
-        if isinstance(optimizer, Optimizer):
-            yield role, optimizer
 
 
 def _never_due(spec: Spec) -> Iterator[Problem]:
@@ -166,7 +159,7 @@ def _lora(spec: Spec) -> Iterator[Problem]:
 
 
 def _optimizer(spec: Spec) -> Iterator[Problem]:
-    for role, optimizer in _optimizers(spec):
+    for role, optimizer in optimizers(spec):
         if optimizer.schedule == "constant" and "min_lr_ratio" in optimizer.model_fields_set:
             yield no_effect(f"{role}.optimizer.min_lr_ratio", optimizer, 'schedule is "constant"')
         if not all(0 <= beta < 1 for beta in optimizer.betas):

@@ -52,6 +52,11 @@ def _is_private(url: str) -> bool:
 
 
 def _request(key: str, term: Judge) -> Iterator[Problem]:
+    address = term.base_url.rstrip("/")
+    if address.endswith("/completions"):
+        base = address.removesuffix("/completions").removesuffix("/chat")
+        message = "rlctl adds /chat/completions itself"
+        yield Problem(f"{key}.base_url", message, f"write {show(base)}", show(term.base_url))
     if "completion" not in template_columns(term.prompt):
         jinja = _JINJA.search(term.prompt)
         what = f"write {{{jinja[1]}}}, with single braces" if jinja else "write {completion} where it goes"

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.rewards import ExactMatch, MathVerify, Overlong, Regex
-from specs.schema.spec import Spec
+from specs.schema.roles import RoleName
+from specs.schema.spec import Optimizer, Spec
 from specs.text import show
 
 _COLDEST, _NARROWEST = 0.05, 0.05  # temperature and top_p below which one token is nearly all that can be drawn
@@ -25,6 +26,7 @@ def learning_warnings(spec: Spec) -> Iterator[Problem]:
     yield from _patterns(spec)
     yield from _punished(spec)
     yield from _pays_failure(spec)
+    yield from _only_short(spec)
     yield from _far_from_usual(spec)
     yield from _deadlines(spec)
 
@@ -48,12 +50,21 @@ def _sampling(spec: Spec) -> Iterator[Problem]:
 
 
 def _learning_rate(spec: Spec) -> Iterator[Problem]:
-    lr = spec.actor.optimizer.lr
-    if lr > _LARGEST_LR and spec.actor.engine.model_of != "bigram":
-        message = "AdamW moves every weight by about this much in a step, and most weights are smaller"
-        yield Problem("actor.optimizer.lr", message, "1e-6 is usual, with adapters 1e-5", show(lr))
-    if lr == 0 and spec.run.steps > 1:  # one such step is a trial of everything else
-        yield Problem("actor.optimizer.lr", "the actor never learns", "1e-6 is usual, with adapters 1e-5", show(lr))
+    for role, optimizer in optimizers(spec):
+        lr, key = optimizer.lr, f"{role}.optimizer.lr"
+        if lr > _LARGEST_LR and spec.actor.engine.model_of != "bigram":
+            message = "AdamW moves every weight by about this much in a step, and most weights are smaller"
+            yield Problem(key, message, "1e-6 is usual, with adapters 1e-5", show(lr))
+        if lr == 0 and spec.run.steps > 1:  # one such step is a trial of everything else
+            yield Problem(key, f"the {role} never learns", "1e-6 is usual, with adapters 1e-5", show(lr))
+
+
+def optimizers(spec: Spec) -> Iterator[tuple[RoleName, Optimizer]]:
+    """Of roles that have a section."""
+    for role, section in spec.sections():
+        optimizer = getattr(section, "optimizer", None)
+        if isinstance(optimizer, Optimizer):
+            yield role, optimizer
 
 
 def _patterns(spec: Spec) -> Iterator[Problem]:
@@ -85,6 +96,12 @@ def _pays_failure(spec: Spec) -> Iterator[Problem]:
             yield Problem("reward.fallback", message, "0.0 is the default", show(fallback))
 
 
+def _only_short(spec: Spec) -> Iterator[Problem]:
+    if all(isinstance(term, Overlong) for term in spec.reward.terms):
+        message = "the length alone is graded: whatever is short scores the same, and nothing rewards what is right"
+        yield Problem("reward.terms", message, "add a term that grades the answer", 'kind = "overlong"')
+
+
 def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     """Numbers of another order of magnitude than any that is in use: a slip of the pen, or a percentage."""
     algorithm, optimizer, rollout = spec.algorithm, spec.actor.optimizer, spec.rollout
@@ -97,6 +114,13 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
             abs(algorithm.entropy_coef) > 1,
             "leaves the reward no weight",
             "0.001",
+        ),
+        (
+            "algorithm.epochs_per_step",
+            algorithm.epochs_per_step,
+            algorithm.epochs_per_step > 20,
+            "learns the same samples so often that all ratios are clipped",
+            "1",
         ),
         ("actor.optimizer.eps", optimizer.eps, optimizer.eps > 1e-3, "is larger than most gradients", "1e-8"),
         ("actor.optimizer.weight_decay", optimizer.weight_decay, shrinks > 0.1, f"takes {shrinks:.0%} a step", "0.01"),
@@ -118,6 +142,9 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     ):
         if far:
             yield Problem(key, message, f"{usual} is usual", show(value))
+    if (lora := spec.actor.lora) is not None and lora.alpha > 1000 * lora.rank:
+        message = f"multiplies what adapters do by {lora.alpha / lora.rank:g}"
+        yield Problem("actor.lora.alpha", message, "once or twice the rank is usual", show(lora.alpha))
     discount = getattr(algorithm, "discount", 1.0)
     if discount < _LEAST_DISCOUNT:
         message = "a token that stands 50 tokens before the reward gets nothing of it"

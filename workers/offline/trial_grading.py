@@ -3,6 +3,7 @@ row's own answer; a function is called with an empty one too."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from workers.offline.first_rows import first_tables
 
 _ROWS = 64  # whose answers are looked at
 _TIMEOUT_S = 5.0
+_TAG = re.compile(r"<[a-z_]+>\s*$")
 
 
 def grading_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -> Iterator[Finding]:
@@ -67,25 +69,37 @@ def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -
 def _stripped(
     number: int, term: Regex | Function, table: PromptTable, config: RewardConfig, codec: TextCodec
 ) -> Iterator[Finding]:
-    """A term that rewards special tokens, which a completion's text is read without."""
+    """A term that rewards what no completion holds: special tokens, which its text is read without, or the tag that
+    the prompt ends with."""
     answer = table.rows[0].get(config.answer_column)
-    written = [text for text, right in likely_completions(gold_answer(answer) if answer is not None else "7") if right]
-    read = codec.decode(codec.encode(written, rendered=True))
+    likely = likely_completions(gold_answer(answer) if answer is not None else "7")
+    written = [text for text, right in likely if right]
     special = [str(token) for token in codec.tokenizer.added_tokens_decoder.values() if token.special]
     lost = [token for token in special if any(token in text for text in written)]
-    if not lost or read == written:
+    begun = _TAG.search(table.prompts[0])
+    if term.weight <= 0 or not (lost or begun):
         return
+    read = codec.decode(codec.encode(written, rendered=True))
+    if begun:
+        read = [text.removeprefix(begun[0].strip()).lstrip() for text in read]
     first = replace(table, rows=table.rows[:1], prompts=table.prompts[:1])
-    grades = _graded(term, first, [*written, *read], config)
-    if any(grade.cause for grade in grades) or term.weight <= 0:
+    wrong = next(text for text, right in likely if not right)
+    grades = _graded(term, first, [wrong, *written, *read], config)
+    if any(grade.cause for grade in grades):
         return
-    values = [grade.values[0] for grade in grades]
-    if max(values[: len(written)]) > max(values[len(written) :]):
-        what = "pattern" if isinstance(term, Regex) else "path"
+    nothing, *values = (grade.values[0] for grade in grades)
+    if max(values[: len(written)]) <= nothing or max(values[len(written) :]) > nothing:
+        return
+    what = "pattern" if isinstance(term, Regex) else "path"
+    if lost:
         message = f"rewards {', '.join(lost)}, special tokens of this tokenizer, and completions are read without them"
         hint = "mark the parts with text that is no special token, or make the tokens plain ones"
-        value = show(getattr(term, what))
-        yield Finding(key=f"reward.terms.{number}.{what}", message=message, hint=hint, value=value, refuses=False)
+    else:
+        assert begun is not None
+        message = f"rewards {begun[0].strip()}, with which the prompt ends already: a completion goes on behind it"
+        hint = "leave it out of what is asked for"
+    key, value = f"reward.terms.{number}.{what}", show(getattr(term, what))
+    yield Finding(key=key, message=message, hint=hint, value=value, refuses=False)
 
 
 def _graded(term: RewardTerm, table: PromptTable, completions: Sequence[str], config: RewardConfig) -> list[Grade]:

@@ -205,6 +205,10 @@ class PpoClip(PpoClipKeys, Loss):
         LossMetric("actor/ratio", "ratio", "token_mean"),
     )
 
+    def seldom_meant(self) -> Mapping[str, str]:
+        why = "a whole completion's bound: a token's ratio leaves it with nearly every update (0.2 is usual)"
+        return {key: why for key in ("clip_low", "clip_high") if getattr(self, key) < 0.01}
+
 
 class GspoKeys(LossKeys):
     """Keys of the sequence-level clipped surrogate."""
