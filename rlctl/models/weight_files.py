@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlctl.models.hub import HubFolder
 from rlctl.models.model_tensors import tensors_of_config
@@ -64,7 +64,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind = "l
         lacking = [name for name, where in index.items() if where == file.name and name not in held]
         if lacking:
             yield f"the index puts {lacking[0]} into {file.name}, which lacks it", AGAIN
-        if wrong := _not_numbers(file, entries):
+        if (wrong := _not_numbers(file, entries)) or (head == "lm" and (wrong := _untied(file, entries, config))):
             yield wrong
         shapes |= held
     if whole and "quantization_config" not in config:  # packed weights have shapes of their own
@@ -94,11 +94,30 @@ def _not_numbers(file: Path, entries: Mapping[str, Entry]) -> Wrong | None:
     with file.open("rb") as stream:
         for name in names[:: max(1, len(names) // _LOOKED_AT)]:
             code, ones = _EXPONENT[entries[name].dtype]
-            stream.seek(entries[name].start)
-            values = array(code, stream.read(min(entries[name].nbytes, _FIRST_BYTES)))
+            values = array(code, _first_bytes(stream, entries[name]))
             if any(value & ones == ones for value in values):
                 return f"{name} in {file.name} holds NaN or infinity", "name a checkpoint from before the run diverged"
     return None
+
+
+def _untied(file: Path, entries: Mapping[str, Entry], config: Mapping[str, Any]) -> Wrong | None:
+    """A head that the config ties to the embedding, and the file holds beside it with other values: transformers
+    builds them untied, and nothing else knows."""
+    facts = model_facts(config)
+    pair = [entries.get("model.embed_tokens.weight"), entries.get("lm_head.weight")]
+    if facts is None or not facts.tied_embeddings or None in pair:
+        return None
+    with file.open("rb") as stream:
+        values = [_first_bytes(stream, entry) for entry in pair if entry is not None]
+    if values[0] == values[1]:
+        return None
+    message = f"config.json ties the head to the embedding, and {file.name} holds another lm_head.weight"
+    return message, "set tie_word_embeddings to false in config.json, or remove the head from the file"
+
+
+def _first_bytes(stream: BinaryIO, entry: Entry) -> bytes:
+    stream.seek(entry.start)
+    return stream.read(min(entry.nbytes, _FIRST_BYTES))
 
 
 def _is_pointer(file: Path) -> bool:

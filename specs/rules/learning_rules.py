@@ -169,6 +169,9 @@ def _deadlines(spec: Spec) -> Iterator[Problem]:
     if heavy and run.verb_timeout_s < _VERB_S:
         message = "sampling, learning or saving for a whole step is one request"
         yield Problem("run.verb_timeout_s", message, "1800 is the default", show(run.verb_timeout_s))
+    if heavy and run.heartbeat_timeout_s < _START_S:
+        message = f"a role that imports torch is silent for up to {_START_S:g} s, and would count as one that hangs"
+        yield Problem("run.heartbeat_timeout_s", message, "30 is the default", show(run.heartbeat_timeout_s))
     if spec.reward.timeout_s < _GRADE_S:
         message = "a process that is slow for a moment would count as one that hangs"
         yield Problem("reward.timeout_s", message, "10 is the default", show(spec.reward.timeout_s))

@@ -239,7 +239,7 @@ def weigh(
     """Weighted sums as columns. A value or a sum beyond MAX_SCORE, with which a step cannot compute, is a bad value.
     `numbers`: those of the terms in `reward.terms`, where they are not all."""
     numbers = numbers or range(len(weights))
-    values = np.array([grade.values or (0.0,) * len(weights) for grade in grades]).reshape(-1, len(weights))
+    values = np.array([grade.values or (0.0,) * len(weights) for grade in grades]).reshape(len(grades), len(weights))
     with np.errstate(over="ignore", invalid="ignore"):
         total = values @ weights
     failed = np.array([bool(grade.cause) for grade in grades], dtype=bool)

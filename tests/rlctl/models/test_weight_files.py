@@ -70,3 +70,20 @@ def test_weights_of_a_run_that_diverged_are_refused(tmp_path: Path, dtype: str, 
     ((said, hint),) = weight_problems(tmp_path, config)
     assert said == f"{name} in model.safetensors holds NaN or infinity"
     assert "before the run diverged" in hint
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_an_embedding_that_it_is_tied_to(tmp_path: Path, same: bool) -> None:
+    config = {**FAMILIES["llama"].config, "tie_word_embeddings": False}
+    known = tensors_of_config(config)
+    assert known is not None
+    file = tmp_path / "model.safetensors"
+    write_weights(file, {one.name: one.shape for one in known.parameters})
+    if not same:
+        with file.open("r+b") as stream:
+            stream.seek(read_header(file).entries["lm_head.weight"].start)
+            stream.write(b"\x01")
+    found = [*weight_problems(tmp_path, {**config, "tie_word_embeddings": True})]
+    wrong = "config.json ties the head to the embedding, and model.safetensors holds another lm_head.weight"
+    assert [said for said, _ in found] == ([] if same else [wrong])
+    assert [*weight_problems(tmp_path, config)] == []

@@ -339,3 +339,10 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
     lines = (tmp_path / "run" / "reward_failures.jsonl").read_text().splitlines()
     found = [(record["completion"], record["cause"]) for record in map(json.loads, lines)]
     assert found == [("333", "exceptions"), ("4444", "judge_errors")]
+
+
+def test_completions_that_a_model_or_a_judge_alone_scores_have_no_value_of_their_own() -> None:
+    columns, checked = weigh([Grade(), Grade()], np.zeros(0), 0.5)
+    assert [*columns["reward_B"]] == [0.0, 0.0]
+    assert [*columns["scored_B"]] == [1, 1]
+    assert checked == [Grade(), Grade()]
