@@ -19,6 +19,7 @@ from specs.load.keys import (
     kind_of,
     kinds_of,
     known_keys,
+    of_the_same_words,
     tables_at,
     value_at,
 )
@@ -259,10 +260,10 @@ def _where(name: str, here: list[str], parent: Path) -> str:
     if elsewhere:
         listed = " or ".join(f"`{key}`" for key in _nearest_first(elsewhere, parent)[:3])
         return f"did you mean {listed}?"
-    near = closest(name, here, cutoff=0.5)
+    near = of_the_same_words(name, here)
     if near:
         return f"did you mean `{near}`?"
-    far = closest(name, list(homes()), cutoff=0.8)
+    far = closest(name, list(homes()), cutoff=0.85) or of_the_same_words(name, list(homes()), least=2)
     if far:
         return f"did you mean `{_nearest_first(homes()[far], parent)[0]}`?"
     where = f"[{dotted(parent)}]" if parent else "a spec"

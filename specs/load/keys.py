@@ -13,6 +13,7 @@ from specs.schema.spec import Spec
 from specs.schema.table import Table
 
 Path = tuple[str | int, ...]
+_TELLING = 7  # letters of a name below which its words stand in too many others
 
 
 @cache
@@ -109,6 +110,24 @@ def homes() -> dict[str, tuple[str, ...]]:
     return {name: tuple(dict.fromkeys(keys)) for name, keys in found.items()}
 
 
+def of_the_same_words(name: str, known: Sequence[str], least: int = 1) -> str:
+    """The key that says all that `name` says and more, or what it says less an addition; "" of none. Letters in common
+    are no kinship: `quantization` is not `attn_implementation`. `least`: words that they must share."""
+    said = name.lower().split("_")
+    kin = {key: _shared(said, key.split("_")) for key in known}
+    near = [key for key, words in kin.items() if words >= least]
+    return max(near, key=lambda key: (kin[key], -len(key)), default="")
+
+
+def _shared(said: Sequence[str], key: Sequence[str]) -> int:
+    """Words in common where they are all of one of the two names, and tell enough; a single word must be the thing
+    itself, which stands last."""
+    same = set(said) & set(key)
+    whole = same == set(said) or (same == set(key) and (len(same) > 1 or key[-1] == said[-1]))
+    return len(same) if whole and sum(map(len, same)) >= _TELLING else 0
+
+
 def closest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """The one with the most letters in order; one of the same letters is a slip of the fingers. "" of none."""
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
-    return near[0] if near else ""
+    return near[0] if near else next((one for one in known if sorted(one) == sorted(word.lower())), "")
