@@ -59,7 +59,7 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
         return error.problems
     problems = []
     for role, section in spec.sections():
-        if not through_shell(section):
+        if not through_shell(role, section):
             continue
         first = section.hosts.start
         if len(hosts) < section.hosts.stop:
@@ -78,14 +78,14 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
 
 def hostfile_warnings(spec: Spec, spec_dir: Path) -> list[Problem]:
     """Hosts, and GPUs of hosts, that the file names and nothing uses. `slots` are GPUs where a role has GPUs."""
-    cluster, sections = spec.cluster, [section for _, section in spec.sections()]
-    if cluster is None or not cluster.hostfile or not any(through_shell(section) for section in sections):
+    cluster, sections = spec.cluster, spec.sections()
+    if cluster is None or not cluster.hostfile or not any(through_shell(*one) for one in sections):
         return []
     try:
         hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser())
     except SpecError:
         return []  # said as a problem
-    used = {number for section in sections for number in section.hosts}
+    used = {number for _, section in sections for number in section.hosts}
     named = frozenset().union(*(spec.gpus(role) for role in spec.roles))
     unused = [host for number, host in enumerate(hosts) if number not in used]
     problems = []

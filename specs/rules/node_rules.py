@@ -22,7 +22,7 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
     cluster = spec.cluster
     far = [section for _, section in sections if section.leaves_host]
     if cluster is not None:
-        by_shell = any(through_shell(section) for section in far)
+        by_shell = any(through_shell(role, section) for role, section in sections)
         for key in sorted(cluster.model_fields_set):
             why = "every role has nodes = 1" if not far else "srun knows the hosts of its job"
             if not far or (key in ("hostfile", "remote_shell") and not by_shell):
@@ -35,7 +35,7 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
             hint = "name the address that `hostname -I` shows, or leave it out"
             yield Problem("cluster.address", "no other host can reach this one there", hint, show(cluster.address))
     if not (cluster and cluster.hostfile):
-        unnamed = [(role, section) for role, section in sections if through_shell(section)]
+        unnamed = [(role, section) for role, section in sections if through_shell(role, section)]
         if unnamed:
             role, section = unnamed[0]
             hint = 'add hostfile = "hosts" under [cluster]: a file with a line `host slots=N` per node, this host first'
@@ -90,9 +90,10 @@ def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         yield Problem(f"{role}.launcher", f"starts processes on this host only, and {key} is {value}", hint, '"python"')
 
 
-def through_shell(section: RoleSection) -> bool:
+def through_shell(role: RoleName, section: RoleSection) -> bool:
     """Whether a remote shell starts the role on its other hosts."""
-    return section.leaves_host and section.launcher != "srun"
+    launchers = ("torchrun", "deepspeed") if ROLES[role].together else ("python",)
+    return ROLES[role].spreads and section.leaves_host and section.launcher in launchers
 
 
 def _next_multiple(number: int, of: int) -> int:
