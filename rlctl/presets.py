@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import specs
@@ -53,16 +54,33 @@ def refuse_existing(target: Path) -> None:
 
 
 def write_batch_script(spec: Path, *, force: bool) -> Path:
-    """Write the SLURM batch script that trains `spec` beside it, with hosts for its actor; returns the path.
+    """Write the SLURM batch script that trains `spec` beside it, with hosts for its actor and its rollout; returns the
+    path. Replicas on hosts of their own have those that the actor leaves; else they are on each of the actor's.
 
     Raises UsageError when a file is in the way, SpecError when the spec cannot be read.
     """
     from specs.load.load import load_spec
 
-    actor = load_spec(spec, []).actor
-    each = actor.processes // actor.nodes
-    gpus = f"#SBATCH --gpus-per-node={len(actor.devices)}\n" if actor.devices else ""
-    values = {"{name}": shlex.quote(spec.stem), "{nodes}": str(actor.nodes), "{each}": str(each), "{gpus}": gpus}
+    run = load_spec(spec, [])
+    actor, rollout = run.actor, run.rollout
+    apart = rollout.first_node >= actor.nodes
+    each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes
+    gpus = len({number for role in run.roles for _, number in run.gpus(role)})
+    everywhere = '"$SLURM_JOB_NUM_NODES"'
+    values = {
+        "{name}": shlex.quote(spec.stem),
+        "{stem}": shlex.quote(spec.stem),
+        "{more}": "they are for the rollout" if apart else "actor and rollout spread over them",
+        "{nodes}": str(rollout.hosts.stop if apart else actor.nodes),
+        "{each}": str(each),
+        "{gpus}": f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        "{bin}": shlex.quote(str(Path(sys.executable).parent)),
+        "{trainers}": str(actor.nodes) if apart else everywhere,
+        "{samplers}": f'"$((SLURM_JOB_NUM_NODES - {rollout.first_node}))"' if apart else everywhere,
+        "{replicas}": str(replicas),
+        "{first}": str(rollout.first_node if apart else 0),
+        "{slots}": str(max(each, replicas, gpus)),
+    }
     text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
     for word, value in values.items():
         text = text.replace(word, value)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from specs.schema.spec import Spec
 from workers.network import address_towards
 
 PROBE_TIMEOUT_S = 20.0
+CLOCKS_APART_S = 60.0  # longer than an answer takes
 
 
 def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
@@ -84,15 +86,24 @@ def _check_hosts(plan: Plan, folders: Sequence[str]) -> None:
     asked = {(node.host, role.python): node for role in plan.roles for node in role.remote}
     if not asked:
         return
+    devices = {
+        (node.host, role.python): role.devices
+        for role in sorted(plan.roles, key=lambda role: max(role.devices, default=-1))  # the highest number counts
+        for node in role.remote
+    }
     with socket.create_server((plan.address, 0), backlog=len(asked)) as door, ThreadPoolExecutor(len(asked)) as pool:
         port = door.getsockname()[1]
-        findings = pool.map(lambda item: _ask(item[1], item[0][1], (plan.address, port), folders), asked.items())
+        findings = pool.map(
+            lambda item: _ask(item[1], item[0][1], (plan.address, port), folders, devices[item[0]]), asked.items()
+        )
         problems = [found for found in findings if found is not None]
     if problems:
         raise SpecError(problems)
 
 
-def _ask(node: RemoteNode, python: str, home: tuple[str, int], folders: Sequence[str]) -> Problem | None:
+def _ask(
+    node: RemoteNode, python: str, home: tuple[str, int], folders: Sequence[str], devices: Sequence[int]
+) -> Problem | None:
     """What keeps a host from its part of the run, if anything."""
     command = (python, "-m", "rlctl.processes.remote_check", home[0], str(home[1]), *folders)
     script = remote_script({"PYTHONPATH": node.env["PYTHONPATH"], "PYTHONSAFEPATH": "1"}, command)
@@ -109,10 +120,13 @@ def _ask(node: RemoteNode, python: str, home: tuple[str, int], folders: Sequence
     if not said:
         words = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         return _problem(node, f"exit code {done.returncode}: {words[-1] if words else 'it said nothing'}", python)
-    return _problem_of(node, json.loads(said[-1].removeprefix(MARK)), home[0])
+    return problem_of(node, json.loads(said[-1].removeprefix(MARK)), home[0], devices)
 
 
-def _problem_of(node: RemoteNode, answer: Mapping[str, Any], address: str) -> Problem | None:
+def problem_of(
+    node: RemoteNode, answer: Mapping[str, Any], address: str, devices: Sequence[int], *, now: float | None = None
+) -> Problem | None:
+    """What keeps a host that has answered (`remote_check.py`) from its part. `devices`: GPUs that a role has there."""
     if answer["version"] != __version__:
         return _problem(node, f"rlctl {answer['version']} is there, and {__version__} here", "")
     if answer["missing"]:
@@ -121,6 +135,15 @@ def _problem_of(node: RemoteNode, answer: Mapping[str, Any], address: str) -> Pr
     if answer["dial"]:
         hint = "write the address at which it finds this host as cluster.address, and open its ports to it"
         return Problem("cluster.address", f"{node.host} cannot reach it: {answer['dial']}", hint, f'"{address}"')
+    if answer["gpus"] is not None and max(devices, default=-1) >= answer["gpus"]:
+        hint = "name GPUs that every node of the role has, or use other hosts"
+        message = f"host {node.host} has {answer['gpus']} GPUs, and number {max(devices)} is asked for"
+        return Problem("cluster.hostfile", message, hint, node.host)
+    if abs(apart_s := answer["time"] - (time.time() if now is None else now)) > CLOCKS_APART_S:
+        way = "ahead of" if apart_s > 0 else "behind"
+        hint = "have its clock set (chrony, ntpd): what hosts write into shared folders is compared by time"
+        message = f"the clock of host {node.host} is {abs(apart_s):,.0f} s {way} this host's"
+        return Problem("cluster.hostfile", message, hint, node.host)
     return None
 
 

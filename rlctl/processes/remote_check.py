@@ -9,19 +9,32 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 from rlctl import __version__
 
 MARK = "rlctl-probe: "
 _DIAL_TIMEOUT_S = 5.0
+_GPUS_TIMEOUT_S = 10.0
 
 
 def main(address: str, port: int, folders: Sequence[str]) -> None:
-    """Print version, the folders that are missing here, and why the driver's address cannot be reached (or empty)."""
+    """Print version, the folders that are missing here, why the driver's address cannot be reached (or empty), how many
+    GPUs there are (null: not known), and the time, in seconds since 1970."""
     missing = [folder for folder in folders if not os.path.isdir(folder)]
-    print(MARK + json.dumps({"version": __version__, "missing": missing, "dial": _dial(address, port)}), flush=True)
+    found = {"version": __version__, "missing": missing, "dial": _dial(address, port), "gpus": _gpus()}
+    print(MARK + json.dumps({**found, "time": time.time()}), flush=True)
+
+
+def _gpus() -> int | None:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_GPUS_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else None
 
 
 def _dial(address: str, port: int) -> str:

@@ -16,7 +16,10 @@ import pytest
 from running import REPO, environment, metrics, preset, rlctl, steps_done, trajectory, wait_for, workers_of
 from some_hosts import REMOTE_SHELL, Hosts, left_in, some_hosts
 
+from rlctl import __version__
 from rlctl.processes.channel import Hub
+from rlctl.processes.hosts import problem_of
+from rlctl.processes.placement import RemoteNode
 from specs.errors import ChannelError
 from workers.connection import Dial, Link
 
@@ -163,6 +166,24 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
     assert "hint:" in output
     assert not (tmp_path / "run").exists()
     assert hosts.idle
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"gpus": 4}, "host b has 4 GPUs, and number 7 is asked for"),
+        ({"gpus": 0}, "host b has 0 GPUs"),
+        ({"time": 1000.0 + 3600}, "the clock of host b is 3,600 s ahead of this host's"),
+        ({"time": 1000.0 - 3600}, "the clock of host b is 3,600 s behind this host's"),
+        ({"gpus": 8, "time": 1030.0}, ""),
+        ({"gpus": None}, ""),
+    ],
+)
+def test_a_host_with_fewer_gpus_or_another_time_is_named(answer: dict[str, float | None], words: str) -> None:
+    node = RemoteNode("b", 1, ("ssh", "b"), (), {})
+    said = {"version": __version__, "missing": [], "dial": "", "gpus": 8, "time": 1000.0, **answer}
+    found = problem_of(node, said, "10.0.0.1", range(8), now=1000.0)
+    assert (words in str(found)) if words else found is None
 
 
 def test_a_wrong_key_cannot_connect() -> None:

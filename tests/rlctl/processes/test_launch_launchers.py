@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from running import preset, rlctl, wait_for
 from strangers import disturb_all
 from test_placement import plan as make
 
+from rlctl.presets import write_batch_script
 from rlctl.processes.calls import RanksLost
 from rlctl.processes.failures import Evidence
 from rlctl.processes.launch import remote_script
-from rlctl.processes.placement import RolePlan, package_root
+from rlctl.processes.placement import RolePlan, make_plan, package_root
 from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import RoleFailure
+from specs.load.load import load_spec
 from specs.wire.messages import Verb
 from workers.watchdog import kill_marked, pids_marked
 
@@ -206,19 +209,55 @@ def test_a_node_ends_with_its_line_to_the_driver(tmp_path: Path) -> None:
 def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path) -> None:
     made = rlctl("init", "my run.toml", "--launcher", "slurm", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    stand_in = tmp_path / "rlctl"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    stand_in.chmod(0o755)
-    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "3"}
-    command = ["bash", str(tmp_path / "my run.sbatch"), "--resume"]
-    env["SLURM_SUBMIT_DIR"] = str(tmp_path)
-    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    told = told_by(tmp_path / "my run.sbatch", tmp_path, ["n0", "n1", "n2"], "--resume")
     assert told[:2] == ["train", "my run.toml"]
     assert "#SBATCH --job-name='my run'\n" in (tmp_path / "my run.sbatch").read_text()
     assert {"actor.launcher=srun", "actor.nodes=3", "actor.processes=3", "--resume"} <= set(told)
     again = rlctl("init", "my run.toml", "--force", "--launcher", "mpi", cwd=tmp_path)
     assert again.returncode == 2
     assert '--launcher "mpi"' in again.stderr
+
+
+def told_by(script: Path, folder: Path, nodes: list[str], *options: str) -> list[str]:
+    """What a batch script tells rlctl in a job on these nodes."""
+    for name, says in (("rlctl", 'printf "%s\\n" "$@"'), ("scontrol", f'printf "%s\\n" {" ".join(nodes)}')):
+        (folder / name).write_text(f"#!/bin/sh\n{says}\n")
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-9]"}
+    env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), **job}
+    done = subprocess.run(
+        ["bash", str(script), *options], env=env, capture_output=True, text=True, check=True, cwd=folder
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("section", "nodes", "hosts", "first"),
+    [
+        ("", ["n0", "n1", "n2"], ["n1", "n2"], 0),
+        ("", ["n0"], [], 0),
+        ("first_node = 1\nprocesses = 2\n", ["n0", "n1", "n2"], ["n1", "n2"], 1),
+    ],
+)
+def test_replicas_are_on_the_hosts_of_a_job(
+    tmp_path: Path, section: str, nodes: list[str], hosts: list[str], first: int
+) -> None:
+    spec = preset("quickstart", tmp_path)
+    (tmp_path / "h").write_text("a slots=2\nb slots=2\n")
+    if section:
+        text = spec.read_text().replace("[rollout]\n", f"[rollout]\n{section}", 1)
+        spec.write_text(f"{text}\n[cluster]\nhostfile = 'h'\n")
+    told = told_by(write_batch_script(spec, force=False), tmp_path, nodes)
+    overrides = [word for flag, word in pairwise(told) if flag == "--set"]
+    made = make_plan(load_spec(spec, overrides), tmp_path)
+    rollout, actor = made.role("rollout"), made.role("actor")
+    assert [node.host for node in rollout.remote] == hosts
+    assert (rollout.nodes, actor.nodes) == (len(nodes) - first, 1 if first else len(nodes))
+    for node in rollout.remote:
+        assert node.shell[0] == "srun"
+        assert node.shell[-2:] == (f"--nodelist={node.host}", "sh")
+    for option in ("--partition", "--account"):
+        assert f"##SBATCH {option}=NAME" in (tmp_path / "quickstart.sbatch").read_text()
 
 
 def test_a_batch_script_in_the_way_leaves_no_spec_either(tmp_path: Path) -> None:
