@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,13 +35,12 @@ from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
-from backends.train.rng import write_rng
 from backends.train.score_head import ValueLossTask, ValueTask
-from backends.train.tensor_shards import Shard, whole, write_shards
+from backends.train.tensor_shards import Shard, whole
 from backends.train.value_loss import value_loss
+from backends.train.verify_packing import verify_own_packing
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes
-from specs.errors import ModelError
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.engines.megatron_table import MegatronTable, mesh_axes
 from specs.schema.spec import DType
@@ -79,7 +77,13 @@ class MegatronTrainEngine(HfTrainEngine):
         stream_into(config.model, held.aliases, self.weights.wanted(), score_names(held.model))
         self.offloading = Offloader()
         self.gradients_are_zero = True
-        self._verify_packing()
+        verify_own_packing(
+            self._logits,
+            "Megatron's GPT model",
+            vocabulary=self.map.vocabulary,
+            dtype=DTYPES[config.model.dtype],
+            scores=self.map.scores,
+        )
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:
@@ -224,23 +228,15 @@ class MegatronTrainEngine(HfTrainEngine):
         lengths = [len(sequence) for sequence in sequences]
         tokens_T = np.concatenate(sequences).astype(np.int64)
         positions_T = np.concatenate([np.arange(length) for length in lengths])
-        return self._logits(tokens_T, positions_T, lengths, [-1] * len(lengths), np.cumsum(lengths) - 1)
+        last_N = np.cumsum(lengths) - 1
+        return self._logits(MicroBatch(lengths, [-1] * len(lengths), tokens_T, positions_T, last_N, last_N, last_N))
 
     @torch.no_grad()
-    def _logits(
-        self,
-        tokens_T: NDArray[np.int64],
-        positions_T: NDArray[np.int64],
-        lengths: list[int],
-        parents: list[int],
-        rows_N: NDArray[np.int64],
-    ) -> Tensor:
-        """Of a model that gives scores: what enters its head."""
+    def _logits(self, micro: MicroBatch) -> Tensor:
+        """At `hidden_N` of a row, on every rank; of a model that gives scores, what enters its head."""
         staging = Staging(self.device)
-        nothing = np.zeros(0, dtype=np.int64)
-        micro = MicroBatch(lengths, parents, tokens_T, positions_T, nothing, nothing, nothing)
         rows = [self._megatron_row(each, staging) for each in self._rows_of([micro], 1)]
-        copies = RowCopies(rows_N, len(tokens_T), staging.put)
+        copies = RowCopies(micro.hidden_N, micro.num_tokens, staging.put)
         staging.send()
         core = self.core
 
@@ -255,29 +251,8 @@ class MegatronTrainEngine(HfTrainEngine):
 
         found = core.tell(rows, told)
         width = core.config.hidden_size if self.map.scores else self.map.vocabulary
-        empty = torch.zeros(len(rows_N), width, device=self.device)
+        empty = torch.zeros(len(micro.hidden_N), width, device=self.device)
         return self.group.from_last_stage(found[0] if found else empty)
-
-    def _verify_packing(self) -> None:
-        """A packed row, with completions that share a prompt, must give the logits of each sequence alone."""
-        lengths, parents = [5, 9, 3, 4], [-1, -1, 1, 1]
-        starts = np.cumsum(lengths) - lengths
-        tokens_T = np.random.default_rng(0).integers(0, self.map.vocabulary, sum(lengths))
-        before = [0 if parent < 0 else lengths[parent] for parent in parents]
-        positions_T = np.concatenate([first + np.arange(n) for first, n in zip(before, lengths, strict=True)])
-        packed = self._logits(tokens_T, positions_T, lengths, parents, np.arange(len(tokens_T)))
-        alone = []
-        for parent, start, length in zip(parents, starts, lengths, strict=True):
-            own = tokens_T[start : start + length]
-            prefix = tokens_T[:0] if parent < 0 else tokens_T[starts[parent] : starts[parent] + lengths[parent]]
-            ids_T = np.concatenate([prefix, own])
-            rows_N = np.arange(len(prefix), len(ids_T))
-            alone.append(self._logits(ids_T, np.arange(len(ids_T)), [len(ids_T)], [-1], rows_N))
-        gap = float((packed - torch.cat(alone)).abs().max() / packed.abs().max().clamp_min(1e-6))
-        if not gap < (1e-3 if self.config.model.dtype == "fp32" else 0.1):
-            raise ModelError(
-                f"Megatron gives other logits on packed sequences than one by one (relative gap {gap:.2g})"
-            )
 
     def _rounds(self, micro_batches: int) -> int:
         return self.group.most_of_replicas(micro_batches) if self.group.replicas_meet else micro_batches
@@ -335,15 +310,11 @@ class MegatronTrainEngine(HfTrainEngine):
         for kind in self._moments if self.core.optimizer is not None else ():
             yield from self.weights.wanted(kind)
 
-    def save(self, folder: Path) -> list[Path]:
-        rank, ranks = self.rank.rank, self.rank.world_size
-        written = [write_shards(folder, "model", rank, ranks, self._owned("weight"))]
-        if self.config.optimizer is not None:
-            moments = (shard for kind in self._moments for shard in self._owned(kind))
-            written.append(write_shards(folder, "optimizer", rank, ranks, moments))
-        if rank == 0:
-            written.append(self.state.write(folder))
-        return [*written, write_rng(folder, rank, self.sequences.states())]
+    def _written_weights(self) -> Iterator[Shard]:
+        return self._owned("weight")
+
+    def _written_moments(self) -> Iterator[Shard]:
+        return (shard for kind in self._moments for shard in self._owned(kind))
 
     def _owned(self, kind: Any) -> Iterator[Shard]:
         """Whole tensors of this stage; its ranks take turns in saving them, from host memory."""

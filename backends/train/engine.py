@@ -447,9 +447,9 @@ class HfTrainEngine(TrainEngine):
 
     def save(self, folder: Path) -> list[Path]:
         rank, ranks = self.rank.rank, self.rank.world_size
-        written = [write_shards(folder, "model", rank, ranks, self._saved_shards())]
+        written = [write_shards(folder, "model", rank, ranks, self._written_weights())]
         if self.config.optimizer is not None:
-            written.append(write_shards(folder, "optimizer", rank, ranks, self._moment_shards()))
+            written.append(write_shards(folder, "optimizer", rank, ranks, self._written_moments()))
         if rank == 0:
             written.append(self.state.write(folder))
             if self.adapters is not None:
@@ -475,6 +475,13 @@ class HfTrainEngine(TrainEngine):
 
     def _saved_shards(self) -> Iterator[Shard]:
         return (shard for shard in self._weight_shards() if self._is_saved(shard.name))
+
+    def _written_weights(self) -> Iterator[Shard]:
+        """What this rank writes to a checkpoint. An engine whose ranks read what others read too says otherwise."""
+        return self._saved_shards()
+
+    def _written_moments(self) -> Iterator[Shard]:
+        return self._moment_shards()
 
     def _is_saved(self, name: str) -> bool:
         """With adapters, a checkpoint keeps them alone: the model's own weights never change."""

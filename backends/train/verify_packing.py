@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -43,30 +44,57 @@ def verify_packing(
     that depend on the place in the row), models whose logits are not simply head(hidden), and layers outside attention
     that need rows of other ranks. Raises ModelError, of a group on all its ranks.
     """
-    whole = _test_row(model)
-    largest = 1e-3 if (computes_in or model.dtype) == torch.float32 else 0.1
-    what = "hidden states" if has_score_layer(model) else "logits"
+    share = can_share_prompts(model)
+    whole = _test_row(model.config.get_text_config().vocab_size, share_prompts=share)
+    dtype = computes_in or model.dtype
+    with _said_of(model, "packed sequences"), _plain_attention(model):
+        expected_T = _one_by_one(whole, lambda tokens_T: _plainly(run, tokens_T, device))
     with _said_of(model, "packed sequences"):
-        expected_T = _one_by_one(run, model, device, whole)
-        gap = _relative_gap(_as_the_engine_does(run, model, device, whole, ALONE), expected_T)
-    if not gap < largest:
-        raise ModelError(
-            f"{type(model).__name__} gives other {what} on packed sequences than one by one (relative gap {gap:.2g})",
-            hint="this architecture is not supported by this engine: it mixes sequences, or its head is special",
-        )
+        ours_T = _as_the_engine_does(run, model, device, whole, ALONE)
+    _check(ours_T, expected_T, type(model).__name__, _what(model), dtype)
     if group.alone:
         return
     part = part_of(whole, group)
     with _said_of(model, f"rows that {group.size} ranks share"):
         ours_N = _as_the_engine_does(run, model, device, part, group)
     gap = _most_of_group(_relative_gap(ours_N, expected_T[part.column_N]), group, device)
-    if not gap < largest:
+    if not gap < _largest(dtype):
         attention = f"{', '.join(in_effect(model))} attention ({', '.join(functions_called(model))})"
         raise ModelError(
-            f"{type(model).__name__} with {attention} gives other {what} on rows that {group.size} ranks share than on "
-            f"whole sequences (relative gap {gap:.2g})",
+            f"{type(model).__name__} with {attention} gives other {_what(model)} on rows that {group.size} ranks share "
+            f"than on whole sequences (relative gap {gap:.2g})",
             hint="set sequence_parallel = 1 for this role: a layer of this model needs more than its rank's rows",
         )
+
+
+def verify_own_packing(
+    logits: Callable[[MicroBatch], Tensor], name: str, *, vocabulary: int, dtype: torch.dtype, scores: bool
+) -> None:
+    """As `verify_packing`, of an engine that has a model of its own: its packed rows against single sequences that it
+    computes itself. `logits`: at `hidden_N` of a row, or, of a model that gives scores, what enters its head."""
+
+    def alone(tokens_T: NDArray[np.int64]) -> Tensor:
+        places_T = np.arange(len(tokens_T))
+        return logits(MicroBatch([len(tokens_T)], [-1], tokens_T, places_T, places_T, places_T, places_T))
+
+    row = _test_row(vocabulary, share_prompts=True)
+    _check(logits(row), _one_by_one(row, alone), name, "hidden states" if scores else "logits", dtype)
+
+
+def _check(ours_T: Tensor, expected_T: Tensor, name: str, what: str, dtype: torch.dtype) -> None:
+    if not (gap := _relative_gap(ours_T, expected_T)) < _largest(dtype):
+        raise ModelError(
+            f"{name} gives other {what} on packed sequences than one by one (relative gap {gap:.2g})",
+            hint="this architecture is not supported by this engine: it mixes sequences, or its head is special",
+        )
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return 1e-3 if dtype == torch.float32 else 0.1
+
+
+def _what(model: PreTrainedModel) -> str:
+    return "hidden states" if has_score_layer(model) else "logits"
 
 
 @contextmanager
@@ -78,15 +106,15 @@ def _said_of(model: PreTrainedModel, rows: str) -> Iterator[None]:
         raise ModelError(f"{type(model).__name__} does not run on {rows}: {error}") from error
 
 
-def _test_row(model: PreTrainedModel) -> MicroBatch:
+def _test_row(vocabulary: int, *, share_prompts: bool) -> MicroBatch:
     """Some sequences, each of whose tokens counts. `column_N`: places in the row."""
-    vocab, tokens = model.config.get_text_config().vocab_size, sum(_LENGTHS)
-    parents = _PARENTS if can_share_prompts(model) else [-1] * len(_LENGTHS)
+    tokens = sum(_LENGTHS)
+    parents = _PARENTS if share_prompts else [-1] * len(_LENGTHS)
     place_T = np.arange(tokens)
     return MicroBatch(
         lengths=list(_LENGTHS),
         parents=list(parents),
-        tokens_T=np.random.default_rng(0).integers(0, vocab, tokens),
+        tokens_T=np.random.default_rng(0).integers(0, vocabulary, tokens),
         positions_T=np.concatenate(
             [len(_prefix(parent)) + np.arange(n) for parent, n in zip(parents, _LENGTHS, strict=True)]
         ),
@@ -109,15 +137,16 @@ def _as_the_engine_does(
         return run(row, rows_N, None)
 
 
-def _one_by_one(run: Run, model: PreTrainedModel, device: torch.device, row: MicroBatch) -> Tensor:
-    """Logits at each token of the row by the model's own forward pass of single sequences."""
-    found = []
-    with _plain_attention(model):
-        for i, parent in enumerate(row.parents):
-            tokens = torch.from_numpy(row.tokens_T[[*_prefix(parent), *_rows(i)]]).to(device)
-            single = PackedInput({"input_ids": tokens[None], "use_cache": False}, None)
-            found.append(run(single, None, None)[len(_prefix(parent)) :])
-    return torch.cat(found)
+def _one_by_one(row: MicroBatch, alone: Callable[[NDArray[np.int64]], Tensor]) -> Tensor:
+    """Logits at each token of the row; `alone`: those of a single sequence."""
+    sequences = [(_prefix(parent), _rows(i)) for i, parent in enumerate(row.parents)]
+    return torch.cat([alone(row.tokens_T[[*prefix, *own]])[len(prefix) :] for prefix, own in sequences])
+
+
+def _plainly(run: Run, tokens_T: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Logits of a sequence by the model's own forward pass."""
+    tokens = torch.from_numpy(tokens_T).to(device)
+    return run(PackedInput({"input_ids": tokens[None], "use_cache": False}, None), None, None)
 
 
 @contextmanager
