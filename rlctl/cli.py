@@ -20,7 +20,6 @@ app = typer.Typer(
     name="rlctl",
     help="Train language models with reinforcement learning. One TOML file says everything about a run.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # rich help pulls in a Markdown parser: twice the time of everything else
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -30,6 +29,19 @@ SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a 
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. run.steps=10. Repeatable.", show_default=False),
+]
+
+
+class Machine(StrEnum):
+    """Where a run will be."""
+
+    here = "here"
+    cluster = "cluster"
+
+
+TargetMachine = Annotated[
+    Machine,
+    typer.Option("--target", help="cluster: the run is for other machines; what this one lacks is a note, no error."),
 ]
 
 
@@ -61,6 +73,7 @@ def init(
     launcher: Annotated[
         str, typer.Option(help="slurm: write a batch script beside the spec too.", show_default=False)
     ] = "",
+    target: TargetMachine = Machine.here,
 ) -> None:
     """Write a commented spec to start from."""
     from rlctl.presets import batch_script_of, print_presets, refuse_existing, write_batch_script, write_preset
@@ -73,17 +86,17 @@ def init(
     if list_presets:
         print_presets()
         return
-    target = spec or Path(f"{preset}.toml")
+    path = spec or Path(f"{preset}.toml")
     if launcher == "slurm" and not force:
-        refuse_existing(batch_script_of(target))  # before the spec is written: both or neither
-    write_preset(preset, target, force=force)
-    quoted = shlex.quote(str(target))
+        refuse_existing(batch_script_of(path))  # before the spec is written: both or neither
+    write_preset(preset, path, force=force, elsewhere=target == Machine.cluster)
+    quoted = shlex.quote(str(path))
     if launcher == "slurm":
-        batch_script = write_batch_script(target, force=force)
+        batch_script = write_batch_script(path, force=force)
         start = f"sbatch {shlex.quote(str(batch_script))}"
-        typer.echo(f"wrote {target}\nwrote {batch_script}\n\nnext: rlctl check-config {quoted}\n      {start}")
+        typer.echo(f"wrote {path}\nwrote {batch_script}\n\nnext: rlctl check-config {quoted}\n      {start}")
         return
-    typer.echo(f"wrote {target}\n\nnext: rlctl check-config {quoted}\n      rlctl train {quoted}")
+    typer.echo(f"wrote {path}\n\nnext: rlctl check-config {quoted}\n      rlctl train {quoted}")
 
 
 class ProbeLevel(StrEnum):
@@ -108,10 +121,7 @@ def check_config(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
-    elsewhere: Annotated[
-        bool,
-        typer.Option("--elsewhere", help="The run is for another machine: engines that this one lacks are warnings."),
-    ] = False,
+    target: TargetMachine = Machine.here,
     probe: Annotated[
         ProbeLevel | None,
         typer.Option(
@@ -127,7 +137,9 @@ def check_config(
     from rlctl.check.check_command import check
 
     level: Literal["meta", "run"] | None = probe.value if probe else None
-    raise typer.Exit(check(spec, overrides or [], as_json=as_json, strict=strict, elsewhere=elsewhere, level=level))
+    raise typer.Exit(
+        check(spec, overrides or [], as_json=as_json, strict=strict, elsewhere=target == Machine.cluster, level=level)
+    )
 
 
 @app.command()
@@ -158,13 +170,18 @@ def train(
         ),
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, role by role.")] = False,
+    target: TargetMachine = Machine.here,
 ) -> None:
     """Train. SPEC may be the directory of a run, with --resume: it goes on with the spec that it was started with."""
     if dry_run:
         from rlctl.check.dry_run import dry_run as show_plan
 
-        show_plan(spec, overrides or [])
+        show_plan(spec, overrides or [], elsewhere=target == Machine.cluster)
         return
+    if target == Machine.cluster:
+        from specs.errors import UsageError
+
+        raise UsageError("--target cluster: only with --dry-run", hint="train starts its roles from here")
     from rlctl.run.train import train as run
 
     run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of)
@@ -239,11 +256,15 @@ def plan(
         typer.Option("--host-GiB", help="Memory of each host. Default: this one's.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
+    target: TargetMachine = Machine.here,
 ) -> None:
     """Say how much memory each role will take, in which phase, and what fits. Needs no GPU, only config.json."""
     from rlctl.memory.plan_command import plan_command
 
-    raise typer.Exit(plan_command(spec, overrides or [], gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json))
+    elsewhere = target == Machine.cluster
+    raise typer.Exit(
+        plan_command(spec, overrides or [], gpu_GiB=gpu_gib, host_GiB=host_gib, as_json=as_json, elsewhere=elsewhere)
+    )
 
 
 @app.command("report")

@@ -89,8 +89,9 @@ def write_batch_script(spec: Path, *, force: bool) -> Path:
     return target
 
 
-def write_preset(name: str, target: Path, *, force: bool) -> None:
-    """Write preset `name` to `target`. Raises UsageError when there is none, or a file is in the way."""
+def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = False) -> None:
+    """Write preset `name` to `target`. `elsewhere`: for other machines, where no path of this one
+    holds. Raises UsageError when there is none, or a file is in the way."""
     known = presets()
     if name not in known:
         from specs.load.keys import closest
@@ -98,7 +99,8 @@ def write_preset(name: str, target: Path, *, force: bool) -> None:
         near = closest(name, list(known))
         hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise UsageError(f'--preset "{name}": no such preset', hint=hint)
-    _write(target, _with_interpreters(known[name].read_text(encoding="utf-8"), target), force=force)
+    text = known[name].read_text(encoding="utf-8")
+    _write(target, text if elsewhere else _with_interpreters(text, target), force=force)
 
 
 def _with_interpreters(text: str, target: Path) -> str:

@@ -65,6 +65,11 @@ class Problem:
         return f"{text}\n  hint: {self.hint}" if self.hint else text
 
 
+@dataclass(frozen=True)
+class NotHere(Problem):
+    """What this machine does not have or cannot reach; another may."""
+
+
 class SpecError(RlctlError):
     """The run spec is broken: TOML, schema, arithmetic, or a file that it names."""
 

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlctl.preflight.file_problems import file_problems
+from rlctl.processes.launch import SHARED_PREFIXES, base_environment
 from rlctl.processes.placement import RolePlan, make_plan
-from specs.errors import SpecError
+from specs.errors import Problem, SpecError
 from specs.load.load import load_spec
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import TrainTable, engine_of
 from specs.schema.spec import Spec
 
+_TELLING = ("OMP_", "MKL_", "CUDA_", "TORCH", "PYTHON", "LD_LIBRARY_PATH")  # of the rest, what changes a run
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
-def dry_run(spec_path: Path, overrides: Sequence[str]) -> None:
-    """Print command, environment and devices of every role. Raises SpecError as `train` would, but where only engines,
-    interpreters or GPUs are missing here: that is a warning."""
+
+def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = False) -> None:
+    """Print command, environment and devices of every role. `elsewhere`: the run is for other machines. Raises
+    SpecError as `train` would, but where only engines, interpreters or GPUs are missing here: that is a warning."""
     notes: list[str] = []
     spec = load_spec(spec_path, overrides, notes.append)
     spec_dir = spec_path.absolute().parent
-    errors, warnings = file_problems(spec, spec_dir, elsewhere=True)
+    of_here: list[Problem] = []
+    errors, warnings = file_problems(spec, spec_dir, elsewhere=True, notes=of_here if elsewhere else None)
+    notes += [f"not on this machine: {problem}" for problem in of_here]
     if errors:
         raise SpecError(errors)
     plan = make_plan(spec, spec_dir)
     for role in plan.roles:
         print("\n".join([*describe(role), *_library_configs(spec, role)]) + "\n")
+    print("\n".join(_inherited(elsewhere)) + "\n")
     turns = "take turns on their devices" if plan.colocated else "keep their devices"
     print(f"trainers and rollout {turns}; addresses, ports and the run's secret are made at the start")
     transport, why = choose_transport(spec)
@@ -92,6 +100,24 @@ def _ranks(role: RolePlan, node: int) -> str:
 
 def _env(env: Mapping[str, str]) -> list[str]:
     return [f"  env      {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
+
+
+def _inherited(elsewhere: bool) -> list[str]:
+    """What every role gets of this shell besides: its `env` wins. A value that may be a secret is not shown."""
+    if elsewhere:
+        return ["[every role] also gets the environment of the shell that starts the run there"]
+    here = base_environment()
+    shown = {name: value for name, value in sorted(here.items()) if name.startswith((*SHARED_PREFIXES, *_TELLING))}
+    lines = [
+        f"  env      {name}" + (" (not shown)" if _SECRET.search(name) else f"={shlex.quote(value)}")
+        for name, value in shown.items()
+    ]
+    others = len(here) - len(shown)
+    return [
+        "[every role] also gets this shell's environment, where its own says nothing:",
+        *lines,
+        f"  and {_count(others, 'other variable', 'other variables')}",
+    ]
 
 
 def _count(number: int, one: str, many: str) -> str:

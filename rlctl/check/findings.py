@@ -49,7 +49,9 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes = [str(dropped) for dropped in parsed.dropped]
     if spec is None:
         return Findings(parsed.problems, [], notes=notes)
-    problems, warnings, tried = _looked_up(spec, spec_dir, elsewhere)
+    of_here: list[Problem] = []  # what this machine lacks, and the run may have
+    problems, warnings, tried = _looked_up(spec, spec_dir, elsewhere, of_here)
+    notes += [f"not on this machine: {problem}" for problem in of_here]
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes)
     warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
@@ -61,10 +63,12 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     return Findings(problems, warnings, spec, plan, notes=notes, tried=tried)
 
 
-def _looked_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> tuple[list[Problem], list[Problem], list[Tried]]:
+def _looked_up(
+    spec: Spec, spec_dir: Path, elsewhere: bool, of_here: list[Problem]
+) -> tuple[list[Problem], list[Problem], list[Tried]]:
     """Errors and warnings about what the spec names; reward functions are imported and called, in processes of their
     own."""
-    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere)
+    problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere, notes=of_here if elsewhere else None)
     if spec.algorithm.own_functions:
         from rlctl.check.own_function_check import own_function_trials
 

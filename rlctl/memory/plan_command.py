@@ -12,7 +12,7 @@ from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan
 from rlctl.memory.places import Place
 from rlctl.memory.role_memory import RoleMemory
 from rlctl.memory.suggest import USED_SHARE, Planner, Suggestion, longest_sequences, suggestions
-from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB
+from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
 from specs.errors import UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, Moment, Part, total
@@ -28,9 +28,16 @@ _SHADES = "█▓▒░"
 
 
 def plan_command(
-    spec_path: Path, overrides: Sequence[str], *, gpu_GiB: float | None, host_GiB: float | None, as_json: bool
+    spec_path: Path,
+    overrides: Sequence[str],
+    *,
+    gpu_GiB: float | None,
+    host_GiB: float | None,
+    as_json: bool,
+    elsewhere: bool = False,
 ) -> int:
-    """Print the plan. Returns 0 also when it does not fit: that is an answer. Raises SpecError for a broken spec."""
+    """Print the plan. `elsewhere`: for other machines, of which this one says nothing. Returns 0 also when it
+    does not fit: that is an answer. Raises SpecError for a broken spec."""
     notes: list[str] = []
     spec = load_spec(spec_path, list(overrides), notes.append)
     on_gpus = any(spec.role(role).devices for role in spec.roles)
@@ -38,11 +45,12 @@ def plan_command(
         if value is not None and value <= 0:
             raise UsageError(f"{option} {value:g}: must be above 0", hint=f"e.g. {option} 80")
     if on_gpus and gpu_GiB is None:
-        gpu_GiB, note = gpu_memory_GiB()
+        gpu_GiB, note = usual_gpu_GiB("this machine is not asked") if elsewhere else gpu_memory_GiB()
         notes.append(note)
     if host_GiB is None:
         # Of GPU machines this one need not be an example.
-        host_GiB = 0.0 if on_gpus and not shutil.which("nvidia-smi") else host_memory_GiB()
+        unlike = elsewhere or (on_gpus and not shutil.which("nvidia-smi"))
+        host_GiB = 0.0 if unlike else host_memory_GiB()
         if host_GiB == 0.0:
             notes.append("memory of the hosts is not known: --host-GiB says it")
     planner = Planner(spec, spec_path.absolute().parent, gpu_GiB or 0.0, host_GiB)

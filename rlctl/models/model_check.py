@@ -18,7 +18,7 @@ from rlctl.models.paths import builtin_models, read_object, resolve_model
 from rlctl.models.remote_code import code_problems
 from rlctl.models.tokenizer_files import check_tokenizer
 from rlctl.models.weight_files import hub_weight_problems, weight_problems
-from specs.errors import Problem
+from specs.errors import NotHere, Problem
 from specs.load.keys import closest
 from specs.model_facts import positions_of, tokens_of_one_rope
 from specs.schema.roles import HeadKind
@@ -94,7 +94,7 @@ class ModelCheck:
         else:
             message = f"no such folder; taken as a hub id, which will be downloaded when the run starts. {found.why}"
             hint = f'did you mean "builtin:{hub_id}"?' if hub_id in builtin_models() else found.hint
-            self.warnings.append(Problem(self.key, message, hint, show(self.path)))
+            self.warnings.append(NotHere(self.key, message, hint, show(self.path)))
 
     def _check_folder(self, folder: Path) -> None:
         name = self.path.removeprefix("builtin:")

@@ -13,7 +13,7 @@ from rlctl.preflight.data_rows import Looked, look_at_rows, missing_column
 from rlctl.preflight.data_sense import held_out_problems, sense_problems
 from rlctl.preflight.data_texts import text_warnings
 from specs.builtin_tasks import BUILTIN_TASKS
-from specs.errors import Problem
+from specs.errors import NotHere, Problem
 from specs.load.keys import closest
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
@@ -96,11 +96,11 @@ def _hub(key: str, source: str, file: Path, spec_dir: Path) -> tuple[list[Proble
         return [], []
     if offline():
         message = "not in the Hugging Face cache while HF_HUB_OFFLINE is set"
-        return [Problem(key, message, "check the name", value)], []
+        return [NotHere(key, message, "check the name", value)], []
     hint = "check the name, and that this machine reaches the hub"
     if hub_id in BUILTIN_TASKS:
         hint = f'did you mean "builtin:{hub_id}"?'
-    return [], [Problem(key, "will be downloaded from the hub when the run starts", hint, value)]
+    return [], [NotHere(key, "will be downloaded from the hub when the run starts", hint, value)]
 
 
 def _address(key: str, source: str) -> Problem:

@@ -24,7 +24,7 @@ from rlctl.preflight.reward_files import own_function_problems, reward_problems
 from rlctl.preflight.role_attention import role_attention_problems
 from rlctl.preflight.role_kernels import role_kernel_problems
 from rlctl.preflight.sizes import size_problems
-from specs.errors import Problem
+from specs.errors import NotHere, Problem
 from specs.model_facts import model_facts
 from specs.packages import installed_here
 from specs.schema.engines.engine_table import engine_of
@@ -35,32 +35,44 @@ from specs.text import show
 
 
 def file_problems(
-    spec: Spec, spec_dir: Path, *, starting: bool = False, elsewhere: bool = False, run_dir: Path | None = None
+    spec: Spec,
+    spec_dir: Path,
+    *,
+    starting: bool = False,
+    elsewhere: bool = False,
+    run_dir: Path | None = None,
+    notes: list[Problem] | None = None,
 ) -> tuple[list[Problem], list[Problem]]:
     """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`: where
     the run writes, when it is not where the spec says.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
     Interpreters, engines, launchers and judges' keys that it lacks are errors unless the run is to start `elsewhere`.
-    Judges are asked whether they answer when `starting` a run alone.
+    What it lacks then goes to `notes`, or without them to the warnings. Judges are asked whether they answer when
+    `starting` a run alone.
     """
     errors, warnings, config = _models(spec, spec_dir)
+    of_here = warnings if notes is None else notes
     data_errors, data_warnings = check_data(spec, spec_dir)
     errors += data_errors + reward_problems(spec, spec_dir) + own_function_problems(spec, spec_dir)
     lacking = interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()) + _launchers(spec)
     lacking += key_problems(spec)
-    (warnings if elsewhere else errors).extend(lacking)
+    (of_here if elsewhere else errors).extend(lacking)
     errors += address_problems(spec) if starting and not errors else []
     errors += role_attention_problems(spec, spec_dir)
-    (warnings if elsewhere else errors).extend(role_kernel_problems(spec, spec_dir))
+    (of_here if elsewhere else errors).extend(role_kernel_problems(spec, spec_dir))
     errors += hostfile_problems(spec, spec_dir)
     warnings += [*data_warnings, *hostfile_warnings(spec, spec_dir)]
-    (errors if starting else warnings).extend(_devices(spec))
+    (errors if starting else of_here if elsewhere else warnings).extend(_devices(spec))
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     errors += size_problems(spec, config, here=here and not elsewhere)
     where = run_dir or spec.run.place
     machine = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
-    return [*errors, *machine[0]], [*warnings, *machine[1]]
+    errors, warnings = [*errors, *machine[0]], [*warnings, *machine[1]]
+    if elsewhere and notes is not None:
+        notes += [one for one in (*errors, *warnings) if isinstance(one, NotHere)]
+        errors, warnings = ([one for one in found if not isinstance(one, NotHere)] for found in (errors, warnings))
+    return errors, warnings
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,12 @@ def gpu_memory_GiB() -> tuple[float, str]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         smallest = min(float(line) for line in answer.stdout.split()) / 1024
         return smallest, f"GPUs have {smallest:.1f} GiB, as nvidia-smi says here; --gpu-GiB says another size"
-    return USUAL_GPU_GIB, f"GPUs are taken to have {USUAL_GPU_GIB:g} GiB: there is none here to ask; --gpu-GiB says it"
+    return usual_gpu_GiB("there is none here to ask")
+
+
+def usual_gpu_GiB(why: str) -> tuple[float, str]:
+    """What a GPU is taken to have that cannot be asked, and a note that says why."""
+    return USUAL_GPU_GIB, f"GPUs are taken to have {USUAL_GPU_GIB:g} GiB: {why}; --gpu-GiB says it"
 
 
 def host_memory_GiB() -> float:

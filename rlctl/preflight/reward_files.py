@@ -16,7 +16,10 @@ from specs.load.keys import closest
 from specs.schema.rewards import Function, reads_whole_rows
 from specs.schema.spec import Spec
 from specs.text import show
+from workers.grading.reward_sources import reward_sources
 from workers.grading.signatures import BY_PLACE, Parameters, Uncallable, bind
+
+OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
 
 
 def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
@@ -76,12 +79,23 @@ def _no_file(file: Path) -> tuple[str, str] | None:
     return None
 
 
+def _shadowed(file: Path) -> tuple[str, str] | None:
+    """A module beside a reward file that it imports by the name of a package of ours, which is imported instead."""
+    for source in reward_sources(file)[1:]:
+        name = source.relative_to(file.parent).parts[0].removesuffix(".py")
+        if name in OUR_PACKAGES:
+            return f"imports {name}, and gets rlctl's own package of that name, not {source}", f"rename {source.name}"
+    return None
+
+
 def _function(path: str, spec_dir: Path, columns: Collection[str] | None) -> tuple[str, str] | None:
     """What is wrong with `file.py:name`, and a hint."""
     name = path.rpartition(":")[2]
     file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
     if found := _no_file(file):
         return found
+    if shadowed := _shadowed(file):
+        return shadowed
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except SyntaxError as error:

@@ -33,7 +33,7 @@ _OUR_VARIABLES = (
     "RLCTL_LOCAL_SIZE",
 )
 # What the person set for all processes reaches other hosts too; the rest of an environment belongs to its host.
-_SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
+SHARED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "DS_")
 _OWN_MARK = "RLCTL_PROCESS"
 _PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
@@ -201,7 +201,7 @@ class Launcher:
     def _remote_script(
         self, plan: RolePlan, node: RemoteNode, command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        shared = {name: value for name, value in os.environ.items() if name.startswith(_SHARED_PREFIXES)}
+        shared = {name: value for name, value in os.environ.items() if name.startswith(SHARED_PREFIXES)}
         return remote_script({**shared, **node.env, **self._ours(plan), **more}, command)
 
     def log_path(self, role: str, rank: int) -> Path:

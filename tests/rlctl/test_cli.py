@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import running
 
 from rlctl.cli import main
 
@@ -166,3 +167,46 @@ def test_version_and_module(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == code, done.stderr
         assert code or done.stdout.strip() == f"rlctl {__version__}"
+
+
+def test_the_shell_completes_commands(tmp_path):
+    asked = {"_RLCTL_COMPLETE": "complete_bash", "COMP_WORDS": "rlctl ch", "COMP_CWORD": "1"}
+    done = running.rlctl(cwd=tmp_path, **asked)
+    assert done.stdout.split() == ["check-config"]
+
+
+@pytest.mark.parametrize("name", ["workers.py", "specs/__init__.py"])
+def test_a_file_that_stands_in_for_a_package_of_ours_is_named(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x = 1\n")
+    done = running.rlctl("--version", cwd=tmp_path)
+    assert done.returncode == 1
+    package = name.partition("/")[0].removesuffix(".py")
+    said = f"rlctl needs its own package `{package}`, and Python finds {tmp_path / name}: rename that"
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_for_a_cluster_what_is_missing_here_is_a_note(tmp_path, monkeypatch):
+    for name, value in {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    spec = "spec.toml"
+    assert rlctl("init", spec, "--preset", "grpo-8gpu-separate", "--target", "cluster", cwd=tmp_path).returncode == 0
+    assert 'python = ".venv-vllm/bin/python"' in (tmp_path / spec).read_text()
+    done = rlctl("check-config", spec, "--target", "cluster", "--strict", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for key in ("rollout.python", "actor.devices", "model.path", "data.train"):
+        assert f"note: not on this machine: {key} = " in done.stdout
+    dry = rlctl("train", spec, "--dry-run", "--target", "cluster", cwd=tmp_path)
+    assert dry.returncode == 0, dry.stderr
+    assert "note: not on this machine: rollout.python" in dry.stdout
+    assert "the environment of the shell that starts the run there" in dry.stdout
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    here = rlctl("train", spec, "--dry-run", cwd=tmp_path)
+    assert "  env      NCCL_DEBUG=INFO" in here.stdout
+    assert "  env      HF_TOKEN (not shown)" in here.stdout
+    assert "hf_secret" not in here.stdout
+    refused = rlctl("train", spec, "--target", "cluster", cwd=tmp_path)
+    assert (refused.returncode, "only with --dry-run" in refused.stderr) == (2, True)
+    plan = rlctl("plan", str(running.preset("quickstart", tmp_path)), "--target", "cluster", "--json", cwd=tmp_path)
+    assert "memory of the hosts is not known: --host-GiB says it" in plan.stdout

@@ -6,6 +6,7 @@ After a wanted change: RLCTL_WRITE_GOLDEN=1 pytest tests/rlctl/check/test_dry_ru
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def shown(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     (folder / "hosts").write_text("".join(f"node-{number} slots=8\n" for number in range(8)))
     dry_run(spec, [])
     text = capsys.readouterr().out.partition("\nwarning: ")[0]
+    text = re.sub(r"\[every role\].*?\n\n", "", text, flags=re.DOTALL)  # of the shell that the test runs in
     return text.replace(sys.executable, "PYTHON").replace(str(package_root()), "RLCTL")
 
 

@@ -251,3 +251,11 @@ def test_elsewhere_what_this_machine_lacks_is_a_warning(tmp_path: Path) -> None:
         assert (sorted(problem.key for problem in errors), warnings) == (keys, [])
         errors, warnings = file_problems(spec, tmp_path, elsewhere=True)
         assert (errors, sorted(problem.key for problem in warnings)) == ([], keys)
+
+
+def test_a_missing_torch_is_an_error_before_the_start(tmp_path: Path) -> None:
+    spec = load_spec(preset("quickstart", tmp_path))
+    with packages(absent=["torch"]):
+        errors, _ = file_problems(spec, tmp_path)
+    assert {problem.key for problem in errors} >= {"actor.engine.kind", "rollout.engine.kind"}
+    assert all("torch" in f"{problem.message}{problem.hint}" for problem in errors)
