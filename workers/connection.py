@@ -198,7 +198,9 @@ def receive(peer: zmq.Socket[bytes], limit_s: float) -> list[list[Buffer]]:
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         try:
-            frames = peer.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = [peer.recv(zmq.NOBLOCK, copy=False)]
+            while frames[-1].more:  # `recv_multipart` would ask the socket, in Python
+                frames.append(peer.recv(copy=False))
         except zmq.Again:
             break
         messages.append([frame.bytes if len(frame) < _SMALL_BYTES else frame.buffer for frame in frames])

@@ -41,6 +41,7 @@ class Call:
         self.ranks = tuple(range(len(frames)) if ranks is None else ranks)
         self.answers: dict[int, Message] = {}
         self.lost: set[int] = set()  # ranks that will not answer: they are lost (rlctl/processes/rank_states.py)
+        self._missing = set(self.ranks)  # kept, not counted: with hundreds of ranks each answer would look at all
         self.failed = False
         self._deadline: float | None = None
         self._on_part = on_part
@@ -49,7 +50,7 @@ class Call:
     @property
     def done(self) -> bool:
         """Every rank has answered, or will not."""
-        return not self.missing
+        return not self._missing
 
     @property
     def sent(self) -> bool:
@@ -58,7 +59,7 @@ class Call:
     @property
     def missing(self) -> list[int]:
         """Ranks that have not answered, but may."""
-        return [rank for rank in self.ranks if rank not in self.answers and rank not in self.lost]
+        return sorted(self._missing)
 
     @property
     def overdue(self) -> bool:
@@ -86,11 +87,13 @@ class Call:
             self._on_part(message)
         else:
             self.answers[rank] = message
+            self._missing.discard(rank)
 
     def lose(self, rank: int) -> None:
         """Wait for this rank no longer. What it has sent stands."""
         if rank in self.ranks and rank not in self.answers:
             self.lost.add(rank)
+            self._missing.discard(rank)
 
 
 class RanksLost(Exception):

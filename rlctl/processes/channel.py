@@ -28,7 +28,9 @@ _MAX_BEAT_S = 1.0
 _SILENCE_FACTOR = 4.0  # a rank gives a silent driver longer than the driver gives a rank: it may be stopped by Ctrl-Z
 _MIN_SILENCE_S = 60.0
 _BURST_S = 0.05  # for messages that have arrived, before a beat that is due
-_MAX_UNPROVEN = 64  # messages of connections without a proof that are read at a time; more are dropped
+# Messages of connections without a proof that are read at a time, or twice as many as ranks are awaited; others are
+# dropped.
+_MAX_UNPROVEN = 64
 _HANDSHAKE_MS = 3000  # for ZeroMQ's own, before the run's: silent connections are closed; a rank tries again
 _OPEN_FILES = 65536  # silent connections hold one each until then
 
@@ -184,7 +186,8 @@ class Hub:
             arrived = [(bytes(identity), frames) for identity, *frames in receive(self._router, _BURST_S)]
             proven = [one for one in arrived if one[0] in self._peers]
             unproven = [one for one in arrived if one[0] not in self._peers]
-            for identity, frames in (*proven, *unproven[:_MAX_UNPROVEN]):
+            awaited = sum(self._expected.values()) - len(self._peers)
+            for identity, frames in (*proven, *unproven[: max(_MAX_UNPROVEN, 2 * awaited)]):
                 self._hear(identity, frames, now)
         if now >= self._next_beat:
             self._beat(now)
@@ -231,7 +234,8 @@ class Hub:
         if identity is None:
             return
         try:
-            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+            # Small frames are copied: to have ZeroMQ hold one until it is sent costs more.
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=len(frames) == 1)
         except zmq.ZMQError as error:  # unroutable: the rank is gone, and its process's end is noticed elsewhere
             log.debug("a message was not delivered: %s", error)
 

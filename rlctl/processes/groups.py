@@ -174,7 +174,7 @@ class Groups:
         self._ended: set[str] = set()
         self._below_launchers = RankProcesses()
         self._ended_first: dict[str, list[int]] = {}  # role → of ranks below a launcher, those seen to end first
-        self._ticked_at = 0.0
+        self._ticked_at = self._looked_at = 0.0
         self._closed = False
         self._overdue = False  # a rank did not answer in time
 
@@ -397,8 +397,10 @@ class Groups:
         }
 
     def _check_progress(self) -> None:
-        if self._blame.pending or self.ranks.any_in(RankState.LEAVING):
+        now = time.monotonic()
+        if now - self._looked_at < _TICK_S or self._blame.pending or self.ranks.any_in(RankState.LEAVING):
             return
+        self._looked_at = now  # with hundreds of ranks not at every answer
         if stall := self.watch.look(waiting := self._waiting()):
             self._dump(waiting)
             told = f"nothing has moved for {self.watch.timeout_s:g} s (run.stall_timeout_s): {stall.chain}"

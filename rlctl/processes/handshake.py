@@ -13,7 +13,7 @@ from workers.proof import Side, make_nonce, make_proof, same_proof
 
 log = logging.getLogger("rlctl.processes.channel")
 
-_MAX_PENDING = 256  # unproven connections remembered; the oldest is forgotten first
+_MAX_PENDING = 256  # unproven connections remembered, or twice as many as ranks; the oldest is forgotten first
 _MAX_UNPROVEN_BYTES = 4096
 _MAX_TOLD = 20  # refusals that are logged
 
@@ -87,7 +87,7 @@ class Handshake:
             raise ChannelError(f"this run expects no {who.role!r} rank {who.rank}")
         pending = _Pending(who, rank_nonce, make_nonce())
         self._pending[identity] = pending
-        if len(self._pending) > _MAX_PENDING:
+        if len(self._pending) > max(_MAX_PENDING, 2 * sum(self._expected.values())):
             del self._pending[next(iter(self._pending))]
         return Message(Kind.CHALLENGE, {"nonce": pending.driver_nonce, "proof": self._proof("driver", pending)})
 

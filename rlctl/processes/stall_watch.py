@@ -86,7 +86,7 @@ class StallWatch:
             self._moved_at += missed_s
         if not waiting:
             self.moved()
-        if not self._all_judged(waiting) or self._still_s <= self.timeout_s:
+        if self._still_s <= self.timeout_s or not self._all_judged(waiting):
             return None
         stall = self.chain(waiting)
         self.moved()

@@ -99,6 +99,47 @@ def test_a_flood_of_greetings_is_forgotten() -> None:
     assert len(handshake._pending) <= 256
 
 
+def test_hundreds_of_ranks_may_come_at_once() -> None:
+    """None is taken for a flood, neither its greeting nor its proof."""
+    hub, context, count = Hub(heartbeat_timeout_s=20), zmq.Context(), 300
+    try:
+        hub.expect("rollout", count)
+        dealers = [_dealer(hub, context) for _ in range(count)]
+        with hub._lock:  # busy meanwhile
+            for rank, dealer in enumerate(dealers):
+                who = {"role": "rollout", "rank": rank, "pid": 1, "host": "h", "nonce": "n"}
+                dealer.send_multipart(Message(Kind.HELLO, who).frames())
+            time.sleep(1.0)
+        challenges = [_pumped(hub, dealer) for dealer in dealers]
+        assert {challenge.kind for challenge in challenges} == {Kind.CHALLENGE}
+        for rank, (dealer, challenge) in enumerate(zip(dealers, challenges, strict=True)):
+            nonces = {"rank_nonce": "n", "driver_nonce": challenge.body["nonce"]}
+            proof = make_proof(hub.secret, "rank", role="rollout", rank=rank, **nonces)
+            dealer.send_multipart(Message(Kind.PROOF, {"proof": proof}).frames())
+        joined = [event for _ in range(count) if (event := hub.next(5)) is not None]
+        assert {event.member.rank for event in joined if isinstance(event, Joined)} == {*range(count)}
+    finally:
+        context.destroy(linger=0)
+        hub.close()
+
+
+def _dealer(hub: Hub, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+    dealer.curve_serverkey = _key(hub).encode()
+    dealer.connect(hub.address)
+    return dealer
+
+
+def _pumped(hub: Hub, dealer: zmq.Socket[bytes]) -> Message:
+    """What the hub says to it next."""
+    for _ in range(100):
+        if dealer.poll(0):
+            return parse([*dealer.recv_multipart()])
+        assert hub.next(0.05) is None
+    raise AssertionError("the driver said nothing")
+
+
 def test_a_flood_of_strangers_costs_no_rank_its_beats() -> None:
     """Two at a time, of every kind, while another rank is awaited. None is heard, for none has this run's key."""
     hub = Hub(heartbeat_timeout_s=2)
