@@ -7,10 +7,12 @@ import ctypes
 import os
 import resource
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 GIB = 2**30
+LOOK_EVERY_S = 0.005
 
 _borrowed_bytes = 0  # mapped here, owned by another role
 
@@ -24,49 +26,85 @@ def borrow(nbytes: int) -> None:
 def held_GiB(device: str) -> float:
     """On "cuda": what the allocator has taken from the device, cached blocks too, since nobody else can use those;
     the CUDA context (some hundred MiB) is not in it. On "cpu": resident memory of this process and of those that it
-    started: a sampler may run in a server or an engine process of its own. What two of them share counts twice."""
+    started: a sampler may run in a server or an engine process of its own. What two of them share counts twice. Pages
+    of files (code, weights that are being read) do not count: the kernel takes them back when memory runs out."""
     if device == "cuda":
         import torch
 
         return torch.cuda.memory_reserved() / GIB
     try:
-        pages = _resident_pages(os.getpid())
+        own = _status_bytes(os.getpid())
     except OSError:  # not Linux: only the peak is available
         return peak_GiB(device)
-    held = (pages + sum(_pages_of_started(os.getpid()))) * resource.getpagesize()
-    return (held - min(_borrowed_bytes, _resident_shared_bytes())) / GIB
+    held = _unmapped(own) + sum(_held_by_started(os.getpid()))
+    return (held - min(_borrowed_bytes, own["RssShmem"])) / GIB
 
 
-def _resident_pages(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1])
+def _status_bytes(process: int) -> dict[str, int]:
+    """Memory of a process by the kernel's names: `RssAnon`, `RssShmem`, `RssFile`, `VmHWM`."""
+    rows = (line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[0].startswith(("Rss", "VmHWM"))}
 
 
-def _resident_shared_bytes() -> int:
-    """Of memory that processes share without a file. It is the sampler's to say how much of it has pages."""
-    for line in Path("/proc/self/status").read_text().splitlines() if _borrowed_bytes else ():
-        if line.startswith("RssShmem:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _unmapped(status: Mapping[str, int]) -> int:
+    """Resident bytes that are no file's. Of memory shared without a file it is the sampler's to say how much has
+    pages."""
+    return status["RssAnon"] + status["RssShmem"]
 
 
-def _pages_of_started(process: int) -> Iterator[int]:
-    """Resident pages of each descendant. One that ends meanwhile counts nothing."""
+def _held_by_started(process: int) -> Iterator[int]:
+    """Of each descendant. One that ends meanwhile counts nothing."""
     for listed in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, listed.read_text().split()):
-                yield from _pages_of_started(child)
-                with contextlib.suppress(OSError):
-                    yield _resident_pages(child)
+                yield from _held_by_started(child)
+                with contextlib.suppress(OSError, KeyError):  # KeyError: it has ended, and nobody has asked how
+                    yield _unmapped(_status_bytes(child))
 
 
 def peak_GiB(device: str) -> float:
-    """Peak memory of this process alone since its start."""
+    """Peak memory of this process alone: on "cuda" since its start, on "cpu" since the last `forget_peak`, without
+    the files' pages of now."""
     if device == "cuda":
         import torch
 
         return torch.cuda.max_memory_reserved() / GIB
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (largest * (1 if sys.platform == "darwin" else 1024) - _borrowed_bytes) / GIB
+    try:
+        status = _status_bytes(os.getpid())
+        return (status["VmHWM"] - status["RssFile"] - _borrowed_bytes) / GIB
+    except OSError:
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (largest * (1 if sys.platform == "darwin" else 1024) - _borrowed_bytes) / GIB
+
+
+def forget_peak(device: str) -> None:
+    """The host's peak starts anew. Where the system does not do that, it stays that since the process's start."""
+    if device == "cpu":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextlib.contextmanager
+def sampled_peak(device: str) -> Iterator[Callable[[], float]]:
+    """What the block holds of the host at most, in GiB, looked at every few milliseconds; asked for after it. The
+    kernel's own peak has the pages of files in it that a block maps and lets go of again, as reading weights does. On
+    "cuda" that is not so: `peak_GiB`."""
+    peaks, done = [0.0], threading.Event()
+
+    def look() -> None:
+        while not done.wait(LOOK_EVERY_S):
+            peaks[0] = max(peaks[0], held_GiB(device))
+
+    looking = threading.Thread(target=look, name="memory", daemon=True)
+    if device == "cpu":
+        looking.start()
+    try:
+        yield lambda: peaks[0]
+    finally:
+        done.set()
+        if looking.is_alive():
+            looking.join()
+        peaks[0] = max(peaks[0], held_GiB(device))
 
 
 def hand_back(device: str) -> None:

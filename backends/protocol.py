@@ -121,6 +121,11 @@ class TrainEngine(ABC):
     def build(cls, config: TrainConfig, rank: Rank) -> TrainEngine: ...
 
     @classmethod
+    def import_code(cls, config: TrainConfig) -> None:
+        """Import what `build` would, so that it counts as the process's memory and not as the model's. Raises
+        nothing that `build` would not."""
+
+    @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta | None:
         """What `build` would make on that rank, made by the same code without memory for it, without the other ranks
         and without the device. None: this engine cannot say before it is built. Raises what `build` would."""
@@ -239,6 +244,11 @@ class RolloutEngine(ABC):
     @classmethod
     @abstractmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> RolloutEngine: ...
+
+    @classmethod
+    def import_code(cls, config: RolloutConfig) -> None:
+        """Import what `build` would, so that it counts as the process's memory and not as the model's. Raises
+        nothing that `build` would not."""
 
     @classmethod
     def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta | None:

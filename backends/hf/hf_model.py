@@ -10,7 +10,13 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from backends.hf.adapter_names import base_name, is_adapter
@@ -85,6 +91,12 @@ def build_without_memory(config: ModelConfig) -> PreTrainedModel:
     model.tie_weights()  # moving to meta unties tied weights
     model.eval()
     return model
+
+
+def import_code(config: ModelConfig) -> None:
+    """The code of the model's family, where transformers has it. Raises ModelError as `read_config`."""
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if config.head == "lm" else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    mapping.get(type(read_config(config)), None)
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:

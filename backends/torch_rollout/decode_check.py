@@ -49,7 +49,7 @@ class Comparison:
 
 def attention_shapes(model: PreTrainedModel, device: torch.device) -> dict[int, LayerShape]:
     """Shapes of every layer's keys and values, seen in a forward pass of one token rather than read from a config."""
-    layout = PromptLayout([1], device)
+    layout = PromptLayout([1], device, model.config.get_text_config().num_hidden_layers)
     token = torch.zeros(1, dtype=torch.int64, device=device)
     with use_layout(layout):
         model(input_ids=token[None], position_ids=token[None], attention_mask=layout.mask, use_cache=False)

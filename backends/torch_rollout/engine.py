@@ -21,6 +21,7 @@ from backends.hf.hf_model import (
     build_model,
     build_without_memory,
     describe,
+    import_code,
     read_config,
     to_device,
 )
@@ -35,7 +36,7 @@ from backends.torch_rollout.decoder import Decoder
 from backends.torch_rollout.fused import choose_forward, side_by_side
 from backends.torch_rollout.kv_cache import KvCache
 from backends.torch_rollout.runner import Forward, packed_positions
-from backends.torch_rollout.shared_weights import SharedWeights, can_share
+from backends.torch_rollout.shared_weights import SharedWeights, can_share, own_memory
 from backends.weights.checksum import Digest, blocks_of
 from backends.weights.host_pieces import fill, host_checksum
 from backends.weights.tensor_bytes import named_weights, tensor_bytes, typed, wire_dtype
@@ -62,6 +63,7 @@ class TorchRolloutEngine(RolloutEngine):
         self.stops = stop_tokens(_end_tokens(model, config.model.path), config, ask_tokenizer=True)
         self._weights = named_weights(model)
         self._held = {name: _spec(name, tensor) for name, tensor in self._weights.items()}
+        self._take_memory()
         self._forward: Forward | None = None  # chosen and checked with the first weights
         self._cache: KvCache | None = None
         self._imported: set[str] = set()
@@ -75,6 +77,10 @@ class TorchRolloutEngine(RolloutEngine):
     def build(cls, config: RolloutConfig, rank: Rank) -> TorchRolloutEngine:
         """Raises ModelError for a model or an attention that this engine cannot run."""
         return cls(config, _make_model(config, partial(build_model, load_weights=False)))
+
+    @classmethod
+    def import_code(cls, config: RolloutConfig) -> None:
+        import_code(config.model)
 
     @classmethod
     def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta:
@@ -194,6 +200,7 @@ class TorchRolloutEngine(RolloutEngine):
         """The cache with at least that many slots. Made at the first use and kept until a sync or sleep."""
         if self._cache is None or self._cache.slots < slots:
             self._cache = None
+            _give_back_memory(self.device)
             length, dtype = self.config.model.max_sequence_tokens, self.model.dtype
             try:
                 self._cache = KvCache(attention_shapes(self.model, self.device), slots, length, self.device, dtype)
@@ -223,14 +230,17 @@ class TorchRolloutEngine(RolloutEngine):
         assert not unknown, f"unknown tags {unknown}"
         if WEIGHTS in tags and WEIGHTS not in self._awake:
             if self._dropped:
-                for name, tensor in self._weights.items():
-                    tensor.data = torch.empty(self._held[name].shape, dtype=tensor.dtype, device=self.device)
+                self._take_memory()
                 self._dropped = False
                 if self._forward is not None:
                     self._forward.join()
             elif self.device.type != "cpu":
                 self._move_weights(self.device)
         self._awake |= set(tags)
+
+    def _take_memory(self) -> None:
+        shapes = {name: spec.shape for name, spec in self._held.items()}
+        own_memory(self._weights, shapes, side_by_side(self.model))
 
     def _move_weights(self, device: torch.device) -> None:
         if self._forward is not None:

@@ -98,6 +98,7 @@ class FusedForward:
     def __init__(self, model: PreTrainedModel, device: torch.device, max_len: int) -> None:
         self.model = model
         self.layers = list(model.model.layers)
+        self.num_layers = len(self.layers)
         self.eps = float(model.config.rms_norm_eps)
         # Mistral reads it from the config, the Qwens from the layer, Llama has none.
         everywhere = model.config.sliding_window if type(model).__name__ == "MistralForCausalLM" else None
@@ -160,7 +161,7 @@ class FusedForward:
         gate, up = F.linear(
             self._norm(x, block.post_attention_layernorm), self.gate_up[number].weight, self.gate_up[number].bias
         ).chunk(2, -1)
-        return _add_linear(x, F.silu(gate).mul_(up), block.mlp.down_proj)
+        return _add_linear(x, F.silu(gate, inplace=True).mul_(up), block.mlp.down_proj)
 
     def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         weight = cast(Tensor, norm.weight)

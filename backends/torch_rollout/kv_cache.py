@@ -28,11 +28,15 @@ class LayerShape:
 
 class PromptLayout(PackedLayout):
     """Attention of packed prompts that also keeps every layer's keys and values: `kept[layer]` is
-    ([T, KV, D], [T, KV, D])."""
+    ([T, KV, D], [T, KV, D]). They are copies: a view would keep the whole projection that it is a part of, queries
+    too. All lie in memory that is taken at once: between the layers' own tensors they would cut the heap into pieces
+    of which none serves the next layer."""
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
+    def __init__(self, lengths: list[int], device: torch.device, layers: int) -> None:
         super().__init__(lengths, device)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers = layers
+        self._free: list[Tensor] = []
 
     def attend(
         self,
@@ -44,8 +48,14 @@ class PromptLayout(PackedLayout):
         scaling: float | None,
         sliding_window: int | None,
     ) -> Tensor:
-        self.kept[_layer(module)] = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self.kept[_layer(module)] = (self._copy(key[0].transpose(0, 1)), self._copy(value[0].transpose(0, 1)))
         return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window)
+
+    def _copy(self, packed: Tensor) -> Tensor:
+        if not self.kept and not self._free:
+            self._free = list(packed.new_empty((2 * self._layers, *packed.shape)))
+        room = self._free.pop() if self._free and self._free[-1].shape == packed.shape else torch.empty_like(packed)
+        return room.copy_(packed)
 
 
 @dataclass(frozen=True)

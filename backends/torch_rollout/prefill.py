@@ -39,7 +39,7 @@ def prefill(prompts: Sequence[NDArray[np.int64]], forward: Forward, device: torc
     """Run the prompts as one packed row."""
     lengths = [len(prompt) for prompt in prompts]
     ends = np.cumsum(lengths)
-    layout = PromptLayout(lengths, device)
+    layout = PromptLayout(lengths, device, forward.num_layers)
     tokens_T = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
     last = torch.from_numpy(ends - 1).to(device)
     logits = forward(tokens_T, packed_positions(lengths, device), layout, last)

@@ -16,6 +16,8 @@ from specs.errors import ModelError
 class Forward(Protocol):
     """tokens_T and position_T (int64) through the model → logits [T, V], or [len(keep), V] of the rows `keep`."""
 
+    num_layers: int
+
     def __call__(self, tokens_T: Tensor, position_T: Tensor, layout: Layout, keep: Tensor | None = None) -> Tensor: ...
 
     def release(self) -> None:
@@ -30,6 +32,7 @@ class GenericForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.num_layers = model.config.get_text_config().num_hidden_layers
         names = inspect.signature(model.forward).parameters
         if "position_ids" not in names:
             raise ModelError(

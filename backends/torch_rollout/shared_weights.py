@@ -1,6 +1,7 @@
-"""Weights in memory that another process can map: the actor on the same host writes them where the sampler reads them.
+"""Where the sampler's weights lie: those that one matrix product reads lie one after another.
 
-The file in memory has no name and lives as long as somebody maps it or holds its descriptor.
+They may lie in memory that another process can map, so that the actor on the same host writes them where the sampler
+reads them. That file in memory has no name and lives as long as somebody maps it or holds its descriptor.
 """
 
 from __future__ import annotations
@@ -19,6 +20,19 @@ ALIGNMENT = 64  # bytes, as torch's own memory
 
 def can_share(device: torch.device) -> bool:
     return device.type == "cpu" and hasattr(os, "memfd_create") and hasattr(mmap, "MADV_REMOVE")
+
+
+def own_memory(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], together: Iterable[Sequence[Tensor]]
+) -> None:
+    """Give weights memory of this process alone. What they held is lost. Of each group `together` the memory is one,
+    so that nothing is ever copied to bring them together."""
+    shape = {id(tensor): torch.Size(shapes[name]) for name, tensor in weights.items()}
+    for group in _groups(weights, together):
+        sizes = [shape[id(tensor)].numel() for tensor in group]
+        block = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
+        for tensor, part in zip(group, block.split(sizes), strict=True):
+            tensor.data = part.view(shape[id(tensor)])
 
 
 class SharedWeights:

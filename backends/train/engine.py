@@ -24,7 +24,7 @@ from torch import Tensor
 
 from backends import activity
 from backends.hf.adapter_names import base_name, is_adapter
-from backends.hf.hf_model import build_without_memory, decoder_size, describe
+from backends.hf.hf_model import build_without_memory, decoder_size, describe, import_code
 from backends.hf.score_layer import has_score_layer, score_names
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
 from backends.packed.packing import (
@@ -108,6 +108,10 @@ class HfTrainEngine(TrainEngine):
         held = hold_model(self.config, self._held_dtype(self.config), make)
         self.adapters = held.adapters
         return held
+
+    @classmethod
+    def import_code(cls, config: TrainConfig) -> None:
+        import_code(config.model)
 
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:

@@ -109,7 +109,7 @@ def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str
     held = held_trainer(spec, role, model.tensors)
     yield from section.engine.memory(held) or ()
     if section.engine.model_of == "transformers":
-        work = _pass(spec, role, section, model, device, min(longest_share(spec, section), section.micro_batch_tokens))
+        work = _pass(spec, role, section, model, device, min(longest_share(spec, role), section.micro_batch_tokens))
         yield from learning_parts(work) if ROLES[role].learns else scoring_parts(work)
         if role == ACTOR:
             yield from _sync(spec, model, device)

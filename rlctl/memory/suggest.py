@@ -71,7 +71,7 @@ def suggestions(planner: Planner, plan: MemoryPlan) -> list[Suggestion]:
 def _micro_batch(planner: Planner) -> Iterator[Suggestion]:
     spec, degree = planner.spec, planner.spec.actor.sequence_parallel
     least, now = -(-spec.max_sequence_tokens // degree), spec.actor.micro_batch_tokens
-    most = max(least, longest_share(spec, spec.actor))  # all that a rank gets of a mini-batch: more is never there
+    most = max(least, longest_share(spec, ACTOR))  # all that a rank gets of a mini-batch: more is never there
     best = largest(lambda tokens: planner.fits(ACTOR, micro_batch_tokens=tokens), least, most, _STEP_TOKENS)
     key = "actor.micro_batch_tokens"
     if best is None:

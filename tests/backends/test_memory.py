@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -12,23 +15,60 @@ from train_helpers import QWEN2, build_engine, grpo, make_batch, scale_of, train
 
 from backends import memory
 from backends.protocol import Rank
+from backends.registry import train_engine
 from specs.wire.messages import Kind, Message, Verb
 from workers.roles.trainer import Trainer
 
 MIB = 2**20
 
 
+def kept_GiB(processes: Iterable[psutil.Process]) -> float:
+    """Resident memory that is no file's, mapping by mapping."""
+    maps = [mapping for each in processes for mapping in each.memory_maps()]
+    return sum(one.anonymous for one in maps) / memory.GIB
+
+
 def test_resident_memory_is_what_the_system_says() -> None:
     before = memory.held_GiB("cpu")
     own = psutil.Process()  # other tests may have left it processes that they share
-    processes = [own, *own.children(recursive=True)]
-    assert before == pytest.approx(sum(each.memory_info().rss for each in processes) / memory.GIB, rel=0.02)
+    assert before == pytest.approx(kept_GiB([own, *own.children(recursive=True)]), rel=0.02)
+    memory.forget_peak("cpu")
     block = np.ones(200 * MIB, dtype=np.uint8)
     assert memory.held_GiB("cpu") - before == pytest.approx(200 / 1024, abs=0.02)
     del block
     memory.hand_back("cpu")
     assert memory.held_GiB("cpu") - before < 0.02
-    assert memory.peak_GiB("cpu") >= own.memory_info().rss / memory.GIB + 0.17
+    assert memory.peak_GiB("cpu") - before == pytest.approx(200 / 1024, abs=0.02)
+    memory.forget_peak("cpu")
+    assert memory.peak_GiB("cpu") - before < 0.02
+
+
+def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
+    """100 MiB of a file, read through a mapping as weights are: the kernel takes such pages back."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(100 * MIB))
+    before, own = memory.held_GiB("cpu"), psutil.Process()
+    memory.forget_peak("cpu")
+    with memory.sampled_peak("cpu") as most_GiB, path.open("rb") as file:
+        resident = own.memory_info().rss
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert np.frombuffer(mapped, dtype=np.uint8).sum() == 0
+            assert own.memory_info().rss - resident > 90 * MIB
+            assert memory.held_GiB("cpu") - before < 0.02
+            assert memory.peak_GiB("cpu") - before < 0.02
+            copy = np.frombuffer(mapped, dtype=np.uint8).copy()
+        del copy
+    assert most_GiB() - before == pytest.approx(100 / 1024, abs=0.02), "the copy alone"
+
+
+def test_a_role_says_what_its_model_held_at_most(tmp_path: Path) -> None:
+    """While it was built, or since; without the code of its family."""
+    folder = write_model(tmp_path, {**QWEN2, "hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8})
+    trainer = Trainer(Rank())
+    config = train_config(folder, optimizer=None)
+    trainer.hold("ref", config, train_engine(config.engine.kind))
+    weights_GiB = trainer.engine.built().parameters * 4 / memory.GIB
+    assert weights_GiB <= trainer.used_GiB < 1.25 * weights_GiB
 
 
 CHILD = """
@@ -52,7 +92,7 @@ def test_what_started_processes_hold_counts(tmp_path) -> None:
         assert server.stdout.readline() == "holding\n"
         held = memory.held_GiB("cpu")
         tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        assert held == pytest.approx(sum(each.memory_info().rss for each in tree) / memory.GIB, rel=0.02)
+        assert held == pytest.approx(kept_GiB(tree), rel=0.02)
         assert held - before > 150 / 1024
         server.communicate("")
     assert memory.held_GiB("cpu") - before < 0.02

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from backends import memory
 from backends.protocol import Rank, RolloutEngine, TrainEngine
@@ -15,6 +15,17 @@ from workers.serve import Emit, Reply, Request
 Engine = TypeVar("Engine", TrainEngine, RolloutEngine)
 Config = TypeVar("Config", TrainConfig, RolloutConfig)
 
+Given = TypeVar("Given", TrainConfig, RolloutConfig, contravariant=True)
+Built = TypeVar("Built", TrainEngine, RolloutEngine, covariant=True)
+
+
+class EngineKind(Protocol[Given, Built]):
+    """The class of an engine."""
+
+    def import_code(self, config: Given) -> None: ...
+
+    def build(self, config: Given, rank: Rank) -> Built: ...
+
 
 class EngineRank(Generic[Engine]):
     """A rank that holds an engine on a device."""
@@ -24,6 +35,7 @@ class EngineRank(Generic[Engine]):
         self._engine: Engine | None = None
         self.device = "cpu"
         self.before_GiB = 0.0  # held before the model was built
+        self.built_GiB = 0.0  # the most that was held while it was
 
     @property
     def engine(self) -> Engine:
@@ -33,7 +45,7 @@ class EngineRank(Generic[Engine]):
     @property
     def used_GiB(self) -> float:
         """Peak memory of the model: beyond what was held before it was built, libraries on the CPU."""
-        return max(0.0, self.peak_GiB() - self.before_GiB)
+        return max(0.0, self.peak_GiB() - self.before_GiB, self.built_GiB - self.before_GiB)
 
     def held_GiB(self) -> float:
         return memory.held_GiB(self.device)
@@ -41,11 +53,16 @@ class EngineRank(Generic[Engine]):
     def peak_GiB(self) -> float:
         return memory.peak_GiB(self.device)
 
-    def hold(self, role: str, config: Config, build: Callable[[Config, Rank], Engine]) -> Reply:
+    def hold(self, role: str, config: Config, kind: EngineKind[Config, Engine]) -> Reply:
         """Build an engine, and report what was built."""
         self.device = config.model.device
+        kind.import_code(config)
         self.before_GiB = memory.held_GiB(self.device)
-        self._engine = build(config, self.rank)
+        with memory.sampled_peak(self.device) as most_GiB:
+            self._engine = kind.build(config, self.rank)
+        self.built_GiB = most_GiB()
+        memory.hand_back(self.device)
+        memory.forget_peak(self.device)
         report = as_built(role, self.rank, engine=config.engine.kind, device=self.device, model=self.engine.built())
         return report.model_dump(), {}
 

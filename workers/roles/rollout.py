@@ -45,7 +45,7 @@ class Rollout(EngineRank[RolloutEngine]):
 
     def build(self, call: Request[RolloutConfig], emit: Emit) -> Reply:
         config = call.body
-        return self.hold("rollout", config, rollout_engine(config.engine.kind).build)
+        return self.hold("rollout", config, rollout_engine(config.engine.kind))
 
     def generate(self, call: Request[bodies.Generate], emit: Emit) -> Reply:
         """Finished groups are sent as parts; the final reply carries only counters."""

@@ -22,7 +22,7 @@ class Trainer(EngineRank[TrainEngine]):
 
     def build(self, call: Request[TrainConfig], emit: Emit) -> Reply:
         self.config = config = call.body
-        return self.hold(config.role, config, train_engine(config.engine.kind).build)
+        return self.hold(config.role, config, train_engine(config.engine.kind))
 
     def logprobs(self, call: Request[bodies.Logprobs], emit: Emit) -> Reply:
         """Log-probs of the model; with `adapters` false, of the model without its adapters."""

@@ -19,7 +19,7 @@ from specs.schema.mesh import ranks_of_a_row, sequence_parallel_of
 from specs.schema.roles import ROLES, RoleName
 
 if TYPE_CHECKING:
-    from specs.schema.spec import DType, Lora, Optimizer, RoleSection, Spec
+    from specs.schema.spec import DType, Lora, Optimizer, Spec
 
 FP32_BYTES = 4
 ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: workspaces, kernels (an assumption)
@@ -99,19 +99,20 @@ def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrain
         device="cuda" if section.devices else "cpu",
         optimizer=section.optimizer if ROLES[role].learns else None,
         lora=getattr(section, "lora", None),
-        several_micro_batches=longest_share(spec, section) > section.micro_batch_tokens,
+        several_micro_batches=longest_share(spec, role) > section.micro_batch_tokens,
     )
 
 
-def longest_share(spec: Spec, section: RoleSection) -> int:
-    """Most tokens that a rank of a trainer holds of a mini-batch; of a reward model, of a step. At least its part of
-    the longest sequence."""
-    own_limit = getattr(section, "max_sequence_tokens", None)
-    longest, samples = spec.max_sequence_tokens, spec.samples_per_step // spec.algorithm.mini_batches_per_step
-    if own_limit is not None:
-        longest, samples = int(own_limit), spec.samples_per_step
-    of_all = samples * longest * ranks_of_a_row(section)
-    return max(ceil(longest / sequence_parallel_of(section)), of_all // section.processes)
+def longest_share(spec: Spec, role: RoleName) -> int:
+    """Most tokens that a rank of a trainer holds at a time: of a mini-batch; of a whole step where it never learns. At
+    least its part of the longest sequence."""
+    section: Any = spec.role(role)
+    samples = spec.samples_per_step
+    if ROLES[role].learns:
+        samples //= spec.algorithm.mini_batches_per_step
+    longest = int(getattr(section, "max_sequence_tokens", None) or spec.max_sequence_tokens)
+    of_all, processes = samples * longest * ranks_of_a_row(section), int(section.processes)
+    return max(ceil(longest / sequence_parallel_of(section)), of_all // processes)
 
 
 def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocated: bool, gpu_GiB: float) -> Replica:

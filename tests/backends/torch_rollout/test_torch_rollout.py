@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from in_place import write_in_place
-from rollout_helpers import END, VOCAB, answer, batch_of, make_prompts, rollout_config, write_model
+from rollout_helpers import END, VOCAB, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from backends.hf.hf_model import build_model, named_weights, tensor_bytes
@@ -23,6 +23,7 @@ from backends.protocol import Rank
 from backends.torch_rollout.decode_check import check_decoding
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.torch_rollout.fused import FusedForward, choose_forward
+from backends.torch_rollout.prefill import prefill
 from backends.torch_rollout.runner import GenericForward
 from specs.errors import ModelError, RlctlError, SyncError
 from specs.wire.batch import Batch
@@ -340,6 +341,30 @@ def test_where_no_memory_can_be_shared_none_is_lent(tmp_path: Path, monkeypatch:
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_the_fused_path_joins_is_never_copied(tmp_path: Path) -> None:
+    """Weights arrive where they stay, the first time and after each deep sleep."""
+    engine = TorchRolloutEngine.build(rollout_config(folder_of("qwen2", tmp_path)), Rank())
+    for _ in range(2):
+        places = {name: tensor.data_ptr() for name, tensor in engine._weights.items()}
+        give_weights(engine)
+        assert isinstance(engine._forward, FusedForward)
+        assert {name: tensor.data_ptr() for name, tensor in engine._weights.items()} == places
+        engine.sleep(2)
+        engine.wake(["weights", "kv_cache"])
+
+
+def test_prompts_keep_their_keys_and_values_alone(family: str, tmp_path: Path) -> None:
+    """Not the projections that these are parts of."""
+    engine, _ = build(folder_of(family, tmp_path))
+    assert engine._forward is not None
+    with torch.inference_mode():
+        (ready,) = prefill([np.arange(2, 11)], engine._forward, engine.device)
+    pairs = [tensor for pair in ready.block.kept.values() for tensor in pair]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in pairs}
+    assert sum(storages.values()) == sum(tensor.nbytes for tensor in pairs)
+
 
 SLEEPER = """
 import sys
