@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,10 @@ from backends.token_metrics import TokenValues, ValueTokens, no_function, token_
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
 from specs.schema.algorithms.algorithm_tables import (
     CispoLoss,
+    ClipCovLoss,
     GmpoLoss,
     GspoLoss,
+    KlCovLoss,
     PpoClip,
     SapoLoss,
     ValueLoss,
@@ -36,6 +38,7 @@ class FakeColumns:
     ref_logprob_N: Column | None
     of_sequence: Mapping[str, Column] = field(default_factory=dict)
     correction_N: Column | None = None
+    covariant_N: Column | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,31 @@ def _gmpo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: GmpoL
     return FakePolicyLoss(loss_N, np.where(clipped_N, 0.0, loss_N), mean_N, ratio_N, clipped_N)
 
 
+def _clip_cov(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: ClipCovLoss) -> FakePolicyLoss:
+    plain = _plain_surrogate(logprob_N - anchor_N, columns)
+    kept_N = ~plain.clipped_N
+    return replace(plain, loss_N=plain.loss_N * kept_N, by_logprob_N=plain.by_logprob_N * kept_N)
+
+
+def _kl_cov(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: KlCovLoss) -> FakePolicyLoss:
+    """d |log ρ| / d lp is the sign of log ρ."""
+    plain = _plain_surrogate(logprob_N - anchor_N, columns)
+    coef_N = loss.covariance_kl_coef * plain.clipped_N
+    return replace(
+        plain,
+        loss_N=plain.loss_N + coef_N * np.abs(plain.log_ratio_N),
+        by_logprob_N=plain.by_logprob_N + coef_N * np.sign(plain.log_ratio_N),
+    )
+
+
+def _plain_surrogate(log_ratio_N: Column, columns: FakeColumns) -> FakePolicyLoss:
+    assert columns.covariant_N is not None
+    ratio_N = np.exp(np.clip(log_ratio_N, -20, 20))
+    loss_N = -columns.advantage_N * ratio_N
+    by_logprob_N = np.where(np.abs(log_ratio_N) <= 20, loss_N, 0.0)
+    return FakePolicyLoss(loss_N, by_logprob_N, log_ratio_N, ratio_N, columns.covariant_N > 0)
+
+
 def _function(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: FunctionLoss) -> FakePolicyLoss:
     """The user's own is written in torch, which has its derivatives."""
     import torch
@@ -222,6 +250,8 @@ FAKE_LOSSES: Mapping[type[Loss], Callable[..., FakePolicyLoss]] = {
     SapoLoss: _sapo,
     FunctionLoss: _function,
     GmpoLoss: _gmpo,
+    ClipCovLoss: _clip_cov,
+    KlCovLoss: _kl_cov,
 }
 FAKE_SEQUENCE_COLUMNS: Mapping[type[Loss], Callable[..., dict[str, Column]]] = {
     GspoLoss: _mean_log_ratio,

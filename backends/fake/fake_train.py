@@ -173,6 +173,7 @@ class FakeTrainEngine(TrainEngine):
             ref_logprob_N=column("ref_logprob_T") if "ref_logprob_T" in loss.columns else None,
             of_sequence={name: value_T[micro.column_N].astype(np.float64) for name, value_T in of_sequence_T.items()},
             correction_N=column("correction_T") if "correction_T" in loss.columns else None,
+            covariant_N=column("covariant_T") if "covariant_T" in loss.columns else None,
         )
         terms = fake_policy_loss(logp_NV[rows, micro.target_N], entropy_N, columns, loss)
         grad_NV = -p_NV * terms.by_logprob_N[:, None]

@@ -373,6 +373,7 @@ class HfTrainEngine(TrainEngine):
             ref_logprob_N=column("ref_logprob_T") if "ref_logprob_T" in loss.columns else None,
             of_sequence={name: staging.put(value_T[micro.column_N]) for name, value_T in of_sequence_T.items()},
             correction_N=column("correction_T") if "correction_T" in loss.columns else None,
+            covariant_N=column("covariant_T") if "covariant_T" in loss.columns else None,
         )
 
     def _no_columns(self, loss: AnyLoss) -> TokenColumns | ValueColumns:
@@ -382,8 +383,8 @@ class HfTrainEngine(TrainEngine):
             return ValueColumns(zero_N, zero_N, zero_N)
         old_N, ref_N = (zero_N if name in loss.columns else None for name in ("old_logprob_T", "ref_logprob_T"))
         of_sequence = dict.fromkeys(loss.sequence_columns, zero_N)
-        correction_N = zero_N if loss.corrected else None
-        return TokenColumns(zero_N, zero_N, zero_N, old_N, ref_N, of_sequence, correction_N)
+        correction_N, covariant_N = (zero_N if given else None for given in (loss.corrected, loss.selects_covariant))
+        return TokenColumns(zero_N, zero_N, zero_N, old_N, ref_N, of_sequence, correction_N, covariant_N)
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:

@@ -7,7 +7,7 @@ does not depend on how tokens are split over micro-batches and ranks. `LOSSES` h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,15 @@ from backends.packed.packing import log_ratio_T, loss_tokens_B
 from backends.token_metrics import TokenValues, no_function, token_values
 from backends.train.own_loss import own_loss
 from specs.schema.algorithms.algorithm import FunctionLoss, Loss
-from specs.schema.algorithms.algorithm_tables import CispoLoss, GmpoLoss, GspoLoss, PpoClip, SapoLoss
+from specs.schema.algorithms.algorithm_tables import (
+    CispoLoss,
+    ClipCovLoss,
+    GmpoLoss,
+    GspoLoss,
+    KlCovLoss,
+    PpoClip,
+    SapoLoss,
+)
 from specs.wire.batch import Batch
 
 MAX_LOG_RATIO = 20.0  # exp of more overflows what a gradient can use
@@ -47,6 +55,7 @@ class TokenColumns:
     ref_logprob_N: Tensor | None  # None: no KL term
     of_sequence: Mapping[str, Tensor] = field(default_factory=dict)  # the loss's sequence columns, at each token
     correction_N: Tensor | None = None  # None: every token's policy loss counts as it is
+    covariant_N: Tensor | None = None  # 1 where the loss treats a token as one of high covariance, else 0
 
     def slice(self, start: int, stop: int) -> TokenColumns:
         return TokenColumns(
@@ -57,6 +66,7 @@ class TokenColumns:
             ref_logprob_N=None if self.ref_logprob_N is None else self.ref_logprob_N[start:stop],
             of_sequence={name: column_N[start:stop] for name, column_N in self.of_sequence.items()},
             correction_N=None if self.correction_N is None else self.correction_N[start:stop],
+            covariant_N=None if self.covariant_N is None else self.covariant_N[start:stop],
         )
 
 
@@ -158,6 +168,28 @@ def _gmpo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Gmpo
     return PolicyLoss(loss_N, mean_N, ratio_N, (bounded_N != log_ratio_N).detach())
 
 
+def _clip_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: ClipCovLoss) -> PolicyLoss:
+    """-A·ρ, and 0 at the chosen tokens (Cui et al. 2025, eq. 12)."""
+    plain, chosen_N = _plain_surrogate(logprob_N - anchor_N, columns)
+    return replace(plain, loss_N=plain.loss_N.masked_fill(chosen_N, 0.0))
+
+
+def _kl_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: KlCovLoss) -> PolicyLoss:
+    """-A·ρ + coef·|log ρ| at the chosen tokens, -A·ρ elsewhere (Cui et al. 2025, eq. 14; |log ρ| for the KL at a token
+    is the authors' own estimate)."""
+    log_ratio_N = logprob_N - anchor_N
+    plain, chosen_N = _plain_surrogate(log_ratio_N, columns)
+    return replace(plain, loss_N=plain.loss_N + loss.covariance_kl_coef * (chosen_N * log_ratio_N.abs()))
+
+
+def _plain_surrogate(log_ratio_N: Tensor, columns: TokenColumns) -> tuple[PolicyLoss, Tensor]:
+    """-A·ρ, and which tokens have a high covariance (bool)."""
+    assert columns.covariant_N is not None, "the loss's columns name it"
+    chosen_N = columns.covariant_N > 0
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return PolicyLoss(-columns.advantage_N * ratio_N, log_ratio_N.detach(), ratio_N.detach(), chosen_N), chosen_N
+
+
 def _function(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: FunctionLoss) -> PolicyLoss:
     """The user's own, with the metrics of a ratio that nothing clips."""
     loss_N = own_loss(loss.path, logprob_N, anchor_N, columns.advantage_N)
@@ -207,6 +239,8 @@ LOSSES: Mapping[type[Loss], LossFunction] = {
     SapoLoss: LossFunction(_sapo),
     FunctionLoss: LossFunction(_function),
     GmpoLoss: LossFunction(_gmpo, _mean_clipped_log_ratios),
+    ClipCovLoss: LossFunction(_clip_cov),
+    KlCovLoss: LossFunction(_kl_cov),
 }
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop import advantages, correction, finite_check, step_metrics
+from rlctl.loop import advantages, finite_check, step_metrics
 from rlctl.loop.clock import Clock
 from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
+from rlctl.loop.loss_columns import correction, covariance
 from rlctl.loop.recovery import SteadySync
 from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts, without_truncated
@@ -303,16 +304,17 @@ class Driver:
             batch = without_truncated(batch)
         for epoch in range(algorithm.epochs_per_step):
             seed = (self.spec.run.seed, step, epoch)
-            for chosen in mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed):
-                for role, reports in self.one_update(batch, chosen, list(updates), step).items():
+            pieces = mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed)
+            for number, chosen in enumerate(pieces):
+                mini = covariance.with_selection(self.spec.loss, batch.select(chosen), (*seed, number))
+                for role, reports in self.one_update(batch, mini, list(updates), step).items():
                     updates[role].append(reports)
         return updates
 
     def one_update(
-        self, batch: Batch, chosen: NDArray[np.int64], roles: Sequence[RoleName], step: int
+        self, batch: Batch, mini: Batch, roles: Sequence[RoleName], step: int
     ) -> dict[RoleName, list[RankReport]]:
-        """An optimizer step of each role on the chosen samples; none, where the loss of one is not a number."""
-        mini = batch.select(chosen)
+        """An optimizer step of each role on samples of the batch; none, where the loss of one is not a number."""
         answers = self.in_turns(roles, lambda role: self._post_update(role, mini, step))
         sums = {role: [bodies.Updated.of(answer).sums for answer in answers[role]] for role in roles}
         if "actor" in sums and "old_logprob_T" not in batch and not self.window.is_open:

@@ -97,6 +97,7 @@ COLUMNS: Mapping[Verb, Columns] = {
         # the loss says which (`AnyLoss.columns`)
         optional=(
             *("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "correction_T"),
+            "covariant_T",
             *("value_T", "return_T"),
         ),
     ),

@@ -31,7 +31,7 @@ from backends.weights.checksum import checksum_bytes
 from rlctl.loop.step_metrics import RankReport, update_metrics
 from specs.errors import BatchError, CheckpointError
 from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
-from specs.schema.algorithms.algorithm_tables import CispoLoss, GmpoLoss, PpoClip, SapoLoss
+from specs.schema.algorithms.algorithm_tables import CispoLoss, ClipCovLoss, GmpoLoss, KlCovLoss, PpoClip, SapoLoss
 from specs.schema.spec import Optimizer
 from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
@@ -44,6 +44,8 @@ SPLIT = [grpo(**FULL, loss_aggregation=aggregation) for aggregation in AGGREGATI
     CispoLoss(anchor="trainer", kl_coef=0.1, corrected=True),
     SapoLoss(anchor="trainer"),
     GmpoLoss(anchor="trainer", clip_low=0.05, clip_high=0.05),
+    ClipCovLoss(anchor="trainer", corrected=True),
+    KlCovLoss(anchor="trainer", kl_coef=0.1),
 ]
 
 

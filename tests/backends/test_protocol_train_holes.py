@@ -29,7 +29,7 @@ Make = Callable[..., TrainEngine]
 FULL = {"corrected": True, "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0, "clip_high": 0.28}
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
 COUNTS = {"sequences", "micro_batches", "flops", "micro_batch_tokens_max"}  # these depend on how samples are cut
-PER_TOKEN = ("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "correction_T")
+PER_TOKEN = ("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "correction_T", "covariant_T")
 
 # Stretches of a sample after its prompt: completions by their length, tool replies by minus theirs.
 ROLLOUTS = [(3, -2, 2), (1, -1, 1, -3, 4), (2, -4), (5,), (-2, 3), (-3,), (1, -1, 1, -1, 1)]

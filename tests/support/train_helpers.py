@@ -121,6 +121,7 @@ def make_batch(sequences: int = 12, seed: int = 0, *, off_policy: bool = True, v
     if off_policy:
         columns["old_logprob_T"] = rng.normal(-3, 0.3, total).astype(np.float32)
     columns["correction_T"] = (rng.random(total) * (rng.random(total) > 0.2)).astype(np.float32)
+    columns["covariant_T"] = (np.arange(total) % 3 == 0).astype(np.float32)
     return Batch(columns)
 
 
@@ -151,6 +152,7 @@ def make_grouped_batch(seed: int = 0, vocab: int = VOCAB, groups: int = 4, size:
             "old_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
             "ref_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
             "correction_T": (rng.random(total) * (rng.random(total) > 0.2)).astype(np.float32),
+            "covariant_T": (np.arange(total) % 3 == 0).astype(np.float32),
         }
     )
 

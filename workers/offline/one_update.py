@@ -78,6 +78,7 @@ def _completions(shape: UpdateShape, vocab_size: int) -> Batch:
             "advantage_T": np.where(mask_T, rng.standard_normal(len(tokens_T)), 0).astype(np.float32),
             **dict.fromkeys(("rollout_logprob_T", "old_logprob_T", "ref_logprob_T"), logprob_T),
             "correction_T": np.ones(len(tokens_T), dtype=np.float32),
+            "covariant_T": np.zeros(len(tokens_T), dtype=np.float32),
             **dict.fromkeys(("value_T", "return_T"), np.zeros(len(tokens_T), dtype=np.float32)),
         }
     )

@@ -157,6 +157,9 @@ class Loss(LossKeys, AnyLoss):
     )
     # Keys that do nothing while the ratio is 1.
     ratio_keys: ClassVar[tuple[str, ...]] = ()
+    # Whether it treats tokens of high covariance in a way of their own: those of the column `covariant_T`, which the
+    # driver makes of each mini-batch (`rlctl/loop/loss_columns/covariance.py`).
+    selects_covariant: ClassVar[bool] = False
     # Columns that the loss's own function makes of the log-ratios of whole sequences, before any gradient.
     sequence_columns: ClassVar[tuple[str, ...]] = ()
 
@@ -170,7 +173,8 @@ class Loss(LossKeys, AnyLoss):
         old = ("old_logprob_T",) if self.anchor == "trainer" else ()
         ref = ("ref_logprob_T",) if self.needs_ref else ()
         correction = ("correction_T",) if self.corrected else ()
-        return ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T", *old, *ref, *correction)
+        covariant = ("covariant_T",) if self.selects_covariant else ()
+        return ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T", *old, *ref, *correction, *covariant)
 
     def seldom_meant(self) -> Mapping[str, str]:
         """Keys whose values work but are seldom meant, and why; check-config warns of them."""

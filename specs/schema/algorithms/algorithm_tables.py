@@ -285,6 +285,51 @@ class GmpoLoss(GmpoKeys, Loss):
     metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
 
 
+class ClipCovKeys(LossKeys):
+    """Keys of the covariance beyond which tokens are left out."""
+
+    covariance_share: float = Field(
+        2e-4, gt=0, lt=1, description="Share of a mini-batch's loss tokens that is left out, at least one token."
+    )
+    covariance_low: float = Field(1.0, description="Only tokens with at least this covariance may be left out.")
+    covariance_high: float = Field(5.0, description="Only tokens with at most this covariance may be left out.")
+
+
+class ClipCovLoss(ClipCovKeys, Loss):
+    """-A·ρ, but for a few tokens whose covariance of log-prob and advantage lies in a band: drawn at random, they have
+    no loss and no gradient (Clip-Cov, Cui et al. 2025, eq. 11 and 12)."""
+
+    kind: Literal["clip_cov"] = "clip_cov"
+
+    selects_covariant: ClassVar[bool] = True
+    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
+
+    def seldom_meant(self) -> Mapping[str, str]:
+        if self.covariance_low < self.covariance_high:
+            return {}
+        return {"covariance_high": f"no token is left out: the band begins at covariance_low = {self.covariance_low:g}"}
+
+
+class KlCovKeys(LossKeys):
+    """Keys of the KL at tokens of large covariance."""
+
+    covariance_share: float = Field(
+        2e-3, gt=0, lt=1, description="Share of a mini-batch's loss tokens that has the KL, at least one token."
+    )
+    covariance_kl_coef: float = Field(1.0, gt=0, description="Weight of |log ρ| at these tokens.")
+
+
+class KlCovLoss(KlCovKeys, Loss):
+    """-A·ρ, and at the tokens with the largest covariance of log-prob and advantage a KL to the ratio's anchor, |log ρ|
+    (KL-Cov, Cui et al. 2025, eq. 13 and 14)."""
+
+    kind: Literal["kl_cov"] = "kl_cov"
+
+    selects_covariant: ClassVar[bool] = True
+    ratio_keys: ClassVar[tuple[str, ...]] = ("covariance_share", "covariance_kl_coef")
+    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
+
+
 class ValueLossKeys(Table):
     """Keys of the clipped value loss."""
 
@@ -428,6 +473,26 @@ class Cispo(CispoKeys, GroupRelativeKeys, Algorithm):
     loss_table: ClassVar[type[Loss]] = CispoLoss
 
 
+class ClipCov(ClipCovKeys, GroupRelativeKeys, Algorithm):
+    """Group-relative advantages without the few tokens that would cost most entropy (Cui et al. 2025). The paper has no
+    other clip."""
+
+    kind: Literal["clip_cov"]
+
+    advantage_table: ClassVar[type[Advantage]] = GroupRelative
+    loss_table: ClassVar[type[Loss]] = ClipCovLoss
+
+
+class KlCov(KlCovKeys, GroupRelativeKeys, Algorithm):
+    """Group-relative advantages with a KL at the few tokens that would cost most entropy (Cui et al. 2025). The paper
+    has no clip."""
+
+    kind: Literal["kl_cov"]
+
+    advantage_table: ClassVar[type[Advantage]] = GroupRelative
+    loss_table: ClassVar[type[Loss]] = KlCovLoss
+
+
 class Sapo(SapoKeys, GroupRelativeKeys, Algorithm):
     """Soft adaptive policy optimisation (Gao et al. 2025): group-relative advantages, and a gate that closes softly, a
     little sharper for tokens that are pushed down."""
@@ -486,7 +551,8 @@ AdvantageTable = Annotated[
     Field(discriminator="kind"),
 ]
 LossTable = Annotated[
-    PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | GmpoLoss | ValueLoss, Field(discriminator="kind")
+    PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | GmpoLoss | ClipCovLoss | KlCovLoss | ValueLoss,
+    Field(discriminator="kind"),
 ]
 PLAIN = Grpo(kind="grpo", group_size=2)  # where nothing is learned: it needs neither reference nor critic
 
@@ -503,6 +569,8 @@ AlgorithmTable = Annotated[
     | Gmpo
     | Cispo
     | Sapo
+    | ClipCov
+    | KlCov
     | Ppo
     | Distill,
     Field(discriminator="kind"),

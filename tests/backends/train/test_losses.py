@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +35,16 @@ from backends.train.losses import (
 from specs.errors import RlctlError
 from specs.load.keys import tables_of
 from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
-from specs.schema.algorithms.algorithm_tables import CispoLoss, GmpoLoss, GspoLoss, LossTable, PpoClip, SapoLoss
+from specs.schema.algorithms.algorithm_tables import (
+    CispoLoss,
+    ClipCovLoss,
+    GmpoLoss,
+    GspoLoss,
+    KlCovLoss,
+    LossTable,
+    PpoClip,
+    SapoLoss,
+)
 from specs.wire.batch import Batch
 
 
@@ -125,6 +135,8 @@ OTHERS = [
     GmpoLoss(anchor="trainer", clip_low=0.1, clip_high=0.6, kl_coef=0.3),
     SapoLoss(anchor="trainer"),
     SapoLoss(anchor="trainer", tau_positive=0.5, tau_negative=3.0, entropy_coef=0.1),
+    ClipCovLoss(anchor="trainer"),
+    KlCovLoss(anchor="trainer", covariance_kl_coef=0.7, kl_coef=0.3),
 ]
 LOSSES_TO_TRY = [*(grpo(**setting) for setting in SETTINGS), *OTHERS]
 
@@ -141,13 +153,14 @@ def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor, 
     optional = (old if anchor == "trainer" else None, ref if loss.needs_ref else None)
     of_sequence = dict.fromkeys(loss.sequence_columns, log_ratio)
     correction = rng.random(count) * (rng.random(count) > 0.2) if corrected else None
-    given = FakeColumns(weight, advantage, rollout, *optional, of_sequence, correction)
+    covariant = (rng.random(count) > 0.7).astype(float) if loss.selects_covariant else None
+    given = FakeColumns(weight, advantage, rollout, *optional, of_sequence, correction, covariant)
     expected = fake_policy_loss(logprob, entropy, given, loss)
     lp, ent = (torch.tensor(column, requires_grad=True) for column in (logprob, entropy))
     columns = TokenColumns(
         *(None if column is None else torch.tensor(column) for column in (weight, advantage, rollout, *optional)),
         {name: torch.tensor(column) for name, column in of_sequence.items()},
-        None if correction is None else torch.tensor(correction),
+        *(None if column is None else torch.tensor(column) for column in (correction, covariant)),
     )
     value, sums, maxima = policy_loss(lp, ent, columns, loss)
     value.backward()
@@ -193,6 +206,24 @@ def test_gmpo_by_hand() -> None:
         value.backward()
         assert value.item() == pytest.approx(-advantage * math.exp(mean))
         assert lp.grad.tolist() == pytest.approx([-advantage * math.exp(mean) * slope for slope in slopes])
+
+
+def test_tokens_of_high_covariance_by_hand() -> None:
+    """A = 2 at ratio e^0.5, the first token chosen: without it -2·e^0.5 and that gradient at the second alone; with
+    |log ratio| and weight 3 the first has 1.5 more, and 3 more of gradient. At ratio 1 the KL has no gradient."""
+    lp, one = torch.tensor([0.5, 0.5], dtype=torch.float64, requires_grad=True), torch.ones(2, dtype=torch.float64)
+    chosen, plain = torch.tensor([1.0, 0.0], dtype=torch.float64), -2 * math.exp(0.5)
+    columns = TokenColumns(one, 2 * one, 0 * one, 0 * one, None, covariant_N=chosen)
+    for loss, value, slopes in (
+        (ClipCovLoss(anchor="trainer"), plain, [0.0, plain]),
+        (KlCovLoss(anchor="trainer", covariance_kl_coef=3.0), 2 * plain + 1.5, [plain + 3.0, plain]),
+        (KlCovLoss(anchor="current", covariance_kl_coef=3.0), -4.0, [-2.0, -2.0]),
+    ):
+        given = replace(columns, old_logprob_N=None) if loss.anchor == "current" else columns
+        total, sums, _ = policy_loss(lp, one, given, loss)
+        (slope,) = torch.autograd.grad(total, lp)
+        assert (total.item(), slope.tolist()) == (pytest.approx(value), pytest.approx(slopes))
+        assert dict(zip(loss.summed(), sums.tolist(), strict=True))["clipped"] == 1.0
 
 
 def test_a_correction_weighs_the_policy_loss_alone() -> None:

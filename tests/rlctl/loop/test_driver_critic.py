@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from local_group import LocalGroup
 from running import preset
-from test_driver_learning import STEPPED, drawn
+from told_actor import STEPPED, drawn
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.residency import Residency

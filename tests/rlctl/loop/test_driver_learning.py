@@ -11,69 +11,16 @@ import pytest
 from local_group import LocalGroup
 from local_run import bigram_folder, local_run
 from running import preset
+from told_actor import GROUPS, LIMIT, RANKS, SIZE, drawn, driver_of
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.residency import Residency
-from rlctl.loop.sampling import Scored
 from specs.load.keys import kind_of, tables_of
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm import Algorithm
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
-
-GROUPS, SIZE, RANKS, LIMIT = 8, 4, 2, 8  # the preset `fake`: 8 prompts × 4 completions of at most 8 tokens
-
-
-STEPPED = {"grad_norm": 1.0, "lr": 0.1, "skipped": False, "peak_GiB": 0.0}
-
-
-class Actor:
-    """Two ranks that note what each is told to learn."""
-
-    def __init__(self) -> None:
-        self.told: list[list[tuple[Batch, dict[str, int]]]] = [[] for _ in range(RANKS)]
-        ranks = [
-            {Verb.UPDATE: self.updater(rank), Verb.STEP: lambda call, emit: (STEPPED, {})} for rank in range(RANKS)
-        ]
-        self.group = LocalGroup("actor", ranks)
-
-    def updater(self, rank):
-        def update(call, emit):
-            self.told[rank].append((call.batch, call.body["scale"]))
-            return {"sums": {"tokens": 1.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}}, {}
-
-        return update
-
-
-def drawn() -> tuple[Batch, Scored]:
-    """A prompt token and 0 to 3 loss tokens, with two of a tool after the first of them; rewards of a group lie near 10
-    times its number, and one was not graded."""
-    rng = np.random.default_rng(3)
-    masks = [[0, 1, 0, 0, 1, 1][: 3 + count] if count else [0] for count in rng.integers(0, 4, GROUPS * SIZE)]
-    length_B, group_B = np.array([len(mask) for mask in masks]), np.repeat(np.arange(GROUPS), SIZE)
-    mask_T = np.concatenate(masks).astype(np.uint8)
-    zeros_T = np.zeros(len(mask_T), np.float32)
-    columns = {"tokens_T": np.arange(len(mask_T)), "loss_mask_T": mask_T, "length_B": length_B, "group_B": group_B}
-    columns |= {"rollout_logprob_T": zeros_T, "old_logprob_T": zeros_T, "id_B": np.arange(len(group_B))}
-    columns["rollout_B"] = columns["id_B"] + 50
-    reward_B = (10 * group_B + rng.normal(size=len(group_B))).astype(np.float32)
-    scored_B = np.ones(len(group_B), dtype=bool)
-    scored_B[5] = False
-    return Batch(columns), Scored(reward_B, scored_B, {}, {}, [])
-
-
-def driver_of(tmp_path: Path, *overrides: str) -> tuple[Driver, Actor]:
-    spec, actor, rollout = load_spec(preset("fake", tmp_path), [*overrides]), Actor(), LocalGroup("rollout", [{}])
-    groups = {
-        "actor": actor.group,
-        "rollout": rollout,
-        "data": LocalGroup("data", [{}]),
-        "reward": LocalGroup("reward", [{}]),
-    }
-    budget = SimpleNamespace(broken_by=lambda gap: False)
-    steady = SimpleNamespace(restore=None)
-    return Driver(spec, groups, Residency(False, [rollout]), steady, budget, UpdateWindow(), None), actor
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_driver_learning import drawn, driver_of
+from told_actor import drawn, driver_of
 
 from backends.fake.fake_losses import FakeColumns, fake_policy_loss
 from rlctl.loop.kl_control import KlController, token_kl

@@ -53,9 +53,9 @@ AT_RUN_TIME = {
     "test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever",
     "rollout.top_p": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
     "rollout.top_k": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
-    "algorithm.correction.level": "tests/rlctl/loop/test_correction.py::test_levels_by_hand",
+    "algorithm.correction.level": "tests/rlctl/loop/loss_columns/test_correction.py::test_levels_by_hand",
     **{
-        f"algorithm.correction.{key}": "tests/rlctl/loop/test_correction.py::test_modes_by_hand"
+        f"algorithm.correction.{key}": "tests/rlctl/loop/loss_columns/test_correction.py::test_modes_by_hand"
         for key in ("mode", "low", "high")
     },
     "algorithm.kl_target": "tests/rlctl/loop/test_kl_control.py::test_the_weight_by_hand",

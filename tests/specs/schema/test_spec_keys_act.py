@@ -101,6 +101,15 @@ NAMED = {
         f"Gmpo.{key}": "tests/backends/train/test_losses.py::test_against_numpy_with_written_out_derivatives"
         for key in ("clip_low", "clip_high")
     },
+    **{
+        f"{table}.{key}": f"tests/rlctl/loop/loss_columns/test_covariance.py::test_{test}"
+        for table, key, test in (
+            ("ClipCov", "covariance_share", "tokens_in_the_band_are_drawn"),
+            ("ClipCov", "covariance_low", "tokens_in_the_band_are_drawn"),
+            ("ClipCov", "covariance_high", "tokens_in_the_band_are_drawn"),
+            ("KlCov", "covariance_share", "the_largest_are_chosen"),
+        )
+    },
     "Lora.rank": f"{LORA}::test_as_built_counts_adapters_apart",
     "Lora.alpha": f"{LORA}::test_merged_weights_are_the_adapted_model",
     "Lora.targets": f"{LORA}::test_unknown_targets_are_named_with_what_there_is",
@@ -163,6 +172,7 @@ def algorithm(spec: Spec) -> Any:
         ref_logprob_N=zero_N + 0.3,
         of_sequence={name: ratio_N for name in loss.sequence_columns},
         correction_N=zero_N + 0.7 if loss.corrected else None,
+        covariant_N=(ratio_N > 1.9).double() if loss.selects_covariant else None,
     )
     total, *_ = policy_loss(ratio_N, zero_N + 1.0, columns, loss)
     of_critic = 0.0

@@ -81,7 +81,8 @@ def test_the_anchor_and_the_columns_it_needs(
     algorithm = table.model_validate({"kind": kind_of(table), "group_size": 4, "kl_in": "loss", **updates})
     loss = algorithm.loss(algorithm.ratio_against(runs_ahead=runs_ahead))
     assert loss.anchor == anchor
-    assert loss.columns == (*BASE, *more)
+    covariant = ("covariant_T",) if "_cov" in algorithm.kind else ()
+    assert loss.columns == (*BASE, *more, *covariant)
     assert loss.needs_ref == ("kl_coef" in updates)
 
 

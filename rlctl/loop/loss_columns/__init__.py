@@ -1,0 +1,1 @@
+"""Columns that the driver makes for the policy loss, and no model."""
