@@ -124,20 +124,29 @@ def _called(
 
 
 def _more(one: _Importing) -> Iterator[Try]:
-    """Calls with likely completions, as many as are made in a second."""
+    """Calls with likely completions, as many as begin within a second. The last one may end the process, or hang."""
     completions = one.completions[2:]
     assert one.process.stdin is not None
-    deadline = time.monotonic() + _MORE_S
-    with suppress(subprocess.TimeoutExpired, ValueError, BrokenPipeError):
+    until = time.monotonic() + _MORE_S
+    try:
         one.process.stdin.write(encode(_job(one.sample, completions)))
         one.process.stdin.flush()
         for said in completions:
-            yield a_try(*said, json.loads(_next_line(one.process, max(0.0, deadline - time.monotonic()))))
+            if time.monotonic() > until:
+                return
+            if not (line := _next_line(one.process, CALL_S)):
+                yield Try(*said, None, "the process ended")
+                return
+            yield a_try(*said, json.loads(line))
+    except subprocess.TimeoutExpired:
+        yield Try(*said, None, f"it took more than {CALL_S:g} s")
+    except (BrokenPipeError, ValueError):
+        return
 
 
 def _of_tries(spec: Spec, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
     """Warnings about what a function gave."""
-    if len(tries) < len(one.completions):
+    if len(tries) < len(one.completions) and not (tries and tries[-1].failure):
         return
     term = spec.reward.terms[one.index]
     alone = sum(other.weight != 0 for other in spec.reward.terms) == 1

@@ -52,8 +52,21 @@ def trial_findings(name: str, tries: Sequence[Try], *, weight: float, alone: boo
         yield f"{name} catches an error of its own code: {hidden[0]}", "repair it, and catch only what you expect"
     elif all(one.value == tries[0].value for one in tries):
         yield from _always_the_same(name, tries)
+    elif chance := _by_chance(tries):
+        message = f"{name} gives the same completion {chance[0]:g}, and then {chance[1]:g}: it scores by chance"
+        yield message, "let the score depend on the completion and its row alone"
     elif alone:
         yield from _likes_wrong(name, tries, weight)
+
+
+def _by_chance(tries: Sequence[Try]) -> tuple[float, float] | None:
+    """Two scores of one completion."""
+    seen: dict[str, float] = {}
+    for one in tries[2:]:
+        assert one.value is not None
+        if seen.setdefault(one.completion, one.value) != one.value:
+            return seen[one.completion], one.value
+    return None
 
 
 def _always_the_same(name: str, tries: Sequence[Try]) -> Iterator[Said]:
@@ -75,6 +88,10 @@ def _likes_wrong(name: str, tries: Sequence[Try], weight: float) -> Iterator[Sai
     own, *values = (weight * (one.value or 0.0) for one in tries)
     wrong = [value for value, one in zip(values, tries[1:], strict=True) if not one.right]
     right = [own, *(value for value, one in zip(values, tries[1:], strict=True) if one.right)]
-    if len(right) > 1 and own < min(wrong) and max(right) <= min(wrong):
+    texts = {weight * (one.value or 0.0) for one in tries if one.completion}
+    if len(right) > 1 and len(texts) == 1 and own > values[0]:
+        message = f"{name} gives {tries[0].value:g} to each of {len(tries) - 1} texts, right ones and wrong ones"
+        yield message, "a model learns to say anything at all: check the comparison"
+    elif len(right) > 1 and own < min(wrong) and max(right) <= min(wrong):
         message = f"{name} gives a row's own answer {tries[0].value:g}, and an empty completion {tries[1].value:g}"
         yield f"{message}: with this weight a right completion lowers the reward", "check the comparison and the weight"

@@ -192,7 +192,7 @@ def _differences(shapes: Shapes, config: Mapping[str, Any], head: HeadKind) -> I
             message = f"{parameter.name} has shape {list(stored)}, but config.json means {list(parameter.shape)}"
             yield message, OTHER_CONFIG
             return
-    if known and not config.get("text_config") and (wrong := _lacking(shapes, known)):
+    if known and not config.get("text_config") and (wrong := _lacking(shapes, known) or _without_place(shapes, known)):
         yield wrong
 
 
@@ -210,6 +210,19 @@ def _lacking(shapes: Shapes, known: ModelTensors) -> Wrong | None:
         return f"the weights have other names than the model's: {missing[0]} is missing, {found} is there", OTHER_CONFIG
     hint = "is it a causal language model, and are all its weight files there?"
     return f"lacks {len(missing)} of the model's {len(names)} weights, first {missing[0]}", hint
+
+
+def _without_place(shapes: Shapes, known: ModelTensors) -> Wrong | None:
+    """Weights of layers that the model of this config has no place for, and that would be left out without a word."""
+    names = {parameter.name for parameter in known.parameters}
+    if any(".experts." in name for name in names):
+        return None
+    own = {name.partition(".")[2] for name in names} | names
+    linear = [name for name in shapes if _LAYER.search(name) and name.endswith(("_proj.weight", "_proj.bias"))]
+    extra = [name for name in linear if name not in own]
+    if not extra:
+        return None
+    return f"the model of config.json has no place for {len(extra)} of the weights, first {extra[0]}", OTHER_CONFIG
 
 
 def _other_depth(names: Iterable[str], config: Mapping[str, Any]) -> Wrong | None:

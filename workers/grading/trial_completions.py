@@ -22,6 +22,7 @@ _WRONG = (
 
 
 def likely_completions(answer: str | None) -> list[tuple[str, bool]]:
-    """(completion, whether it is right) of a row with this answer, besides the answer itself and nothing at all."""
+    """(completion, whether it is right) of a row with this answer, besides the answer itself and nothing at all. One
+    comes twice."""
     right = [] if answer is None else [(form.format(answer), True) for form in _RIGHT]
-    return [*right, *((text, False) for text in _WRONG)]
+    return [*right, *((text, False) for text in (*_WRONG, _WRONG[0]))]

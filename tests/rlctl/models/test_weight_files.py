@@ -87,3 +87,16 @@ def test_a_head_beside_an_embedding_that_it_is_tied_to(tmp_path: Path, same: boo
     wrong = "config.json ties the head to the embedding, and model.safetensors holds another lm_head.weight"
     assert [said for said, _ in found] == ([] if same else [wrong])
     assert [*weight_problems(tmp_path, config)] == []
+
+
+def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path) -> None:
+    """The config of a llama over a Qwen2: transformers leaves the biases out without an error."""
+    qwen2, llama = FAMILIES["qwen2"].config, {**FAMILIES["qwen2"].config, "model_type": "llama"}
+    known = tensors_of_config(qwen2)
+    assert known is not None
+    write_weights(tmp_path / "model.safetensors", {one.name: one.shape for one in known.parameters})
+    assert [*weight_problems(tmp_path, qwen2)] == []
+    ((said, hint),) = weight_problems(tmp_path, llama)
+    assert "has no place for" in said
+    assert "_proj.bias" in said
+    assert hint == OTHER_CONFIG

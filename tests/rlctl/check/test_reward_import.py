@@ -1,0 +1,30 @@
+"""Reward functions as `check-config` calls them: one that hangs on some completions is not waited for long."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from corpus import write_case
+
+from rlctl.check import reward_import
+from rlctl.check.findings import examine
+
+HANGS = """import time
+
+def score(completion, answer):
+    if "sure" in completion:
+        time.sleep(60)
+    return float(completion == answer)
+"""
+
+
+def test_a_function_that_hangs_on_a_likely_completion_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_import, "CALL_S", 0.5)
+    terms = {"reward.terms": [{"kind": "function", "path": "r.py:score"}]}
+    started = time.monotonic()
+    found = examine(write_case({"set": terms, "files": {"r.py": HANGS}}, tmp_path), ())
+    assert time.monotonic() - started < 20
+    (said,) = found.warnings
+    assert 'called with the completion "I am not sure.", gives no score: it took more than 0.5 s' in said.message
