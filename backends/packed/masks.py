@@ -40,20 +40,20 @@ class PackedRows:
         )
         staging.send()  # masks are made of them at once
 
+    # What compares queries with keys must not compute with them first: [T, T] of whole numbers are 8 bytes each.
     def sees(self, window: int | None) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
         """Whether the token in row `query` sees the one in row `key`; as flex_attention wants it."""
         segment_T, parent_T, position_T = self.segment_T, self.parent_T, self.position_T
 
         def seen(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
             together = (segment_T[query] == segment_T[key]) | (parent_T[query] == segment_T[key])
-            distance = position_T[query] - position_T[key]
-            return together & (distance >= 0)
+            return together & (position_T[query] >= position_T[key])
 
         if window is None:
             return seen
 
         def seen_in_window(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
-            return seen(_batch, _head, query, key) & (position_T[query] - position_T[key] < window)
+            return seen(_batch, _head, query, key) & ((position_T - window)[query] < position_T[key])
 
         return seen_in_window
 

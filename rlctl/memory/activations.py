@@ -30,7 +30,6 @@ class Pass:
     dtype: DType
     device: str
     tokens: int  # T, of a row as this rank holds it: a part, where ranks share rows
-    longest: int  # tokens of the longest sequence
     logits_chunk: int
     attention: str
     recomputed: int  # layers
@@ -47,6 +46,11 @@ class Pass:
     @property
     def size(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row, however many ranks share it."""
+        return self.tokens * self.sequence_parallel
 
     @property
     def mlp_width(self) -> int:
@@ -79,6 +83,8 @@ def learning_parts(work: Pass) -> Iterator[Part]:
     logits, backward = _head_bytes(work) - (kept if all_again else 0) - elsewhere, _backward_bytes(work)
     name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
     yield Part(name, max(logits, backward), _LEARN)
+    if mask := _mask_bytes(work):
+        yield Part("attention mask", mask, _LEARN)
 
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
@@ -104,20 +110,36 @@ def _layer_bytes(work: Pass) -> int:
     query, key = (heads * facts.head_dim // work.tensor for heads in (facts.heads, kv_heads))
     # Queries, keys, values and the output, which is kept once more in the order of the row.
     attention = (3 * query + 2 * key) * size
-    if work.attention == "eager":
-        attention += facts.heads // work.tensor * work.longest * (_FP32 + 2 * size)
+    if work.attention == "eager":  # softmax in fp32, and what it becomes
+        attention += _scores(work) * (_FP32 if size == _FP32 else _FP32 + size)
     experts = 2 * facts.hidden_size * int(work.config.get("num_experts_per_tok", 2)) if facts.experts else 0
     return work.tokens * (norms + attention + (4 * work.mlp_width + experts // work.rows_cut) * size)
 
 
+def _scores(work: Pass) -> int:
+    """That eager attention computes for each token: with all tokens of the row, whoever sees them. Ranks that share a
+    row have fewer heads of more tokens."""
+    return work.facts.heads // work.tensor * work.row if work.attention == "eager" else 0
+
+
+def _mask_bytes(work: Pass) -> int:
+    """Of eager attention, for each kind of layers: made once for a micro-batch, on every rank of the whole row."""
+    if work.attention != "eager":
+        return 0
+    kinds = len({*(work.config.get("layer_types") or ())}) or 1
+    return work.row**2 * (kinds if work.facts.sliding_window else 1) * work.size
+
+
 def _backward_bytes(work: Pass) -> int:
     """Gradients under way in a layer, on top of what it kept."""
-    return work.tokens * (2 * work.mlp_width + 2 * work.facts.hidden_size) * work.size
+    under_way = 2 * work.mlp_width + 2 * work.facts.hidden_size
+    return work.tokens * max(under_way * work.size, _scores(work) * _FP32)
 
 
 def _forward_bytes(work: Pass) -> int:
     """A layer that keeps nothing."""
-    return work.tokens * (3 * work.mlp_width + 4 * work.facts.hidden_size) * work.size
+    one_layer = (3 * work.mlp_width + 4 * work.facts.hidden_size) * work.size
+    return work.tokens * max(one_layer, _scores(work) * (_FP32 + 2 * work.size)) + _mask_bytes(work)
 
 
 def _head_bytes(work: Pass) -> int:

@@ -13,6 +13,7 @@ from rlctl.memory.role_memory import RoleMemory
 from rlctl.memory.role_models import Model, find_model
 from rlctl.processes.placement import make_plan
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, MOMENTS, SAMPLING, SCORING, Moment, Part
+from specs.rules.attention_rules import AtHand, attention_of
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
 from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
@@ -119,15 +120,15 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
     here = section.engine if isinstance(section.engine, TrainedHere) else None
     chunk = tokens if here is None else here.logits_chunk(model.facts.vocab_size, on_gpu=device != "cpu")
     again = getattr(section, "gradient_checkpointing", False)
+    decision = attention_of(spec, role, AtHand(config=model.config))  # `auto` may come to eager
     return Pass(
         facts=model.facts,
         config=model.config,
         dtype=section.dtype,
         device=device,
         tokens=tokens,
-        longest=spec.longest_tokens(role),
         logits_chunk=chunk,
-        attention=spec.attention(role),
+        attention=decision.implementation if decision is not None else "",
         recomputed=model.facts.layers if again is True else int(again),
         sequence_parallel=sequence_parallel_of(section),
         tensor=axis_of(section, TENSOR),

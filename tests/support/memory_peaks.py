@@ -50,7 +50,12 @@ def peak_of(folder: Path, case: dict[str, Any]) -> int:
         engine=DdpTable(logits_chunk_tokens=case["logits_chunk"]),
         micro_batch_tokens=case["tokens"],
         gradient_checkpointing=case["recompute"],
-        model={"max_sequence_tokens": case["longest"], "head": case["head"], "dtype": case["dtype"]},
+        model={
+            "max_sequence_tokens": case["longest"],
+            "head": case["head"],
+            "dtype": case["dtype"],
+            "attn_implementation": case["attention"],
+        },
     )
     engine = build_engine(config)
     policy = grpo(anchor="current", entropy_coef=0.01 if case["entropy"] else 0.0)

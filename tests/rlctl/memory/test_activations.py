@@ -31,7 +31,15 @@ def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }
-    rest = {"head": "lm", "tokens": 1024, "longest": LONGEST, "logits_chunk": 256, "recompute": False, "entropy": False}
+    rest: dict[str, Any] = {
+        "head": "lm",
+        "tokens": 1024,
+        "longest": LONGEST,
+        "logits_chunk": 256,
+        "recompute": False,
+        "entropy": False,
+    }
+    rest["attention"] = "sdpa"
     return {"model": model, **rest, "dtype": "fp32", **more}
 
 
@@ -41,6 +49,8 @@ CASES = {
     "logits": case(128, 352, 1, 16000, entropy=True),
     "no logits, a critic": case(256, 704, 4, 16000, head="value"),
     "two layers of four recomputed": case(256, 704, 4, 2000, recompute=2),
+    "scores of a whole row": case(256, 704, 4, 2000, attention="eager"),
+    "scores of a whole row, recomputed": case(256, 704, 4, 2000, attention="eager", recompute=True),
     "recomputed, twice as wide": case(512, 1408, 4, 2000, recompute=True),
 }
 
@@ -78,9 +88,8 @@ def test_estimates_are_near_the_peaks(measured: dict[str, int], name: str) -> No
         dtype=chosen["dtype"],
         device="cpu",
         tokens=chosen["tokens"],
-        longest=LONGEST,
         logits_chunk=chosen["logits_chunk"],
-        attention="sdpa",
+        attention=chosen["attention"],
         recomputed=facts.layers if chosen["recompute"] is True else chosen["recompute"],
         head=chosen["head"],
         entropy=chosen["entropy"],

@@ -151,6 +151,23 @@ def test_a_small_gpu_does_not_fit_and_the_suggestion_does(planned: Any) -> None:
     assert "not even one sequence" in hopeless["why"]
 
 
+def test_eager_attention_holds_a_matrix_of_the_whole_row(planned: Any) -> None:
+    """Also where ranks share it."""
+    row = ("actor.sequence_parallel=4", "actor.micro_batch_tokens=1024")
+    eager = planned("grpo-8gpu-colocated", "actor.attn_implementation=eager", *row)
+    assert part(eager, "actor", "attention mask") == 4096**2 * 2
+    fused = planned("grpo-8gpu-colocated", *row)
+    assert "attention mask" not in {each["name"] for each in fused["roles"]["actor"]["parts"]}
+
+
+def test_auto_may_come_to_eager_attention(planned: Any) -> None:
+    """sdpa knows nothing of a cap on scores, and flash attention is for bf16."""
+    capped = {**QWEN_7B, "attn_logit_softcapping": 50.0}
+    own = ("actor.dtype=fp32", "actor.attn_implementation=auto", "actor.sequence_parallel=4")
+    auto = planned("grpo-8gpu-colocated", *own, "actor.micro_batch_tokens=1024", config=capped)
+    assert part(auto, "actor", "attention mask") == 4096**2 * 4
+
+
 def test_recomputing_saves_activations(planned: Any) -> None:
     kept = planned("grpo-8gpu-colocated", "actor.gradient_checkpointing=false")
     recomputed = planned("grpo-8gpu-colocated")
