@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What a flood of strangers at the driver's door costs a run.
 
-    .venv/bin/python scripts/bench_flood.py [--window-s 20] [--rounds 3] [--kinds hello stream] [--preset quickstart]
+    .venv/bin/python scripts/bench_flood.py [--window-s 20] [--between-s 20] [--rounds 3] [--kinds hello stream]
 
 One run trains on. By turns it is left alone, two processes flood a port that is nobody's (their own use of the cores),
 and two processes flood the driver (tests/support/flood.py). Afterwards the same steps run undisturbed, and must give
@@ -38,6 +38,9 @@ KEEP_GOING = ("run.steps=1000000", "checkpoint.every=1000000", "eval.every=10000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--window-s", type=float, default=20.0)
+    parser.add_argument(
+        "--between-s", type=float, help="windows in which the driver is not flooded; as long unless said"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs=2, choices=KINDS, default=["hello", "stream"])
     parser.add_argument("--preset", default="quickstart")
@@ -77,9 +80,10 @@ def disturbed(spec: Path, run: Path, args: argparse.Namespace) -> tuple[dict[str
         ports = {"quiet": 0, "nobody": door.getsockname()[1], "driver": port_of(process.pid)}
         for _ in range(args.rounds):
             for where, port in ports.items():
-                with flooded(f"tcp://127.0.0.1:{port}", tuple(args.kinds) if port else (), args.window_s):
+                window_s = args.window_s if where == "driver" or args.between_s is None else args.between_s
+                with flooded(f"tcp://127.0.0.1:{port}", tuple(args.kinds) if port else (), window_s):
                     before, since = cpu_ms(process.pid), len(numbers(run))
-                    paces[where].append(pace(run, args.window_s))
+                    paces[where].append(pace(run, window_s))
                     costs[where].append((cpu_ms(process.pid) - before) / max(1, len(numbers(run)) - since))
                 assert process.poll() is None, "the run ended"
     return paces, costs
