@@ -42,15 +42,19 @@ class SteadySync:
         body: Mapping[str, Any],
         built: Sequence[AsBuilt],
         limit: int,
+        least: int | None = None,
+        far: Mapping[int, str] | None = None,
         start_timeout_s: float,
         warn: Callable[[str], None],
     ) -> None:
-        """`body` is what the rollout was told to build, `built` what its ranks reported."""
+        """`body` is what the rollout was told to build, `built` what its ranks reported. The run
+        goes on with `least` of them; `far`: rank → host of those on other hosts (rlctl/processes/rank_states.py)."""
         self.groups, self.residency, self.weights = groups, residency, weights
         self.body, self.built, self.start_timeout_s = body, built, start_timeout_s
         self._warn = warn
         self.ranks = groups.ranks
-        self.ranks.allow_restarts(RestartPolicy(ROLLOUT, limit, self._say))
+        self._far = far or {}
+        self.ranks.allow_restarts(RestartPolicy(ROLLOUT, limit, self._say, least, frozenset(self._far)))
         self._seconds = 0.0
 
     def run(self, step: int | None = None) -> SyncReport:
@@ -92,7 +96,10 @@ class SteadySync:
     def take_metrics(self) -> dict[str, float | int]:
         """Restarts of this attempt so far, and seconds spent on them since the last call."""
         seconds, self._seconds = self._seconds, 0.0
-        return {"rollout/restarts": self.ranks.restarts, "time/restart_s": seconds}
+        told: dict[str, float | int] = {"rollout/restarts": self.ranks.restarts, "time/restart_s": seconds}
+        if dropped := self.ranks.dropped(ROLLOUT):
+            told["rollout/dropped"] = len(dropped)
+        return told
 
     def _bring_back(self, step: int | None) -> None:
         self.residency.enter("build", step=step)
@@ -118,6 +125,13 @@ class SteadySync:
             return [*call.answers.values()]
 
     def _say(self, lost: Evidence) -> None:
+        if lost.rank in self.ranks.dropped(ROLLOUT):
+            here, host = self.groups[ROLLOUT].size, self._far.get(lost.rank, "")
+            self._warn(
+                f"{lost.role} rank {lost.rank}{f' on {host}' if host else ''} is lost for good: {lost.message}. "
+                f"The run goes on with {here} of them (rollout.min_processes = {self.ranks.policy.least})"
+            )
+            return
         restart, limit = self.ranks.restarts + len(self.ranks.lost(ROLLOUT)), self.ranks.policy.limit
         log_path = self.groups.launcher.log_path(lost.role, lost.rank)
         self._warn(

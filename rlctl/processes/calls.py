@@ -56,6 +56,10 @@ class Call:
     def sent(self) -> bool:
         return self._deadline is not None
 
+    def sent_before(self, moment: float) -> bool:
+        """Whether it was sent before a time of the monotonic clock."""
+        return self._deadline is not None and self._deadline - self.timeout_s < moment
+
     @property
     def missing(self) -> list[int]:
         """Ranks that have not answered, but may."""

@@ -59,11 +59,22 @@ class Group:
     """All ranks of one role. One verb is in flight at a time; further ones wait in line."""
 
     def __init__(self, role: str, size: int, groups: Groups) -> None:
-        self.role, self.size = role, size
+        self.role, self._processes = role, size
         self.line: deque[Call] = deque()  # the first is in flight
         self._groups = groups
         self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
         self._number = 0
+
+    @property
+    def here(self) -> list[int]:
+        """Ranks that take part: all but those that were dropped."""
+        dropped = self._groups.ranks.dropped(self.role)
+        return [rank for rank in range(self._processes) if rank not in dropped]
+
+    @property
+    def size(self) -> int:
+        """How many take part."""
+        return len(self.here)
 
     def call(self, verb: Verb, body: Bodies = None, tensors: Blobs = None, **terms: Unpack[Terms]) -> list[Message]:
         """Ask every rank and wait; answers by rank. A single body or tensors go to all of them, a list one to each.
@@ -89,7 +100,8 @@ class Group:
         """
         groups = self._groups
         self._number += 1
-        frames = frames_by_rank(verb, self._number, self.size if ranks is None else len(ranks), body, tensors)
+        ranks = self.here if ranks is None else ranks
+        frames = frames_by_rank(verb, self._number, len(ranks), body, tensors)
         call = Call(verb, self._number, frames, step, timeout_s or groups.verb_timeout_s, groups.tick, on_part, ranks)
         self.line.append(call)
         self.send_next()
@@ -98,7 +110,8 @@ class Group:
     def send_next(self) -> None:
         """Send the first in line unless it is on its way."""
         if self.line and not self.line[0].sent:
-            call, lost = self.line[0], self._groups.ranks.lost(self.role)
+            call, states = self.line[0], self._groups.ranks
+            lost = states.lost(self.role) + states.dropped(self.role)
             self._groups.watch.moved()
             for rank, frames in zip(call.ranks, call.start(), strict=True):
                 if rank in lost:
@@ -175,6 +188,7 @@ class Groups:
         self._below_launchers = RankProcesses()
         self._ended_first: dict[str, list[int]] = {}  # role → of ranks below a launcher, those seen to end first
         self._ticked_at = self._looked_at = 0.0
+        self._dropped_at = 0.0  # when a rank was dropped last: verbs sent before that may fail for its sake
         self._closed = False
         self._overdue = False  # a rank did not answer in time
 
@@ -242,7 +256,7 @@ class Groups:
             self.tick()
 
     def _is_awaited(self, place: Place) -> bool:
-        return place not in self.members and self.ranks[place] is not RankState.LOST
+        return place not in self.members and self.ranks[place] not in (RankState.LOST, RankState.DROPPED)
 
     def tick(self, timeout_s: float = _TICK_S) -> None:
         """Wait up to `timeout_s` for something to happen and handle it. Raises RoleFailure."""
@@ -362,8 +376,11 @@ class Groups:
             self.launcher.kill(evidence.role, evidence.rank)
             self.watch.moved()
             self._groups[evidence.role].lose(evidence.rank)
+            if evidence.rank in self.ranks.dropped(evidence.role):
+                self._dropped_at = time.monotonic()
             self.ranks.policy.on_loss(evidence)
-        if self.ranks.any_in(RankState.LOST):
+        lines = [group.line[0] for group in self._groups.values() if group.line]
+        if self.ranks.any_in(RankState.LOST) or any(call.sent_before(self._dropped_at) for call in lines):
             for error, call in self._held.take_all():
                 self._groups[error.role].lose(error.rank, call)
         elif not self.ranks.any_in(RankState.LEAVING):

@@ -26,13 +26,15 @@ class RankState(StrEnum):
     LEAVING = "leaving"  # it ended or hangs, but what it sent before may still be on its way
     LOST = "lost"  # nothing more comes from it; it can be started again
     RESTARTING = "restarting"  # started again, and not yet built as it was
+    DROPPED = "dropped"  # lost for good, and the run goes on without it
     GONE = "gone"  # it ended or hangs, and is not started again: the run ends
 
 
 TRANSITIONS: Mapping[RankState, frozenset[RankState]] = {
     RankState.STARTING: frozenset({RankState.RUNNING, RankState.GONE}),
     RankState.RUNNING: frozenset({RankState.LEAVING, RankState.GONE}),
-    RankState.LEAVING: frozenset({RankState.LOST}),
+    RankState.LEAVING: frozenset({RankState.LOST, RankState.DROPPED}),
+    RankState.DROPPED: frozenset(),
     RankState.LOST: frozenset({RankState.RESTARTING}),
     # LEAVING: lost once more. LOST: somebody broke the restart off (Ctrl-C), and it does not count.
     RankState.RESTARTING: frozenset({RankState.RUNNING, RankState.LEAVING, RankState.LOST, RankState.GONE}),
@@ -42,11 +44,16 @@ TRANSITIONS: Mapping[RankState, frozenset[RankState]] = {
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Ranks of `role` are started again, at most `limit` times in all; `on_loss` hears of each loss. Role "": none."""
+    """Ranks of `role` are started again, at most `limit` times in all; `on_loss` hears of each loss. Role "": none.
+
+    As long as `least` are left (None: never), a rank is dropped where no restart is left, or where it is one of those
+    on other hosts (`far`) and gives no sign of life: its host may be gone."""
 
     role: str = ""
     limit: int = 0
     on_loss: Callable[[Evidence], None] = lambda evidence: None
+    least: int | None = None
+    far: frozenset[int] = frozenset()
 
 
 class RankStates:
@@ -57,6 +64,7 @@ class RankStates:
         self.restarts = 0  # begun so far and not broken off
         self._states: dict[Place, RankState] = {}
         self._leaving: dict[Place, tuple[Evidence, float]] = {}  # why, and until when messages may still arrive
+        self._to_drop: set[Place] = set()  # of those that leave or have left
 
     def __getitem__(self, place: Place) -> RankState:
         """Raises KeyError for a rank that was never started."""
@@ -66,14 +74,18 @@ class RankStates:
         """Ranks of a role that nobody needs to wait for, and that can be started again."""
         return self._ranks(role, RankState.LOST)
 
+    def dropped(self, role: str) -> list[int]:
+        """Ranks of a role that the run goes on without."""
+        return self._ranks(role, RankState.DROPPED)
+
     def any_in(self, *states: RankState) -> bool:
         return any(state in states for state in self._states.values())
 
     @property
     def restarts_used(self) -> int:
         """Restarts so far, and those that are due."""
-        due = sum(state in (RankState.LEAVING, RankState.LOST) for state in self._states.values())
-        return self.restarts + due
+        leaving = {place for place, state in self._states.items() if state in (RankState.LEAVING, RankState.LOST)}
+        return self.restarts + len(leaving - self._to_drop)
 
     def allow_restarts(self, policy: RestartPolicy) -> None:
         """From now on the loss of a rank of the policy's role does not end the run."""
@@ -98,9 +110,13 @@ class RankStates:
         if not (evidence.permanent or evidence.cause in (Cause.ENGINE_DIED, Cause.STALLED)):
             return False
         state = self._states[place]
-        if state in (RankState.LEAVING, RankState.LOST):
+        if state in (RankState.LEAVING, RankState.LOST, RankState.DROPPED):
             return True  # more signs of the same loss
-        if self.may_restart(place):
+        silent = evidence.cause is Cause.SILENT and evidence.rank in self.policy.far
+        drop = self._may_drop(place) and (silent or not self.may_restart(place))
+        if drop:
+            self._to_drop.add(place)
+        if drop or self.may_restart(place):
             self._move(place, RankState.LEAVING)
             self._leaving[place] = evidence, time.monotonic() + grace_s
             return True
@@ -114,7 +130,7 @@ class RankStates:
         due = {place: evidence for place, (evidence, until) in self._leaving.items() if now >= until}
         for place in due:
             del self._leaving[place]
-            self._move(place, RankState.LOST)
+            self._move(place, RankState.DROPPED if place in self._to_drop else RankState.LOST)
         return list(due.values())
 
     def begin_restart(self, role: str) -> list[int]:
@@ -144,6 +160,12 @@ class RankStates:
         """Whether the loss of this rank would be made good."""
         of_policy = place[0] == self.policy.role and self.restarts_used < self.policy.limit
         return of_policy and self._states[place] in (RankState.RUNNING, RankState.RESTARTING)
+
+    def _may_drop(self, place: Place) -> bool:
+        role, least = self.policy.role, self.policy.least
+        if place[0] != role or least is None or self._states[place] not in (RankState.RUNNING, RankState.RESTARTING):
+            return False
+        return len({other for other in self._states if other[0] == role} - self._to_drop - {place}) >= least
 
     def _ranks(self, role: str, state: RankState) -> list[int]:
         return sorted(rank for (name, rank), now in self._states.items() if name == role and now is state)

@@ -56,6 +56,8 @@ def start(
         body=bodies[ROLLOUT],
         built=reports[ROLLOUT],
         limit=spec.rollout.max_restarts,
+        least=spec.rollout.min_processes,
+        far={rank: host for rank in range(spec.rollout.processes) if (host := plan.role(ROLLOUT).host_of(rank))},
         start_timeout_s=spec.run.start_timeout_s,
         warn=progress.warning,
     )

@@ -19,6 +19,11 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
     for role, section in sections:
         if section.nodes > 1:
             yield from _role(role, section)
+    least = spec.rollout.min_processes
+    if least is not None and least > spec.rollout.processes:
+        hint = f"use at most {spec.rollout.processes}, or raise rollout.processes"
+        message = f"rollout has {spec.rollout.processes} processes to begin with"
+        yield Problem("rollout.min_processes", message, hint, str(least))
     cluster = spec.cluster
     far = [section for _, section in sections if section.leaves_host]
     if cluster is not None:

@@ -250,6 +250,12 @@ class RolloutSection(RoleSection):
         description="How often replicas that crashed or hang are started again before the run fails, in all and per "
         "attempt; 0: never.",
     )
+    min_processes: int | None = Field(
+        None,
+        ge=1,
+        description="Replicas with which the run still goes on. Where more are left, one that cannot be started again "
+        "(restarts used up, or its host silent) is left out until the next attempt. Unset: all are needed.",
+    )
 
     @property
     def hosts(self) -> range:

@@ -39,7 +39,8 @@ class GroupWriter(BucketWriter):
         self._sizes, self._windows = list(sizes), windows
         before, self._hosts = self._hosts, [list(host) for host in known.hosts]
         if self.device != "cpu" or not known.hosts:
-            self._hosts = [[replica] for replica in range(readers)]
+            each = [replica for host in known.hosts for replica in host]  # not 0 … where one was dropped
+            self._hosts = [[replica] for replica in (each or range(readers))]
         if renew or self.meeting is None or self._hosts != before:
             self.close()
             self.meeting = host_meeting(self.address, 1 + len(self._hosts))

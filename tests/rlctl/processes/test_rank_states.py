@@ -14,7 +14,7 @@ S = RankState
 LEGAL = {
     (S.STARTING, S.RUNNING), (S.STARTING, S.GONE),
     (S.RUNNING, S.LEAVING), (S.RUNNING, S.GONE),
-    (S.LEAVING, S.LOST),
+    (S.LEAVING, S.LOST), (S.LEAVING, S.DROPPED),
     (S.LOST, S.RESTARTING),
     (S.RESTARTING, S.RUNNING), (S.RESTARTING, S.LEAVING), (S.RESTARTING, S.LOST), (S.RESTARTING, S.GONE),
 }  # fmt: skip
@@ -48,6 +48,14 @@ def lose() -> RankStates:
     return ranks
 
 
+def drop() -> RankStates:
+    ranks = run()
+    ranks.allow_restarts(RestartPolicy("rollout", 0, least=1))
+    assert ranks.failed(ENDED)
+    assert ranks.newly_lost() == [ENDED]
+    return ranks
+
+
 def restart() -> RankStates:
     ranks = lose()
     assert ranks.begin_restart("rollout") == [1]
@@ -60,7 +68,10 @@ def go() -> RankStates:
     return ranks
 
 
-WAYS = {S.STARTING: start, S.RUNNING: run, S.LEAVING: leave, S.LOST: lose, S.RESTARTING: restart, S.GONE: go}
+WAYS = {
+    **{S.STARTING: start, S.RUNNING: run, S.LEAVING: leave, S.LOST: lose},
+    **{S.RESTARTING: restart, S.DROPPED: drop, S.GONE: go},
+}
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(S, S)))
@@ -120,8 +131,29 @@ def test_what_a_report_leads_to(state: RankState, report: str) -> None:
 
 def test_each_move_is_one_of_the_table() -> None:
     assert {(state, after) for (state, _), after in MOVES.items()} <= LEGAL
-    without_restarts = {(S.RUNNING, S.GONE), (S.RESTARTING, S.GONE)}
+    without_restarts = {(S.RUNNING, S.GONE), (S.RESTARTING, S.GONE), (S.LEAVING, S.DROPPED)}
     assert {(state, after) for (state, _), after in MOVES.items()} | without_restarts == LEGAL
+
+
+@pytest.mark.parametrize(
+    ("cause", "far", "limit", "least", "after"),
+    [
+        (Cause.SILENT, {1}, 3, 1, S.DROPPED),  # its host may be gone
+        (Cause.SILENT, {0}, 3, 1, S.LOST),
+        (Cause.SILENT, {1}, 3, 2, S.LOST),
+        (Cause.SILENT, {1}, 3, None, S.LOST),
+        (Cause.ENDED, {1}, 3, 1, S.LOST),
+        (Cause.ENDED, {1}, 0, 1, S.DROPPED),
+        (Cause.ENDED, {1}, 0, 2, S.GONE),
+    ],
+)
+def test_who_is_dropped(cause: Cause, far: set[int], limit: int, least: int | None, after: RankState) -> None:
+    ranks = run()
+    ranks.allow_restarts(RestartPolicy("rollout", limit, least=least, far=frozenset(far)))
+    ranks.failed(Evidence(*RANK, cause, ""))
+    ranks.newly_lost()
+    assert ranks[RANK] is after
+    assert ranks.restarts_used == (after is S.LOST), "what is dropped is no restart"
 
 
 @pytest.mark.parametrize("message", ["Connection closed by peer", "timed out", "SamplerDied", "ok", ""])

@@ -49,6 +49,8 @@ AT_RUN_TIME = {
     "run.verb_timeout_s": "tests/rlctl/processes/test_groups.py::test_a_missed_deadline_shows_where_the_rank_is",
     "run.stall_timeout_s": "tests/rlctl/processes/test_stall_watch.py::test_a_stuck_rollout_is_started_again",
     "run.heartbeat_timeout_s": "tests/rlctl/processes/test_groups.py::test_a_stopped_rank_is_noticed_and_ended",
+    "rollout.min_processes": "tests/rlctl/processes/test_groups_restarts.py::"
+    "test_a_replica_that_is_lost_for_good_is_left_out",
     "rollout.max_restarts": "tests/rlctl/loop/test_recovery.py::"
     "test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever",
     "rollout.top_p": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
