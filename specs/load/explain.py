@@ -23,7 +23,7 @@ from specs.load.keys import (
     tables_at,
     value_at,
 )
-from specs.load.synonyms import ABSENT, RENAMED, SECTIONS, SYNONYMS, TWINS
+from specs.load.synonyms import ABSENT, NOT_YET, NOT_YET_KINDS, RENAMED, SECTIONS, SYNONYMS, TWINS
 from specs.schema.engines.foreign import foreign_kinds
 from specs.schema.roles import ROLES
 from specs.schema.table import Table
@@ -198,6 +198,8 @@ def _not_one_of(path: Path, given: Any, expected: str, raw: dict[str, Any]) -> P
     near = closest(str(wrong), known)
     what = "unknown kind" if key.endswith("kind") else "not a choice"
     hint = f'did you mean "{near}"?' if near else _other_family(path, wrong, family)
+    if wrong in NOT_YET_KINDS:
+        hint = f"{wrong} is not in rlctl yet"
     return Problem(key, f"{what}; known: {', '.join(known)}", hint, show(wrong))
 
 
@@ -250,6 +252,8 @@ def _where(name: str, here: list[str], parent: Path) -> str:
         return f"did you mean `{of_this_section}`?"
     if name in ABSENT and name not in homes():
         return ABSENT[name]
+    if name in NOT_YET and name not in homes():
+        return f"another tool's key; what it does is not in rlctl yet: remove {name}"
     foreign = SYNONYMS.get(name, "")
     if foreign and (last := foreign.rpartition(".")[2]) in here:
         return f"did you mean `{dotted((*parent, last))}`?"
