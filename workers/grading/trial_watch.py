@@ -33,6 +33,9 @@ class TrialRow(dict[str, Any]):
         return TrialRow(self, self._missed)
 
 
+TrialRow.__name__ = "dict"  # errors of a trial read like those of a run
+
+
 class TrialWatch:
     """While it is entered, notes the errors that pass through functions of `folder`'s files, raised there or below."""
 
