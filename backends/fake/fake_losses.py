@@ -133,14 +133,19 @@ def _kl(d_N: Column, estimator: str) -> tuple[Column, Column]:
 
 
 def _ppo_clip(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: PpoClip) -> FakePolicyLoss:
-    advantage_N, log_ratio_N = columns.advantage_N, logprob_N - anchor_N
+    return _clipped_surrogate(logprob_N - anchor_N, columns.advantage_N, loss, loss.dual_clip)
+
+
+def _clipped_surrogate(
+    log_ratio_N: Column, advantage_N: Column, loss: PpoClip | ClipCovLoss, dual_clip: float | None = None
+) -> FakePolicyLoss:
     ratio_N = np.exp(np.clip(log_ratio_N, -20, 20))
     plain_N = -advantage_N * ratio_N
     bounded_N = -advantage_N * np.clip(ratio_N, 1 - loss.clip_low, 1 + loss.clip_high)
     clipped_N = bounded_N > plain_N
     loss_N = np.where(clipped_N, bounded_N, plain_N)
-    if loss.dual_clip is not None:
-        ceiling_N = -advantage_N * loss.dual_clip
+    if dual_clip is not None:
+        ceiling_N = -advantage_N * dual_clip
         over_N = (advantage_N < 0) & (loss_N > ceiling_N)
         loss_N, clipped_N = np.where(over_N, ceiling_N, loss_N), clipped_N | over_N
     by_logprob_N = np.where(clipped_N | (np.abs(log_ratio_N) > 20), 0.0, plain_N)
@@ -204,28 +209,27 @@ def _gmpo(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: GmpoL
 
 
 def _clip_cov(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: ClipCovLoss) -> FakePolicyLoss:
-    plain = _plain_surrogate(logprob_N - anchor_N, columns)
-    kept_N = ~plain.clipped_N
-    return replace(plain, loss_N=plain.loss_N * kept_N, by_logprob_N=plain.by_logprob_N * kept_N)
+    clipped, chosen_N = _clipped_surrogate(logprob_N - anchor_N, columns.advantage_N, loss), _chosen(columns)
+    return replace(
+        clipped,
+        loss_N=clipped.loss_N * ~chosen_N,
+        by_logprob_N=clipped.by_logprob_N * ~chosen_N,
+        clipped_N=clipped.clipped_N | chosen_N,
+    )
 
 
 def _kl_cov(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: KlCovLoss) -> FakePolicyLoss:
     """d |log ρ| / d lp is the sign of log ρ."""
-    plain = _plain_surrogate(logprob_N - anchor_N, columns)
-    coef_N = loss.covariance_kl_coef * plain.clipped_N
-    return replace(
-        plain,
-        loss_N=plain.loss_N + coef_N * np.abs(plain.log_ratio_N),
-        by_logprob_N=plain.by_logprob_N + coef_N * np.sign(plain.log_ratio_N),
-    )
-
-
-def _plain_surrogate(log_ratio_N: Column, columns: FakeColumns) -> FakePolicyLoss:
-    assert columns.covariant_N is not None
+    log_ratio_N, chosen_N = logprob_N - anchor_N, _chosen(columns)
     ratio_N = np.exp(np.clip(log_ratio_N, -20, 20))
-    loss_N = -columns.advantage_N * ratio_N
-    by_logprob_N = np.where(np.abs(log_ratio_N) <= 20, loss_N, 0.0)
-    return FakePolicyLoss(loss_N, by_logprob_N, log_ratio_N, ratio_N, columns.covariant_N > 0)
+    plain_N, coef_N = -columns.advantage_N * ratio_N, loss.covariance_kl_coef * chosen_N
+    by_logprob_N = np.where(np.abs(log_ratio_N) <= 20, plain_N, 0.0) + coef_N * np.sign(log_ratio_N)
+    return FakePolicyLoss(plain_N + coef_N * np.abs(log_ratio_N), by_logprob_N, log_ratio_N, ratio_N, chosen_N)
+
+
+def _chosen(columns: FakeColumns) -> NDArray[np.bool_]:
+    assert columns.covariant_N is not None
+    return np.asarray(columns.covariant_N > 0)
 
 
 def _function(logprob_N: Column, anchor_N: Column, columns: FakeColumns, loss: FunctionLoss) -> FakePolicyLoss:

@@ -169,25 +169,27 @@ def _gmpo(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: Gmpo
 
 
 def _clip_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: ClipCovLoss) -> PolicyLoss:
-    """-A·ρ, and 0 at the chosen tokens (Cui et al. 2025, eq. 12)."""
-    plain, chosen_N = _plain_surrogate(logprob_N - anchor_N, columns)
-    return replace(plain, loss_N=plain.loss_N.masked_fill(chosen_N, 0.0))
+    """The clipped surrogate, and 0 at the chosen tokens (Cui et al. 2025, eq. 12)."""
+    clipped = clipped_surrogate(
+        logprob_N - anchor_N, columns.advantage_N, clip_low=loss.clip_low, clip_high=loss.clip_high
+    )
+    chosen_N = _chosen(columns)
+    return replace(clipped, loss_N=clipped.loss_N.masked_fill(chosen_N, 0.0), clipped_N=clipped.clipped_N | chosen_N)
 
 
 def _kl_cov(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: KlCovLoss) -> PolicyLoss:
     """-A·ρ + coef·|log ρ| at the chosen tokens, -A·ρ elsewhere (Cui et al. 2025, eq. 14; |log ρ| for the KL at a token
     is the authors' own estimate)."""
     log_ratio_N = logprob_N - anchor_N
-    plain, chosen_N = _plain_surrogate(log_ratio_N, columns)
-    return replace(plain, loss_N=plain.loss_N + loss.covariance_kl_coef * (chosen_N * log_ratio_N.abs()))
+    ratio_N, chosen_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), _chosen(columns)
+    loss_N = -columns.advantage_N * ratio_N + loss.covariance_kl_coef * (chosen_N * log_ratio_N.abs())
+    return PolicyLoss(loss_N, log_ratio_N.detach(), ratio_N.detach(), chosen_N)
 
 
-def _plain_surrogate(log_ratio_N: Tensor, columns: TokenColumns) -> tuple[PolicyLoss, Tensor]:
-    """-A·ρ, and which tokens have a high covariance (bool)."""
+def _chosen(columns: TokenColumns) -> Tensor:
+    """Which tokens the loss treats as ones of high covariance (bool)."""
     assert columns.covariant_N is not None, "the loss's columns name it"
-    chosen_N = columns.covariant_N > 0
-    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return PolicyLoss(-columns.advantage_N * ratio_N, log_ratio_N.detach(), ratio_N.detach(), chosen_N), chosen_N
+    return columns.covariant_N > 0
 
 
 def _function(logprob_N: Tensor, anchor_N: Tensor, columns: TokenColumns, loss: FunctionLoss) -> PolicyLoss:

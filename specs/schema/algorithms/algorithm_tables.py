@@ -293,15 +293,19 @@ class ClipCovKeys(LossKeys):
     )
     covariance_low: float = Field(1.0, description="Only tokens with at least this covariance may be left out.")
     covariance_high: float = Field(5.0, description="Only tokens with at most this covariance may be left out.")
+    clip_low: float = Field(1.0, gt=0, le=1, description="Ratio is clipped below at 1 - clip_low; 1: no bound.")
+    clip_high: float = Field(1.0, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
 
 
 class ClipCovLoss(ClipCovKeys, Loss):
-    """-A·ρ, but for a few tokens whose covariance of log-prob and advantage lies in a band: drawn at random, they have
-    no loss and no gradient (Clip-Cov, Cui et al. 2025, eq. 11 and 12)."""
+    """The clipped surrogate, but for a few tokens whose covariance of log-prob and advantage lies in a band: drawn at
+    random, they have no loss and no gradient (Clip-Cov, Cui et al. 2025, eq. 11 and 12, which have no clip; the bounds
+    by default are those of the authors' runs)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
 
     selects_covariant: ClassVar[bool] = True
+    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
 
     def seldom_meant(self) -> Mapping[str, str]:
@@ -474,8 +478,8 @@ class Cispo(CispoKeys, GroupRelativeKeys, Algorithm):
 
 
 class ClipCov(ClipCovKeys, GroupRelativeKeys, Algorithm):
-    """Group-relative advantages without the few tokens that would cost most entropy (Cui et al. 2025). The paper has no
-    other clip."""
+    """Group-relative advantages without the few tokens that would cost most entropy (Cui et al. 2025). The clip is as
+    wide as in the authors' runs: it bounds only ratios above 2."""
 
     kind: Literal["clip_cov"]
 

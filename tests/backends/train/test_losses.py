@@ -136,6 +136,7 @@ OTHERS = [
     SapoLoss(anchor="trainer"),
     SapoLoss(anchor="trainer", tau_positive=0.5, tau_negative=3.0, entropy_coef=0.1),
     ClipCovLoss(anchor="trainer"),
+    ClipCovLoss(anchor="trainer", clip_low=0.2, clip_high=0.3),
     KlCovLoss(anchor="trainer", covariance_kl_coef=0.7, kl_coef=0.3),
 ]
 LOSSES_TO_TRY = [*(grpo(**setting) for setting in SETTINGS), *OTHERS]
@@ -224,6 +225,30 @@ def test_tokens_of_high_covariance_by_hand() -> None:
         (slope,) = torch.autograd.grad(total, lp)
         assert (total.item(), slope.tolist()) == (pytest.approx(value), pytest.approx(slopes))
         assert dict(zip(loss.summed(), sums.tolist(), strict=True))["clipped"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "bounds", "value", "slope", "clipped"),
+    [
+        (1.5, 2.0, {}, -3.0, -3.0, 0.0),
+        (3.0, 2.0, {}, -4.0, 0.0, 1.0),
+        (3.0, 2.0, {"clip_high": 0.5}, -3.0, 0.0, 1.0),
+        (3.0, -2.0, {}, 6.0, 6.0, 0.0),
+        (0.25, -2.0, {}, 0.5, 0.5, 0.0),
+        (0.25, -2.0, {"clip_low": 0.5}, 1.0, 0.0, 1.0),
+    ],
+)
+def test_clip_covs_bounds_by_hand(
+    ratio: float, advantage: float, bounds: dict[str, float], value: float, slope: float, clipped: float
+) -> None:
+    """A token that is not chosen: ratios of up to 2 by default, as in the authors' runs, and any below."""
+    lp, one = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True), torch.ones(1).double()
+    columns = TokenColumns(one, advantage * one, 0 * one, 0 * one, None, covariant_N=0 * one)
+    loss = ClipCovLoss(anchor="trainer", **bounds)
+    total, sums, _ = policy_loss(lp, one, columns, loss)
+    assert total.item() == pytest.approx(value)
+    assert torch.autograd.grad(total, lp)[0].item() == pytest.approx(slope)
+    assert dict(zip(loss.summed(), sums.tolist(), strict=True))["clipped"] == clipped
 
 
 def test_a_correction_weighs_the_policy_loss_alone() -> None:

@@ -102,6 +102,10 @@ NAMED = {
         for key in ("clip_low", "clip_high")
     },
     **{
+        f"ClipCov.{key}": "tests/backends/train/test_losses.py::test_clip_covs_bounds_by_hand"
+        for key in ("clip_low", "clip_high")
+    },
+    **{
         f"{table}.{key}": f"tests/rlctl/loop/loss_columns/test_covariance.py::test_{test}"
         for table, key, test in (
             ("ClipCov", "covariance_share", "tokens_in_the_band_are_drawn"),
