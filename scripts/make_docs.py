@@ -1,4 +1,5 @@
-"""Write `docs/spec.md` from the schema, and `docs/models.md` from what the tests try, so that neither can drift.
+"""Write the pages that are made of the source, so that they cannot drift: `spec.md` of the schema, `models.md` of what
+the tests try, `metrics.md` of where metrics are made.
 
 python scripts/make_docs.py            # write them
 python scripts/make_docs.py --check    # exit 1 when a file is not what it would be
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
+from declared_metrics import declared  # noqa: E402
 from families import FAMILIES, SAMPLED, TRAINED  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
@@ -25,7 +27,6 @@ from specs.schema.spec import Spec  # noqa: E402
 from specs.schema.table import Table  # noqa: E402
 from specs.text import show  # noqa: E402
 
-DOCS = ROOT / "docs"
 INTRO = """# The run spec, key by key
 
 Generated from the tables of `specs/schema/spec.py` by `scripts/make_docs.py`; do not edit.
@@ -199,11 +200,46 @@ def trained_with(kind: str) -> str:
     return ", ".join(f"{dtype}{stages}" for dtype, stages in said.items())
 
 
+# ── docs/metrics.md ───────────────────────────────────────────────────────────────────────────────
+
+METRICS = """# Every metric
+
+Generated from where metrics are made by `scripts/make_docs.py`; do not edit.
+
+`metrics.jsonl` in the run directory has one JSON object per step, `rlctl.load_metrics(RUN_DIR)` reads it
+([python.md](python.md)), trackers get the same names ([tracking.md](tracking.md)), and the report draws them
+([watching.md](watching.md)). Parts in angle brackets vary: `reward/term_<i>` is entry `i` of `reward.terms`, from 0 on;
+`<role>` is a role of the run; `<set>` is the name of an evaluation. A number that is not finite is written as `null`.
+What says nothing of when it is there is in the line of every step.
+"""
+
+
+def render_metrics() -> str:
+    """A table of each first part of a name; without `when`, it is in every step."""
+    groups: dict[str, list[str]] = {}
+    for metric in declared():
+        for name in metric.names:
+            when = (
+                metric.when
+                if name == metric.name
+                else ", ".join(filter(None, ["steps with an evaluation", metric.when]))
+            )
+            cells = [cell.replace("|", "\\|") for cell in (f"`{name}`", metric.unit, metric.meaning, when)]
+            groups.setdefault(name.partition("/")[0], []).append(f"| {' | '.join(cells)} |")
+    lines = [METRICS]
+    for group in sorted(groups):
+        title = f"## `{group}/`" if any(f"`{group}/" in row for row in groups[group]) else f"## `{group}`"
+        lines += [title, "", "| name | unit | meaning | when |", "|---|---|---|---|", *groups[group], ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is stale")
-    check = parser.parse_args().check
-    pages = {DOCS / "spec.md": render(), DOCS / "models.md": render_models()}
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
+    given = parser.parse_args()
+    check, docs = given.check, given.docs
+    pages = {docs / "spec.md": render(), docs / "models.md": render_models(), docs / "metrics.md": render_metrics()}
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if check and stale:
         names = ", ".join(f"docs/{path.name}" for path in stale)

@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from specs.phases import GRADING_METRIC, TIME_METRICS, Phase
+from specs.schema.metric import Metric
+
+METRICS: tuple[Metric, ...] = (
+    Metric(name="time/step_s", unit="s", meaning="The step, without evaluations and checkpoints."),
+    Metric(name="time/rollout_s", unit="s", meaning="Waiting for completions, without the wait for grades."),
+    Metric(name="time/reward_s", unit="s", meaning="Every completion is there, waiting for grades."),
+    Metric(name="time/update_s", unit="s", meaning="Log-probs before the update, gradients, optimizer steps."),
+    Metric(name="time/sync_s", unit="s", meaning="Weights from the actor to the rollout, with the proofs."),
+)
 
 
 class Clock:

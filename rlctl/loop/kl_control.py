@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rlctl.loop.rollouts import Rollouts
 from specs.errors import CheckpointError
 from specs.schema.algorithms.algorithm import Algorithm, AnyLoss, KlEstimator, Loss
+from specs.schema.metric import Metric
 from specs.wire.batch import Batch
 
 MAX_LOG_RATIO, MAX_KL, MAX_ERROR = 20.0, 10.0, 0.2
@@ -32,6 +33,20 @@ def token_kl(estimator: KlEstimator, logprob_T: NDArray[Any], ref_logprob_T: NDA
         return np.asarray(0.5 * d_T**2)
     exp_T = np.exp(np.clip(d_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return np.asarray(np.clip(exp_T - d_T - 1.0, -MAX_KL, MAX_KL))
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="actor/kl_coef",
+        meaning="Weight of the KL in this step, in the loss or in the reward; `algorithm.kl_target` moves it.",
+        when="`algorithm.kl_coef` is not 0",
+    ),
+    Metric(
+        name="reward/kl_penalty",
+        meaning="What the KL takes off a completion's score: weight times its sum over the tokens, on average.",
+        when='`algorithm.kl_in` is "reward" and its weight not 0',
+    ),
+)
 
 
 class KlController:

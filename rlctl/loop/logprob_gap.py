@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specs.errors import LogprobGapError
+from specs.schema.metric import Metric
 from specs.wire.batch import Batch
 
 KEPT_COLUMNS = ("tokens_T", "loss_mask_T", "rollout_logprob_T", "id_B", "row_B", "group_B", "rollout_B")
@@ -62,6 +63,16 @@ class SampleGap:
     mean: float
     largest: float
     position: int
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="rollout/logprob_gap_warnings",
+        unit="steps",
+        meaning="Of this attempt so far, with a gap over `rollout.warn_logprob_gap`.",
+        when="steps in which the actor learns",
+    ),
+)
 
 
 class GapLimits:

@@ -16,6 +16,7 @@ from rlctl.loop.residency import SLEEP_LEVEL
 from rlctl.models import as_built_check
 from rlctl.processes.calls import Body, RanksLost
 from rlctl.processes.rank_states import RestartPolicy
+from specs.schema.metric import Metric
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import Sleep
 from specs.wire.messages import Message, Verb
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from rlctl.processes.groups import Groups
 
 ROLLOUT = "rollout"
+
+METRICS: tuple[Metric, ...] = (
+    Metric(name="rollout/restarts", meaning="Replicas started anew, in this attempt so far."),
+    Metric(name="time/restart_s", unit="s", meaning="Bringing lost replicas back, since the last step."),
+    Metric(name="rollout/dropped", meaning="Replicas that are lost for good.", when="there are any"),
+)
 
 
 class SteadySync:

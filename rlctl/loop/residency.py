@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, cast
 
 from rlctl.processes.calls import RanksLost
 from specs.phases import Phase
+from specs.schema.metric import Metric
 from specs.schema.roles import ROLES, Holds, RoleName
 from specs.wire.bodies import Level, Moved, Sleep, Tag, Wake
 from specs.wire.messages import Verb
@@ -104,6 +105,18 @@ MOVES: dict[Holds, Moves] = {
     "score_model": Moves(Verb.OFFLOAD, Verb.ONLOAD, "offloaded", "onloaded", after_build=NOTHING),
     "sampler": Moves(Verb.SLEEP, Verb.WAKE, "asleep", "awake", after_build=NOTHING, in_parts=True),
 }
+METRICS: tuple[Metric, ...] = tuple(
+    Metric(
+        name=f"mem/<role>_{moment}_GiB",
+        unit="GiB",
+        meaning=f"Held by the largest rank {when} it was last told to {verb}.",
+        when="roles share devices",
+    )
+    for verb, after in dict.fromkeys(
+        pair for moves in MOVES.values() for pair in ((moves.release, moves.released), (moves.acquire, moves.acquired))
+    )
+    for moment, when in ((f"before_{verb}", "before"), (after, "after"))
+)
 SLEEP_LEVEL: Level = 2  # weights are dropped: a sync always follows before the next token
 
 

@@ -35,6 +35,7 @@ import numpy as np
 from rlctl.loop.dynamic_sampling import missing_groups, with_signal
 from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Greedy, Prompts, Sampler, Scored, Thrown
 from specs.errors import CheckpointError
+from specs.schema.metric import Metric
 from specs.schema.spec import Spec
 from specs.wire.batch import Batch
 from specs.wire.bodies import PromptsDrawn
@@ -45,6 +46,32 @@ if TYPE_CHECKING:
 
 # What of `Scored` is no column.
 GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="rollout/staleness_mean",
+        unit="steps",
+        meaning="How much older than the learning weights those were that sampled.",
+        when="`rollout.max_staleness` is not 0, or samples were too old",
+    ),
+    Metric(
+        name="rollout/staleness_max",
+        unit="steps",
+        meaning="Of the oldest sample.",
+        when="`rollout.max_staleness` is not 0, or samples were too old",
+    ),
+    Metric(
+        name="rollout/dropped_stale",
+        meaning="Samples thrown away because they were too old.",
+        when="`rollout.max_staleness` is not 0, or samples were too old",
+    ),
+    Metric(
+        name="rollout/overlap_s",
+        unit="s",
+        meaning="Of the update, in which samples of later steps were drawn.",
+        when="`rollout.max_staleness` is not 0, or samples were too old",
+    ),
+)
 
 
 @dataclass

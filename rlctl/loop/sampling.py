@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlctl.loop.rollouts import first_valid
 from rlctl.loop.scores import late_scores
 from rlctl.processes.calls import RanksLost
+from specs.schema.metric import Metric
 from specs.schema.spec import RewardSection, Spec
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -232,6 +233,34 @@ class Generation:
         if self._score_model is not None:
             asked = bodies.Render(what=self.what, rows=request.rows)
             self._rendering.append(self._reward.post(Verb.RENDER, asked, tensors=columns, step=self.step))
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(name="reward/term_<i>", meaning="Mean of entry i of `reward.terms`, before its weight.", in_eval=True),
+    Metric(name="rollout/refills", meaning="How often prompts were drawn again.", when="with dynamic sampling"),
+    Metric(
+        name="rollout/thrown_groups",
+        unit="groups",
+        meaning="Thrown away because all completions score the same.",
+        when="with dynamic sampling",
+    ),
+    Metric(
+        name="reward/greedy_mean",
+        meaning="Mean score of the greedy completions that the samples are compared with.",
+        when="the baseline is greedy (`remax`)",
+    ),
+    Metric(
+        name="rollout/greedy_samples",
+        meaning="How many greedy completions there were.",
+        when="the baseline is greedy (`remax`)",
+    ),
+    Metric(
+        name="rollout/greedy_tokens",
+        unit="tokens",
+        meaning="Of the greedy completions.",
+        when="the baseline is greedy (`remax`)",
+    ),
+)
 
 
 @dataclass(frozen=True)

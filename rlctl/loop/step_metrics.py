@@ -16,6 +16,7 @@ import numpy as np
 from rlctl.loop.advantages import silent_group_share
 from rlctl.loop.rollouts import Rollouts
 from specs.schema.algorithms.algorithm import AnyLoss, Loss, LossMetric
+from specs.schema.metric import Metric
 from specs.schema.roles import ROLES, RoleName
 from specs.wire.bodies import Stepped
 
@@ -23,6 +24,70 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Scored
     from rlctl.loop.sync import SyncReport
     from specs.wire.batch import Batch
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(name="step", meaning="Number of the step, from 1 on; 0 is the evaluation before the first."),
+    Metric(
+        name="reward/mean",
+        meaning="Mean score of the step's graded completions, each term times its weight.",
+    ),
+    Metric(name="reward/std", meaning="Standard deviation of the same scores."),
+    Metric(
+        name="reward/silent_groups",
+        unit="share",
+        meaning="Groups in which all completions score the same: comparing within them teaches nothing.",
+    ),
+    Metric(
+        name="<role>/grad_norm",
+        meaning="Norm of the gradient before it is clipped, mean over the step's optimizer steps.",
+        when="steps in which the role learns, where one was finite",
+    ),
+    Metric(
+        name="<role>/lr",
+        meaning="Learning rate of the step's last optimizer step.",
+        when="steps in which the role learns",
+    ),
+    Metric(
+        name="<role>/skipped_updates",
+        unit="optimizer steps",
+        meaning="Left out because the gradient was not finite.",
+        when="steps in which the role learns",
+    ),
+    Metric(
+        name="mem/<role>_peak_GiB",
+        unit="GiB",
+        meaning="The most that a rank held in an optimizer step, of its device, or on the CPU of its host.",
+        when="steps in which the role learns",
+    ),
+    Metric(
+        name="perf/imbalance",
+        unit="ratio",
+        meaning="FLOPs of the rank with most work by the average of all: how much longer the others wait.",
+        when="a role that learns has several ranks, and its engine counts FLOPs",
+    ),
+    Metric(name="perf/micro_batches", meaning="Micro-batches of all ranks in the step's updates."),
+    Metric(name="perf/micro_batch_tokens_max", unit="tokens", meaning="The largest of them."),
+    Metric(
+        name="perf/tokens_per_s",
+        unit="tokens/s",
+        meaning="Tokens of prompts and completions that were learned from, by `time/step_s`.",
+    ),
+    Metric(
+        name="critic/explained_variance",
+        unit="share",
+        meaning="Of the returns' variance, what the critic's values before the update explain.",
+        when="with a critic, unless all returns are the same",
+    ),
+    Metric(name="rollout/length_mean", unit="tokens", meaning="Mean length of the completions that are learned from."),
+    Metric(name="rollout/length_max", unit="tokens", meaning="The longest of them."),
+    Metric(
+        name="rollout/finished",
+        unit="share",
+        meaning="Completions that ended by themselves; the others were cut off at `data.max_response_tokens`.",
+    ),
+    Metric(name="rollout/tokens", unit="tokens", meaning="Of all completions that are learned from."),
+)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
 from specs.rounding import Tolerance
+from specs.schema.metric import Metric
 from specs.schema.spec import DType, WeightForm
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -34,6 +35,41 @@ if TYPE_CHECKING:
 
 SHM = Transport("shm")
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="sync/verified",
+        meaning="Always true: a sync whose checksums or probe disagree ends the run.",
+        when="a sync was due after the step",
+    ),
+    Metric(name="sync/weights", meaning="Tensors that were sent.", when="a sync was due after the step"),
+    Metric(name="sync/bytes", unit="bytes", meaning="Their size.", when="a sync was due after the step"),
+    Metric(
+        name="sync/sent_bytes",
+        unit="bytes",
+        meaning="What the transport carried: less than `sync/bytes` where changes alone are sent.",
+        when="a sync was due after the step",
+    ),
+    Metric(
+        name="sync/GB_per_s",
+        unit="GB/s",
+        meaning="`sync/bytes` by the seconds of the move, with its checksums and without the probe.",
+        when="a sync was due after the step",
+    ),
+    Metric(
+        name="sync/checksum_s",
+        unit="s",
+        meaning="That the actor's rank 0 and the slowest rollout spent on checksums; the two mostly at the same time.",
+        when="a sync was due after the step",
+    ),
+    Metric(
+        name="sync/probe_gap",
+        unit="nats",
+        meaning="Largest difference of log-probs between actor and rollouts on the probe's tokens.",
+        when="a sync was due after the step",
+    ),
+    Metric(name="sync/probe_s", unit="s", meaning="Both sides' probe.", when="a sync was due after the step"),
+)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from specs.errors import (
 )
 from specs.load.load import load_spec
 from specs.rules.all_rules import cross_field_warnings
+from specs.schema.metric import Metric
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 
@@ -209,6 +210,16 @@ def _compare_memory(spec: Spec, spec_dir: Path, run_dir: RunDir, groups: Groups,
     if compared:
         memory.write(compared, run_dir.path)
         progress.message(f"memory at most: {memory.line(compared)}")
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="time/driver_s",
+        unit="s",
+        meaning="Of the step, in which no rank was at work: the driver and its messages.",
+    ),
+    Metric(name="time/wall_s", unit="s", meaning="The step with its evaluations, without its checkpoint."),
+)
 
 
 class Run:

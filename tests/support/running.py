@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import warm
+from declared_metrics import undeclared
 from listeners import none_beyond_loopback
 
 REPO = Path(__file__).resolve().parents[2]
@@ -69,9 +70,12 @@ def preset(name: str, folder: Path) -> Path:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    """Lines of a run that may still be writing one."""
+    """Lines of a run that may still be writing one. What it writes must be declared."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    missing = undeclared(dict.fromkeys(key for line in found for key in line))
+    assert not missing, f"docs/metrics.md would not have {missing}: declare them in METRICS where they are made"
+    return found
 
 
 def trajectory(run_dir: Path) -> list[tuple]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends import activity
+from specs.schema.metric import Metric
 from specs.schema.rewards import Judge as JudgeTable
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_health import DOWN, JudgeHealth
@@ -24,6 +25,66 @@ from workers.grading.terms import Sample, Setting
 
 JUDGE_CAUSES = ("judge_timeouts", "judge_errors", "judge_replies", DOWN)
 COUNTS = ("requests", "retries", "cached", "prompt_tokens", "completion_tokens", "cost")
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="reward/failed_judge_timeouts",
+        meaning="Completions without a score: the judge did not answer in time.",
+        when="a reward term is a judge",
+    ),
+    Metric(
+        name="reward/failed_judge_errors",
+        meaning="Completions without a score: the judge's server refused or failed.",
+        when="a reward term is a judge",
+    ),
+    Metric(
+        name="reward/failed_judge_replies",
+        meaning="Completions without a score: no score was found in the judge's reply.",
+        when="a reward term is a judge",
+    ),
+    Metric(
+        name="reward/failed_judge_down",
+        meaning="Completions without a score: the judge was taken to be down, and not asked.",
+        when="a reward term is a judge",
+    ),
+    Metric(
+        name="reward/judge_requests",
+        meaning="Requests to judges, tries again included.",
+        when="a reward term is a judge",
+        in_eval=True,
+    ),
+    Metric(
+        name="reward/judge_retries",
+        meaning="Requests that were tries again.",
+        when="a reward term is a judge",
+        in_eval=True,
+    ),
+    Metric(
+        name="reward/judge_cached",
+        meaning="Completions whose judgement was known already.",
+        when="a reward term is a judge",
+        in_eval=True,
+    ),
+    Metric(
+        name="reward/judge_prompt_tokens",
+        unit="tokens",
+        meaning="That judges say they read.",
+        when="a reward term is a judge",
+        in_eval=True,
+    ),
+    Metric(
+        name="reward/judge_completion_tokens",
+        unit="tokens",
+        meaning="That judges say they wrote.",
+        when="a reward term is a judge",
+        in_eval=True,
+    ),
+    Metric(
+        name="reward/judge_cost",
+        meaning="What they cost at the prices of `reward.terms`, in the currency of those.",
+        when="a reward term is a judge",
+        in_eval=True,
+    ),
+)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 LONGEST_ASKED_S = 120.0  # that a server's Retry-After is obeyed
 TICK_S = 1.0

@@ -16,11 +16,23 @@ from typing import Any
 
 from backends import activity
 from specs.errors import RewardError
+from specs.schema.metric import Metric
 from workers.grading.grader_process import GraderProcess, encode
 from workers.grading.kept_sources import read_sources
 from workers.grading.terms import Setting
 
 CAUSES = ("timeouts", "crashes", "exceptions", "bad_values")
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="reward/failed_timeouts",
+        meaning="Completions without a score: a reward function took longer than its limit.",
+    ),
+    Metric(name="reward/failed_crashes", meaning="Completions without a score: the process of a reward function died."),
+    Metric(name="reward/failed_exceptions", meaning="Completions without a score: a reward function raised."),
+    Metric(
+        name="reward/failed_bad_values", meaning="Completions without a score: it is not a finite number, or too large."
+    ),
+)
 TICK_S = 0.1  # how often dead processes whose pipe is still open are looked for
 JOB_SAMPLES = 64  # max samples in one message
 LOG_BYTES = 64 << 20  # size limit of the log of what reward code prints

@@ -12,10 +12,23 @@ from typing import Any
 
 from backends.hf.tokenizer import ChatTemplateError, TextCodec, load_codec, pad_token_of
 from specs.errors import ModelError
+from specs.schema.metric import Metric
 from specs.wire.role_config import ScoreText
 from workers.grading.pool import Grade
 
 MODEL_CAUSES = ("model_overlong", "model_template")
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="reward/failed_model_overlong",
+        meaning="Completions without a score: longer than `reward_model.max_sequence_tokens`.",
+        when="a reward term is a model",
+    ),
+    Metric(
+        name="reward/failed_model_template",
+        meaning="Completions without a score: the reward model's chat template refuses them.",
+        when="a reward term is a model",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
+from specs.schema.metric import Metric
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Drawn
     from specs.schema.eval_sets import Pass
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="eval/<set>/reward_mean",
+        meaning="Mean score of the set's completions, each term times its weight.",
+        when="steps with an evaluation",
+    ),
+    Metric(
+        name="eval/<set>/reward_stderr",
+        meaning="Its standard error over the prompts; 0 of a single prompt.",
+        when="steps with an evaluation",
+    ),
+    Metric(
+        name="eval/<set>/pass@<k>",
+        unit="share",
+        meaning="Chance that one of k completions of a prompt passes, mean over the prompts.",
+        when="steps with an evaluation, where the set says what passes",
+    ),
+    Metric(
+        name="eval/<set>/finished",
+        unit="share",
+        meaning="Completions that ended by themselves.",
+        when="steps with an evaluation",
+    ),
+    Metric(
+        name="eval/<set>/length_mean",
+        unit="tokens",
+        meaning="Mean length of the completions.",
+        when="steps with an evaluation",
+    ),
+    Metric(name="eval/<set>/failed", meaning="Completions that could not be graded.", when="steps with an evaluation"),
+)
 
 
 def evaluated(drawn: Drawn, passes: Pass | None) -> dict[str, float]:

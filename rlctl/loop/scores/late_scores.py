@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specs.schema.metric import Metric
 from specs.schema.rewards import MAX_SCORE
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -22,6 +23,22 @@ if TYPE_CHECKING:
     from specs.wire.messages import Message
 
 UNUSABLE = "bad_values"
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="reward/model_tokens",
+        unit="tokens",
+        meaning="That the reward model read.",
+        when="a reward term is a model",
+        in_eval=True,
+    ),
+    Metric(
+        name="reward/model_s",
+        unit="s",
+        meaning="Scoring by the reward model.",
+        when="a reward term is a model",
+        in_eval=True,
+    ),
+)
 
 
 @dataclass(frozen=True)

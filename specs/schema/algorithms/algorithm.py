@@ -49,7 +49,22 @@ class LossMetric:
     name: str  # in metrics.jsonl
     source: str
     reduce: Reduction
+    meaning: str
+    unit: str = ""
     before_learning: bool = False
+
+
+# Of every loss that has a ratio.
+RATIO_METRICS = (
+    LossMetric(
+        "actor/approx_kl",
+        "approx_kl",
+        "token_mean",
+        "Estimate of the KL from the policy that the ratio is against to the learning one.",
+        "nats per token",
+    ),
+    LossMetric("actor/ratio", "ratio", "token_mean", "The loss's ratio of probabilities, before any clip."),
+)
 
 
 class Advantage(Table):
@@ -149,11 +164,27 @@ class Loss(LossKeys, AnyLoss):
     kl_estimator: KlEstimator = "k3"
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
-        LossMetric("actor/loss", "loss", "update_mean"),
-        LossMetric("actor/entropy", "entropy", "token_mean"),
-        LossMetric("actor/kl", "kl", "token_mean"),
-        LossMetric("rollout/logprob_gap", "logprob_gap", "token_mean", before_learning=True),
-        LossMetric("rollout/logprob_gap_max", "logprob_gap_max", "token_max", before_learning=True),
+        LossMetric("actor/loss", "loss", "update_mean", "The loss, with KL and entropy where they have a weight."),
+        LossMetric("actor/entropy", "entropy", "token_mean", "Of the policy's distribution at a token.", "nats"),
+        LossMetric(
+            "actor/kl", "kl", "token_mean", "Estimate of KL(actor ‖ ref); 0 without a reference.", "nats per token"
+        ),
+        LossMetric(
+            "rollout/logprob_gap",
+            "logprob_gap",
+            "token_mean",
+            "|log-prob of the sampler - of the trainer before the update| of a sampled token.",
+            "nats",
+            before_learning=True,
+        ),
+        LossMetric(
+            "rollout/logprob_gap_max",
+            "logprob_gap_max",
+            "token_max",
+            "The largest of them.",
+            "nats",
+            before_learning=True,
+        ),
     )
     # Keys that do nothing while the ratio is 1.
     ratio_keys: ClassVar[tuple[str, ...]] = ()
@@ -189,8 +220,7 @@ class FunctionLoss(Loss):
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         *Loss.metrics,
-        LossMetric("actor/approx_kl", "approx_kl", "token_mean"),
-        LossMetric("actor/ratio", "ratio", "token_mean"),
+        *RATIO_METRICS,
     )
 
     def placed(self, spec_dir: Path) -> Self:

@@ -17,6 +17,7 @@ from specs.schema.algorithms.algorithm import (
     AGGREGATION,
     KL_ESTIMATOR,
     KL_IN,
+    RATIO_METRICS,
     Advantage,
     Aggregation,
     Algorithm,
@@ -200,9 +201,8 @@ class PpoClip(PpoClipKeys, Loss):
     ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         *Loss.metrics,
-        LossMetric("actor/clip_fraction", "clipped", "token_mean"),
-        LossMetric("actor/approx_kl", "approx_kl", "token_mean"),
-        LossMetric("actor/ratio", "ratio", "token_mean"),
+        LossMetric("actor/clip_fraction", "clipped", "token_mean", "Loss tokens that the clip decided.", "share"),
+        *RATIO_METRICS,
     )
 
     def seldom_meant(self) -> Mapping[str, str]:
@@ -351,10 +351,10 @@ class ValueLoss(ValueLossKeys, AnyLoss):
     kind: Literal["clipped_value"] = "clipped_value"
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
-        LossMetric("critic/loss", "loss", "update_mean"),
-        LossMetric("critic/clip_fraction", "clipped", "token_mean"),
-        LossMetric("critic/value_mean", "value", "token_mean"),
-        LossMetric("critic/return_mean", "return", "token_mean"),
+        LossMetric("critic/loss", "loss", "update_mean", "The loss of the values."),
+        LossMetric("critic/clip_fraction", "clipped", "token_mean", "Loss tokens that the clip decided.", "share"),
+        LossMetric("critic/value_mean", "value", "token_mean", "Mean value at a loss token."),
+        LossMetric("critic/return_mean", "return", "token_mean", "Mean return at a loss token."),
     )
 
     @property

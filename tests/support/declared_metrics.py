@@ -1,0 +1,62 @@
+"""Every metric that the modules and the tables of losses declare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+from typing import get_args
+
+from specs.schema.algorithms.algorithm import AnyLoss, Loss
+from specs.schema.algorithms.algorithm_tables import LossTable
+from specs.schema.metric import Metric
+
+PLACES = ("rlctl.loop", "rlctl.run", "workers.grading")  # packages whose modules may have `METRICS`
+
+
+@cache
+def declared() -> tuple[Metric, ...]:
+    return (*_of_modules(), *_of_losses())
+
+
+def _of_modules() -> Iterator[Metric]:
+    for place in PLACES:
+        package = import_module(place)
+        for module in walk_packages(package.__path__, f"{place}."):
+            # Only modules that say so: importing is slow.
+            found = Path(str(module.module_finder.path), f"{module.name.rpartition('.')[2]}.py")  # type: ignore[union-attr]
+            if found.is_file() and "\nMETRICS: tuple[Metric, ...] = " in found.read_text(encoding="utf-8"):
+                yield from import_module(module.name).METRICS
+
+
+def _of_losses() -> Iterator[Metric]:
+    """A metric of some losses alone says of which."""
+    every: list[type[AnyLoss]] = list(get_args(get_args(LossTable)[0]))
+    policies = [loss for loss in every if issubclass(loss, Loss)]
+    for losses in (policies, [loss for loss in every if loss not in policies]):
+        for metric in dict.fromkeys(metric for loss in losses for metric in loss.metrics):
+            having = [loss for loss in losses if metric in loss.metrics]
+            when = "steps in which the role learns"
+            if len(having) < len(losses):
+                when += ", with the loss " + ", ".join(f"`{loss.model_fields['kind'].default}`" for loss in having)
+            yield Metric(name=metric.name, unit=metric.unit, meaning=metric.meaning, when=when)
+
+
+@cache
+def matching(key: str) -> tuple[str, ...]:
+    """The declared names that a key of `metrics.jsonl` may be; there must be one."""
+    return tuple(name for metric in declared() for name in metric.names if _pattern(name).fullmatch(key))
+
+
+def undeclared(keys: Iterable[str]) -> list[str]:
+    return sorted(key for key in keys if not matching(key))
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(
+        "".join("[^/]+?" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
+    )
