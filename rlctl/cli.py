@@ -338,6 +338,22 @@ def export_checkpoint(
     raise typer.Exit(export(run_dir, out_dir, step, role, dtype, limits, adapter_only, push_to_hub, public))
 
 
+@app.command("setup-engine")
+def setup_engine(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="What to add: deepspeed, megatron or vllm.", show_default=False)
+    ],
+) -> None:
+    """Add an engine that is not part of the plain installation. Again at no cost; goes on where it was interrupted.
+
+    deepspeed goes beside rlctl; the others get environments of their own, .venv-NAME: in the clone that rlctl runs
+    from, else in the current folder.
+    """
+    from rlctl.preflight.engine_setup import setup_engine as run
+
+    run(name)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     from rlctl.show.visible_streams import visible_streams

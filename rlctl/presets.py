@@ -10,9 +10,9 @@ from pathlib import Path
 
 import specs
 from specs.errors import UsageError
+from specs.packages import environments, page, setup_command
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
-CHECKOUT = PRESET_FOLDER.parent.parent  # where scripts/setup-engine makes environments
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
 
 
@@ -100,15 +100,23 @@ def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = Fals
         hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise UsageError(f'--preset "{name}": no such preset', hint=hint)
     text = known[name].read_text(encoding="utf-8")
+    text = _with_words_of_this_installation(text)
     _write(target, text if elsewhere else _with_interpreters(text, target), force=force)
 
 
+def _with_words_of_this_installation(text: str) -> str:
+    """Presets are written for a clone; without one the script is a command, and pages lie elsewhere."""
+    text = text.replace("scripts/setup-engine", setup_command())
+    return re.sub(r"\bdocs/([\w-]+\.md)", lambda found: page(found[1]), text)
+
+
 def _with_interpreters(text: str, target: Path) -> str:
-    """Presets name interpreters of `scripts/setup-engine` as seen from the checkout; elsewhere by their full path."""
-    if target.absolute().parent == CHECKOUT:
+    """Presets name interpreters of setup-engine as seen from its folder; elsewhere by their full path."""
+    folder = environments()
+    if target.absolute().parent.resolve() == folder:
         return text
     named = re.compile(r'^python = "(\.venv-[^"]+)"', re.MULTILINE)
-    return named.sub(lambda found: f"python = {json.dumps(str(CHECKOUT / found[1]))}", text)
+    return named.sub(lambda found: f"python = {json.dumps(str(folder / found[1]))}", text)
 
 
 def _write(target: Path, text: str, *, force: bool) -> None:

@@ -1,4 +1,8 @@
-"""Which packages this process could import, by their metadata alone: nothing is imported for it."""
+"""What is installed: packages, by their metadata alone (nothing is imported for it), and rlctl itself.
+
+rlctl runs from a clone of its repository, or from a wheel that pip installed. A wheel has what it needs of `scripts/`
+and `docs/` in `specs/shipped/`, where `setup.py` puts it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parents[1]
+_SHIPPED = _ROOT / "specs" / "shipped"
 _VERSION = re.compile(r"^Version:[ \t]*(\S+)", re.MULTILINE)
 
 
@@ -25,3 +32,31 @@ def version_here(package: str) -> str:
         return ""
     line = _VERSION.search(found.read_text("METADATA") or found.read_text("PKG-INFO") or "")
     return line[1] if line else found.version
+
+
+# ── a clone, or a wheel ───────────────────────────────────────────────────────────────────────────────
+
+
+def in_clone() -> bool:
+    return not _SHIPPED.is_dir()
+
+
+def setup_script() -> Path:
+    """What `rlctl setup-engine` runs."""
+    return (_ROOT if in_clone() else _SHIPPED) / "scripts" / "setup-engine"
+
+
+def setup_command(engine: str = "") -> str:
+    """What a person types to add an engine; without one, the command alone."""
+    command = "scripts/setup-engine" if in_clone() else "rlctl setup-engine"
+    return f"{command} {engine}".rstrip()
+
+
+def environments() -> Path:
+    """The folder where that makes `.venv-ENGINE`."""
+    return _ROOT if in_clone() else Path.cwd().resolve()
+
+
+def page(name: str) -> str:
+    """A page of the documentation, such as `memory.md`: by its path in the clone, or where the wheel has it."""
+    return f"docs/{name}" if in_clone() else str(_SHIPPED / "docs" / name)

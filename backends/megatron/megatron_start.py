@@ -11,6 +11,7 @@ from torch import distributed as dist
 from backends.protocol import COLLECTIVE_TIMEOUT, Rank
 from backends.train.role_group import join_group
 from specs.errors import ModelError
+from specs.packages import setup_command
 from specs.schema.engines.megatron_table import MegatronTable
 
 
@@ -19,7 +20,7 @@ def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> 
     if importlib.util.find_spec("megatron") is None:
         raise ModelError(
             "the engine megatron needs Megatron-core, which this interpreter does not have",
-            hint='scripts/setup-engine megatron makes one that does: set python = ".venv-megatron/bin/python"',
+            hint=f'{setup_command("megatron")} makes one that does: set python = ".venv-megatron/bin/python"',
         )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the order in which it launches communication
     if not device.startswith("cuda"):

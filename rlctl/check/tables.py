@@ -16,6 +16,7 @@ from rlctl.processes.placement import Plan
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted, number
 from specs.errors import Problem
+from specs.packages import page
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
@@ -140,7 +141,7 @@ def _not_known(spec: Spec, plan: Plan, spec_dir: Path) -> list[str]:
     found = [(name, role) for name, role in roles(spec, plan, spec_dir).items() if role["not_known"]]
     return [
         f"not known of the engine {role['engine']} ({name}), so neither checked nor planned: "
-        f"{', '.join(role['not_known'])}; its table may say it (docs/engines.md)\n"
+        f"{', '.join(role['not_known'])}; its table may say it ({page('engines.md')})\n"
         for name, role in found
     ]
 

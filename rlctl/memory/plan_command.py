@@ -16,6 +16,7 @@ from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB, usual_g
 from specs.errors import UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, Moment, Part, total
+from specs.packages import page
 from specs.terminal import json_text
 
 if TYPE_CHECKING:
@@ -70,14 +71,14 @@ def assumptions(plan: MemoryPlan) -> list[str]:
     sources = dict.fromkeys(role.source for role in plan.roles if role.source)
     said = [
         f"what {role.role} holds is not known: the table of the engine {role.engine} has no formula for "
-        f"{' and '.join(role.not_known)} (docs/memory.md)"
+        f"{' and '.join(role.not_known)} ({page('memory.md')})"
         for role in plan.not_known
     ]
     if not sources:
         return said
     said += [
         f"parameters are known from {' and '.join(sources)}; weights, gradients, optimizer state and the caches of "
-        "samplers follow from them exactly, what is marked ~ is estimated (docs/memory.md)",
+        f"samplers follow from them exactly, what is marked ~ is estimated ({page('memory.md')})",
         "activations and logits are those of a full micro-batch, sequences as long as they may be",
     ]
     if any(role.device == "cuda" for role in plan.roles):

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from specs.errors import Problem
-from specs.packages import installed_here
+from specs.packages import environments, installed_here, setup_command
 from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES, library_names
 from specs.schema.engines.engine_table import EngineTable, engine_of
 from specs.schema.roles import ROLES, RoleName
@@ -220,7 +220,7 @@ def _ours(role: RoleName, section: RoleSection) -> Iterator[Problem]:
 
 
 def _own_environment(section: RoleSection) -> str:
-    """The engine's kind where scripts/setup-engine gives it an interpreter of its own, else ""."""
+    """The engine's kind where setup-engine gives it an interpreter of its own, else ""."""
     engine = engine_of(section)
     return engine.kind if engine is not None and engine.own_environment else ""
 
@@ -264,9 +264,9 @@ def _how_to_install(section: RoleSection, path: str, missing: list[str]) -> str:
 
 
 def _set_up(kind: str) -> str:
-    return f"scripts/setup-engine {kind} makes {_made_by_setup(kind)}"
+    return f"{setup_command(kind)} makes {_made_by_setup(kind)}"
 
 
 def _made_by_setup(kind: str) -> str:
-    """Interpreter of the environment that scripts/setup-engine makes for an engine."""
-    return str(Path(__file__).resolve().parents[2] / f".venv-{kind}" / "bin" / "python")
+    """Interpreter of the environment that setup-engine makes for an engine."""
+    return str(environments() / f".venv-{kind}" / "bin" / "python")

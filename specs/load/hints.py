@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import PydanticUndefined
 
 from specs.load.keys import Path, chosen_tables, dotted, kinds_of, tables_at, value_at
+from specs.packages import page
 from specs.text import show_default
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _leave_out(field: FieldInfo | None) -> str:
 def _meaning(field: FieldInfo | None, path: Path) -> str:
     """The key's meaning: the first sentence of its description."""
     if field is None or not field.description:
-        return f"docs/spec.md says what {dotted(path)} takes"
+        return f"{page('spec.md')} says what {dotted(path)} takes"
     return f"{dotted(path)} is: {field.description.split('. ')[0].rstrip('.')}"
 
 

@@ -82,7 +82,7 @@ def test_a_preset_is_commented_and_summed_up(name: str) -> None:
 def test_interpreters_are_named_as_seen_from_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
-    monkeypatch.setattr("rlctl.presets.CHECKOUT", tmp_path)
+    monkeypatch.setattr("rlctl.presets.environments", lambda: tmp_path)
     (tmp_path / "elsewhere").mkdir()
     file = tmp_path / "spec.toml" if here else tmp_path / "elsewhere" / "spec.toml"
     write_preset("vllm-cpu", file, force=False)

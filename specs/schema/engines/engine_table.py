@@ -39,7 +39,7 @@ class EngineTable(Table):
     package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
     """Package → other distributions that bring the same one."""
     own_environment: ClassVar[bool | None] = None
-    """Whether `scripts/setup-engine KIND` makes an interpreter of its own for it."""
+    """Whether `rlctl setup-engine KIND` makes an interpreter of its own for it."""
     where_to_get: ClassVar[str | None] = None
     """What brings its packages, in words that finish a hint; "": they come with rlctl."""
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = None

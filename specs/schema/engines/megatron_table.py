@@ -11,6 +11,7 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, Part
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
+from specs.packages import setup_command
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
 from specs.schema.engines.megatron_config import megatron_config, megatron_problems
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
@@ -56,7 +57,7 @@ class MegatronTable(TrainedHere):
     engine_class: ClassVar[str | None] = "backends.megatron.engine:MegatronTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
     own_environment: ClassVar[bool | None] = True
-    where_to_get: ClassVar[str | None] = "scripts/setup-engine megatron makes an environment for it"
+    where_to_get: ClassVar[str | None] = f"{setup_command('megatron')} makes an environment for it"
     cuts_sequences: ClassVar[bool | None] = False
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
 
