@@ -67,36 +67,44 @@ def init(
     spec: Annotated[
         Path | None, typer.Argument(metavar="SPEC", help="File to write; default: PRESET.toml.", show_default=False)
     ] = None,
-    preset: Annotated[str, typer.Option(help="Which preset to write.")] = "quickstart",
+    preset: Annotated[str, typer.Option(help="Which preset to write; default: quickstart.", show_default=False)] = "",
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     launcher: Annotated[
-        str, typer.Option(help="slurm: write a batch script beside the spec too.", show_default=False)
+        str,
+        typer.Option(
+            help="slurm: write a batch script beside the spec too. kubernetes: a JobSet manifest; without --preset, a "
+            "SPEC that exists is kept.",
+            show_default=False,
+        ),
     ] = "",
     target: TargetMachine = Machine.here,
 ) -> None:
     """Write a commented spec to start from."""
-    from rlctl.presets import batch_script_of, print_presets, refuse_existing, write_batch_script, write_preset
+    from rlctl import presets
     from specs.errors import UsageError
 
-    if launcher not in ("", "slurm"):
-        hint = "write slurm; how a role's processes are started is the spec's own, e.g. actor.launcher"
+    if launcher not in ("", *presets.LAUNCHERS):
+        hint = "write slurm or kubernetes; how a role's processes are started is the spec's own, e.g. actor.launcher"
         raise UsageError(f'--launcher "{launcher}": not a choice', hint=hint)
 
     if list_presets:
-        print_presets()
+        presets.print_presets()
         return
-    path = spec or Path(f"{preset}.toml")
-    if launcher == "slurm" and not force:
-        refuse_existing(batch_script_of(path))  # before the spec is written: both or neither
-    write_preset(preset, path, force=force, elsewhere=target == Machine.cluster)
+    path = spec or Path(f"{preset or 'quickstart'}.toml")
+    known = presets.LAUNCHERS.get(launcher)
+    if known is not None and not force:
+        presets.refuse_existing(known.file_of(path))  # before the spec is written: both or neither
+    elsewhere = target == Machine.cluster or launcher == "kubernetes"
+    if not (launcher == "kubernetes" and not preset and path.exists()):
+        presets.write_preset(preset or "quickstart", path, force=force, elsewhere=elsewhere)
+        typer.echo(f"wrote {path}")
     quoted = shlex.quote(str(path))
-    if launcher == "slurm":
-        batch_script = write_batch_script(path, force=force)
-        start = f"sbatch {shlex.quote(str(batch_script))}"
-        typer.echo(f"wrote {path}\nwrote {batch_script}\n\nnext: rlctl check-config {quoted}\n      {start}")
-        return
-    typer.echo(f"wrote {path}\n\nnext: rlctl check-config {quoted}\n      rlctl train {quoted}")
+    starts = f"rlctl train {quoted}"
+    if known is not None:
+        typer.echo(f"wrote {known.write(path, force=force)}")
+        starts = known.start(path)
+    typer.echo(f"\nnext: rlctl check-config {quoted}\n      {starts}")
 
 
 class ProbeLevel(StrEnum):

@@ -6,7 +6,9 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import specs
 from specs.errors import UsageError
@@ -40,11 +42,6 @@ def print_presets() -> None:
     for name, file in presets().items():
         table.add_row(name, summary(file))
     Screen().print(table)
-
-
-def batch_script_of(spec: Path) -> Path:
-    """Where the batch script of a spec is written: beside it."""
-    return spec.with_suffix(".sbatch")
 
 
 def refuse_existing(target: Path) -> None:
@@ -84,9 +81,49 @@ def write_batch_script(spec: Path, *, force: bool) -> Path:
     text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
     for word, value in values.items():
         text = text.replace(word, value)
-    target = batch_script_of(spec)
+    target = LAUNCHERS["slurm"].file_of(spec)
     _write(target, text, force=force)
     return target
+
+
+def write_manifest(spec: Path, *, force: bool) -> Path:
+    """Write the Kubernetes manifest that trains `spec` beside it, with a pod for each of its hosts; returns the path.
+
+    Raises UsageError when a file is in the way or pods cannot run the spec, SpecError when the spec cannot be read.
+    """
+    from rlctl.processes.jobset import manifest
+    from specs.load.load import load_spec
+
+    target = LAUNCHERS["kubernetes"].file_of(spec)
+    _write(target, manifest(load_spec(spec, []), spec, target), force=force)
+    return target
+
+
+class _Writes(Protocol):
+    def __call__(self, spec: Path, *, force: bool) -> Path: ...
+
+
+@dataclass(frozen=True)
+class ForLauncher:
+    """A file that `rlctl init --launcher` writes beside a spec, and how it is started."""
+
+    suffix: str
+    write: _Writes
+    starts: str
+
+    def file_of(self, spec: Path) -> Path:
+        return spec.with_suffix(self.suffix)
+
+    def start(self, spec: Path) -> str:
+        return self.starts.format(file=shlex.quote(str(self.file_of(spec))))
+
+
+LAUNCHERS = {
+    "slurm": ForLauncher(".sbatch", write_batch_script, "sbatch {file}"),
+    "kubernetes": ForLauncher(
+        ".jobset.yaml", write_manifest, "fill in IMAGE in {file}, whose first lines say how to start"
+    ),
+}
 
 
 def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = False) -> None:

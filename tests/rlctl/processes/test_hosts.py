@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from running import REPO, environment, metrics, preset, rlctl, steps_done, traje
 from some_hosts import REMOTE_SHELL, Hosts, left_in, some_hosts
 
 from rlctl import __version__
+from rlctl.presets import write_manifest
 from rlctl.processes.channel import Hub
 from rlctl.processes.hosts import problem_of
 from rlctl.processes.placement import RemoteNode
@@ -232,3 +234,39 @@ def test_the_channel_listens_on_the_address_it_is_given_and_no_other() -> None:
             socket.create_connection(("127.0.0.1", port), timeout=2)
     finally:
         hub.close()
+
+
+def test_a_driver_pod_enters_the_others(hosts: Hosts, tmp_path: Path) -> None:
+    """The script of a Kubernetes manifest, with hosts for pods and a kubectl that knows `exec` alone."""
+    spec, claim, bin_folder = preset("fake", tmp_path), tmp_path / "claim", tmp_path / "bin"
+    text = spec.read_text().replace("[rollout]\n", "[rollout]\nprocesses = 2\nnodes = 2\nfirst_node = 1\n")
+    spec.write_text(f'{text}\n[cluster]\nhostfile = "hosts"\n')
+    manifest = write_manifest(spec, force=False).read_text()
+    jobset = [*importlib.import_module("yaml").safe_load_all(manifest)][-1]  # comes with transformers
+    pod = jobset["spec"]["replicatedJobs"][-1]["template"]["spec"]["template"]["spec"]
+    script = pod["containers"][0]["command"][2]
+    for folder in (claim, bin_folder):
+        folder.mkdir()
+    pods = {f"job/rlctl-fake-samplers-{index}": host for index, host in enumerate(hosts.names[1:])}
+    cases = "".join(f"'exec -i {pod} -- sh') exec ip netns exec {host} sh;;\n" for pod, host in pods.items())
+    programs = {"kubectl": f'case "$*" in\n{cases}esac\nexit 64', "rlctl": f'exec {sys.executable} -m rlctl "$@"'}
+    for name, program in programs.items():
+        (bin_folder / name).write_text(f"#!/bin/sh\n{program}\n")
+        (bin_folder / name).chmod(0o755)
+    script = script.replace("/shared", str(claim)).replace("/etc/rlctl/spec.toml", str(spec))
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    env = environment(PYTHONPATH=str(REPO), OMP_NUM_THREADS="1", POD_IP=hosts.address, PATH=path)
+    done = subprocess.run(
+        hosts.command("bash", "-c", script),
+        cwd=claim,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps_done(claim / "runs" / "fake") == 6
+    built = json.loads((claim / "runs" / "fake" / "as_built.json").read_text())
+    assert len(built["rollout"]) == 2
+    assert hosts.idle
