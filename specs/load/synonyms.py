@@ -245,7 +245,7 @@ SYNONYMS = {
     "rollouts_per_prompt": "algorithm.group_size",
     "rollouts_per_example": "algorithm.group_size",
     "clip_ratio_c": "algorithm.dual_clip",
-    "delta": "algorithm.dual_clip",
+    "algorithm.delta": "algorithm.dual_clip",
     "entropy_loss_coef": "algorithm.entropy_coef",
     "num_episodes": "run.steps",
     "ckpt_path": "run.dir",
