@@ -166,8 +166,8 @@ def test_gspo_on_policy_is_the_plain_policy_gradient(make: Make) -> None:
 
 def test_a_metric_declared_beside_a_loss_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worked example of CONTRIBUTING: a line beside the loss's table, and a function of the tokens."""
-    likely = LossMetric("actor/likely_fraction", "likely", "token_mean")
-    surest = LossMetric("actor/logprob_max", "logprob", "token_max")
+    likely = LossMetric("actor/likely_fraction", "likely", "token_mean", "Tokens that are likely.")
+    surest = LossMetric("actor/logprob_max", "logprob", "token_max", "The surest token.")
     monkeypatch.setattr(PpoClip, "metrics", (*PpoClip.metrics, likely, surest))
     functions = {
         "likely": lambda token: token.trainer_logprob_N > -3.0,

@@ -292,7 +292,7 @@ def test_a_loss_without_a_function_is_named() -> None:
 
 
 def test_a_metric_without_a_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PpoClip, "metrics", (*PpoClip.metrics, LossMetric("actor/x", "unheard", "token_mean")))
+    monkeypatch.setattr(PpoClip, "metrics", (*PpoClip.metrics, LossMetric("actor/x", "unheard", "token_mean", "")))
     one = torch.ones(1)
     with pytest.raises(RlctlError, match=r"(?s)token metric unheard.*SOURCES in backends/token_metrics.py"):
         policy_loss(one, one, TokenColumns(one, one, one, None, None), grpo(anchor="current"))
