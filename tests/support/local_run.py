@@ -35,7 +35,9 @@ class LocalGroups(dict[str, LocalGroup]):
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.spec = spec
-        self.ranks = SimpleNamespace(allow_restarts=lambda policy: None, lost=lambda role: (), restarts=0)
+        self.ranks = SimpleNamespace(
+            allow_restarts=lambda policy: None, lost=lambda role: (), dropped=lambda role: (), restarts=0
+        )
 
     def start(self, roles: Sequence[str]) -> None:
         for role in roles:

@@ -246,5 +246,5 @@ def test_16k_sequences_are_packed_in_milliseconds() -> None:
     batch["loss_mask_T"][batch.offsets[:-1]] = 0
     begin = time.thread_time()
     micros = Packing(Budget(16_384)).micro_batches(batch)
-    assert time.thread_time() - begin < 0.4
+    assert time.thread_time() - begin < 2.0
     assert len(micros) <= 1.01 * lengths.sum() / 16_384

@@ -16,7 +16,7 @@ NAMES = ("all_gather_single", "all_gather_into_tensor")
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone(without_group: None) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 import socket
 import time
@@ -239,6 +240,8 @@ def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
     (folder / "data/gsm8k/train.jsonl").write_text(row * 100)
     if name == "distill-cpu":
         write_model(folder / "teacher", {}, "tiny-digits", {})
+    nodes = max(map(int, re.findall(r"^nodes = (\d+)", spec.read_text(), re.MULTILINE)), default=1)
+    (folder / "hosts").write_text("".join(f"host{number} slots=8\n" for number in range(nodes)))
     before = listing(folder)
     found = examine(spec, (), elsewhere=True)
     assert found.problems == []

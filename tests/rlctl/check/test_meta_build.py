@@ -217,7 +217,7 @@ def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.
     source = "import subprocess\n\ndef score(prompt, completion, row):\n"
     source += "    server = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
     source += "    open('pids', 'a').write(f'{server.pid}\\n')\n"
-    source += "    return row['truth'] if len(open('pids').readlines()) > 2 else 1.0\n"
+    source += "    return row['truth'] if len(open('pids').readlines()) > 16 else 1.0\n"
     (tmp_path / "rewards.py").write_text(source)
     reward = 'reward.terms=[{ kind = "function", path = "rewards.py:score" }]'
     code, found, _ = probe(capsys, preset("fake", tmp_path), 'rollout.stop=["12"]', reward)
@@ -227,7 +227,7 @@ def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.
     assert "is 2 tokens" in said["rollout.stop"]
     assert "KeyError: 'truth'" in said["reward.terms.0.path"]
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 4, "called for the first row, and for its empty completion; then for two rows"
+    assert len(pids) == 18, "16 calls of the plain check; then for two rows"
     assert all(ended(int(pid)) for pid in pids)
 
 

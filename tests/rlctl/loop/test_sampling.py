@@ -12,6 +12,7 @@ from running import preset
 from rlctl.loop.sampling import Drawn, Scored
 from specs.errors import RlctlError
 from specs.wire.batch import Batch
+from specs.wire.role_config import Sampling
 
 REMAX = ("algorithm.kind=remax", "run.steps=6")
 KEYS = ("reward/mean", "reward/greedy_mean", "rollout/greedy_tokens", "actor/loss", "actor/grad_norm")
@@ -45,9 +46,8 @@ def test_a_step_compares_with_what_a_greedy_call_writes(tmp_path: Path, size: in
         prompts = driver.sampler.training_prompts(driver.sampler.ask(0, 8, 1).result()[0])
         alone = prompts.select(np.flatnonzero(prompts.batch["greedy_B"]))
         plain = {name: column for name, column in alone.batch.columns.items() if name != "greedy_B"}
-        greedy = driver.sampler.start(
-            type(alone)(Batch(plain), alone.rows), driver.sampler.greedy(), 1, "train"
-        ).finish()
+        once = Sampling(seed=run.spec.run.seed, greedy=True, max_response_tokens=run.spec.data.max_response_tokens)
+        greedy = driver.sampler.start(type(alone)(Batch(plain), alone.rows), once, 1, "train").finish()
         drawn = driver.queue.take(1)
         assert len(drawn.batch) == 8 * size
         assert drawn.batch["baseline_B"].tolist() == np.repeat(greedy.scored.reward_B, size).tolist()

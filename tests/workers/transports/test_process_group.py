@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from two_hosts import TwoHosts, two_hosts
+from some_hosts import Hosts, some_hosts
 
 from backends.weights.checksum import checksum_bytes
 
@@ -48,8 +48,8 @@ class Script:
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    with two_hosts() as made:
+def hosts() -> Iterator[Hosts]:
+    with some_hosts() as made:
         if made is None:
             pytest.skip("this process may not make network namespaces")
         yield made
@@ -62,7 +62,7 @@ def sent_bytes(host: str) -> int:
     return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
 
-def test_sixty_four_readers_of_a_host_cost_one_copy(hosts: TwoHosts) -> None:
+def test_sixty_four_readers_of_a_host_cost_one_copy(hosts: Hosts) -> None:
     writer = Script(hosts.here, "far_writer.py", hosts.address, BUCKETS, NBYTES, [[*range(64)]])
     readers = Script(hosts.there, "far_readers.py", 0, 64)
     try:

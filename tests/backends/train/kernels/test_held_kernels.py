@@ -81,6 +81,7 @@ def test_no_other_model_of_the_process_is_changed(tmp_path: Path) -> None:
 # ── what is chosen, and what is refused ───────────────────────────────────────────────────────────
 
 
+@pytest.mark.usefixtures("without_group")
 @pytest.mark.parametrize("table", [DdpTable, Fsdp2Table, ZeroTable])
 def test_every_engine_asks_for_the_kernels_of_its_table(table: type[OwnModules], tmp_path: Path) -> None:
     config = train_config(write_model(tmp_path, FAMILIES["qwen2"].config))
