@@ -51,3 +51,11 @@ def warm_children() -> Iterator[None]:
     """What the test starts with torch in it is a fork of a process that has imported it (`warm.py`)."""
     with warm.children():
         yield
+
+
+@pytest.fixture
+def without_group() -> None:
+    """An engine of another test that was not closed may have left this process in a group."""
+    from backends.train.role_group import leave_group
+
+    leave_group()
