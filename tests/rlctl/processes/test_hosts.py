@@ -90,9 +90,7 @@ def test_trainers_and_replicas_on_two_hosts_train_as_on_one(
         if one["step"] > 0:
             assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-6)
             assert two["actor/loss"] == pytest.approx(one["actor/loss"], abs=1e-5)
-            # Later a rounding may decide between two tokens: which sequences are drawn together differs.
-            near_by = 1e-3 if one["step"] == 1 else 0.03
-            assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=near_by)
+            assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
     built = json.loads((tmp_path / "far" / "as_built.json").read_text())
     assert [[rank["rank"] for rank in built[role]] for role in ("actor", "rollout")] == [[0, 1], [0, 1]]
 
