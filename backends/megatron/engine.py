@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -26,8 +29,9 @@ from backends.megatron.megatron_start import start_megatron, stop_megatron
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import DOWN, ModelMap
 from backends.packed.layout import PackedLayout
-from backends.packed.packing import MicroBatch, MicroBatches, check_update, update_counts
+from backends.packed.packing import MicroBatch, MicroBatches, Packing, check_update, update_counts
 from backends.packed.row_ops import RowCopies, copy_rows
+from backends.packed.row_slices import padded, part_of
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank, StepResult
 from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, TensorKind
@@ -110,7 +114,7 @@ class MegatronTrainEngine(HfTrainEngine):
         )
         group = self.group
         experts = (group.expert_ranks, group.expert_tensor.size())
-        mesh = mesh_axes(group.data.size(), group.stages, group.tensor_ranks, experts)
+        mesh = mesh_axes(group.replicas, group.stages, group.tensor_ranks, experts, group.context.size)
         asked = self.config.engine.library_config(self.config.model.dtype, self.config.optimizer, str(self.device))
         found = {
             "attn_function": _ATTENTION,
@@ -134,18 +138,32 @@ class MegatronTrainEngine(HfTrainEngine):
         joined = self.group.joined(batch.only(("tokens_T",)))
         return super().scores(joined.batch)[joined.own_B]
 
-    def _megatron_row(self, micro: MicroBatch, staging: Staging) -> Any:
-        """A micro-batch as the stages take it: token ids [1, T], and the row."""
-        padding = -micro.num_tokens % (self.group.tensor_ranks if self.table.tensor_sequence_parallel else 1)
-        lengths, parents = micro.lengths, micro.parents
-        if padding:  # a sequence of its own
-            lengths, parents = [*lengths, padding], [*parents, -1]
-        layout = PackedLayout(lengths, self.device, parents, staging.put)
-        positions_T = np.concatenate([micro.positions_T, np.arange(padding)])
+    def _megatron_row(self, micro: MicroBatch, staging: Staging) -> tuple[Any, RowCopies]:
+        """A micro-batch as the stages take it: token ids [1, T] of this rank's part, the row, and how the rows whose
+        targets count are taken from what comes out."""
+        whole, context = self._divisible(micro), self.group.context
+        own_T = context.own_rows(whole.num_tokens)
         row = self._packed_row(
-            qkv_format="packed", layout=layout, position_T=staging.put(positions_T), real=micro.num_tokens
+            qkv_format="packed",
+            layout=PackedLayout(whole.lengths, self.device, whole.parents, staging.put),
+            position_T=staging.put(whole.positions_T[own_T]),
+            context=context,
         )
-        return staging.put(np.pad(micro.tokens_T, (0, padding)))[None], row
+        copies = RowCopies(micro.hidden_N, len(own_T), staging.put)
+        return (staging.put(whole.tokens_T[own_T])[None], row), copies
+
+    def _divisible(self, micro: MicroBatch) -> MicroBatch:
+        """With a segment of its own where its row lacks tokens to be cut across context ranks, and by them across
+        tensor ranks."""
+        ranks = self.group.tensor_ranks if self.table.tensor_sequence_parallel else 1
+        return padded(micro, -micro.num_tokens % (self.group.context.size * ranks))
+
+    def _part(self, micro: MicroBatch) -> MicroBatch:
+        return part_of(self._divisible(micro), self.group.context)
+
+    def _megatron_rows(self, micros: Sequence[MicroBatch], staging: Staging) -> tuple[list[Any], list[RowCopies]]:
+        made = [self._megatron_row(micro, staging) for micro in micros]
+        return [row for row, _ in made], [copies for _, copies in made]
 
     def _rows_of(self, micros: Sequence[MicroBatch], rounds: int) -> list[MicroBatch]:
         """With what computes nothing of value, so that the schedule and the ranks that exchange tokens have as many."""
@@ -157,9 +175,8 @@ class MegatronTrainEngine(HfTrainEngine):
     ) -> NDArray[np.float32]:
         staging = Staging(self.device)
         every = self._rows_of(micros, micros.rounds)
-        rows = [self._megatron_row(micro, staging) for micro in every]
+        rows, copies = self._megatron_rows(every, staging)
         tasks = [task_of(micro, staging) for micro in every]
-        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in every]
         staging.send()
 
         def told(hidden_TE: Tensor, number: int) -> Tensor:
@@ -169,9 +186,9 @@ class MegatronTrainEngine(HfTrainEngine):
 
         found = self.core.tell(rows, told)
         said = torch.zeros(columns, device=self.device)
-        for micro, said_N in zip(micros, found, strict=False):  # the last stage alone has results
+        for micro, said_N in zip(every[: len(micros)], found, strict=False):  # the last stage alone has results
             said[torch.from_numpy(micro.column_N)] = said_N
-        return self.group.from_last_stage(said).cpu().numpy()
+        return self.group.of_context(self.group.from_last_stage(said)).cpu().numpy()
 
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
@@ -182,9 +199,8 @@ class MegatronTrainEngine(HfTrainEngine):
         staging = Staging(self.device)
         # Gradients of nothing, where other ranks wait for them.
         every = self._rows_of(micros, max(micros.rounds, int(self.core.overlaps)))
-        rows = [self._megatron_row(micro, staging) for micro in every]
+        rows, copies = self._megatron_rows(every, staging)
         tasks = [self._loss_task(micro, columns_of(micro, staging), loss, staging) for micro in every]
-        copies = [RowCopies(micro.hidden_N, micro.num_tokens, staging.put) for micro in every]
         staging.send()
 
         def learned(hidden_TE: Tensor, number: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -200,7 +216,11 @@ class MegatronTrainEngine(HfTrainEngine):
         for number, (row_sums, row_maxima) in enumerate(results):
             sums += row_sums
             maxima = torch.maximum(maxima, row_maxima) if number else row_maxima.double()
-        read = self.group.from_last_stage(torch.cat([sums, maxima])).tolist()
+        sums, maxima = self.group.from_last_stage(torch.cat([sums, maxima])).split([len(sums), len(maxima)])
+        read = [
+            *self.group.of_context(sums.clone()).tolist(),
+            *self.group.of_context(maxima.clone(), dist.ReduceOp.MAX).tolist(),
+        ]
         return self._shared_out(loss, read, update_counts(joined, micros, self.group.model.size()))
 
     def _answer(self, hidden_NE: Tensor, task: Task) -> Any:
@@ -235,15 +255,16 @@ class MegatronTrainEngine(HfTrainEngine):
     def _logits(self, micro: MicroBatch) -> Tensor:
         """At `hidden_N` of a row, on every rank; of a model that gives scores, what enters its head."""
         staging = Staging(self.device)
-        rows = [self._megatron_row(each, staging) for each in self._rows_of([micro], 1)]
-        copies = RowCopies(micro.hidden_N, micro.num_tokens, staging.put)
+        asked = len(micro.hidden_N)
+        part = self._part(replace(micro, column_N=np.arange(asked)))
+        rows, copies = self._megatron_rows(self._rows_of([part], 1), staging)
         staging.send()
         core = self.core
 
         def told(hidden_TE: Tensor, number: int) -> Tensor:
             if number:
                 return hidden_TE
-            hidden_NE = copy_rows(hidden_TE, copies)
+            hidden_NE = copy_rows(hidden_TE, copies[0])
             if self.map.scores:
                 return hidden_NE.float()
             padded = functional.linear(hidden_NE, core.head.head_weight()).float()
@@ -251,8 +272,14 @@ class MegatronTrainEngine(HfTrainEngine):
 
         found = core.tell(rows, told)
         width = core.config.hidden_size if self.map.scores else self.map.vocabulary
-        empty = torch.zeros(len(micro.hidden_N), width, device=self.device)
-        return self.group.from_last_stage(found[0] if found else empty)
+        said = torch.zeros(asked, width, device=self.device)
+        if found:
+            said[torch.from_numpy(part.column_N)] = found[0]
+        return self.group.of_context(self.group.from_last_stage(said))
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return replace(super()._packing, part=self._part)
 
     def _rounds(self, micro_batches: int) -> int:
         return self.group.most_of_replicas(micro_batches) if self.group.replicas_meet else micro_batches

@@ -142,7 +142,7 @@ class MegatronModel:
             def of_last_stage(hidden_T1E: Tensor, **more: Any) -> Any:
                 if self.table.tensor_sequence_parallel:  # the head's gradient is whole on every tensor rank
                     hidden_T1E = gather_from_sequence_parallel_region(hidden_T1E, tensor_parallel_output_grad=False)
-                return results(hidden_T1E[: row.real, 0], number, **more)
+                return results(hidden_T1E[:, 0], number, **more)
 
             return hidden_T1E, of_last_stage
 

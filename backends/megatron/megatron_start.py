@@ -35,6 +35,7 @@ def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=table.tensor_parallel,
         pipeline_model_parallel_size=table.pipeline_parallel,
+        context_parallel_size=table.context_parallel,
         virtual_pipeline_model_parallel_size=table.virtual_pipeline if table.virtual_pipeline > 1 else None,
         expert_model_parallel_size=table.expert_parallel,
         expert_tensor_parallel_size=table.expert_tensor_parallel,

@@ -1,7 +1,7 @@
 """The ranks that hold one copy of the model together: all of them compute on the samples of all of them.
 
-The driver gives every rank samples of its own. Ranks of a tensor or pipeline group need the same ones, so they join
-what they were given, and each hands back its own part of the result.
+The driver gives every rank samples of its own. Ranks of a tensor, pipeline or context group need the same ones, so they
+join what they were given, and each hands back its own part of the result.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from backends.protocol import COLLECTIVE_TIMEOUT
+from backends.ulysses.all_gather import all_gather
+from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from backends.ulysses.shared_batch import SharedBatch, share_batch
 from specs.wire.batch import Batch
 
 
 class ModelGroup:
-    """The tensor and pipeline ranks around this one."""
+    """The tensor, pipeline and context ranks around this one. `context`: those that have a part of each row. `data`:
+    those that hold the same part of the model, which are context ranks and those of all replicas."""
 
     def __init__(self, device: torch.device) -> None:
         from megatron.core import parallel_state as state
 
         self.device = device
-        self.model: Any = state.get_model_parallel_group()
         self.tensor: Any = state.get_tensor_model_parallel_group()
         self.pipeline: Any = state.get_pipeline_model_parallel_group()
-        self.data: Any = state.get_data_parallel_group()
+        self.data: Any = state.get_data_parallel_group(with_context_parallel=True)
+        self.replicas = int(state.get_data_parallel_world_size())
+        context: Any = state.get_context_parallel_group()
+        self.context = ALONE if context.size() == 1 else SequenceGroup(context, context.size(), context.rank())
+        self.model: Any = state.get_model_parallel_group() if self.context.alone else self._with_context()
         self.tensor_rank, self.tensor_ranks = self.tensor.rank(), self.tensor.size()
         self.stage, self.stages = self.pipeline.rank(), self.pipeline.size()
         chunks = state.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -39,6 +46,19 @@ class ModelGroup:
         self.experts: Any = state.get_expert_tensor_and_model_parallel_group()
         self.speaks = self.model.rank() == 0  # for the group, where only one may
 
+    def _with_context(self) -> Any:
+        """Megatron has no group of all that compute a row: they are one replica's. A collective of all ranks."""
+        from megatron.core import parallel_state as state
+
+        own = torch.tensor([state.get_data_parallel_rank()], device=self.device)
+        replica_R = own.new_zeros(dist.get_world_size())
+        all_gather(replica_R, own)
+        groups = [
+            dist.new_group(torch.nonzero(replica_R == replica).flatten().tolist(), timeout=COLLECTIVE_TIMEOUT)
+            for replica in range(self.replicas)
+        ]
+        return groups[int(own)]
+
     def joined(self, batch: Batch) -> SharedBatch:
         """A collective of the group; columns must be the same."""
         return share_batch(batch, self.model if self.model.size() > 1 else None, self.device)
@@ -46,6 +66,12 @@ class ModelGroup:
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """What the last stage has, on every stage; others give a tensor of that shape to fill."""
         return self.from_stage(self.stages - 1, tensor)
+
+    def of_context(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Over the ranks that have a part of each row, in place."""
+        if not self.context.alone:
+            dist.all_reduce(tensor, op=op, group=self.context.group)
+        return tensor
 
     def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
         """As `from_last_stage`, of any stage."""

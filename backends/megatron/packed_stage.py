@@ -28,6 +28,9 @@ from transformers import PreTrainedModel
 from backends.megatron.layouts import Experts, layers_of_stage, padded_vocabulary
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
+from backends.ulysses.exchange import heads_to_rows, rows_to_heads
+from backends.ulysses.sequence_group import ALONE, SequenceGroup
+from backends.ulysses.split_attention import for_each_rank
 from specs.errors import ModelError
 from specs.schema.engines.megatron_table import MegatronTable
 
@@ -38,11 +41,12 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
 
     layout: PackedLayout | None = None
     position_T: Tensor | None = None
-    real: int = 0  # tokens before those that make it divisible by the tensor ranks
+    context: SequenceGroup = ALONE  # who share the row: `layout` is of the whole row, all else of this rank's part
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside each sequence of the row. Query [T, 1, H, D], others [T, 1, KV, D] → [T, 1, H·D]."""
+    """Causal attention inside each sequence of the row. Query [T, 1, H, D], others [T, 1, KV, D] → [T, 1, H·D]. Ranks
+    that share the row exchange rows for heads (Ulysses, Jacobs et al. 2023)."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any
@@ -60,9 +64,15 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         assert packed_seq_params is not None
         assert packed_seq_params.layout is not None
-        heads_first = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        out_THD = packed_seq_params.layout.attend(self, *heads_first, scaling=None, sliding_window=None)[0]
-        return out_THD.flatten(1)[:, None]
+        context = packed_seq_params.context
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        if not context.alone:
+            key, value = (for_each_rank(each, query.shape[1], context) for each in (key, value))
+            query, key, value = rows_to_heads((query, key, value), context)
+        out_1THD = packed_seq_params.layout.attend(self, query, key, value, scaling=None, sliding_window=None)
+        if not context.alone:
+            out_1THD = heads_to_rows(out_1THD, context)
+        return out_1THD[0].flatten(1)[:, None]
 
 
 class PackedRope(nn.Module):
@@ -154,6 +164,7 @@ def transformer_config(
         pipeline_model_parallel_size=table.pipeline_parallel,
         virtual_pipeline_model_parallel_size=table.virtual_pipeline if table.virtual_pipeline > 1 else None,
         sequence_parallel=table.tensor_sequence_parallel,
+        context_parallel_size=table.context_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -19,7 +19,7 @@ def part_of(micro: MicroBatch, group: SequenceGroup) -> MicroBatch:
     be none), and `hidden_N` counts from the first of these rows."""
     if group.alone:
         return micro
-    row = _padded(micro, group.padding(micro.num_tokens))
+    row = padded(micro, group.padding(micro.num_tokens))
     place_T = np.full(row.num_tokens, -1)
     rows = group.own_rows(row.num_tokens)
     place_T[rows] = np.arange(len(rows))
@@ -28,7 +28,8 @@ def part_of(micro: MicroBatch, group: SequenceGroup) -> MicroBatch:
     return replace(row, hidden_N=place_N[own], target_N=row.target_N[own], column_N=row.column_N[own])
 
 
-def _padded(micro: MicroBatch, tokens: int) -> MicroBatch:
+def padded(micro: MicroBatch, tokens: int) -> MicroBatch:
+    """With so many more tokens at the end of its row, which are a segment of their own."""
     if not tokens:
         return micro
     return replace(

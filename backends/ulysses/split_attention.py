@@ -100,7 +100,7 @@ class _SplitAttention:
             raise _unsplittable(module, "its code does not say which function its eager attention is")
         self._check_ends(module, query.shape[2] * group.size, attention_mask, kwargs)
         given = _whole_row_kwargs(module, heads, kwargs, group)
-        key, value = (_for_each_rank(each, heads, group) for each in (key, value))
+        key, value = (for_each_rank(each, heads, group) for each in (key, value))
         query, key, value = rows_to_heads((query, key, value), group)
         part = _with_own_heads(module, heads, query.shape[1] // key.shape[1], group)
         attended, _ = whole(part, query, key, value, attention_mask, **given)
@@ -128,7 +128,7 @@ def eager_function(module_class: type[nn.Module]) -> AttentionFunction | None:
     return function
 
 
-def _for_each_rank(x: Tensor, heads: int, group: SequenceGroup) -> Tensor:
+def for_each_rank(x: Tensor, heads: int, group: SequenceGroup) -> Tensor:
     """Keys or values [1, KV, L, D], repeated where they have fewer heads than there are ranks: each rank gets the one
     that its query heads use."""
     size, own = group.size, x.shape[1]

@@ -106,7 +106,7 @@ def _layer_bytes(work: Pass) -> int:
     lean = facts.model_type in _LEAN_NORMS and work.device == "cpu" and work.dtype == "fp32"
     norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size) // work.rows_cut
     # Ranks that share a row hold all of it for some heads, and a key-value head each at least.
-    kv_heads = max(facts.kv_heads, work.sequence_parallel)
+    kv_heads = max(facts.kv_heads, work.sequence_parallel * work.tensor)
     query, key = (heads * facts.head_dim // work.tensor for heads in (facts.heads, kv_heads))
     # Queries, keys, values and the output, which is kept once more in the order of the row.
     attention = (3 * query + 2 * key) * size

@@ -18,7 +18,7 @@ from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
 from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
 from specs.schema.engines.transformers_tables import TrainedHere
-from specs.schema.mesh import PIPELINE, TENSOR, axis_of, devices_of_a_process, sequence_parallel_of
+from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR, axis_of, devices_of_a_process, sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 from workers.transports.base import BLOCK_BYTES, BLOCKS
@@ -117,7 +117,7 @@ def _trainer(spec: Spec, role: RoleName, section: Any, model: Model, device: str
 
 
 def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, tokens: int) -> Pass:
-    here = section.engine if isinstance(section.engine, TrainedHere) else None
+    here, context = section.engine if isinstance(section.engine, TrainedHere) else None, axis_of(section, CONTEXT)
     chunk = tokens if here is None else here.logits_chunk(model.facts.vocab_size, on_gpu=device != "cpu")
     again = getattr(section, "gradient_checkpointing", False)
     decision = attention_of(spec, role, AtHand(config=model.config))  # `auto` may come to eager
@@ -126,11 +126,11 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         config=model.config,
         dtype=section.dtype,
         device=device,
-        tokens=tokens,
+        tokens=-(-tokens // context),
         logits_chunk=chunk,
         attention=decision.implementation if decision is not None else "",
         recomputed=model.facts.layers if again is True else int(again),
-        sequence_parallel=sequence_parallel_of(section),
+        sequence_parallel=sequence_parallel_of(section) * context,
         tensor=axis_of(section, TENSOR),
         rows_cut=axis_of(section, TENSOR) if getattr(section.engine, "tensor_sequence_parallel", False) else 1,
         stages=axis_of(section, PIPELINE),

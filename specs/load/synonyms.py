@@ -459,9 +459,9 @@ ABSENT = {
     ),
     "use_liger_loss": "logits are always computed in chunks (logits_chunk_tokens of the engine): remove the key",
     **dict.fromkeys(
-        ("context_parallel", "context_parallel_size", "cp_size", "cp", "ring_attn_size", "ring_head_stride"),
-        "there is no ring attention: actor.sequence_parallel shares samples out to ranks by attention heads (Ulysses; "
-        "not with the engine megatron)",
+        ("context_parallel_size", "cp_size", "cp", "ring_attn_size", "ring_head_stride"),
+        "there is no ring attention: actor.sequence_parallel shares samples out to ranks by attention heads (Ulysses); "
+        "with the engine megatron it is actor.engine.context_parallel",
     ),
     "zpg": "the engine fsdp2 keeps its groups inside a node: actor.engine.shard and actor.engine.replicate",
     "load_format": "samplers get their weights from the actor: remove the key",

@@ -26,6 +26,8 @@ SEQUENCE = "sequence"
 """The axis in `ModelBuilt.mesh` of a role whose ranks share samples."""
 TENSOR, PIPELINE = "tensor", "pipeline"
 """The axes of an engine whose ranks hold a part of each layer, or some of the layers."""
+CONTEXT = "context"
+"""The axis of an engine whose ranks hold the same of a model and compute a part of each row."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ def axis_of(section: RoleSection, axis: str) -> int:
 
 
 def ranks_of_a_row(section: RoleSection) -> int:
-    """Ranks of a trainer that compute the same rows, whole each, because none can do it alone."""
-    return axis_of(section, TENSOR) * axis_of(section, PIPELINE)
+    """Ranks of a trainer that compute the same rows together, of an engine that cuts models or rows."""
+    return axis_of(section, TENSOR) * axis_of(section, PIPELINE) * axis_of(section, CONTEXT)
 
 
 def mesh_is_known(section: RoleSection) -> bool:

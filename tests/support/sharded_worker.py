@@ -122,12 +122,17 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "tensor critic": {"engine": MegatronTable(tensor_parallel=2), **VALUES},
     "pipeline critic": {"engine": MegatronTable(pipeline_parallel=2), **VALUES},
     "pipeline offload": {"engine": MegatronTable(pipeline_parallel=2)},
+    "context recompute": {"engine": MegatronTable(context_parallel=2), "gradient_checkpointing": True},
     "4:tensor pipeline": {"engine": MegatronTable(tensor_parallel=2, pipeline_parallel=2)},
+    "4:context tensor": {"engine": MegatronTable(**CUT, context_parallel=2)},
     # Of a model with experts.
     "experts": {"engine": MegatronTable(expert_parallel=2)},
     "experts, tensor": {"engine": MegatronTable(**CUT, expert_parallel=2, expert_tensor_parallel=1)},
     "4:experts, pipeline data": {
         "engine": MegatronTable(pipeline_parallel=2, virtual_pipeline=2, expert_parallel=2),
+    },
+    "4:experts, context pipeline": {
+        "engine": MegatronTable(context_parallel=2, pipeline_parallel=2, virtual_pipeline=2, expert_parallel=2),
     },
     "4:experts, tensor pipeline": {
         "engine": MegatronTable(**CUT, pipeline_parallel=2, expert_parallel=2, expert_tensor_parallel=1)

@@ -282,7 +282,7 @@ def refusals(folder: Path, rank: Rank) -> dict[str, str]:
 
     ways: dict[str, tuple[str, Any]] = {
         "nothing": ("heads_to_rows", heads_to_rows),
-        "keys of other heads": ("_for_each_rank", other_keys),
+        "keys of other heads": ("for_each_rank", other_keys),
         "one rank's rows": ("heads_to_rows", of_one_rank),
         "an error": ("rows_to_heads", nothing_shared),
     }

@@ -39,6 +39,7 @@ _DECIDED_BY = {
     "virtual_pipeline_model_parallel_size": "{role}.engine.virtual_pipeline",
     "overlap_p2p_comm": "{role}.engine.virtual_pipeline",
     "sequence_parallel": "{role}.engine.tensor_sequence_parallel",
+    "context_parallel_size": "{role}.engine.context_parallel",
     "expert_model_parallel_size": "{role}.engine.expert_parallel",
     "expert_tensor_parallel_size": "{role}.engine.expert_tensor_parallel",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast"), "{role}.dtype"),
@@ -137,6 +138,8 @@ def _derived(engine: MegatronTable, dtype: DType, optimizer: Optimizer | None) -
         yield Setting("overlap_p2p_comm", True)
         yield Setting("batch_p2p_comm", False)
     yield Setting("sequence_parallel", engine.tensor_sequence_parallel)
+    if engine.context_parallel > 1:
+        yield Setting("context_parallel_size", engine.context_parallel)
     yield Setting("expert_model_parallel_size", engine.expert_parallel)
     yield Setting("expert_tensor_parallel_size", engine.ranks_of_expert)
     yield Setting("bf16", dtype == "bf16")

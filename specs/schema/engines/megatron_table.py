@@ -10,12 +10,13 @@ from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, Part
+from specs.model_facts import shares_out, sharing_degrees
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
 from specs.packages import setup_command
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
 from specs.schema.engines.megatron_config import megatron_config, megatron_problems
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
-from specs.schema.mesh import Mesh, divisors
+from specs.schema.mesh import CONTEXT, Mesh, divisors
 from specs.schema.roles import RoleName
 from specs.text import listed, show
 
@@ -36,6 +37,12 @@ class MegatronTable(TrainedHere):
     kind: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(1, gt=0, description="Ranks that each layer is cut across.")
     pipeline_parallel: int = Field(1, gt=0, description="Stages that the layers are shared out to, as many to each.")
+    context_parallel: int = Field(
+        1,
+        gt=0,
+        description="Ranks that each row is cut across: attention exchanges rows for heads (Ulysses, Jacobs et al. "
+        "2023). A rank computes so many times fewer tokens of a row of `micro_batch_tokens`.",
+    )
     virtual_pipeline: int = Field(
         1, gt=0, description="Groups of layers on each stage, which ranks compute in turn: the pipeline waits less."
     )
@@ -64,7 +71,7 @@ class MegatronTable(TrainedHere):
     @property
     def group(self) -> int:
         """Ranks that hold a model together."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def ranks_of_expert(self) -> int:
@@ -80,7 +87,8 @@ class MegatronTable(TrainedHere):
     def order(self) -> str:
         """How ranks are numbered. Neighbours are the tensor ranks, then the stages of a model; replicas lie furthest
         apart. Megatron asks for the stages last where replicas hold experts together."""
-        return "tp-cp-ep-pp-dp" if self.expert_group == self.tensor_parallel else "tp-cp-ep-dp-pp"
+        ranks = self.tensor_parallel * self.context_parallel
+        return "tp-cp-ep-pp-dp" if self.expert_group == ranks else "tp-cp-ep-dp-pp"
 
     def mesh(self, processes: int) -> Mesh:
         """The axes need not give the role's processes: a rule says so."""
@@ -89,10 +97,16 @@ class MegatronTable(TrainedHere):
     def reported_mesh(self, processes: int) -> dict[str, int]:
         replicas = self.mesh(processes).replicate
         experts = (self.expert_parallel, self.ranks_of_expert)
-        return mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel, experts)
+        return mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel, experts, self.context_parallel)
 
     def alone(self) -> Self:
-        apart = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "expert_tensor_parallel": None}
+        apart = {
+            "tensor_parallel": 1,
+            "pipeline_parallel": 1,
+            "context_parallel": 1,
+            "expert_parallel": 1,
+            "expert_tensor_parallel": None,
+        }
         return self.model_copy(update={**apart, "virtual_pipeline": 1, "tensor_sequence_parallel": False})
 
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
@@ -100,14 +114,17 @@ class MegatronTable(TrainedHere):
         optimizer = getattr(section, "optimizer", None)
         yield from megatron_problems(self, spec.dtype(role), optimizer, role=role)
         if section.processes % self.group:
+            axes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+            if self.context_parallel > 1:
+                axes["context_parallel"] = self.context_parallel
             message = (
-                f"tensor_parallel × pipeline_parallel = {self.tensor_parallel} × {self.pipeline_parallel}: groups of "
-                f"{self.group} ranks hold a model, but {role} has {section.processes} processes"
+                f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))}: groups of {self.group} ranks hold a "
+                f"model, but {role} has {section.processes} processes"
             )
             near = max(1, section.processes // self.group) * self.group
             fitting = f"{role}.processes = {near} would fit"
-            if section.processes % self.tensor_parallel == 0:
-                stages = section.processes // self.tensor_parallel
+            if section.processes % (self.tensor_parallel * self.context_parallel) == 0:
+                stages = section.processes // (self.tensor_parallel * self.context_parallel)
                 fitting += f", or {role}.engine.pipeline_parallel = {listed(divisors(stages))}"
             yield Problem(f"{role}.engine.tensor_parallel", message, fitting, str(self.tensor_parallel))
         elif (ranks := section.processes // self.pipeline_parallel) % self.expert_group:
@@ -150,6 +167,16 @@ class MegatronTable(TrainedHere):
             fitting = [n for n in divisors(facts.heads) if not any(size % n for size in sizes.values())]
             message = f"does not divide the model's {' and '.join(undivided)}"
             yield Problem(f"{key}.tensor_parallel", message, f"use {listed(fitting)}", str(self.tensor_parallel))
+        elif not shares_out(
+            heads := facts.heads // self.tensor_parallel,
+            keys := facts.kv_heads // self.tensor_parallel,
+            self.context_parallel,
+        ):
+            message = (
+                f"{heads} attention heads and {keys} key and value heads of a tensor rank cannot be dealt out to it"
+            )
+            hint = f"use {listed(sharing_degrees(heads, keys))}"
+            yield Problem(f"{key}.context_parallel", message, hint, str(self.context_parallel))
         yield from self._expert_problems(key, facts)
         stages = self.pipeline_parallel * self.virtual_pipeline
         if facts.layers % stages and not facts.layers % self.pipeline_parallel:
@@ -201,7 +228,7 @@ class MegatronTable(TrainedHere):
         most, experts = max(stages, key=sum)
         data = self.mesh(held.ranks).replicate
         expert_data = max(1, held.ranks // (self.expert_group * self.pipeline_parallel))
-        owned = ceil(most / data) + ceil(experts / expert_data)
+        owned = ceil(most / (data * self.context_parallel)) + ceil(experts / expert_data)
         yield state("weights", (most + experts) * held.compute_bytes)
         if held.optimizer is None:
             return
@@ -238,8 +265,10 @@ class MegatronTable(TrainedHere):
         return rows * (parameter.elements // max(1, parameter.shape[0])) // self.tensor_parallel
 
 
-def mesh_axes(data: int, pipeline: int, tensor: int, experts: tuple[int, int]) -> dict[str, int]:
+def mesh_axes(data: int, pipeline: int, tensor: int, experts: tuple[int, int], context: int) -> dict[str, int]:
     """Axis → ranks, as `ModelBuilt.mesh` has it. `experts`: ranks that share them out, and ranks that each is cut
-    across; told where they are not the axes of the rest of the model."""
+    across; told where they are not the axes of the rest of the model. `context`: told where rows are cut."""
     axes = {"data": data, "pipeline": pipeline, "tensor": tensor}
+    if context > 1:
+        axes[CONTEXT] = context
     return axes if experts == (1, tensor) else {**axes, "expert": experts[0], "expert tensor": experts[1]}

@@ -37,12 +37,14 @@ pytestmark = [
 
 MIXED = [name for name in MEGATRON if "experts" in name and name != "4:experts, tensor pipeline"]
 DENSE = [name for name in MEGATRON if "experts" not in name]
+FOUR = [name for name in DENSE if name.startswith("4:")]
 TWO = [name for name in DENSE if not name.startswith("4:") and name != "data bf16"]  # which only resumes
 IN_FP32 = [name for name in TWO if "bf16" not in name]
 RESUMED = [
     ("pipeline", "tensor"),
     ("tensor", "pipeline"),
     ("data", "one rank"),
+    ("context recompute", "tensor"),
     ("pipeline critic", "tensor critic"),
     ("data bf16", "tensor bf16"),
 ]
@@ -91,11 +93,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in READ
     ]
     four += [{**job, **mixture} for job in resumed[len(RESUMED) :]]
-    launch(root, 4, [{"case": "4:tensor pipeline", "out": str(root / "4:tensor pipeline")}, *four, *families])
+    launch(root, 4, [*({"case": case, "out": str(root / case)} for case in FOUR), *four, *families])
     return root
 
 
-@pytest.mark.parametrize("case", [*IN_FP32, "4:tensor pipeline"])
+@pytest.mark.parametrize("case", [*IN_FP32, *FOUR])
 def test_training_is_that_of_ddp(root: Path, case: str) -> None:
     """Six steps, one of them with data ranks that have nothing, after a step that all skip. Rounding differs: queries,
     keys and values are one multiplication here, and three there."""
@@ -136,7 +138,7 @@ def test_bf16_is_near_ddp_in_bf16(root: Path) -> None:
     assert np.abs(ours.told(0) - one.told(0)).mean() < 0.02
 
 
-@pytest.mark.parametrize("case", [*TWO, "4:tensor pipeline", *MIXED])
+@pytest.mark.parametrize("case", [*TWO, *FOUR, *MIXED])
 def test_ranks_say_what_they_hold(root: Path, case: str) -> None:
     table = MEGATRON[case]["engine"]
     for rank in outcome(root, case).ranks:
@@ -156,7 +158,7 @@ def test_a_checkpoint_resumes_on_other_axes(root: Path, case: str, saved: str) -
     assert farthest(ours.weights, before.weights) < (2e-3 if "bf16" in case else 2e-5)
 
 
-@pytest.mark.parametrize("case", ["tensor", "4:tensor pipeline"])
+@pytest.mark.parametrize("case", ["tensor", *FOUR])
 def test_ddp_goes_on_from_its_checkpoint(root: Path, case: str, tmp_path: Path) -> None:
     job = {"case": "ddp", "out": str(tmp_path), "load": str(root / case / "state")}
     sharded_worker.run(root / "model", job, Rank()).close()

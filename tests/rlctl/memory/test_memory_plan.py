@@ -134,6 +134,12 @@ def test_stages_and_tensor_ranks_by_hand(planned: Any) -> None:
     assert part(plan, "actor", "activations") == 4 * 20 * row + 3 * row + again
     cut = planned(*seen[:2], "actor.engine.tensor_sequence_parallel=true", config=LLAMA_70B)
     assert part(cut, "actor", "activations") == (4 * 20 * row + 3 * row + again - inside) // 8 + inside
+    # One replica instead of two, whose context ranks share rows and cut masters and moments as data ranks do.
+    shared = planned(*seen, "actor.engine.context_parallel=2", config=LLAMA_70B)
+    repeated = 4096 * 2 * 2 * 128  # a tensor rank has one key head, and each of the two needs one
+    assert part(shared, "actor", "activations") == part(plan, "actor", "activations") // 2 + repeated
+    assert part(shared, "actor", "weights") == part(plan, "actor", "weights")
+    assert part(shared, "actor", "Adam moments") == part(plan, "actor", "Adam moments")
 
 
 def test_a_small_gpu_does_not_fit_and_the_suggestion_does(planned: Any) -> None:

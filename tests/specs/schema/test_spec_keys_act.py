@@ -127,7 +127,10 @@ NAMED = {
     "ZeroTable.logits_chunk_tokens": "tests/backends/zero/test_zero.py::test_the_table_decides_the_chunks_of_logits",
     **{
         f"MegatronTable.{key}": "tests/backends/megatron/test_megatron.py::test_ranks_say_what_they_hold"
-        for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel", "megatron")
+        for key in (
+            *("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel"),
+            "megatron",
+        )
     },
     **{
         f"MegatronTable.{key}": "tests/backends/megatron/test_megatron.py::test_a_mixture_of_experts_trains_as_by_ddp"

@@ -36,6 +36,13 @@ GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_
         (MODEL, {"tensor_parallel": 5}, "tensor_parallel", "12 attention heads and 6 key and value heads", "use 1, 2"),
         (
             MODEL,
+            {"tensor_parallel": 2, "context_parallel": 4},
+            "context_parallel",
+            "6 attention heads and 3 key and value heads of a tensor rank",
+            "use 1, 3 or 6",
+        ),
+        (
+            MODEL,
             {"pipeline_parallel": 2, "virtual_pipeline": 2},
             "virtual_pipeline",
             "divide the 3 layers of a stage",
@@ -67,6 +74,10 @@ def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
     assert (mesh.replicate, mesh.shard) == (2, 4)
     assert engine.reported_mesh(8) == {"data": 2, "pipeline": 2, "tensor": 2}
     assert engine.alone().mesh(1).ranks == 1
+    cut = MegatronTable(tensor_parallel=2, context_parallel=2)
+    assert (cut.mesh(8).replicate, cut.mesh(8).shard) == (2, 4)
+    assert cut.reported_mesh(8) == {"data": 2, "pipeline": 1, "tensor": 2, "context": 2}
+    assert cut.alone().mesh(1).ranks == 1
 
 
 def test_what_other_engines_do_is_refused() -> None:
