@@ -166,7 +166,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     **{
         f"{role}.engine.{axis}_parallel": {f"{role}.processes": 2, f"{role}.launcher": "torchrun"}
         for role in ("actor", "ref", "critic", "reward_model")
-        for axis in ("tensor", "pipeline", "expert")
+        for axis in ("tensor", "pipeline", "context", "expert")
     },
     **{
         f"{role}.engine.{key}": {**{f"{role}.processes": 2, f"{role}.launcher": "torchrun", f"{role}.engine.{axis}": 2}}
