@@ -60,6 +60,13 @@ MODELS: dict[str, dict[str, bytes]] = {
         **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
         max_position_embeddings=262144,
     ),
+    "Qwen/Qwen2.5-72B-Instruct": qwen(8192, 80, 64, 8),
+    "Qwen/Qwen3-30B-A3B": qwen(
+        *(2048, 48, 32, 4),
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        max_position_embeddings=40960,
+    ),
     "Skywork/Skywork-Reward-V2-Qwen3-8B": qwen(4096, 36, 32, 8, **REWARD_MODEL),
     "org/gated": {**TINY, "model.safetensors": b"weights"},
     "org/cut": {**TINY, "model.safetensors": b"", "config.json": TINY["config.json"][:-40]},

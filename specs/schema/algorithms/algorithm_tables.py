@@ -235,7 +235,7 @@ class GspoLoss(GspoKeys, Loss):
 class CispoKeys(LossKeys):
     """Keys of the clipped importance weight."""
 
-    clip_low: float = Field(1.0, gt=0, le=1, description="A token's weight is at least 1 - clip_low; 1: no bound.")
+    clip_low: float = Field(1.0, gt=0, le=1, description="A ratio counts as at least 1 - clip_low; 1: no bound.")
     clip_high: float = Field(4.0, gt=0, description="A token's weight is at most 1 + clip_high.")
 
 
@@ -293,7 +293,7 @@ class ClipCovKeys(LossKeys):
     )
     covariance_low: float = Field(1.0, description="Only tokens with at least this covariance may be left out.")
     covariance_high: float = Field(5.0, description="Only tokens with at most this covariance may be left out.")
-    clip_low: float = Field(1.0, gt=0, le=1, description="Ratio is clipped below at 1 - clip_low; 1: no bound.")
+    clip_low: float = Field(1.0, gt=0, le=1, description="A ratio counts as at least 1 - clip_low; 1: no bound.")
     clip_high: float = Field(1.0, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
 
 

@@ -92,6 +92,7 @@ def test_check_config_shows_the_transport(spec_path: Path, capsys: pytest.Captur
     assert as_dict(examine(spec_path, []), spec_path)["sync"] == {
         "transport": "shm",
         "why": "actor and rollout share a host",
+        "to": [{"host": "this host", "replicas": 1}],
     }
     assert check(spec_path, ["sync.transport=folder"], as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["sync"]["transport"] == "folder"

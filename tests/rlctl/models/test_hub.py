@@ -138,6 +138,7 @@ def test_the_token_is_for_the_endpoint_alone(the_hub: Hub, tmp_path: Path, monke
 )
 def test_presets_give_no_alarm_when_the_hub_is_reached(the_hub: Hub, tmp_path: Path, preset: str) -> None:
     spec = load_spec(presets()[preset])
+    (tmp_path / "hosts").write_text("".join(f"host{number} slots=8\n" for number in range(spec.actor.nodes)))
     errors, warnings = file_problems(spec, tmp_path, elsewhere=True)
     assert not [str(found) for found in [*errors, *warnings] if found.key.startswith(("model.", "data.chat"))]
     assert errors == []

@@ -171,6 +171,7 @@ CALLS = {
         *(["{sound}", "--set", f"run.name={NAME},b", "--dry-run"], ["{broken}", "--set", f"{NAME}=1,2"]),
         *(["{sound}", "--set", f"run.seed=1,{NAME}"], ["{sound}", "--jobs", HOSTILE]),
     ],
+    "setup-engine": [[HOSTILE]],
     "export-checkpoint": [[NAME, "out"], ["run", "out", "--role", HOSTILE], ["run", "out", "--dtype", HOSTILE]],
 }
 

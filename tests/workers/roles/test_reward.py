@@ -147,7 +147,7 @@ def test_from_build_to_score(role: Role, codec: TextCodec) -> None:
     report = AsBuilt.model_validate(role.build([PARTIAL, {"kind": "overlong", "buffer_tokens": 4}]).body)
     assert (report.role, report.model) == ("reward", None)
     opened = role.call(Verb.OPEN_DATA).body
-    assert (opened["rows"], opened["eval_rows"], opened["longest_prompt_tokens"]) == (9992, 8, 5)
+    assert (opened["rows"], opened["eval_rows"], opened["longest_prompt_tokens"]) == (9992, {"heldout": 8}, 5)
     drawn = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2})
     assert set(drawn.tensors) == {*PROMPT_COLUMNS, "length_B"}
     assert drawn.body["position"] == 3
@@ -183,7 +183,9 @@ def test_from_build_to_score(role: Role, codec: TextCodec) -> None:
 def test_evaluation_is_graded_against_its_own_rows(role: Role, codec: TextCodec) -> None:
     role.build([PARTIAL])
     role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "eval", "position": 0, "count": 8, "group_size": 1}).batch
+    prompts = role.call(
+        Verb.PROMPTS, {"what": "eval", "name": "heldout", "position": 0, "count": 8, "group_size": 1}
+    ).batch
     answers = ["".join(sorted(codec.decode([ids.tolist()])[0][:4])) for ids in prompts.sequences("tokens_T")]
     scored = role.score(answered(prompts, codec, answers), what="eval")
     assert scored.tensors["reward_B"].tolist() == [2.0] * 8
