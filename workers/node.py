@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from workers.watchdog import kill_marked, set_process_name
+from workers.watchdog import kill_marked, set_process_name, signal_group
 
 GRACE_S = 3.0
 SAYS = "rlctl-node: "  # before each line to the driver: a login shell may print lines of its own
@@ -120,7 +120,7 @@ class Keeper:
     def _kill(self, key: str) -> None:
         kill_marked(f"RLCTL_PROCESS={key}", _KILL_TIMEOUT_S)
         if key in self._ranks:
-            _signal(self._ranks[key], signal.SIGKILL)  # where no mark can be read
+            signal_group(self._ranks[key].pid, signal.SIGKILL)  # where no mark can be read
         self._report()
 
     def _report(self) -> None:
@@ -135,7 +135,7 @@ class Keeper:
     def _end_all(self) -> None:
         for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_TIMEOUT_S)):
             for rank in self._ranks.values():
-                _signal(rank, number)
+                signal_group(rank.pid, number)
             deadline = time.monotonic() + grace_s
             while self._ranks and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
@@ -150,13 +150,6 @@ class Keeper:
 
     def _hang_up(self, *_: object) -> None:
         self._hung_up = True
-
-
-def _signal(rank: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    try:
-        os.killpg(rank.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def main(command: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ EXIT_ORPHANED = 75
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _POLL_S = 0.5
+_LOOKS = 2  # that must find nothing before nothing is there
 _CLEANING_S = 3.0  # time for processes that clean up after the others
 
 
@@ -43,25 +44,32 @@ def watch_process(pid: int) -> threading.Thread:
 
 
 def pids_marked(variable: str) -> list[int]:
-    """Other processes that were started with `NAME=value` in their environment (Linux)."""
+    """Other processes that were started with `NAME=value` in their environment (Linux).
+
+    One that is in the middle of `exec` has none for a moment, and is not seen.
+    """
     mark = variable.encode()
     return [pid for pid in _all_pids() if mark in _environ_of(pid).split(b"\0")]
 
 
 def kill_marked(variable: str, timeout_s: float) -> list[int]:
-    """SIGKILL every process that `pids_marked` finds until there is none; returns those that did not end.
+    """SIGKILL every process that `pids_marked` finds until two looks find none; returns those that did not end.
 
     Python's resource trackers are killed last, after a delay: they remove shared memory that others left, and end when
     those have.
     """
     now = time.monotonic()
     deadline, cleaned = now + timeout_s, now + min(_CLEANING_S, timeout_s)
-    while (left := pids_marked(variable)) and time.monotonic() < deadline:
+    looks_left = _LOOKS
+    while True:
+        left = pids_marked(variable)
+        looks_left = _LOOKS if left else looks_left - 1
+        if not looks_left or (left and time.monotonic() > deadline):
+            return left
         others = [pid for pid in left if not _cleans_up(pid)]
         for pid in left if time.monotonic() > cleaned else others:
             _kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return left
 
 
 def _cleans_up(pid: int) -> bool:
@@ -84,6 +92,14 @@ def _environ_of(pid: int) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
     except OSError:
         return b""
+
+
+def signal_group(leader: int, number: signal.Signals) -> None:
+    """Signal a process group, also after its leader's end: its children may live. One that is gone is left alone."""
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):
+        return
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -7,7 +7,6 @@ level `run` each has a process of its own, one after another, as it would run: t
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from specs.schema.mesh import devices_of_a_process
 from specs.schema.roles import DATA, ROLES, RoleName
 from specs.schema.spec import ModelRole, Spec
 from specs.wire.meta_request import Level, Probed, ProbeRequest, RoleRequest, UpdateShape
-from workers.watchdog import kill_marked
+from workers.watchdog import kill_marked, signal_group
 
 MOST_ANSWERS = 4  # that a rollout writes in its trial update
 _TAIL_LINES = 5
@@ -234,7 +233,7 @@ class _Child:
             self._process.stdin = None
             yield
         finally:
-            _kill(self._process.pid)
+            signal_group(self._process.pid, signal.SIGKILL)
             kill_marked(self._mark, _KILL_S)
             self._process.communicate()
 
@@ -274,10 +273,3 @@ def _describe_end(code: int | None) -> str:
 
 def _text(output: str | bytes | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return

@@ -277,11 +277,16 @@ def _ahead(most: int) -> str:
     )
 
 
+def _decisions(on: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("role", f"{on} asked", "in effect", "why"):
+        table.add_column(column, overflow="fold")
+    return table
+
+
 def _attention(spec: Spec, spec_dir: Path) -> Table:
     """One row per role that has attention."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("role", "attention asked", "in effect", "why"):
-        table.add_column(column, overflow="fold")
+    table = _decisions("attention")
     for role in spec.roles:
         found = role_attention(spec, role, spec_dir)
         if found is not None:
@@ -294,9 +299,7 @@ def _attention(spec: Spec, spec_dir: Path) -> Table:
 
 def _kernels(spec: Spec, spec_dir: Path) -> Table:
     """One row per role that asks for other kernels than its model's own modules."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("role", "kernels asked", "in effect", "why"):
-        table.add_column(column, overflow="fold")
+    table = _decisions("kernels")
     for role in spec.roles:
         found = role_kernels(spec, role, spec_dir)
         if found is not None and found.asked != OWN_MODULES:

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from workers.node import SAYS
+from workers.watchdog import signal_group
 
 _LOOK_S = 0.02
 
@@ -70,8 +70,7 @@ class NodeLine:
 
     def give_up(self) -> None:
         """The host does not answer: end the shell. A keeper that still lives ends its ranks when it notices."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.shell.pid, signal.SIGKILL)
+        signal_group(self.shell.pid, signal.SIGKILL)
         self.shell.wait()
 
     def close(self) -> None:

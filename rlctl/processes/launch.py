@@ -22,7 +22,7 @@ from types import MappingProxyType
 from rlctl.processes.far_ranks import FarRank, NodeLine
 from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, RemoteNode, RolePlan, package_root
 from specs.errors import Problem, SpecError
-from workers.watchdog import kill_marked, pids_marked
+from workers.watchdog import kill_marked, pids_marked, signal_group
 
 log = logging.getLogger("rlctl.processes.launch")
 
@@ -222,7 +222,7 @@ class Launcher:
         # A remote shell that is killed early leaves nobody to say that its host is clean.
         _wait_for_all([*self._processes, *shells], _FAR_GRACE_S)
         for shell in shells:
-            signal_group(shell, signal.SIGKILL)
+            signal_group(shell.pid, signal.SIGKILL)
         _wait_for_all([*self._processes, *shells], _KILL_TIMEOUT_S)
         left = kill_marked(self._mark, _KILL_TIMEOUT_S)
         if left:
@@ -348,15 +348,7 @@ def _hang_up(process: subprocess.Popen[bytes]) -> None:
 def _signal_groups(those: Iterable[Started], number: signal.Signals) -> None:
     for started in those:
         if isinstance(started.process, subprocess.Popen):
-            signal_group(started.process, number)
-
-
-def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal a process and its group, also after its own end: its children may live."""
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
+            signal_group(started.process.pid, number)
 
 
 def _kill_all_of(those: Iterable[Started]) -> list[int]:

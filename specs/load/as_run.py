@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import tomli
 
 from specs.load.overrides import apply_overrides, fill_engine_kinds
+from specs.load.toml_text import bare, dumped, written
 
 Path = tuple[str | int, ...]
 _MISSING = object()
@@ -27,14 +27,14 @@ def as_run(text: str, overrides: Sequence[str]) -> str:
     fill_engine_kinds(before)
     if wanted == before:
         return text
-    for written in (_edited(text, before, wanted), _LOST + dumped(wanted)):
+    for edited in (_edited(text, before, wanted), _LOST + dumped(wanted)):
         try:
-            read = tomli.loads(written)
+            read = tomli.loads(edited)
         except tomli.TOMLDecodeError:
             continue
         fill_engine_kinds(read)
         if read == wanted:
-            return written
+            return edited
     raise AssertionError("a spec that was read can be written")
 
 
@@ -61,7 +61,7 @@ def _edited(text: str, before: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
             piece.text = _rewritten(piece.text, new)
     for table, name, value in _added(wanted, (), keys, tables):
         if _at(before, (*table, name)) != value:  # an engine's kind may be filled in, and need not be written
-            _insert(pieces, table, f"{_bare(name)} = {written(value)}\n")
+            _insert(pieces, table, f"{bare(name)} = {written(value)}\n")
     return "".join(piece.text for piece in pieces)
 
 
@@ -157,7 +157,7 @@ def _insert(pieces: list[_Piece], table: Path, line: str) -> None:
             pieces[place - 1].text += "\n"
         pieces.insert(place, _Piece(line, (*table, "")))
         return
-    pieces.append(_Piece(f"\n[{'.'.join(_bare(str(part)) for part in table)}]\n", table, is_header=True))
+    pieces.append(_Piece(f"\n[{'.'.join(bare(str(part)) for part in table)}]\n", table, is_header=True))
     pieces.append(_Piece(line, (*table, "")))
 
 
@@ -168,40 +168,3 @@ def _at(values: Any, path: Path) -> Any:
         except (KeyError, IndexError, TypeError):
             return _MISSING
     return values
-
-
-# ── values ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def dumped(tables: Mapping[str, Any]) -> str:
-    """The tables as TOML, a section each."""
-    plain = {name: value for name, value in tables.items() if not isinstance(value, Mapping)}
-    text = "".join(f"{_bare(name)} = {written(value)}\n" for name, value in plain.items())
-    for name, value in tables.items():
-        if isinstance(value, Mapping):
-            text += f"\n[{_bare(name)}]\n" + "".join(f"{_bare(key)} = {written(one)}\n" for key, one in value.items())
-    return text
-
-
-def written(value: Any) -> str:
-    """A value as TOML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{_bare(name)} = {written(one)}" for name, one in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(written, value))}]"
-    return str(value.isoformat())  # a date or a time
-
-
-def _bare(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -14,6 +13,7 @@ import tomli
 from specs.errors import Problem, UsageError
 from specs.load.keys import Path
 from specs.load.kind_change import Dropped, drop_keys_of_old_kinds
+from specs.load.toml_text import written
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 
@@ -41,27 +41,23 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[list
 
 def assignments(overrides: Mapping[str, Any]) -> list[str]:
     """Values of Python as `--set`s: `run__steps=10` is `run.steps=10`. Raises UsageError for what TOML cannot say."""
-    return [f"{name.replace('__', '.')}={_toml(value, name)}" for name, value in overrides.items()]
+    return [f"{name.replace('__', '.')}={written(_plain(value, name))}" for name, value in overrides.items()]
 
 
-def _toml(value: Any, name: str) -> str:
+def _plain(value: Any, name: str) -> Any:
+    """The value, of what TOML has alone."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(str(key))} = {_toml(one, name)}" for key, one in value.items()) + "}"
+        return {str(key): _plain(one, name) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(one, name) for one in value) + "]"
-    if isinstance(value, str | PurePath):
-        return _text(str(value))
-    if isinstance(value, bool | int | float):
-        return str(value).lower() if isinstance(value, bool) else repr(value)
+        return [_plain(one, name) for one in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, str | bool | int | float):
+        return value
     raise UsageError(
         f"{name}: {type(value).__name__} is nothing that a spec can hold",
         hint="give text, a number, true or false, a list or a dict; leave a key out for its default",
     )
-
-
-def _text(text: str) -> str:
-    """As TOML writes it: JSON's escapes are among TOML's, but for a half of a surrogate pair and U+007F."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _path(raw: dict[str, Any], parts: Sequence[str]) -> Path:

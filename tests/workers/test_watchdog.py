@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from workers import watchdog
 from workers.watchdog import kill_marked, pids_marked
 
 WITH_SHARED_MEMORY = """
@@ -44,6 +45,30 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
     process.stdout.close()
     assert not segment.exists()
     assert pids_marked(mark) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="marks are read from /proc")
+def test_a_process_in_the_middle_of_exec_is_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux shows an empty environment for that moment, which cannot be held: here it is the first look."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "RLCTL_TEST_MARK": mark})
+    looked = False
+
+    def environ_of(pid: int) -> bytes:
+        nonlocal looked
+        if pid == process.pid and not looked:
+            looked = True
+            return b""
+        return seen(pid)
+
+    seen = watchdog._environ_of
+    monkeypatch.setattr(watchdog, "_environ_of", environ_of)
+    try:
+        assert kill_marked(f"RLCTL_TEST_MARK={mark}", 10) == []
+        assert process.wait(1) == -9
+    finally:
+        process.kill()
+        process.wait()
 
 
 def is_tracker(pid: int) -> bool:

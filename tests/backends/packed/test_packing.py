@@ -234,7 +234,8 @@ def test_rounds_follow_the_rank_with_the_most_work() -> None:
 
 
 def test_16k_sequences_are_packed_in_milliseconds() -> None:
-    """CPU time of this thread; it was 500 when each sequence tried every micro-batch."""
+    """CPU time of this thread, the least of three: other work on the cores makes it longer. It was 500 when each
+    sequence tried every micro-batch."""
     lengths = np.random.default_rng(0).integers(100, 2000, 16_384)
     batch = Batch(
         {
@@ -244,7 +245,10 @@ def test_16k_sequences_are_packed_in_milliseconds() -> None:
         }
     )
     batch["loss_mask_T"][batch.offsets[:-1]] = 0
-    begin = time.thread_time()
-    micros = Packing(Budget(16_384)).micro_batches(batch)
-    assert time.thread_time() - begin < 2.0
+    taken_s = []
+    for _ in range(3):
+        begin = time.thread_time()
+        micros = Packing(Budget(16_384)).micro_batches(batch)
+        taken_s.append(time.thread_time() - begin)
+    assert min(taken_s) < 0.4
     assert len(micros) <= 1.01 * lengths.sum() / 16_384

@@ -35,7 +35,7 @@ def test_stop_ends_what_ignores_sigterm_and_its_runaway_child(tmp_path: Path) ->
     launcher = Launcher(tmp_path, {})
     launcher.start(_plan(STUBBORN))
     assert wait_until(lambda: "ready" in tail(launcher.log_path("actor", 0)))
-    assert len(launcher.leftover()) == 2  # the child left the process group
+    assert wait_until(lambda: len(launcher.leftover()) == 2)  # the child left the process group
     launcher.stop(grace_s=0.2)
     assert launcher.leftover() == []
     assert launcher.started[0].process.returncode == -signal.SIGKILL
@@ -48,7 +48,7 @@ def test_one_replica_is_killed_with_its_runaway_child_and_started_again(tmp_path
     try:
         logs = [launcher.log_path("actor", rank) for rank in (0, 1)]
         assert wait_until(lambda: all("ready" in tail(path) for path in logs))
-        assert len(launcher.leftover()) == 4
+        assert wait_until(lambda: len(launcher.leftover()) == 4)
         neighbour = launcher.started[0].process
         launcher.kill("actor", 1)
         assert [started.ranks for started in launcher.started] == [(0,)]

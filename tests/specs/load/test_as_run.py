@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.presets import presets
-from specs.load.as_run import as_run, dumped, written
+from specs.load.as_run import as_run
 from specs.load.overrides import apply_overrides, fill_engine_kinds
+from specs.load.toml_text import dumped, written
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEC = """# a run
