@@ -20,26 +20,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
-from backends.bound_store import bound_store
+from backends.bound_store import bound_store, joined_store
 from backends.peer_errors import as_peer_error
 from backends.protocol import COLLECTIVE_TIMEOUT, Buffer
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a group find one another; `key` tells this group from an earlier one at the same place."""
+    """Where the ranks of a group find one another; `key` tells this group from an earlier one at the same place. It
+    ends, and nobody listens there any more, when `serving` is emptied."""
 
     address: str
     port: int
     size: int
     key: str
-    store: Any = field(default=None, compare=False, repr=False)  # at the host of the meeting: what serves it
+    serving: list[Any] = field(default_factory=list, compare=False, repr=False)  # at its host: the store
 
 
 def host_meeting(address: str, size: int) -> Meeting:
     """Listen for the other `size` - 1 ranks at `address`, on a port that is free."""
     store, port = bound_store(address, 0, size, COLLECTIVE_TIMEOUT)
-    return Meeting(address, port, size, secrets.token_hex(8), store)
+    return Meeting(address, port, size, secrets.token_hex(8), [store])
 
 
 class JoinedGroup:
@@ -58,11 +59,13 @@ class JoinedGroup:
         with self._reaching_others():
             self._group: Any = self._join(rank)
             # NCCL connects at the first collective, and only when all call it: now they do, later they come in turn.
-            self._group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), 0).wait()
+            self._group.allreduce(torch.zeros(1, dtype=torch.uint8, device=self.device)).wait()
+        if self.device.type == "cpu":  # all have met. A thread of NCCL's may ask the store later
+            meeting.serving.clear()
 
     def _join(self, rank: int) -> Any:
         meeting = self.meeting
-        served = meeting.store or dist.TCPStore(meeting.address, meeting.port, meeting.size, timeout=COLLECTIVE_TIMEOUT)
+        served = joined_store(meeting.address, meeting.port, meeting.size, COLLECTIVE_TIMEOUT)
         make = self._nccl if self.device.type == "cuda" else self._gloo
         return make(dist.PrefixStore(meeting.key, served), rank, meeting.size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,6 +99,8 @@ def test_a_reader_that_dies_stops_those_alone_that_need_it() -> None:
             for reader in (leader, other):
                 reader.say(bucket)
             assert [json.loads(reader.hear()) for reader in (leader, other)] == [[checksum_bytes(content_U)]] * 2
+        with pytest.raises(ConnectionRefusedError):  # nobody listens any more where they have met
+            socket.create_connection((offer["address"], offer["port"]), timeout=5)
         leader.end()
         other.say(3)
         assert "rollout 0 left the transport" in other.hear()
