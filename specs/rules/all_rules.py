@@ -13,7 +13,7 @@ from specs.rules.algorithm_rules import algorithm_problems, algorithm_warnings
 from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
-from specs.rules.engine_rules import engine_problems, engine_warnings
+from specs.rules.engine_rules import crosses_hosts, engine_problems, engine_warnings
 from specs.rules.evaluation_rules import eval_problems
 from specs.rules.judge_rules import judge_problems, judge_warnings
 from specs.rules.kernel_rules import kernel_problems
@@ -232,6 +232,8 @@ def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
         hint = f"name {section.processes} different ones" if section.processes > 1 else "name it once"
         yield Problem(key, "GPU listed twice; each process needs its own", hint, value)
     each = devices_of_a_process(section)
+    if crosses_hosts(section):
+        return
     if devices and len(set(devices)) == len(devices) and len(devices) * section.nodes != section.processes * each:
         on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
         has = "one" if each == 1 else f"{each} (tensor_parallel)"

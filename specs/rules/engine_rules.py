@@ -37,7 +37,19 @@ def engine_warnings(spec: Spec) -> Iterator[Problem]:
 def _cut_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) -> Iterator[Problem]:
     each = devices_of_a_process(section)
     key = f"{role}.engine.tensor_parallel"
+    if crosses_hosts(section):
+        message = (
+            f"a replica is on one host, and {role} names {len(section.devices)} GPUs of each: across hosts its engine "
+            "would send pickled objects over connections that anybody can open"
+        )
+        hint = f"use at most {len(section.devices)}, with hosts of its own ({role}.first_node) where the model is tight"
+        yield Problem(key, message, hint, str(each))
     if each > 1 and not section.devices and engine.parallel_on_cpu is False:
         message = f"cuts the model across GPUs, and {role} runs on the CPU"
         hint = f"remove the key, or name {each * section.processes} GPUs in {role}.devices"
         yield Problem(key, message, hint, str(each))
+
+
+def crosses_hosts(section: RoleSection) -> bool:
+    """Whether a process is asked to have more GPUs than are named of a host, on several hosts."""
+    return section.nodes > 1 and bool(section.devices) and devices_of_a_process(section) > len(section.devices)
