@@ -16,6 +16,27 @@ from specs.packages import environments, page, setup_command
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
+_MORE = "raise --nodes here; actor and rollout spread over them"
+# Hosts of a job, those of the actor first; and in a heterogeneous job, whose parts may have other GPUs and partitions.
+_TOGETHER = """\
+scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/ slots={slots}/' >"$hosts"
+trainers=$(wc -l <"$hosts") samplers=$(wc -l <"$hosts") first=0"""
+_APART = """\
+scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | sed 's/$/ slots={slots}/' >"$hosts"
+trainers=$(wc -l <"$hosts") first=$(wc -l <"$hosts")
+scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | sed 's/$/ slots={far_slots}/' >>"$hosts"
+samplers=$(($(wc -l <"$hosts") - first))"""
+_SECOND = """\
+#
+# The second part of the job: hosts of the replicas, which may be others.
+#SBATCH hetjob
+#SBATCH --nodes={far_nodes}
+#SBATCH --ntasks-per-node=1
+{far_gpus}#SBATCH --exclusive
+#SBATCH --mem=0
+##SBATCH --partition=NAME
+##SBATCH --account=NAME
+"""
 
 
 def presets() -> dict[str, Path]:
@@ -62,21 +83,26 @@ def write_batch_script(spec: Path, *, force: bool) -> Path:
     actor, rollout = run.actor, run.rollout
     apart = rollout.first_node >= actor.nodes
     each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes
-    gpus = len({number for role in run.roles for _, number in run.gpus(role)})
-    everywhere = '"$SLURM_JOB_NUM_NODES"'
+    named = {place for role in run.roles for place in run.gpus(role)}
+    far_gpus = len({gpu for node, gpu in named if node in rollout.hosts}) if apart else 0
+    gpus = len({gpu for node, gpu in named if not (apart and node in rollout.hosts)})
+    step = ["--overlap", *(["--het-group=1"] if apart else []), "--nodes=1", "--ntasks=1", "--cpu-bind=none"]
     values = {
+        "{second}": _SECOND if apart else "",
+        "{hosts}": _APART if apart else _TOGETHER,
         "{name}": shlex.quote(spec.stem),
         "{stem}": shlex.quote(spec.stem),
-        "{more}": "they are for the rollout" if apart else "actor and rollout spread over them",
-        "{nodes}": str(rollout.hosts.stop if apart else actor.nodes),
+        "{more}": "raise --nodes of a part, the actor's or that of the replicas" if apart else _MORE,
+        "{nodes}": str(actor.nodes),
+        "{far_nodes}": str(rollout.nodes),
         "{each}": str(each),
-        "{gpus}": f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        "{gpus}": _gpus_per_node(gpus),
+        "{far_gpus}": _gpus_per_node(far_gpus),
         "{bin}": shlex.quote(str(Path(sys.executable).parent)),
-        "{trainers}": str(actor.nodes) if apart else everywhere,
-        "{samplers}": f'"$((SLURM_JOB_NUM_NODES - {rollout.first_node}))"' if apart else everywhere,
         "{replicas}": str(replicas),
-        "{first}": str(rollout.first_node if apart else 0),
-        "{slots}": str(max(each, replicas, gpus)),
+        "{slots}": str(max(each, gpus) if apart else max(each, replicas, gpus)),
+        "{far_slots}": str(max(replicas, far_gpus)),
+        "{shell}": json.dumps(step)[1:-1],
     }
     text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
     for word, value in values.items():
@@ -84,6 +110,10 @@ def write_batch_script(spec: Path, *, force: bool) -> Path:
     target = LAUNCHERS["slurm"].file_of(spec)
     _write(target, text, force=force)
     return target
+
+
+def _gpus_per_node(count: int) -> str:
+    return f"#SBATCH --gpus-per-node={count}\n" if count else ""
 
 
 def write_manifest(spec: Path, *, force: bool) -> Path:
