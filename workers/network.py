@@ -20,12 +20,13 @@ def interface_towards(host: str) -> str:
     """Name of the interface on the way to `host`; empty if unknown (not Linux, no route)."""
     try:
         wanted = address_towards(host)
-        return next((name for _, name in socket.if_nameindex() if _address_of(name) == wanted), "")
+        return next((name for _, name in socket.if_nameindex() if address_of_interface(name) == wanted), "")
     except OSError:
         return ""
 
 
-def _address_of(interface: str) -> str:
+def address_of_interface(interface: str) -> str:
+    """Its IPv4 address; empty if it has none, or there is no such interface, or this is not Linux."""
     if sys.platform != "linux":
         return ""
     import fcntl
@@ -33,6 +34,6 @@ def _address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:  # it has no IPv4 address
+        except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])

@@ -18,3 +18,12 @@ def gpu_capability() -> tuple[int, int] | None:
         return min((int(line.split(".")[0]), int(line.split(".")[1])) for line in told)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+def gpu_count() -> int | None:
+    """GPUs of this machine, as `nvidia-smi` lists them; None where that is not known."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else None

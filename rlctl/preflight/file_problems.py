@@ -5,12 +5,15 @@ Nothing is created, changed, imported or downloaded.
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlctl.models.chat_template import chat_template_of
+from rlctl.models.gpu import gpu_count
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.shapes_fit import adapter_problems, adapter_warnings, cut_problems, sequence_problems
 from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
@@ -30,7 +33,7 @@ from specs.packages import installed_here, setup_command
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
-from specs.schema.spec import Learner, Spec
+from specs.schema.spec import Learner, RoleSection, Spec
 from specs.text import show
 
 
@@ -211,12 +214,27 @@ def has_nvidia_driver() -> bool:
 
 
 def _devices(spec: Spec) -> list[Problem]:
-    """Roles that ask for GPUs on a machine without an NVIDIA driver."""
+    """Roles that ask for GPUs on a machine without an NVIDIA driver, or for more than it has."""
     asked = [(role, section) for role, section in spec.sections() if ROLES[role].holds_model and section.devices]
-    if not asked or has_nvidia_driver():
+    if not asked:
         return []
+    if has_nvidia_driver():
+        return _too_few_gpus([(role, section) for role, section in asked if 0 in section.hosts])
     message = "this machine has no NVIDIA driver"
     return [
         Problem(f"{role}.devices", message, "leave it out to run on the CPU", show(section.devices))
         for role, section in asked
+    ]
+
+
+def _too_few_gpus(asked: Sequence[tuple[RoleName, RoleSection]]) -> list[Problem]:
+    """Numbers beyond those of this machine. Where a scheduler has handed GPUs out, placement knows how many."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") or not asked or (count := gpu_count()) is None:
+        return []
+    has = f"this host, {socket.gethostname()}, has {count} GPU{'' if count == 1 else 's'}, and number"
+    hint = f"use numbers below {count}" if count else "leave it out to run on the CPU"
+    return [
+        Problem(f"{role}.devices", f"{has} {max(section.devices)} is asked for", hint, show(section.devices))
+        for role, section in asked
+        if max(section.devices) >= count
     ]

@@ -73,6 +73,10 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
                 message = f"{wanted} of them go to each node, and {host.name} has slots={host.slots}"
                 hint = "raise slots in the hostfile, or use more nodes"
                 problems.append(Problem(f"{role}.processes", message, hint, str(section.processes)))
+            elif host.slots < len(section.devices):
+                message = f"it names {len(section.devices)} GPUs of each node, and {host.name} has slots={host.slots}"
+                hint = "raise slots in the hostfile if it has more, or use hosts with as many GPUs"
+                problems.append(Problem(f"{role}.devices", message, hint, show(section.devices)))
     return problems
 
 

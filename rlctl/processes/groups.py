@@ -268,6 +268,7 @@ class Groups:
         self._handle_losses()
         self._check_deadlines()
         self._check_progress()
+        self.launcher.keep_lines_open()
         if root := self._blame.root_cause():
             raise self._failure(root)
         if self._on_tick is not None and time.monotonic() - self._ticked_at >= _TICK_S / 2:

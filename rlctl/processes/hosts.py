@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from rlctl import __version__
 from rlctl.preflight.hostfile import read_hostfile
-from rlctl.processes.launch import remote_script
-from rlctl.processes.placement import Plan, RemoteNode, make_plan
-from rlctl.processes.remote_check import MARK
+from rlctl.processes.host_check import HERE, Circle, FarHost, check_hosts, interface_of, marked
+from rlctl.processes.placement import Plan, make_plan
+from rlctl.processes.remote_check import Asked, sizes_in
+from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
+from specs.rules.transport_rules import choose_transport
+from specs.schema.roles import ROLES
 from specs.schema.sections import ClusterSection
 from specs.schema.spec import Spec
 from workers.network import address_towards
 
-PROBE_TIMEOUT_S = 20.0
-CLOCKS_APART_S = 60.0  # longer than an answer takes
-
 
 def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
     """The plan of a run that is about to start. With roles on several hosts it names this host's address, and every
-    host has been asked (all at once, at most PROBE_TIMEOUT_S). Raises SpecError."""
+    host has been asked whether it can do its part. Raises SpecError."""
     _check_slurm(spec, os.environ)
     if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
     plan = make_plan(spec, spec_dir, address=_own_address(spec, spec_dir))
-    _check_hosts(plan, [os.getcwd(), str(spec_dir), str(_existing(run_dir))])
+    with marked(_written_to(spec, spec_dir, run_dir)) as files:
+        check_hosts(far_hosts_of(spec, plan), circles_of(spec, plan), _asked(spec, spec_dir, plan, files))
     return plan
 
 
@@ -81,76 +77,56 @@ def _check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
         raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}", hint, asked)])
 
 
-def _check_hosts(plan: Plan, folders: Sequence[str]) -> None:
-    """Ask every host that the remote shell leads to, with the interpreter of each role that runs there."""
-    asked = {(node.host, role.python): node for role in plan.roles for node in role.remote}
-    if not asked:
-        return
-    devices = {
-        (node.host, role.python): role.devices
-        for role in sorted(plan.roles, key=lambda role: max(role.devices, default=-1))  # the highest number counts
-        for node in role.remote
-    }
-    with socket.create_server((plan.address, 0), backlog=len(asked)) as door, ThreadPoolExecutor(len(asked)) as pool:
-        port = door.getsockname()[1]
-        findings = pool.map(
-            lambda item: _ask(item[1], item[0][1], (plan.address, port), folders, devices[item[0]]), asked.items()
-        )
-        problems = [found for found in findings if found is not None]
-    if problems:
-        raise SpecError(problems)
+def _asked(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str]) -> Asked:
+    """What every host is asked."""
+    models = {path for role, path in model_paths(spec, spec_dir).items() if spec.role(role).leaves_host}
+    meetings = [role.meeting.port for role in plan.roles if role.meeting.port is not None]
+    return Asked(
+        address=plan.address,
+        ports=[0, *meetings],
+        interface=interface_of({**os.environ, **spec.actor.env}),
+        folders=[os.getcwd(), str(spec_dir)],
+        shared=[*shared],
+        models={path: sizes_in(path) for path in sorted(models) if os.path.isdir(path)},
+    )
 
 
-def _ask(
-    node: RemoteNode, python: str, home: tuple[str, int], folders: Sequence[str], devices: Sequence[int]
-) -> Problem | None:
-    """What keeps a host from its part of the run, if anything."""
-    command = (python, "-m", "rlctl.processes.remote_check", home[0], str(home[1]), *folders)
-    script = remote_script({"PYTHONPATH": node.env["PYTHONPATH"], "PYTHONSAFEPATH": "1"}, command)
-    try:
-        done = subprocess.run(
-            node.shell, input=script, capture_output=True, text=True, errors="replace", timeout=PROBE_TIMEOUT_S,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return Problem("cluster.remote_shell", f"cannot be started: {error.strerror}", "", node.shell[0])
-    except subprocess.TimeoutExpired:
-        return _problem(node, f"no answer within {PROBE_TIMEOUT_S:g} s", "")
-    said = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if not said:
-        words = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        return _problem(node, f"exit code {done.returncode}: {words[-1] if words else 'it said nothing'}", python)
-    return problem_of(node, json.loads(said[-1].removeprefix(MARK)), home[0], devices)
+def _written_to(spec: Spec, spec_dir: Path, run_dir: Path) -> list[str]:
+    """Folders that ranks of all hosts write to or read from, as far as they are there already."""
+    sent = choose_transport(spec)[0] == "folder" and spec.sync.folder
+    folders = [run_dir, *([spec_dir / Path(spec.sync.folder).expanduser()] if sent else [])]
+    return [str(_existing(folder)) for folder in folders]
 
 
-def problem_of(
-    node: RemoteNode, answer: Mapping[str, Any], address: str, devices: Sequence[int], *, now: float | None = None
-) -> Problem | None:
-    """What keeps a host that has answered (`remote_check.py`) from its part. `devices`: GPUs that a role has there."""
-    if answer["version"] != __version__:
-        return _problem(node, f"rlctl {answer['version']} is there, and {__version__} here", "")
-    if answer["missing"]:
-        hint = "all hosts need the same folders under the same names: a shared file system"
-        return Problem("cluster.hostfile", f"there is no {answer['missing'][0]}", hint, node.host)
-    if answer["dial"]:
-        hint = "write the address at which it finds this host as cluster.address, and open its ports to it"
-        return Problem("cluster.address", f"{node.host} cannot reach it: {answer['dial']}", hint, f'"{address}"')
-    if answer["gpus"] is not None and max(devices, default=-1) >= answer["gpus"]:
-        hint = "name GPUs that every node of the role has, or use other hosts"
-        message = f"host {node.host} has {answer['gpus']} GPUs, and number {max(devices)} is asked for"
-        return Problem("cluster.hostfile", message, hint, node.host)
-    if abs(apart_s := answer["time"] - (time.time() if now is None else now)) > CLOCKS_APART_S:
-        way = "ahead of" if apart_s > 0 else "behind"
-        hint = "have its clock set (chrony, ntpd): what hosts write into shared folders is compared by time"
-        message = f"the clock of host {node.host} is {abs(apart_s):,.0f} s {way} this host's"
-        return Problem("cluster.hostfile", message, hint, node.host)
-    return None
+def far_hosts_of(spec: Spec, plan: Plan) -> list[FarHost]:
+    """Every host but this one, once for each interpreter that roles have there. The ranks of `srun` are on the hosts of
+    the job in their order, which a step of one task finds by number."""
+    found: dict[tuple[int, str], FarHost] = {}
+    for role in sorted(plan.roles, key=lambda role: role.launcher == "srun"):  # those with hosts by name come first
+        hosts = spec.role(role.role).hosts
+        far: list[tuple[int, str, tuple[str, ...]]]
+        if role.launcher == "srun":
+            step = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
+            far = [(number, f"{number} of the job", (*step, f"--relative={number}", "sh")) for number in hosts[1:]]
+        else:
+            far = [(hosts[node.node_rank], node.host, node.shell) for node in role.remote]
+        for number, name, shell in far:
+            new = FarHost(number, name, shell, role.python, role.env["PYTHONPATH"])
+            known = found.get((number, role.python), new)
+            found[number, role.python] = replace(known, devices=known.devices | set(role.devices))
+    return [*found.values()]
 
 
-def _problem(node: RemoteNode, reason: str, python: str) -> Problem:
-    missing = f"; {python} must exist there, with rlctl's folder, as on this host" if python else ""
-    hint = f"try it by hand: echo hostname | {' '.join(node.shell)}{missing}"
-    return Problem("cluster.hostfile", f"host {node.host} cannot be used: {reason}", hint, node.host)
+def circles_of(spec: Spec, plan: Plan) -> list[Circle]:
+    """Hosts whose ranks connect to each other: those of a role's group, and of the group that carries the weights."""
+    groups = [
+        Circle(frozenset(spec.role(role.role).hosts), f"the {role.role}")
+        for role in plan.roles
+        if role.nodes > 1 and ROLES[role.role].together
+    ]
+    if choose_transport(spec)[0] == "group":
+        groups.append(Circle(frozenset({HERE, *spec.rollout.hosts}), 'the group of sync.transport = "group"'))
+    return groups
 
 
 def _existing(folder: Path) -> Path:

@@ -39,6 +39,7 @@ _PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
 _FAR_GRACE_S = 10.0
 _FAR_KILL_S = 8.0  # for a host to say that a rank of it was killed
+LINE_SILENCE_S = 120.0  # a connection that is silent for long is closed on its way: by a kubelet, a firewall
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Launcher:
         self._stores: list[Path] = []
         self._lines: dict[tuple[str, str], NodeLine] = {}  # (role, host) → the line to its ranks there
         self._unsure: dict[tuple[str, int], list[str]] = {}  # keys of far ranks that may live, though they were killed
+        self._last_word = time.monotonic()
 
     def start(self, plan: RolePlan, *, module: str = "") -> None:
         """Start a role's processes; returns at once. Logs go to `log_dir/<role>/rank<N>.log`.
@@ -203,6 +205,19 @@ class Launcher:
     ) -> str:
         shared = {name: value for name, value in os.environ.items() if name.startswith(SHARED_PREFIXES)}
         return remote_script({**shared, **node.env, **self._ours(plan), **more}, command)
+
+    def keep_lines_open(self) -> None:
+        """Say something to keepers now and then: an empty line, which they do not read."""
+        if time.monotonic() - self._last_word < LINE_SILENCE_S:
+            return
+        self._last_word = time.monotonic()
+        shells = [started.process for started in self.started if started.ends_with_stdin]
+        shells += [line.shell for line in self._lines.values()]
+        for shell in shells:
+            if isinstance(shell, subprocess.Popen) and shell.stdin is not None:
+                with suppress(BrokenPipeError, ValueError):  # it has ended, which is noticed elsewhere
+                    shell.stdin.write(b"\n")
+                    shell.stdin.flush()
 
     def log_path(self, role: str, rank: int) -> Path:
         return self.log_dir / role / f"rank{rank}.log"

@@ -1,49 +1,138 @@
-"""What another host says of itself before a run: `python -m rlctl.processes.remote_check ADDRESS PORT FOLDER…`, one
-line of JSON.
+"""What another host says of itself before a run, and of the way to its peers: `python -m rlctl.processes.remote_check
+ASKED`, where ASKED is the JSON of an `Asked`.
+
+It writes a line of JSON (an `Answer`), reads one ({"peers": [[name, address, port], …]}), writes which of them it
+cannot reach ({"unreached": [[name, "address:port: why"], …]}), and ends with its input.
 
 Standard library only: a role's interpreter there need not have what the command line needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypedDict
 
 from rlctl import __version__
+from rlctl.models.gpu import gpu_count
+from workers.network import address_of_interface, address_towards
 
 MARK = "rlctl-probe: "
 _DIAL_TIMEOUT_S = 5.0
-_GPUS_TIMEOUT_S = 10.0
+_READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 
 
-def main(address: str, port: int, folders: Sequence[str]) -> None:
-    """Print version, the folders that are missing here, why the driver's address cannot be reached (or empty), how many
-    GPUs there are (null: not known), and the time, in seconds since 1970."""
-    missing = [folder for folder in folders if not os.path.isdir(folder)]
-    found = {"version": __version__, "missing": missing, "dial": _dial(address, port), "gpus": _gpus()}
-    print(MARK + json.dumps({**found, "time": time.time()}), flush=True)
+class Asked(TypedDict):
+    """`address`, `ports`: where the driver's host listens. `interface`: the one that ranks use; empty, or none by that
+    name: the one that leads there. `folders` must exist; `shared` are files that the driver has just made, each in a
+    folder to which this host writes too; `models` are folders, with the size of each of their files."""
+
+    address: str
+    ports: list[int]
+    interface: str
+    folders: list[str]
+    shared: list[str]
+    models: dict[str, dict[str, int]]
 
 
-def _gpus() -> int | None:
+class Answer(TypedDict):
+    """`machine`: equal where two hosts are one. `missing` folders; `unshared`, `read_only`: folders of shared files;
+    `different`: models' files. `dial`: why the driver cannot be reached, or empty. `gpus`: None where it is not known.
+    `door`: where this host listens for its peers. `time`: seconds since 1970."""
+
+    version: str
+    machine: str
+    missing: list[str]
+    unshared: list[str]
+    read_only: list[str]
+    different: list[str]
+    dial: str
+    gpus: int | None
+    door: tuple[str, int]
+    time: float
+
+
+def main(asked: Asked) -> None:
+    address, dial = _own_address(asked["interface"], asked["address"])
+    with socket.create_server((address, 0), backlog=1024) as door:
+        shared = [os.path.dirname(path) for path in asked["shared"]]
+        missing = [folder for folder in (*asked["folders"], *asked["models"], *shared) if not os.path.isdir(folder)]
+        there = [path for path in asked["shared"] if os.path.dirname(path) not in missing]
+        models = {folder: files for folder, files in asked["models"].items() if folder not in missing}
+        _say(
+            Answer(
+                version=__version__,
+                machine=this_machine(),
+                missing=missing,
+                unshared=[os.path.dirname(path) for path in there if not os.path.exists(path)],
+                read_only=[os.path.dirname(path) for path in there if not os.access(os.path.dirname(path), os.W_OK)],
+                different=[name for folder, files in models.items() for name in differing(folder, files)],
+                dial=dial or next(filter(None, (_dial(asked["address"], port) for port in asked["ports"])), ""),
+                gpus=gpu_count(),
+                door=(address, door.getsockname()[1]),
+                time=time.time(),
+            )
+        )
+        if line := sys.stdin.readline():
+            _say({"unreached": unreached(json.loads(line)["peers"])})
+            sys.stdin.read()
+
+
+def _say(message: object) -> None:
+    print(MARK + json.dumps(message), flush=True)
+
+
+def _own_address(interface: str, driver: str) -> tuple[str, str]:
+    """Where the ranks of this host listen, and why that is not known, or empty."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_GPUS_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else None
+        return (interface and address_of_interface(interface)) or address_towards(driver), ""
+    except OSError as error:
+        return "127.0.0.1", str(error)
+
+
+def this_machine() -> str:
+    """Equal in two processes of one machine, and of one container on it; empty where that is not known."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
+    return ""
+
+
+def sizes_in(folder: str) -> dict[str, int]:
+    """Name and size in bytes of each file of a model's folder that is read of it."""
+    files = [file for file in os.scandir(folder) if file.name.endswith(_READ) and file.is_file()]
+    return {file.name: file.stat().st_size for file in files}
+
+
+def differing(folder: str, files: Mapping[str, int]) -> list[str]:
+    """Files that `folder` lacks, or has in another size."""
+    here = sizes_in(folder)
+    return [os.path.join(folder, name) for name, size in files.items() if here.get(name) != size]
+
+
+def unreached(peers: Sequence[tuple[str, str, int]]) -> list[tuple[str, str]]:
+    """Those that do not answer from here, each with its address and the reason."""
+    if not peers:
+        return []
+    with ThreadPoolExecutor(len(peers)) as pool:
+        reasons = pool.map(lambda peer: _dial(peer[1], peer[2]), peers)
+        return [(peer[0], reason) for peer, reason in zip(peers, reasons, strict=True) if reason]
 
 
 def _dial(address: str, port: int) -> str:
     try:
         socket.create_connection((address, port), timeout=_DIAL_TIMEOUT_S).close()
     except OSError as error:
-        return str(error)
+        return f"{address}:{port}: {error.strerror or error}"
     return ""
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(json.loads(sys.argv[1]))

@@ -162,8 +162,8 @@ class ClusterSection(Table):
     )
     remote_shell: tuple[NonEmpty, ...] = Field(
         ("ssh", "-o", "BatchMode=yes", "{host}"),
-        description="Command that runs a shell on another host, for the launchers torchrun and deepspeed; `{host}` is "
-        "the host's name.",
+        description="Command that opens a shell on another host, for every launcher but srun; `{host}` is the host's "
+        "name.",
     )
     address: str = Field(
         "", description="Address of this host that the other nodes can reach; empty: found from the first of them."

@@ -17,11 +17,8 @@ import pytest
 from running import REPO, environment, metrics, preset, rlctl, steps_done, trajectory, wait_for, workers_of
 from some_hosts import REMOTE_SHELL, Hosts, left_in, some_hosts
 
-from rlctl import __version__
 from rlctl.presets import write_manifest
 from rlctl.processes.channel import Hub
-from rlctl.processes.hosts import problem_of
-from rlctl.processes.placement import RemoteNode
 from specs.errors import ChannelError
 from workers.connection import Dial, Link
 
@@ -154,12 +151,15 @@ def test_a_death_ends_the_run_on_both_hosts(hosts: Hosts, spec: Path, tmp_path: 
         ("link", "cannot reach it"),
         ("address", "is not an address of this host"),
         ("slots", "2 of them go to each node"),
+        ("folder", "{there}: {folder} of host {there} is another folder"),
+        ("firewall", "{there} cannot reach {third} at 10.77.0.3:"),
     ],
 )
 def test_a_host_that_cannot_take_part_is_found_before_the_start(
     hosts: Hosts, spec: Path, tmp_path: Path, change: str, words: str
 ) -> None:
     options: tuple[str, ...] = ()
+    words = words.format(there=hosts.there, third=hosts.third, folder=tmp_path / "local")
     if "slots=2" in change:
         (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{change}\n")
     elif change == "slots":
@@ -167,36 +167,27 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
         (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{hosts.there} slots=1\n")
     elif change == "address":
         options = ("--set", "cluster.address=10.77.0.9")
+    elif change == "folder":
+        (tmp_path / "local").mkdir()
+        hidden = f'"mount -t tmpfs none {tmp_path}/local && exec sh"'
+        options = ("--set", f'cluster.remote_shell=["ip", "netns", "exec", "{{host}}", "sh", "-c", {hidden}]')
+    elif change == "firewall":
+        options = ("--set", "actor.nodes=3", "--set", "actor.processes=3")
+        hosts.part("on")
     else:
         hosts.plug(hosts.there, "down")
     try:
-        process = train(hosts, spec, tmp_path / "run", *SMALL, *FAR, *options)
+        process = train(hosts, spec, tmp_path / "local" / "run", *SMALL, *FAR, *options)
         output = process.communicate(timeout=60)[0]
     finally:
         hosts.plug(hosts.there, "up")
+        hosts.part("off")
     assert process.returncode == 2, output
     assert words in output
     assert "hint:" in output
-    assert not (tmp_path / "run").exists()
+    assert not [*tmp_path.glob("local/*")]
+    assert not [*tmp_path.glob(".rlctl-*")]
     assert hosts.idle
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"gpus": 4}, "host b has 4 GPUs, and number 7 is asked for"),
-        ({"gpus": 0}, "host b has 0 GPUs"),
-        ({"time": 1000.0 + 3600}, "the clock of host b is 3,600 s ahead of this host's"),
-        ({"time": 1000.0 - 3600}, "the clock of host b is 3,600 s behind this host's"),
-        ({"gpus": 8, "time": 1030.0}, ""),
-        ({"gpus": None}, ""),
-    ],
-)
-def test_a_host_with_fewer_gpus_or_another_time_is_named(answer: dict[str, float | None], words: str) -> None:
-    node = RemoteNode("b", 1, ("ssh", "b"), (), {})
-    said = {"version": __version__, "missing": [], "dial": "", "gpus": 8, "time": 1000.0, **answer}
-    found = problem_of(node, said, "10.0.0.1", range(8), now=1000.0)
-    assert (words in str(found)) if words else found is None
 
 
 def test_a_wrong_key_cannot_connect() -> None:

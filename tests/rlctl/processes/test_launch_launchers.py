@@ -23,9 +23,10 @@ from strangers import disturb_all
 from test_placement import plan as make
 
 from rlctl.presets import write_batch_script
+from rlctl.processes import launch
 from rlctl.processes.calls import RanksLost
 from rlctl.processes.failures import Evidence
-from rlctl.processes.launch import remote_script
+from rlctl.processes.launch import Launcher, remote_script
 from rlctl.processes.placement import RolePlan, make_plan, package_root
 from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import RoleFailure
@@ -130,7 +131,8 @@ def test_a_death_under_srun_ends_the_run(tmp_path: Path) -> None:
         groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
 
 
-def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path) -> None:
+def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "LINE_SILENCE_S", 0.0)
     before = set(listeners())
     with probe_groups(tmp_path, on_two_nodes("torchrun")) as groups:
         check_places(places(groups), ["0", "0"], "1")
@@ -152,7 +154,10 @@ def replicas_on_two_nodes() -> RolePlan:
     return replace(made, env=env, remote=(replace(there, shell=("sh",), env=env),))
 
 
-def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_line(tmp_path: Path) -> None:
+def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LINE_SILENCE_S", 0.0)  # words that keep lines open are none to a keeper
     with probe_groups(tmp_path, replicas_on_two_nodes()) as groups:
         rollout = groups["rollout"]
         said: list[Evidence] = []
@@ -179,6 +184,24 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_line(tm
         with pytest.raises(RoleFailure, match="SIGKILL") as failure:
             rollout.call(Verb.PING, {"do": "kill", "rank": 2})
         assert (failure.value.rank, failure.value.host) == (2, "second")
+
+
+@pytest.mark.parametrize("make", ["torchrun", "python"])
+def test_a_line_is_never_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
+    plan = on_two_nodes("torchrun") if make == "torchrun" else replicas_on_two_nodes()
+    said = tmp_path / "said"
+    deaf = replace(plan.remote[0], shell=("sh", "-c", f"exec cat >{said}"))
+    launcher = Launcher(tmp_path, {})
+    launcher.start(replace(plan, remote=(deaf,), command=("sleep", "600")))
+    try:
+        launcher.keep_lines_open()
+        monkeypatch.setattr(launch, "LINE_SILENCE_S", 0.0)
+        assert wait_until(lambda: said.exists() and said.read_text().partition("\nexec ")[2].endswith("\n"))
+        before = said.read_text()
+        launcher.keep_lines_open()
+        assert wait_until(lambda: said.read_text() == before + "\n")
+    finally:
+        launcher.stop(grace_s=0.2)
 
 
 def test_a_node_ends_with_its_line_to_the_driver(tmp_path: Path) -> None:
@@ -218,12 +241,17 @@ def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path
     assert '--launcher "mpi"' in again.stderr
 
 
-def told_by(script: Path, folder: Path, nodes: list[str], *options: str) -> list[str]:
-    """What a batch script tells rlctl in a job on these nodes."""
-    for name, says in (("rlctl", 'printf "%s\\n" "$@"'), ("scontrol", f'printf "%s\\n" {" ".join(nodes)}')):
+def told_by(script: Path, folder: Path, nodes: list[str], *options: str, far: tuple[str, ...] = ()) -> list[str]:
+    """What a batch script tells rlctl in a job on these nodes; with `far`, those of its second part."""
+    lists = {"n[0-9]": nodes, "far[0-9]": far}
+    cases = "".join(f"'show hostnames {name}') printf '%s\\n' {' '.join(those)};;\n" for name, those in lists.items())
+    for name, says in (("rlctl", 'printf "%s\\n" "$@"'), ("scontrol", f'case "$*" in\n{cases}*) exit 1;;\nesac')):
         (folder / name).write_text(f"#!/bin/sh\n{says}\n")
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-9]"}
+    if far:
+        job |= {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n[0-9]"}
+        job |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "far[0-9]"}
     env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), **job}
     done = subprocess.run(
         ["bash", str(script), *options], env=env, capture_output=True, text=True, check=True, cwd=folder
@@ -231,33 +259,60 @@ def told_by(script: Path, folder: Path, nodes: list[str], *options: str) -> list
     return done.stdout.splitlines()
 
 
+def asked_of_slurm(script: str) -> list[list[str]]:
+    """The options of each part of a job."""
+    options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    if "hetjob" not in options:
+        return [options]
+    middle = options.index("hetjob")
+    return [options[:middle], options[middle + 1 :]]
+
+
 @pytest.mark.parametrize(
-    ("section", "nodes", "hosts", "first"),
+    ("section", "nodes", "far", "hosts"),
     [
-        ("", ["n0", "n1", "n2"], ["n1", "n2"], 0),
-        ("", ["n0"], [], 0),
-        ("first_node = 1\nprocesses = 2\n", ["n0", "n1", "n2"], ["n1", "n2"], 1),
+        ("", ["n0", "n1", "n2"], (), ["n1", "n2"]),
+        ("", ["n0"], (), []),
+        ("first_node = 1\nprocesses = 2\n", ["n0"], ("f0", "f1", "f2"), ["f0", "f1", "f2"]),
+        ("first_node = 1\nprocesses = 2\n", ["n0", "n1"], ("f0",), ["f0"]),
     ],
 )
 def test_replicas_are_on_the_hosts_of_a_job(
-    tmp_path: Path, section: str, nodes: list[str], hosts: list[str], first: int
+    tmp_path: Path, section: str, nodes: list[str], far: tuple[str, ...], hosts: list[str]
 ) -> None:
     spec = preset("quickstart", tmp_path)
     (tmp_path / "h").write_text("a slots=2\nb slots=2\n")
     if section:
         text = spec.read_text().replace("[rollout]\n", f"[rollout]\n{section}", 1)
         spec.write_text(f"{text}\n[cluster]\nhostfile = 'h'\n")
-    told = told_by(write_batch_script(spec, force=False), tmp_path, nodes)
+    told = told_by(write_batch_script(spec, force=False), tmp_path, nodes, far=far)
     overrides = [word for flag, word in pairwise(told) if flag == "--set"]
     made = make_plan(load_spec(spec, overrides), tmp_path)
     rollout, actor = made.role("rollout"), made.role("actor")
     assert [node.host for node in rollout.remote] == hosts
-    assert (rollout.nodes, actor.nodes) == (len(nodes) - first, 1 if first else len(nodes))
+    assert (rollout.nodes, actor.nodes) == (len(far) or len(nodes), len(nodes))
+    assert rollout.processes == rollout.nodes * (2 if far else 1)
     for node in rollout.remote:
         assert node.shell[0] == "srun"
         assert node.shell[-2:] == (f"--nodelist={node.host}", "sh")
+        assert ("--het-group=1" in node.shell) == bool(far)
+    script = (tmp_path / "quickstart.sbatch").read_text()
+    assert len(asked_of_slurm(script)) == (2 if far else 1)
     for option in ("--partition", "--account"):
-        assert f"##SBATCH {option}=NAME" in (tmp_path / "quickstart.sbatch").read_text()
+        assert script.count(f"##SBATCH {option}=NAME") == len(asked_of_slurm(script))
+
+
+def test_the_parts_of_a_job_ask_for_what_their_roles_name(tmp_path: Path) -> None:
+    spec = preset("quickstart", tmp_path)
+    (tmp_path / "h").write_text("a slots=8\nb slots=8\nc slots=2\n")
+    text = spec.read_text().replace("[rollout]\n", "[rollout]\nfirst_node = 2\nprocesses = 2\ndevices = [0, 1]\n", 1)
+    actor = "[actor]\nnodes = 2\nprocesses = 8\nlauncher = 'torchrun'\ndevices = [0, 1, 2, 3]\n"
+    spec.write_text(f"{text.replace('[actor]', actor, 1)}\n[cluster]\nhostfile = 'h'\n")
+    trainers, samplers = asked_of_slurm(write_batch_script(spec, force=False).read_text())
+    assert {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--mem=0", "--exclusive"} <= {*trainers}
+    assert {"--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=2", "--mem=0", "--exclusive"} <= {*samplers}
+    told_by(tmp_path / "quickstart.sbatch", tmp_path, ["n0", "n1"], far=("f0",))
+    assert (tmp_path / "quickstart.7.hosts").read_text() == "n0 slots=4\nn1 slots=4\nf0 slots=2\n"
 
 
 def test_a_batch_script_in_the_way_leaves_no_spec_either(tmp_path: Path) -> None:

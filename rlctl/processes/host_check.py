@@ -1,0 +1,272 @@
+"""Asks every other host of a run, before anything is made or started, whether it can do its part, and whether those
+whose ranks connect to each other can. `remote_check.py` is the far end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl import __version__
+from rlctl.processes.launch import remote_script
+from rlctl.processes.remote_check import MARK, Answer, Asked, this_machine, unreached
+from specs.errors import Problem, SpecError
+from workers.watchdog import signal_group
+
+PROBE_TIMEOUT_S = 20.0
+CLOCKS_APART_S = 60.0  # longer than an answer takes
+HERE = 0  # number of the driver's host
+_ENDS_S = 5.0
+
+
+@dataclass(frozen=True)
+class FarHost:
+    """A host by its number in the run, its name, and the shell that leads there; one of the interpreters that roles
+    have there; `devices`: GPUs that they name."""
+
+    number: int
+    name: str
+    shell: tuple[str, ...]
+    python: str
+    python_path: str
+    devices: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Hosts, by number, whose ranks connect to each other, and whose ranks these are."""
+
+    hosts: frozenset[int]
+    what: str
+
+
+def check_hosts(hosts: Sequence[FarHost], circles: Sequence[Circle], asked: Asked) -> None:
+    """Raises SpecError with what keeps hosts from their part, all at once asked for at most PROBE_TIMEOUT_S, and then,
+    if nothing does, which of them do not reach one another."""
+    if not hosts:
+        return
+    with ExitStack() as stack:
+        doors = [stack.enter_context(_door(asked["address"], port)) for port in asked["ports"]]
+        asked = {**asked, "ports": [door.getsockname()[1] for door in doors]}
+        pool = stack.enter_context(ThreadPoolExecutor(len(hosts)))
+        talks = [stack.enter_context(_Talk(host, asked)) for host in hosts]
+        answers = [*pool.map(_Talk.answer, talks)]
+        problems = [problem for talk, answer in zip(talks, answers, strict=True) for problem in talk.problems(answer)]
+        known = {talk.host.number: (talk, answer) for talk, answer in zip(talks, answers, strict=True) if answer}
+        problems = problems or one_machine([(talk.host, said) for _, (talk, said) in sorted(known.items())])
+        if not problems:
+            own = (asked["address"], asked["ports"][0])
+            doors_of = {HERE: own} | {number: (said["door"][0], said["door"][1]) for number, (_, said) in known.items()}
+            problems = _apart({number: talk for number, (talk, _) in known.items()}, doors_of, circles, pool)
+    if problems:
+        raise SpecError(problems)
+
+
+def _door(address: str, port: int) -> socket.socket:
+    """Listens at a port (0: one that is free); where another process has it, which is said elsewhere, at a free one."""
+    try:
+        return socket.create_server((address, port), backlog=1024)
+    except OSError:
+        return socket.create_server((address, 0), backlog=1024)
+
+
+class _Talk:
+    """The line to a host's `remote_check`."""
+
+    def __init__(self, host: FarHost, asked: Asked) -> None:
+        self.host, self.asked = host, asked
+        self.words: list[str] = []  # what else was said
+        self.broken: Problem | None = None
+        self._late = False
+        command = (host.python, "-m", "rlctl.processes.remote_check", json.dumps(asked))
+        script = remote_script({"PYTHONPATH": host.python_path, "PYTHONSAFEPATH": "1"}, command)
+        try:
+            self._process = subprocess.Popen(
+                host.shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="replace", start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise SpecError(
+                [Problem("cluster.remote_shell", f"cannot be started: {error.strerror}", "", host.shell[0])]
+            ) from None
+        self._write(script)
+
+    def __enter__(self) -> _Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            process.wait()
+        process.stdout.close()
+
+    def answer(self) -> Answer | None:
+        said: Answer | None = self._hear()
+        if said is None:
+            self.broken = self._silent()
+        return said
+
+    def cannot_reach(self, peers: Sequence[tuple[str, str, int]]) -> list[tuple[str, str]]:
+        """Of these hosts (name, address, port) those that this one cannot reach, and why."""
+        self._write(json.dumps({"peers": peers}) + "\n")
+        said = self._hear()
+        if said is None:
+            self.broken = self._silent()
+            return []
+        return [(name, why) for name, why in said["unreached"]]
+
+    def problems(self, answer: Answer | None) -> list[Problem]:
+        if answer is None:
+            return [self.broken] if self.broken else []
+        found = problem_of(self.host, answer, self.asked["address"])
+        return [found] if found else []
+
+    def _hear(self) -> Any:
+        """The next message; None where none comes in time."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(PROBE_TIMEOUT_S, self._be_late)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(MARK):
+                    return json.loads(line.removeprefix(MARK))
+                self.words += [line.strip()] if line.strip() else []
+        finally:
+            timer.cancel()
+        return None
+
+    def _silent(self) -> Problem:
+        if self._late:
+            return _unusable(self.host, f"no answer within {PROBE_TIMEOUT_S:g} s", "")
+        code, said = self._process.wait(), self.words[-1] if self.words else "it said nothing"
+        return _unusable(self.host, f"exit code {code}: {said}", self.host.python)
+
+    def _be_late(self) -> None:
+        self._late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        signal_group(self._process.pid, signal.SIGKILL)
+
+    def _write(self, text: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: nothing more will be heard
+            self._process.stdin.write(text)
+            self._process.stdin.flush()
+
+
+def problem_of(host: FarHost, answer: Answer, address: str, *, now: float | None = None) -> Problem | None:
+    """What keeps a host that has answered from its part."""
+    name, key = host.name, "cluster.hostfile"
+    if answer["version"] != __version__:
+        return _unusable(host, f"rlctl {answer['version']} is there, and {__version__} here", "")
+    if answer["missing"]:
+        hint = "all hosts need the same folders under the same names: a shared file system"
+        return Problem(key, f"host {name} has no folder {answer['missing'][0]}", hint, name)
+    if answer["unshared"]:
+        message = (
+            f"{answer['unshared'][0]} of host {name} is another folder than this host's: a file made here is not there"
+        )
+        return Problem(key, message, "name a folder on a file system that all hosts share, such as with run.dir", name)
+    if answer["read_only"]:
+        message = f"host {name} cannot write to {answer['read_only'][0]}"
+        return Problem(key, message, "its ranks write there: mount it for writing, and as the same user", name)
+    if answer["different"]:
+        message = f"{answer['different'][0]} is not on host {name}, or of another size"
+        return Problem(key, message, "all hosts must read the same model: copy it anew, or share its folder", name)
+    if answer["dial"]:
+        hint = "write the address at which it finds this host as cluster.address, and open its ports to it"
+        return Problem("cluster.address", f"{name} cannot reach it: {answer['dial']}", hint, f'"{address}"')
+    if answer["gpus"] is not None and max(host.devices, default=-1) >= answer["gpus"]:
+        hint = "name GPUs that every node of the role has, or use other hosts"
+        message = f"host {name} has {answer['gpus']} GPUs, and number {max(host.devices)} is asked for"
+        return Problem(key, message, hint, name)
+    if abs(apart_s := answer["time"] - (time.time() if now is None else now)) > CLOCKS_APART_S:
+        way = "ahead of" if apart_s > 0 else "behind"
+        hint = "have its clock set (chrony, ntpd): what hosts write into shared folders is compared by time"
+        message = f"the clock of host {name} is {abs(apart_s):,.0f} s {way} this host's"
+        return Problem(key, message, hint, name)
+    return None
+
+
+def one_machine(answers: Sequence[tuple[FarHost, Answer]]) -> list[Problem]:
+    """Hosts that are one machine under two names, or the one where this process runs."""
+    seen, problems = {this_machine(): "the host where rlctl runs, the first line of the file"}, []
+    for host, answer in answers:
+        machine = answer["machine"]
+        if machine and machine in seen:
+            hint = "give each machine one line, and start rlctl on the first of them"
+            problems.append(Problem("cluster.hostfile", f"host {host.name} is {seen[machine]}", hint, host.name))
+        seen.setdefault(machine, f"the same machine as {host.name}")
+    return problems
+
+
+def _apart(
+    talks: Mapping[int, _Talk],
+    doors: Mapping[int, tuple[str, int]],
+    circles: Sequence[Circle],
+    pool: ThreadPoolExecutor,
+) -> list[Problem]:
+    """Hosts of a circle that cannot reach one another. Every one tries all its peers, this one too."""
+    whose = {(one, other): circle.what for circle in circles for one in circle.hosts for other in circle.hosts - {one}}
+    names = {number: talk.host.name for number, talk in talks.items()} | {HERE: "the driver's host"}
+    by_name = {name: number for number, name in names.items()}
+
+    def peers(one: int) -> list[tuple[str, str, int]]:
+        return [(names[other], *doors[other]) for (first, other) in whose if first == one and other in doors]
+
+    asking = {number: pool.submit(talk.cannot_reach, peers(number)) for number, talk in talks.items() if peers(number)}
+    failed = {HERE: unreached(peers(HERE))} | {number: waiting.result() for number, waiting in asking.items()}
+    problems = [talk.broken for talk in talks.values() if talk.broken]
+    for one, reasons in sorted(failed.items()):
+        for name, why in reasons:
+            message = f"{names[one]} cannot reach {name} at {why}; ranks of {whose[one, by_name[name]]} on both connect"
+            hint = "open all ports between them: a firewall, or a missing route"
+            problems.append(Problem("cluster.hostfile", message, hint, names[one] if one != HERE else name))
+    return problems
+
+
+def _unusable(host: FarHost, reason: str, python: str) -> Problem:
+    missing = f"; {python} must exist there, with rlctl's folder, as on this host" if python else ""
+    hint = f"try it by hand: echo hostname | {' '.join(host.shell)}{missing}"
+    return Problem("cluster.hostfile", f"host {host.name} cannot be used: {reason}", hint, host.name)
+
+
+def interface_of(env: Mapping[str, str]) -> str:
+    """The interface that a person has named for NCCL and gloo; empty: none, or several."""
+    names = [env.get(name, "").removeprefix("=") for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")]
+    return next((name for name in names if name and not set(name) & set("^,")), "")
+
+
+@contextmanager
+def marked(folders: Sequence[str]) -> Iterator[list[str]]:
+    """A new empty file in each folder, by which other hosts see that theirs is the same one; none where none can be
+    made, which others report."""
+    files: list[str] = []
+    try:
+        for folder in dict.fromkeys(folders):
+            with suppress(OSError):
+                number, path = tempfile.mkstemp(prefix=".rlctl-", dir=folder)
+                os.close(number)
+                files.append(path)
+        yield files
+    finally:
+        for path in files:
+            os.unlink(path)

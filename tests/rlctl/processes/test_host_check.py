@@ -1,0 +1,127 @@
+"""What a host says of itself before a run, through a shell that leads to this machine; and who must reach whom."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from small_spec import raw_spec
+
+from rlctl import __version__
+from rlctl.processes.host_check import FarHost, check_hosts, interface_of, marked, one_machine, problem_of
+from rlctl.processes.hosts import circles_of, far_hosts_of
+from rlctl.processes.placement import make_plan, package_root
+from rlctl.processes.remote_check import Answer, Asked, sizes_in, unreached
+from specs.errors import SpecError
+from specs.schema.spec import Spec
+
+FAR = FarHost(1, "b", ("sh",), sys.executable, str(package_root()))
+
+
+def said_of(host: FarHost, **changes: Any) -> str:
+    plain = Asked(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={})
+    with pytest.raises(SpecError) as caught:
+        check_hosts([host], [], cast("Asked", {**plain, **changes}))
+    return str(caught.value)
+
+
+def test_a_host_without_the_interpreter() -> None:
+    said = said_of(replace(FAR, python="/nowhere/bin/python"))
+    assert "host b cannot be used: exit code 127" in said
+    assert "/nowhere/bin/python must exist there" in said
+    assert "cannot be used: exit code 3: no bash here" in said_of(
+        replace(FAR, shell=("sh", "-c", "echo no bash here; exit 3"))
+    )
+
+
+def test_a_host_without_a_folder(tmp_path: Path) -> None:
+    assert f"host b has no folder {tmp_path / 'run'}" in said_of(FAR, folders=[str(tmp_path), str(tmp_path / "run")])
+    model = tmp_path / "model"
+    assert f"host b has no folder {model}" in said_of(FAR, models={str(model): {}})
+
+
+def test_a_host_with_another_folder_under_the_same_name(tmp_path: Path) -> None:
+    assert f"{tmp_path} of host b is another folder" in said_of(FAR, shared=[str(tmp_path / "marker")])
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "weights.safetensors").write_bytes(b"12")
+    (tmp_path / "README.md").write_text("no matter")
+    assert sizes_in(str(tmp_path)) == {"config.json": 2, "weights.safetensors": 2}
+    models = {str(tmp_path): {"config.json": 2, "weights.safetensors": 3}}
+    assert f"{tmp_path / 'weights.safetensors'} is not on host b, or of another size" in said_of(FAR, models=models)
+
+
+def test_a_host_that_does_not_reach_a_port_of_this_one() -> None:
+    here, closed = "127.0.0.1", 1
+    assert unreached([("a", here, closed)]) == [("a", f"{here}:{closed}: Connection refused")]
+    with socket.create_server((here, 0)) as door:
+        assert unreached([("a", here, door.getsockname()[1])]) == []
+
+
+def test_one_machine_under_two_names() -> None:
+    assert "host b is the host where rlctl runs" in said_of(FAR)
+    answer = cast("Answer", {"machine": "m"})
+    (found,) = one_machine([(FAR, answer), (replace(FAR, number=2, name="c"), answer)])
+    assert "host c is the same machine as b" in str(found)
+    assert not one_machine([(FAR, cast("Answer", {"machine": ""})), (FAR, cast("Answer", {"machine": ""}))])
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"gpus": 4}, "host b has 4 GPUs, and number 7 is asked for"),
+        ({"gpus": 0}, "host b has 0 GPUs"),
+        ({"time": 1000.0 + 3600}, "the clock of host b is 3,600 s ahead of this host's"),
+        ({"time": 1000.0 - 3600}, "the clock of host b is 3,600 s behind this host's"),
+        ({"read_only": ["/runs"]}, "host b cannot write to /runs"),
+        ({"dial": "10.0.0.1:29400: timed out"}, "b cannot reach it: 10.0.0.1:29400: timed out"),
+        ({"version": "0.0.1"}, "rlctl 0.0.1 is there"),
+        ({"gpus": 8, "time": 1030.0}, ""),
+        ({"gpus": None}, ""),
+    ],
+)
+def test_an_answer_that_keeps_a_host_from_its_part(answer: dict[str, Any], words: str) -> None:
+    host = replace(FAR, devices=frozenset(range(8)))
+    plain: dict[str, Any] = {name: [] for name in ("missing", "unshared", "read_only", "different")}
+    plain |= {"version": __version__, "machine": "", "dial": "", "gpus": 8, "door": ("10.0.0.2", 1), "time": 1000.0}
+    found = problem_of(host, cast("Answer", plain | answer), "10.0.0.1", now=1000.0)
+    assert (words in str(found)) if words else found is None
+
+
+def test_a_marked_folder_is_left_as_it_was(tmp_path: Path) -> None:
+    with marked([str(tmp_path), str(tmp_path), str(tmp_path / "none")]) as files:
+        assert [Path(file).parent for file in files] == [tmp_path]
+        assert Path(files[0]).exists()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_interface_that_a_person_has_named() -> None:
+    assert interface_of({"NCCL_SOCKET_IFNAME": "=ib0"}) == "ib0"
+    assert interface_of({"NCCL_SOCKET_IFNAME": "^docker0", "GLOO_SOCKET_IFNAME": "eth1"}) == "eth1"
+    assert interface_of({}) == ""
+
+
+def test_who_is_asked_and_who_must_reach_whom(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=8\n" for name in "abcd"))
+    cluster = {"hostfile": "hosts", "address": "10.0.0.1"}
+    actor = {"nodes": 2, "processes": 2, "launcher": "srun", "devices": [0, 1]}
+    rollout = {"first_node": 2, "nodes": 2, "processes": 2, "devices": [3]}
+    spec = Spec.model_validate(raw_spec(actor=actor, rollout=rollout, cluster=cluster, sync={"transport": "group"}))
+    made = make_plan(spec, tmp_path, address="10.0.0.1")
+    asked = {host.number: host for host in far_hosts_of(spec, made)}
+    assert {number: (host.name, host.devices) for number, host in asked.items()} == {
+        1: ("1 of the job", {0, 1}),
+        2: ("c", {3}),
+        3: ("d", {3}),
+    }
+    assert asked[1].shell == ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--relative=1", "sh")
+    assert [circle.hosts for circle in circles_of(spec, made)] == [{0, 1}, {0, 2, 3}]
+
+    spec = Spec.model_validate(
+        raw_spec(actor={**actor, "launcher": "torchrun"}, rollout={**rollout, "first_node": 0}, cluster=cluster)
+    )
+    (host,) = far_hosts_of(spec, make_plan(spec, tmp_path, address="10.0.0.1"))
+    assert (host.name, host.devices) == ("b", {0, 1, 3})
