@@ -4,6 +4,7 @@ nothing. The printing is in `rlctl/check/tables.py`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def check(
 
 def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     """The findings with those of a probe; as they were where problems leave nothing to build."""
+    from rlctl.check.deep_values import deep_value_findings
     from rlctl.check.meta_build import probe
     from rlctl.check.meta_report import probe_problems
     from rlctl.preflight.judge_address import address_problems
@@ -58,10 +60,14 @@ def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     if problems := address_problems(spec):
         return replace(findings, problems=problems)
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
-    with Screen(stderr=True).status(f"probe: {what} …"):
+    with Screen(stderr=True).status(f"probe: {what} …"), ThreadPoolExecutor(1) as pool:
+        values = pool.submit(deep_value_findings, spec, spec_dir)
         found = probe(spec, spec_dir, plan, level)
-    problems, warnings = probe_problems(spec, spec_dir, found)
-    return replace(findings, problems=problems, warnings=[*findings.warnings, *warnings], probe=found)
+    problems, warnings = (
+        [*one, *other] for one, other in zip(values.result(), probe_problems(spec, spec_dir, found), strict=True)
+    )
+    new = [problem for problem in warnings if problem not in findings.warnings]
+    return replace(findings, problems=problems, warnings=[*findings.warnings, *new], probe=found)
 
 
 def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:

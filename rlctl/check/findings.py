@@ -13,7 +13,7 @@ from rlctl.processes.placement import Plan, make_plan
 from specs.errors import Problem, SpecError
 from specs.load.load import parse, read_toml
 from specs.rules.all_rules import cross_field_warnings
-from specs.schema.rewards import Function
+from specs.schema.rewards import Function, Regex
 from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
@@ -73,6 +73,10 @@ def _looked_up(
         from rlctl.check.own_function_check import own_function_trials
 
         problems += own_function_trials(spec, spec_dir, [problem.key for problem in problems])
+    if any(isinstance(term, Regex) for term in spec.reward.terms):
+        from rlctl.check.growth import pattern_warnings
+
+        warnings += pattern_warnings(spec)
     if not any(isinstance(term, Function) for term in spec.reward.terms):
         return problems, warnings, []
     from rlctl.check.reward_import import try_functions

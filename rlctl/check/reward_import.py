@@ -22,27 +22,29 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.check.reward_trial import Try, a_try, trial_findings
-from rlctl.preflight.first_row import first_rows, row_columns
+from rlctl.check.growth import said_of, slowest_growth
+from rlctl.check.reward_trial import OfColumns, Try, a_try, trial_findings
+from rlctl.preflight.first_row import row_columns, trial_rows
 from rlctl.preflight.interpreters import own_path
 from rlctl.processes.placement import package_root
 from specs.errors import Problem
 from specs.schema.rewards import Function
 from specs.schema.row_values import gold_answer
 from specs.schema.spec import Spec
-from specs.templates import render_template
+from specs.templates import render_template, template_columns
 from specs.text import show
 from workers.data.row_source import DataRow
 from workers.grading.grader_process import encode
 from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.signatures import ALL_COLUMNS, OF_A_SAMPLE
 from workers.grading.terms import Setting
-from workers.grading.trial_completions import likely_completions
+from workers.grading.trial_completions import OWN, Said, likely_completions
 from workers.watchdog import kill_marked
 
 TIMEOUT_S = 20.0
 CALL_S = 5.0  # for a call: it may be slow, and then a probe says so
 _QUICK_S, _MORE_S = 0.3, 1.0  # two calls that cost nothing, and all those that follow them
+_GROWTH_S, _LONG_S = 0.25, 2.0  # longer and longer completions together, and one of them
 MARK = "RLCTL_CHECK"  # in the environment of what a check starts, and of all that this starts in turn
 _KILL_S = 5.0
 
@@ -66,12 +68,13 @@ def try_functions(
     wrong already."""
     started: list[_Importing] = []
     errors, warnings, tried = [], [], []
-    row = next(iter(first_rows(spec, spec_dir)), None)
+    rows = trial_rows(spec, spec_dir)
+    row = rows[0] if rows else None
     try:
         for index, term in enumerate(spec.reward.terms):
             key = f"reward.terms.{index}.path"
             if isinstance(term, Function) and not {key, "reward.python"} & set(known):
-                started.append(_start(spec, spec_dir, index, term, row))
+                started.append(_start(spec, spec_dir, index, term, rows))
         for one in started:
             try:
                 said = _said(one.process)
@@ -84,9 +87,11 @@ def try_functions(
                 continue
             call, problem, tries = _called(one, said, row)
             tried.append(call)
-            errors += [problem] if problem else []
-            warnings += _of_tries(spec, one, tries)
-            if said and not problem and not {OF_A_SAMPLE["completion"], ALL_COLUMNS} & set(said.values()):
+            (errors if problem and problem.of_code else warnings).extend([problem.said] if problem else [])
+            if not said or {OF_A_SAMPLE["completion"], ALL_COLUMNS} & set(said.values()):
+                warnings += _of_tries(spec, one, tries, said)
+                warnings += _of_growth(spec, one) if _all_given(one, tries) else ()
+            elif not problem:
                 message = f"{one.path.rpartition(':')[2]} is not given the completion: its score does not depend on it"
                 hint = "let it take completion, or leave the term out"
                 warnings.append(Problem(one.key, message, hint, show(one.path)))
@@ -98,8 +103,8 @@ def try_functions(
 
 def _called(
     one: _Importing, given: Mapping[str, str], row: DataRow | None
-) -> tuple[Tried, Problem | None, Sequence[Try]]:
-    """What its two calls gave; a problem where both fail of the code; and where both gave a number, all calls."""
+) -> tuple[Tried, _Failed | None, Sequence[Try]]:
+    """What its two calls gave; a problem where both fail; and where both gave a number, all calls."""
     call = Tried(one.key, one.path, given)
     if row is None:
         return call, None, ()
@@ -109,17 +114,18 @@ def _called(
         for _ in range(2):
             lines.append(json.loads(_next_line(one.process, CALL_S)))
     failed = [line for line in lines if "t" not in line]
-    if len(failed) == 2 and all(is_of_code(str(line["cause"]), str(line["text"])) for line in failed):
+    if len(failed) == 2:
         name = one.path.rpartition(":")[2]
         last = last_line(str(failed[0]["text"]))
         hint = f"call it with the row of {row.where}"
         message = f"{name}, called with the first row, gives no score: {last}"
-        return call, Problem(one.key, message, hint, show(one.path)), ()
+        of_code = all(is_of_code(str(line["cause"]), str(line["text"])) for line in failed)
+        return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code), ()
     numbers = [line["t"][0] if "t" in line else None for line in lines] + [None] * (2 - len(lines))
     call = replace(call, own_answer=numbers[0], empty=numbers[1])
     if None in numbers or time.monotonic() - began > _QUICK_S:
         return call, None, ()
-    first = [a_try(*said, line) for said, line in zip(one.completions, lines, strict=False)]
+    first = [a_try(said, line) for said, line in zip(one.completions, lines, strict=False)]
     return call, None, [*first, *_more(one)]
 
 
@@ -135,23 +141,52 @@ def _more(one: _Importing) -> Iterator[Try]:
             if time.monotonic() > until:
                 return
             if not (line := _next_line(one.process, CALL_S)):
-                yield Try(*said, None, "the process ended")
+                yield Try(said, None, "the process ended")
                 return
-            yield a_try(*said, json.loads(line))
+            yield a_try(said, json.loads(line))
     except subprocess.TimeoutExpired:
-        yield Try(*said, None, f"it took more than {CALL_S:g} s")
+        yield Try(said, None, f"it took more than {CALL_S:g} s")
     except (BrokenPipeError, ValueError):
         return
 
 
-def _of_tries(spec: Spec, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
+def _all_given(one: _Importing, tries: Sequence[Try]) -> bool:
+    """Whether it gave a score for each completion."""
+    return len(tries) == len(one.completions) and not any(each.failure for each in tries)
+
+
+def _of_tries(spec: Spec, one: _Importing, tries: Sequence[Try], given: Mapping[str, str]) -> Iterator[Problem]:
     """Warnings about what a function gave."""
     if len(tries) < len(one.completions) and not (tries and tries[-1].failure):
         return
-    term = spec.reward.terms[one.index]
+    term, data, row = spec.reward.terms[one.index], spec.data, one.sample[1] if one.sample else {}
     alone = sum(other.weight != 0 for other in spec.reward.terms) == 1
-    for message, hint in trial_findings(one.path.rpartition(":")[2], tries, weight=term.weight, alone=alone):
+    asked = {*template_columns(data.template)} if data.template else {data.prompt_column}
+    columns = OfColumns(
+        data.answer_column,
+        frozenset(row) - asked,
+        frozenset(name for name in row if f'column "{name}"' in given.values()),
+        ALL_COLUMNS in given.values(),
+    )
+    for message, hint in trial_findings(one.path.rpartition(":")[2], tries, columns, weight=term.weight, alone=alone):
         yield Problem(one.key, message, hint, show(one.path))
+
+
+def _of_growth(spec: Spec, one: _Importing) -> Iterator[Problem]:
+    """A warning about a function that takes too long for long completions."""
+    limit_s = spec.reward.timeout_s
+
+    def seconds(text: str) -> float | None:
+        with suppress(subprocess.TimeoutExpired, ValueError, BrokenPipeError):
+            assert one.process.stdin is not None
+            one.process.stdin.write(encode(_job(one.sample, [Said(text)])))
+            one.process.stdin.flush()
+            return float(json.loads(_next_line(one.process, _LONG_S))["seconds"])
+        return None
+
+    longest = spec.data.max_response_tokens
+    if slow := slowest_growth(seconds, max_tokens=longest, limit_s=limit_s, until_s=_GROWTH_S):
+        yield Problem(one.key, *said_of(one.path.rpartition(":")[2], slow, limit_s), show(one.path))
 
 
 @dataclass(frozen=True)
@@ -164,10 +199,18 @@ class _Importing:
     process: subprocess.Popen[bytes]
     mark: str  # NAME=value in the environment of the process
     sample: tuple[str, Mapping[str, Any]] | None  # prompt and row that it is called with
-    completions: Sequence[tuple[str, bool]]  # and whether each is right
+    completions: Sequence[Said]
 
 
-def _start(spec: Spec, spec_dir: Path, index: int, term: Function, row: DataRow | None) -> _Importing:
+@dataclass(frozen=True)
+class _Failed:
+    """Two calls that gave no score. `of_code`: because of the code itself."""
+
+    said: Problem
+    of_code: bool
+
+
+def _start(spec: Spec, spec_dir: Path, index: int, term: Function, rows: Sequence[DataRow]) -> _Importing:
     mark = secrets.token_hex(8)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | spec.reward.env
     env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
@@ -176,13 +219,29 @@ def _start(spec: Spec, spec_dir: Path, index: int, term: Function, row: DataRow 
     command = [python, "-B", "-P", "-m", "workers.grading.child", str(os.getpid())]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=env, start_new_session=True)
+    row = rows[0] if rows else None
     sample = None if row is None else (_plain_prompt(row, spec), row.values)
-    answer = None if row is None else row.values.get(spec.data.answer_column)
-    own = None if answer is None else gold_answer(answer)
-    completions = [(own or "", True), ("", False), *likely_completions(own)]
+    own, *others = [_gold(one, spec) for one in rows] or [None]
+    other = next((text for text in others if own and text and text not in own and own not in text), None)
+    source = _source_of(spec_dir / Path(term.path.rpartition(":")[0]).expanduser())
+    asked = f"{spec.data.system}\n{sample[0] if sample else ''}"
+    likely = likely_completions(own, other=other, source=source, prompt=asked)
+    completions = [Said(own or "", own is not None, OWN), Said(""), *likely]
     one = _Importing(index, f"reward.terms.{index}.path", term.path, process, f"{MARK}={mark}", sample, completions)
     _send(one, spec, spec_dir, term)
     return one
+
+
+def _gold(row: DataRow, spec: Spec) -> str | None:
+    answer = row.values.get(spec.data.answer_column)
+    return None if answer is None else gold_answer(answer)
+
+
+def _source_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _send(one: _Importing, spec: Spec, spec_dir: Path, term: Function) -> None:
@@ -198,8 +257,8 @@ def _send(one: _Importing, spec: Spec, spec_dir: Path, term: Function) -> None:
         one.process.stdin.flush()
 
 
-def _job(sample: tuple[str, Mapping[str, Any]] | None, completions: Sequence[tuple[str, bool]]) -> dict[str, Any]:
-    items = [[number, "0", text, len(text)] for number, (text, _) in enumerate(completions)]
+def _job(sample: tuple[str, Mapping[str, Any]] | None, completions: Sequence[Said]) -> dict[str, Any]:
+    items = [[number, "0", one.text, len(one.text)] for number, one in enumerate(completions)]
     return {"rows": {"0": sample}, "items": items}
 
 

@@ -17,7 +17,8 @@ from rlctl.models.kinds import Wrong, causal_kinds, kind_problem, quantized_prob
 from rlctl.models.paths import builtin_models, read_object, resolve_model
 from rlctl.models.remote_code import code_problems
 from rlctl.models.tokenizer_files import check_tokenizer
-from rlctl.models.weight_files import hub_weight_problems, weight_problems
+from rlctl.models.weight_files import hub_weight_problems, weight_files, weight_problems
+from rlctl.models.weight_values import value_findings
 from specs.errors import NotHere, Problem
 from specs.load.keys import closest
 from specs.model_facts import positions_of, tokens_of_one_rope
@@ -25,6 +26,7 @@ from specs.schema.roles import HeadKind
 from specs.schema.sections import DataSection
 from specs.text import show
 
+VALUES_S = 0.1  # for which values of weights are read
 _REPAIR = "config.json is not the one that the model was trained with: copy it again"
 
 
@@ -175,6 +177,15 @@ class ModelCheck:
             found = hub_weight_problems(folder, self.config)
         for message, hint in found:
             self._wrong(message, hint)
+        if isinstance(folder, Path):
+            wrong, doubtful = value_findings(weight_files(folder)[0], seconds=VALUES_S)
+            for one in wrong:
+                self._wrong(*one)
+            for one in doubtful:
+                self._doubt(*one)
+            if (folder / "model.safetensors").is_file() and (folder / "model.safetensors.index.json").is_file():
+                message = "has model.safetensors and shards with an index: the single file alone is read"
+                self._doubt(message, "remove what is left of another save")
 
     def _check_code(self) -> None:
         kind = str(self.whole_config["model_type"])

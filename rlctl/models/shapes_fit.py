@@ -17,6 +17,7 @@ from specs.schema.mesh import devices_of_a_process
 from specs.schema.spec import Spec
 from specs.text import listed, show
 
+_LARGEST_LR, _LARGEST_LR_OF_ADAPTERS, _USUAL_WIDTH = 1e-3, 1e-2, 512
 # What adapters are asked for beside the experts of a mixture, by the names that its files have.
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts", "w1", "w2", "w3")
 
@@ -87,6 +88,16 @@ def adapter_warnings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]
         message = f"no adapters for the experts ({share}): they lie in one tensor per layer, not in linear layers"
         hint = f"adapters stand beside {_last_names(layers)}; without actor.lora the experts learn too"
         yield Problem("actor.lora.targets", message, hint, show(spec.actor.lora.targets))
+
+
+def rate_warnings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A learning rate that a small model bears, and one of usual size does not."""
+    facts, lora = model_facts(config), spec.actor.lora
+    most = _LARGEST_LR_OF_ADAPTERS if lora is not None else _LARGEST_LR
+    lr = spec.actor.optimizer.lr
+    if facts is not None and facts.hidden_size >= _USUAL_WIDTH and not spec.model.from_scratch and most < lr <= 0.1:
+        message = f"a trained model of width {facts.hidden_size} falls apart above about {most:g}"
+        yield Problem("actor.optimizer.lr", message, "1e-6 is usual, with adapters 1e-5", show(lr))
 
 
 def _of_experts(tensors: ModelTensors) -> int:

@@ -1,6 +1,6 @@
 """Whether a model folder's weight files are complete and match its `config.json`.
 
-Headers are read, and the first values of a few tensors. Names and shapes are compared where they are known from the
+Headers are read; values: `rlctl/models/weight_values.py`. Names and shapes are compared where they are known from the
 config (`rlctl/models/model_tensors.py`); of another family only the number of layers is.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +29,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
-# Of a floating-point type: array's code of its bits, and the exponent that only NaN and infinity have.
-_EXPONENT = {"F64": ("Q", 0x7FF << 52), "F32": ("I", 0x7F8 << 20), "F16": ("H", 0x7C00), "BF16": ("H", 0x7F80)}
-_LOOKED_AT, _FIRST_BYTES = 16, 1024
+_FIRST_BYTES = 1024
 
 Wrong = tuple[str, str]  # what is wrong, and a hint
 Shapes = dict[str, tuple[int, ...]]
@@ -40,11 +37,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind = "lm") -> Iterator[Wrong]:
     """Everything that is wrong with the safetensors files of a model folder. `head`: what the model is to end in."""
-    files, index, wrong = _weight_files(folder)
+    files, index, wrong = weight_files(folder)
     if wrong:
         yield wrong
         return
     shapes: Shapes = {}
+    owners: dict[str, tuple[Path, Entry]] = {}
     whole = True
     for file in files:
         try:
@@ -57,15 +55,23 @@ def weight_problems(folder: Path, config: Mapping[str, Any], head: HeadKind = "l
                 yield f"{file.name} {_words(error)}", AGAIN
             continue
         held = {name: entry.shape for name, entry in entries.items()}
-        packed = [name for name, entry in entries.items() if name.endswith(".weight") and entry.dtype not in _FLOATS]
+        packed = [
+            name
+            for name, entry in entries.items()
+            if name.endswith((".weight", ".bias")) and entry.dtype not in _FLOATS
+        ]
         if packed and "quantization_config" not in config:
             message = f"{packed[0]} is stored as {entries[packed[0]].dtype}, not as floating point"
             yield message, "name the model that it was made from, in bf16 or fp32"
         lacking = [name for name, where in index.items() if where == file.name and name not in held]
         if lacking:
             yield f"the index puts {lacking[0]} into {file.name}, which lacks it", AGAIN
-        if (wrong := _not_numbers(file, entries)) or (head == "lm" and (wrong := _untied(file, entries, config))):
+        if head == "lm" and (wrong := _untied(file, entries, config)):
             yield wrong
+        if twice := [name for name in held if name in owners and _differ(owners[name], (file, entries[name]))]:
+            other = owners[twice[0]][0].name
+            yield f"{twice[0]} is in {other} and, with other values, in {file.name}", "copy the whole model again"
+        owners |= {name: (file, entry) for name, entry in entries.items()}
         shapes |= held
     if whole and "quantization_config" not in config:  # packed weights have shapes of their own
         yield from _differences(shapes, config, head)
@@ -88,18 +94,6 @@ def hub_weight_problems(folder: HubFolder, config: Mapping[str, Any]) -> Iterato
         yield wrong
 
 
-def _not_numbers(file: Path, entries: Mapping[str, Entry]) -> Wrong | None:
-    """A tensor whose first values are no numbers, as those of a run that diverged. A few tensors of a file are read."""
-    names = [name for name, entry in entries.items() if entry.dtype in _EXPONENT and entry.nbytes]
-    with file.open("rb") as stream:
-        for name in names[:: max(1, len(names) // _LOOKED_AT)]:
-            code, ones = _EXPONENT[entries[name].dtype]
-            values = array(code, _first_bytes(stream, entries[name]))
-            if any(value & ones == ones for value in values):
-                return f"{name} in {file.name} holds NaN or infinity", "name a checkpoint from before the run diverged"
-    return None
-
-
 def _untied(file: Path, entries: Mapping[str, Entry], config: Mapping[str, Any]) -> Wrong | None:
     """A head that the config ties to the embedding, and the file holds beside it with other values: transformers
     builds them untied, and nothing else knows."""
@@ -113,6 +107,14 @@ def _untied(file: Path, entries: Mapping[str, Entry], config: Mapping[str, Any])
         return None
     message = f"config.json ties the head to the embedding, and {file.name} holds another lm_head.weight"
     return message, "set tie_word_embeddings to false in config.json, or remove the head from the file"
+
+
+def _differ(one: tuple[Path, Entry], other: tuple[Path, Entry]) -> bool:
+    """Whether two tensors of one name have other shapes, or begin with other bytes."""
+    if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
+        return True
+    with one[0].open("rb") as mine, other[0].open("rb") as theirs:
+        return _first_bytes(mine, one[1]) != _first_bytes(theirs, other[1])
 
 
 def _first_bytes(stream: BinaryIO, entry: Entry) -> bytes:
@@ -138,7 +140,7 @@ def _words(error: Exception) -> str:
     return f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], Wrong | None]:
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, str], Wrong | None]:
     """The files, the index (tensor → file name; empty where there is none), or what is wrong."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlctl.models.chat_template import ChatTemplate, chat_template_of
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder
+from rlctl.preflight.data_relations import relation_warnings
 from rlctl.preflight.data_rows import Looked, look_at_rows, missing_column
 from rlctl.preflight.data_sense import held_out_problems, sense_problems
 from rlctl.preflight.data_texts import text_warnings
@@ -34,7 +35,10 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     if errors:
         return errors, warnings
     sense = sense_problems(spec, spec_dir, looked)
-    warnings += [*sense[1], *text_warnings(spec, looked, _template(spec, spec_dir).text)]
+    template = _template(spec, spec_dir).text
+    warnings += [*sense[1], *text_warnings(spec, looked, template)]
+    if not sense[0]:
+        warnings += relation_warnings(spec, looked, template)
     return held_out_problems(spec, spec_dir) or sense[0], warnings
 
 

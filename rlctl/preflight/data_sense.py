@@ -20,7 +20,7 @@ from specs.templates import render_template, template_columns
 from specs.text import show
 
 _FEW = 4  # rows below which nothing is concluded from what they have in common
-_MANY = 50  # rows from which on a single answer is no chance
+_MANY = 30  # rows from which on a single answer is no chance
 _COMPARED = 50  # rows whose answers are looked at
 _LEAKED = 0.25  # share of evaluation prompts among the training prompts above which it is said
 _SENTENCE = 8  # words

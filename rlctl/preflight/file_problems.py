@@ -15,7 +15,13 @@ from typing import Any
 from rlctl.models.chat_template import chat_template_of
 from rlctl.models.gpu import gpu_count
 from rlctl.models.model_check import ModelCheck
-from rlctl.models.shapes_fit import adapter_problems, adapter_warnings, cut_problems, sequence_problems
+from rlctl.models.shapes_fit import (
+    adapter_problems,
+    adapter_warnings,
+    cut_problems,
+    rate_warnings,
+    sequence_problems,
+)
 from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
 from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data
@@ -127,7 +133,7 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
     if not fake:
         errors += [*cut_problems(spec, main.config), *_engines(spec, main.config, others)]
         errors += adapter_problems(spec, main.config)
-        warnings += adapter_warnings(spec, main.config)
+        warnings += [*adapter_warnings(spec, main.config), *rate_warnings(spec, main.config)]
     return errors, warnings, main.config
 
 

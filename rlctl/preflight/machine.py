@@ -23,6 +23,7 @@ from specs.schema.spec import Spec
 from specs.text import show
 
 _GIB = 2**30
+_THREADS_A_PROCESSOR = 8
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 1.2  # free space per what checkpoints take, below which a warning is due
 
@@ -36,7 +37,7 @@ def machine_problems(
     warnings: list[Problem] = []
     (errors if starting else warnings).extend(_ports(spec))
     warnings += [] if starting else _commands(spec)  # the launcher knows better what it lacks
-    warnings += _shared_memory(spec) if here else []
+    warnings += [*_shared_memory(spec), *_interfaces(spec), *_threads(spec)] if here else []
     short, tight = _disk(spec, config, run_dir)
     (errors if here else warnings).extend([] if errors else short)
     return errors, [*warnings, *tight]
@@ -68,6 +69,31 @@ def _ports(spec: Spec) -> list[Problem]:
             hint = f"end what listens there, or set cluster.port = {port + 10 if port < 65000 else port - 10}"
             return [Problem("cluster.port", f"cannot be listened on: {error.strerror}", hint, str(port))]
     return []
+
+
+def _interfaces(spec: Spec) -> list[Problem]:
+    """Network interfaces by which ranks are to meet, and that this host has not."""
+    there, problems = [name for _, name in socket.if_nameindex()], []
+    for role, section in spec.sections():
+        for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            names = section.env.get(variable, "").split(",")
+            wanted = [name.lstrip("=").partition(":")[0] for name in names if name and not name.startswith("^")]
+            if wanted and not any(have.startswith(name) for name in wanted for have in there):
+                message = f"this host has no such network interface; it has {', '.join(there)}"
+                value, hint = show(section.env[variable]), "name one, or leave it out"
+                problems.append(Problem(f"{role}.env.{variable}", message, hint, value))
+    return problems
+
+
+def _threads(spec: Spec) -> list[Problem]:
+    """Roles that ask for many times the processors of this host."""
+    has, problems = os.cpu_count() or 1, []
+    for role, section in spec.sections():
+        asked = (section.threads or 0) * -(-section.processes // section.nodes)
+        if asked > _THREADS_A_PROCESSOR * has:
+            message = f"{asked} threads on this host's {has} processors wait for one another"
+            problems.append(Problem(f"{role}.threads", message, "leave it out", show(section.threads)))
+    return problems
 
 
 # ── folders and disk ──────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from re import _parser  # type: ignore[attr-defined]
 
 from specs.errors import Problem
 from specs.schema.rewards import ExactMatch, MathVerify, Overlong, Regex
@@ -15,6 +16,7 @@ from specs.text import show
 _COLDEST, _NARROWEST = 0.05, 0.05  # temperature and top_p below which one token is nearly all that can be drawn
 _HOTTEST = 10.0  # temperature above which tokens are drawn nearly as by lot
 _LARGEST_LR = 0.1  # AdamW moves each weight by about lr per step; weights of a transformer are around 0.02
+_SMALLEST_LR = 1e-9
 _LEAST_DISCOUNT = 0.9  # γ below which 50 tokens leave less than 1 % of a reward
 _START_S, _VERB_S, _GRADE_S = 5.0, 1.0, 0.05  # what importing torch, one request and one grade take at the least
 
@@ -55,6 +57,16 @@ def _learning_rate(spec: Spec) -> Iterator[Problem]:
         if lr > _LARGEST_LR and spec.actor.engine.model_of != "bigram":
             message = "AdamW moves every weight by about this much in a step, and most weights are smaller"
             yield Problem(key, message, "1e-6 is usual, with adapters 1e-5", show(lr))
+        if 0 < lr < _SMALLEST_LR and spec.run.steps > 1:
+            steps = max(1, spec.optimizer_steps_of(role))
+            message = f"moves a weight by at most {lr * steps:.0e} in the whole run, which no completion shows"
+            yield Problem(key, message, "1e-6 is usual, with adapters 1e-5", show(lr))
+        if optimizer.betas[0] > optimizer.betas[1]:
+            message = "the gradient is averaged for longer than its square: are they the wrong way round?"
+            yield Problem(f"{role}.optimizer.betas", message, "[0.9, 0.999] is usual", show(optimizer.betas))
+        if optimizer.schedule != "constant" and optimizer.min_lr_ratio == 1:
+            message = f'schedule = "{optimizer.schedule}" ends where it begins: lr never falls'
+            yield Problem(f"{role}.optimizer.min_lr_ratio", message, "0.0 or 0.1 is usual", "1.0")
         if lr == 0 and spec.run.steps > 1:  # one such step is a trial of everything else
             yield Problem(key, f"the {role} never learns", "1e-6 is usual, with adapters 1e-5", show(lr))
 
@@ -67,6 +79,19 @@ def optimizers(spec: Spec) -> Iterator[tuple[RoleName, Optimizer]]:
             yield role, optimizer
 
 
+_LATEX = re.compile(r"(?<!\\)\\(?:boxed|frac|text|begin|right)")
+_READ_AS = {"b": "the end of a word", "f": "a form feed", "t": "a tab", "r": "a carriage return"}
+_CHARACTERS_A_TOKEN = 16  # more than text has on average in any vocabulary
+
+
+def _needs_more(pattern: str, tokens: int) -> bool:
+    """Whether the shortest text that a pattern is found in is longer than so many tokens."""
+    try:
+        return int(_parser.parse(pattern, re.DOTALL).getwidth()[0]) > tokens * _CHARACTERS_A_TOKEN
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
 def _patterns(spec: Spec) -> Iterator[Problem]:
     """Patterns that are written as another language writes them, and are found in nothing."""
     for index, term in enumerate(spec.reward.terms):
@@ -77,6 +102,12 @@ def _patterns(spec: Spec) -> Iterator[Problem]:
             yield Problem(key, "the slashes are part of the pattern", "leave them and the flags out", value)
         elif re.search(r"\\\\[dDwWsS](?:[+*?)]|\{\d|$)", term.pattern):
             yield Problem(key, "is found only behind a backslash", r"in TOML's '...' write \d, not \\d", value)
+        elif found := _LATEX.search(term.pattern):
+            message = f"{found[0]} is no text in a pattern but {_READ_AS[found[0][1]]} and {found[0][2:]}"
+            yield Problem(key, message, rf"write \{found[0]}, in TOML within '...'", value)
+        elif _needs_more(term.pattern, spec.data.max_response_tokens):
+            message = "is found only in texts of more characters than data.max_response_tokens can hold"
+            yield Problem(key, message, "raise data.max_response_tokens, or ask for less", value)
 
 
 def _punished(spec: Spec) -> Iterator[Problem]:
@@ -142,6 +173,13 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     ):
         if far:
             yield Problem(key, message, f"{usual} is usual", show(value))
+    parts = algorithm.mini_batches_per_step
+    if parts > 64:
+        message = f"takes {parts} optimizer steps on samples of the first one's weights"
+        yield Problem("algorithm.mini_batches_per_step", message, "1 to 16 is usual", show(parts))
+    if (lora := spec.actor.lora) is not None and lora.alpha < lora.rank / 100:
+        message = f"multiplies what adapters do by {lora.alpha / lora.rank:g}: they hardly change the model"
+        yield Problem("actor.lora.alpha", message, "once or twice the rank is usual", show(lora.alpha))
     if (lora := spec.actor.lora) is not None and lora.alpha > 1000 * lora.rank:
         message = f"multiplies what adapters do by {lora.alpha / lora.rank:g}"
         yield Problem("actor.lora.alpha", message, "once or twice the rank is usual", show(lora.alpha))

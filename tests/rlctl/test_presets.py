@@ -53,7 +53,8 @@ def test_a_preset_is_valid_from_any_folder(name: str, tmp_path: Path, monkeypatc
     if name == "gsm8k-cpu":  # the person brings the data
         rows = tmp_path / spec.data.train
         rows.parent.mkdir(parents=True)
-        rows.write_text(100 * (json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"))  # 16 are held out
+        made = [json.dumps({"question": f"1+{n}?", "answer": f"#### {n + 1}"}) for n in range(100)]  # 16 are held out
+        rows.write_text("\n".join(made))
     if spec.cluster is not None:  # and names the hosts
         (tmp_path / spec.cluster.hostfile).write_text(
             "".join(f"node-{number} slots=8\n" for number in range(spec.actor.nodes))

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, TextIO, cast
 from specs.terminal import VisibleStream
 from workers.grading.kept_sources import keep_sources
 from workers.grading.terms import FunctionTerm, Sample, Setting, Term, TermError, make_term
-from workers.grading.trial_watch import TrialWatch
+from workers.grading.trial_watch import OpenedFiles, TrialWatch
 
 PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
@@ -48,6 +48,7 @@ def main() -> None:
         return
     hello = json.loads(first)
     keep_sources(hello.get("sources", {}))
+    opened = OpenedFiles() if hello.get("trial") else None
     terms = _make_terms(hello, answer)
     if terms is None:
         return
@@ -57,7 +58,10 @@ def main() -> None:
         for index, key, completion, tokens in job["items"]:
             prompt, row = job["rows"][str(key)]
             sample = Sample(prompt, completion, row, tokens)
-            graded = _tried(terms, sample, hello["setting"]["base"]) if hello.get("trial") else grade(terms, sample)
+            if opened is None:
+                graded = grade(terms, sample)
+            else:
+                graded = _tried(terms, sample, hello["setting"]["base"]) | {"opened": [*opened.found]}
             answer({"i": index, **graded})
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-_RIGHT = (
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from workers.grading.pattern_example import example
+
+_FORMS = (
     "The answer is {}.",
     "So it is.\n\\boxed{{{}}}",
     "So it is.\n#### {}",
@@ -10,6 +17,7 @@ _RIGHT = (
     "<think>\nSo it is.\n</think>\n\n<answer>\n\\boxed{{{}}}\n</answer>",
     "Answer: {}",
     "```python\n{}\n```",
+    '```python\nprint("{}")\n```',
     '{{"answer": "{}"}}',
 )
 _WRONG = (
@@ -19,10 +27,59 @@ _WRONG = (
     "<think> \\boxed{ ### < [ ( é 漢 \n",
     "la la la la la la la la",
 )
+_AGAIN = 4  # how often one is given once more
+_MOST_OF_SOURCE = 12
+OWN = 10_000  # form of an answer alone
+_TAG = re.compile(r"<([A-Za-z_]{2,20})>")
+_THINKS = re.compile(r"think|reason|scratch|work|plan", re.IGNORECASE)
 
 
-def likely_completions(answer: str | None) -> list[tuple[str, bool]]:
-    """(completion, whether it is right) of a row with this answer, besides the answer itself and nothing at all. One
-    comes twice."""
-    right = [] if answer is None else [(form.format(answer), True) for form in _RIGHT]
-    return [*right, *((text, False) for text in (*_WRONG, _WRONG[0]))]
+@dataclass(frozen=True)
+class Said:
+    """A completion. `right`: it says the row's own answer. `form`: the number of the form that it is written in; that
+    of no other is negative."""
+
+    text: str
+    right: bool = False
+    form: int = -1
+
+
+def likely_completions(
+    answer: str | None, *, other: str | None = None, source: str = "", prompt: str = ""
+) -> list[Said]:
+    """Of a row with this answer, besides the answer itself and nothing at all. `other`: another row's answer, which is
+    written in the same forms; `source`: of the file that grades; `prompt`: what the policy is asked. Some come
+    more than once."""
+    wrong = [Said(text) for text in _WRONG]
+    if answer is None:
+        return [*wrong, *(wrong[0],) * _AGAIN]
+    forms = [*right_forms(answer, source=source, prompt=prompt)]
+    right = [Said(text, True, number) for number, text in enumerate(forms)]
+    twins = [] if other is None else [Said(other, False, OWN)]
+    if other is not None:
+        twins += [Said(text, False, n) for n, text in enumerate(right_forms(other, source=source, prompt=prompt))]
+    return [*right, *twins, *wrong, *(Said(answer, True, OWN), wrong[0]) * _AGAIN]
+
+
+def right_forms(answer: str, *, source: str = "", prompt: str = "") -> Iterator[str]:
+    """The answer in forms that are in use, that the prompt shows, and that patterns in the source ask for."""
+    yield from (form.format(answer) for form in _FORMS)
+    tags = [*dict.fromkeys(_TAG.findall(prompt))]
+    if tags:
+        yield "\n".join(f"<{tag}>{'So it is.' if _THINKS.search(tag) else answer}</{tag}>" for tag in tags)
+    found = [text for pattern in _patterns(source) if (text := example(pattern, answer))]
+    yield from found
+    if len(found) > 1:
+        yield "\n".join(found)
+
+
+def _patterns(source: str) -> Sequence[str]:
+    """Texts of a Python file that are patterns with a group, or name what stands before an answer."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ()
+    texts = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    patterns = [text for text in texts if re.search(r"\(.*[.\\\[].*\)", text) and len(text) < 300]
+    heads = [re.escape(text) + r"\s*(.*)" for text in texts if re.fullmatch(r"[^\n(]{2,40}[:=]\s*", text)]
+    return [*dict.fromkeys((*patterns, *heads))][:_MOST_OF_SOURCE]

@@ -73,7 +73,7 @@ def _stripped(
     the prompt ends with."""
     answer = table.rows[0].get(config.answer_column)
     likely = likely_completions(gold_answer(answer) if answer is not None else "7")
-    written = [text for text, right in likely if right]
+    written = [one.text for one in likely if one.right]
     special = [str(token) for token in codec.tokenizer.added_tokens_decoder.values() if token.special]
     lost = [token for token in special if any(token in text for text in written)]
     begun = _TAG.search(table.prompts[0])
@@ -83,7 +83,7 @@ def _stripped(
     if begun:
         read = [text.removeprefix(begun[0].strip()).lstrip() for text in read]
     first = replace(table, rows=table.rows[:1], prompts=table.prompts[:1])
-    wrong = next(text for text, right in likely if not right)
+    wrong = next(one.text for one in likely if not one.right)
     grades = _graded(term, first, [wrong, *written, *read], config)
     if any(grade.cause for grade in grades):
         return

@@ -236,8 +236,8 @@ def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
     spec = folder / "spec.toml"
     write_preset(name, spec, force=False)
     (folder / "data/gsm8k").mkdir(parents=True)
-    row = json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n"
-    (folder / "data/gsm8k/train.jsonl").write_text(row * 100)
+    rows = [json.dumps({"question": f"1+{n}?", "answer": f"#### {n + 1}"}) for n in range(100)]
+    (folder / "data/gsm8k/train.jsonl").write_text("\n".join(rows))
     if name == "distill-cpu":
         write_model(folder / "teacher", {}, "tiny-digits", {})
     nodes = max(map(int, re.findall(r"^nodes = (\d+)", spec.read_text(), re.MULTILINE)), default=1)

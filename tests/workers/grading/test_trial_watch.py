@@ -35,7 +35,20 @@ def test_errors_that_are_caught_and_columns_that_are_not_there_are_told(tmp_path
     module, watch = reward(tmp_path), TrialWatch(str(tmp_path))
     with watch:
         assert module.score(watch.row({"answer": "1", "source": "x"})) == 2
-    assert watch.report() == {"caught": ["KeyError: 'amswer' (tried.py:4)"], "missed": ["amswer", "points"]}
+    said = {"caught": ["KeyError: 'amswer' (tried.py:4)"], "missed": ["amswer", "points"], "changed": []}
+    report = watch.report()
+    assert said == {name: report[name] for name in said}
+    assert report["read"] == ["amswer", "points"]
+    assert 0 < report["seconds"] < 1
+
+
+def test_what_a_call_changes_below_its_copy_of_the_row_is_told() -> None:
+    watch = TrialWatch("/nowhere")
+    with watch:
+        row = watch.row({"answer": "1", "tests": [1, 2], "kept": [1]}).copy()
+        row["answer"] = "2"  # of the copy alone
+        row["tests"].pop()
+    assert watch.report()["changed"] == ["tests"]
 
 
 def test_a_row_on_trial_is_a_row() -> None:
