@@ -104,8 +104,8 @@ class HashingSeconds:
         self.actor = 0.0
         self._rollouts: dict[int, float] = {}
 
-    def add_rollouts(self, answers: Sequence[bodies.Imported | bodies.ImportEnded]) -> None:
-        for replica, answer in enumerate(answers):
+    def add_rollouts(self, answers: Mapping[int, bodies.Imported | bodies.ImportEnded]) -> None:
+        for replica, answer in answers.items():
             self._rollouts[replica] = self._rollouts.get(replica, 0.0) + answer.checksum_s
 
     @property
@@ -135,7 +135,7 @@ class WeightSync:
         self.probe_batch = probe_batch(vocab)
         self._version = 0  # of the actor's weights now: how many steps it has finished
         self._sent: int | None = None  # the version that every replica holds
-        self._readers_are_new = True
+        self._readers: Sequence[int] = ()  # replicas of the last pass; (): the next one meets all as for the first time
         self._announced: Sequence[bodies.WireWeight] = ()  # the weights of the last pass
         self._leftovers: Sequence[Mapping[str, str]] = ()
         self._hashing, self._sent_bytes = HashingSeconds(), 0
@@ -149,8 +149,8 @@ class WeightSync:
         self._hashing, self._sent_bytes = HashingSeconds(), 0
         try:
             self._move(self._begin(step), step)
-            ended = self.rollout.call(Verb.IMPORT_END, bodies.ImportEnd(version=self._version), step=step)
-            self._hashing.add_rollouts([bodies.ImportEnded.of(answer) for answer in ended])
+            ended = self.rollout.post(Verb.IMPORT_END, bodies.ImportEnd(version=self._version), step=step)
+            self._hashing.add_rollouts({rank: bodies.ImportEnded.of(one) for rank, one in _by_replica(ended).items()})
             self.actor.call(Verb.EXPORT_END, step=step)
         finally:
             sweep(self._leftovers)
@@ -170,7 +170,7 @@ class WeightSync:
 
     def forget_readers(self) -> None:
         """A replica was started anew: the next sync meets every replica as if for the first time."""
-        self._readers_are_new = True
+        self._readers = ()
         self._held = {}
 
     def break_off(self, step: int | None) -> None:
@@ -183,15 +183,15 @@ class WeightSync:
     def _begin(self, step: int | None) -> bodies.Exporting:
         transport, options = self.transport.kind, dict(self.transport.options)
         answers = [bodies.WantedForm.of(answer) for answer in self.rollout.call(Verb.IMPORT_FORM, step=step)]
-        form = _form_for_all(answers)
+        form, readers = _form_for_all(answers), [answer.replica for answer in answers]
         export = bodies.ExportBegin(
             transport=transport,
             options=options,
             dtype=self.dtype,
             form=form,
             bucket_bytes=self.bucket_bytes,
-            readers=self.rollout.size,
-            renew=self._readers_are_new,
+            readers=len(readers),
+            renew=readers != self._readers,
             held=[answer.holds for answer in answers],
             hosts=_by_host(answers),
             absent=self._held_by_absent(answers),
@@ -204,7 +204,7 @@ class WeightSync:
             transport=transport, options=options, form=form, specs=begun.specs, offer=begun.offer
         )
         self.rollout.call(Verb.IMPORT_BEGIN, expected, step=step)
-        self._readers_are_new = False
+        self._readers = readers
         return begun
 
     def _held_by_absent(self, answers: Sequence[bodies.WantedForm]) -> list[str]:
@@ -263,9 +263,9 @@ class WeightSync:
 
     def _compare(self, call: Call, entries: Sequence[bodies.SentWeight]) -> list[str]:
         sent = {entry.name: entry.checksum for entry in entries}
-        answers = [bodies.Imported.of(answer) for answer in call.result()]
+        answers = {rank: bodies.Imported.of(answer) for rank, answer in _by_replica(call).items()}
         self._hashing.add_rollouts(answers)
-        for replica, answer in enumerate(answers):
+        for replica, answer in answers.items():
             for name, expected in sent.items():
                 actual = answer.checksums.get(name)
                 if actual != expected:
@@ -285,15 +285,16 @@ class WeightSync:
             before = time.perf_counter()
             self.residency.enter("rollout", step=step)
             handover_s = time.perf_counter() - before
-        replies = self.rollout.call(Verb.PROBE, bodies.Probe(temperature=self.temperature), tensors=tensors, step=step)
+        replies = self.rollout.post(Verb.PROBE, bodies.Probe(temperature=self.temperature), tensors=tensors, step=step)
+        answers = _by_replica(replies)
         seconds = time.perf_counter() - started - handover_s
-        return self._worst_gap(expected_T, replies), seconds
+        return self._worst_gap(expected_T, answers), seconds
 
-    def _worst_gap(self, expected_T: NDArray[Any], answers: Sequence[Message]) -> float:
+    def _worst_gap(self, expected_T: NDArray[Any], answers: Mapping[int, Message]) -> float:
         worst, scored = 0.0, np.ones(len(expected_T), dtype=bool)
         scored[self.probe_batch.offsets[:-1]] = False  # a first token has no log-prob
         allowed = self.tolerance.at(float(np.max(np.abs(expected_T))))
-        for replica, answer in enumerate(answers):
+        for replica, answer in answers.items():
             gap_T = np.abs(answer.tensors["logprob_T"] - expected_T)
             gap, mean = float(np.max(gap_T)), float(np.mean(gap_T[scored]))
             # A mistake moves every token, rounding some: half as much is allowed on average. NaN is no number to allow.
@@ -310,6 +311,11 @@ class WeightSync:
 
 
 _HINT = "a weight was lost or changed on its way; nothing was sampled with it. Resume from the last checkpoint."
+
+
+def _by_replica(call: Call) -> dict[int, Message]:
+    """Answers by the rank of the replica, which stays when others are dropped."""
+    return dict(zip(call.ranks, call.result(), strict=True))
 
 
 def _form_for_all(answers: Sequence[bodies.WantedForm]) -> WeightForm:

@@ -96,6 +96,7 @@ class Hub:
         self._beat_s = min(_MAX_BEAT_S, heartbeat_timeout_s / 4)
         silence_s = driver_silence_s or max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
         self._expected: dict[str, int] = {}
+        self._given_up: set[tuple[str, int]] = set()
         self._handshake = Handshake(self.secret, self._expected, {"beat_s": self._beat_s, "silence_s": silence_s})
         _allow_open_files(_OPEN_FILES)
         self._context = zmq.Context()
@@ -127,6 +128,14 @@ class Hub:
         with self._lock:
             self._expected[role] = size
             self._door.open()
+
+    def expect_no_more(self, role: str, rank: int) -> None:
+        """A rank is gone for good: if it is not here, it is not awaited either."""
+        with self._lock:
+            if (role, rank) not in self._identities:
+                self._handshake.refuse(role, rank)
+                self._given_up.add((role, rank))
+                self._shut_if_all_are_here()
 
     def send(self, role: str, rank: int, frames: list[Buffer]) -> None:
         """Send a message's frames to a rank; never waits. To a rank that is gone it is lost."""
@@ -186,8 +195,7 @@ class Hub:
             arrived = [(bytes(identity), frames) for identity, *frames in receive(self._router, _BURST_S)]
             proven = [one for one in arrived if one[0] in self._peers]
             unproven = [one for one in arrived if one[0] not in self._peers]
-            awaited = sum(self._expected.values()) - len(self._peers)
-            for identity, frames in (*proven, *unproven[: max(_MAX_UNPROVEN, 2 * awaited)]):
+            for identity, frames in (*proven, *unproven[: max(_MAX_UNPROVEN, 2 * self._awaited)]):
                 self._hear(identity, frames, now)
         if now >= self._next_beat:
             self._beat(now)
@@ -207,10 +215,18 @@ class Hub:
             self._peers[identity] = _Peer(outcome.member, now)
             self._identities[outcome.member.role, outcome.member.rank] = identity
             self._events.append(Joined(outcome.member))
-            if len(self._peers) == sum(self._expected.values()):
-                self._door.shut()
+            self._shut_if_all_are_here()
         if outcome.reply is not None:
             self._post(identity, outcome.reply.frames())
+
+    @property
+    def _awaited(self) -> int:
+        """How many ranks are still to come."""
+        return sum(self._expected.values()) - len(self._given_up) - len(self._peers)
+
+    def _shut_if_all_are_here(self) -> None:
+        if not self._awaited:
+            self._door.shut()
 
     def _beat(self, now: float) -> None:
         from workers.connection import BEAT_FRAMES

@@ -59,17 +59,19 @@ class Group:
     """All ranks of one role. One verb is in flight at a time; further ones wait in line."""
 
     def __init__(self, role: str, size: int, groups: Groups) -> None:
-        self.role, self._processes = role, size
+        self.role, self.processes = role, size  # of all that were asked for
         self.line: deque[Call] = deque()  # the first is in flight
         self._groups = groups
         self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
         self._number = 0
+        self._postponed: dict[int, Call] = {}  # by rank: a verb of which its answer is no longer waited for, but heard
 
     @property
     def here(self) -> list[int]:
-        """Ranks that take part: all but those that were dropped."""
-        dropped = self._groups.ranks.dropped(self.role)
-        return [rank for rank in range(self._processes) if rank not in dropped]
+        """Ranks that take part, by which a replica is known however many there are: all but those that were dropped,
+        and those that are late."""
+        absent = self._groups.ranks.absent(self.role)
+        return [rank for rank in range(self.processes) if rank not in absent]
 
     @property
     def size(self) -> int:
@@ -111,7 +113,7 @@ class Group:
         """Send the first in line unless it is on its way."""
         if self.line and not self.line[0].sent:
             call, states = self.line[0], self._groups.ranks
-            lost = states.lost(self.role) + states.dropped(self.role)
+            lost = states.lost(self.role) + states.dropped(self.role) + states.late(self.role)
             self._groups.watch.moved()
             for rank, frames in zip(call.ranks, call.start(), strict=True):
                 if rank in lost:
@@ -130,6 +132,25 @@ class Group:
                 self._groups.busy.append(message.busy)
             if self.line[0].done:
                 self.drop()
+        elif rank in self._postponed and self._postponed[rank].number == message.call:
+            self._postponed[rank].take(rank, message)
+
+    def postpone(self, rank: int) -> None:
+        """Wait no longer for a rank's answer to the verb in flight, which may still come (`take_late`)."""
+        call = self.line[0]
+        self._postponed[rank] = Call(
+            call.verb, call.number, [[]], call.step, call.timeout_s, self._groups.tick, None, [rank]
+        )
+        self.lose(rank)
+
+    def owes(self, rank: int) -> bool:
+        """Whether the answer to a postponed verb is still to come."""
+        return rank in self._postponed and not self._postponed[rank].done
+
+    def take_late(self, rank: int) -> Message | None:
+        """What a rank answered to a postponed verb; None: none was postponed."""
+        late = self._postponed.pop(rank, None)
+        return None if late is None else late.answers[rank]
 
     def lose(self, rank: int, number: int | None = None) -> None:
         """The verb in flight (only if it has this number) gets no answer from a rank."""
@@ -238,6 +259,30 @@ class Groups:
         finally:
             self.ranks.end_restart(role, ranks, finished=finished)
 
+    def come(self, role: str) -> list[int]:
+        """Late ranks of a role that are here now: joined, and done with what they were asked before."""
+        group = self._groups[role]
+        return [rank for rank in self.ranks.late(role) if (role, rank) in self.members and not group.owes(rank)]
+
+    @contextmanager
+    def take_in(self, role: str) -> Iterator[list[int]]:
+        """Late ranks that have come, to be built in the block; at its end they take part. Those that are lost meanwhile
+        do not, and when it raises none does."""
+        self._groups[role].settle()
+        ranks = self.come(role)
+        self.ranks.begin_taking_in(role, ranks)
+        finished = False
+        try:
+            yield ranks
+            finished = True
+        finally:
+            self.ranks.end_taking_in(role, ranks, finished=finished)
+
+    def leave_out(self, evidence: Evidence) -> None:
+        """A rank that never took part cannot: the run goes on without it, or ends for its sake."""
+        self._assess(evidence, unbuilt=True)
+        self.tick(0)
+
     def _start_again(self, role: str, rank: int) -> None:
         self.launcher.kill(role, rank)  # there is one where a restart was broken off
         self.members.pop((role, rank), None)
@@ -247,16 +292,26 @@ class Groups:
         self.launcher.start_again(self.plan.role(role), rank, module=self._modules.get(role, ""), remark=remark)
 
     def _wait_for(self, places: Sequence[Place]) -> None:
-        deadline = time.monotonic() + self._start_timeout_s
+        started = time.monotonic()
         while absent := [place for place in places if self._is_awaited(place)]:
-            if time.monotonic() > deadline:
-                late = f"did not join within {self._start_timeout_s:g} s"
+            if time.monotonic() > started + self._start_timeout_s and not self.ranks.any_in(RankState.LEAVING):
                 hint = "raise run.start_timeout_s if it is only slow"
-                raise self._failure(Evidence(*absent[0], Cause.OVERDUE, late, hint=hint))
+                told = f"did not join within {self._start_timeout_s:g} s"
+                late = [Evidence(*place, Cause.OVERDUE, told, hint=hint) for place in absent]
+                if needed := [one for one in late if not self._let_be_late(one)]:
+                    raise self._failure(needed[0])
             self.tick()
 
     def _is_awaited(self, place: Place) -> bool:
-        return place not in self.members and self.ranks[place] not in (RankState.LOST, RankState.DROPPED)
+        nobody = (RankState.LOST, RankState.DROPPED, RankState.LATE)
+        return place not in self.members and self.ranks[place] not in nobody
+
+    def _let_be_late(self, evidence: Evidence) -> bool:
+        """Whether the run goes on without a rank until it comes."""
+        late = self.ranks.let_be_late((evidence.role, evidence.rank))
+        if late:
+            self.ranks.policy.on_loss(evidence)
+        return late
 
     def tick(self, timeout_s: float = _TICK_S) -> None:
         """Wait up to `timeout_s` for something to happen and handle it. Raises RoleFailure."""
@@ -282,6 +337,8 @@ class Groups:
             return
         self._closed = True
         if polite and not self._overdue and not self.ranks.any_in(RankState.GONE):
+            for late in [(role, rank) for role in self._groups for rank in self.ranks.late(role)]:
+                self.launcher.kill(*late)  # it may hear nothing yet
             for role, rank in self.members:
                 self.hub.send(role, rank, Message(Kind.CALL, verb=Verb.CLOSE).frames())
             self.launcher.wait(grace_s)
@@ -331,14 +388,17 @@ class Groups:
     def _handle_error(self, role: str, rank: int, message: Message, error: ErrorBody) -> None:
         group = self._groups[role]
         of_now = bool(group.line) and group.line[0].number == message.call
-        if of_now or message.call == 0:  # 0: the role could not even be made; others: of a verb that has failed already
+        unbuilt = message.call == 0 or message.verb is Verb.BUILD
+        if unbuilt and self.ranks[role, rank] is RankState.LATE:
+            self._assess(from_error(role, rank, error, alone=True), unbuilt=True)
+        elif of_now or message.call == 0:  # 0: the role could not be made; others: of a verb that has failed already
             joined = message.verb in JOINED_VERBS
             alone = self.plan.role(role).world_size_of_group == 1 and not joined
             evidence = from_error(role, rank, error, alone=alone)
             if joined and evidence.is_secondary:
                 self._held.hold(evidence, message.call, self._grace_s([plan.role for plan in self.plan.roles]))
             else:
-                self._assess(evidence, blame_s=self._grace_s([role]))
+                self._assess(evidence, blame_s=self._grace_s([role]), unbuilt=unbuilt)
 
     def _grace_s(self, roles: Sequence[str]) -> float:
         """How long a rank's error waits for the end of another rank of these roles."""
@@ -366,10 +426,10 @@ class Groups:
                 self._ended.add(started.mark)
                 self._assess(from_end(started, code, self._ended_first.get(started.role, ())), _EXIT_GRACE_S)
 
-    def _assess(self, evidence: Evidence, grace_s: float = 0.0, blame_s: float = 0.0) -> None:
-        """Either the loss of a rank that will be started again, which counts after `grace_s`, or a failure that ends
-        the run, after `blame_s` where a better cause may come."""
-        if not self.ranks.failed(evidence, grace_s):
+    def _assess(self, evidence: Evidence, grace_s: float = 0.0, blame_s: float = 0.0, *, unbuilt: bool = False) -> None:
+        """Either the loss of a rank that will be started again or left out, which counts after `grace_s`, or a failure
+        that ends the run, after `blame_s` where a better cause may come. `unbuilt`: the rank could not be built."""
+        if not self.ranks.failed(evidence, grace_s, unbuilt=unbuilt):
             self._blame.add(evidence, blame_s or grace_s or ROOT_CAUSE_GRACE_S)
 
     def _handle_losses(self) -> None:
@@ -379,6 +439,7 @@ class Groups:
             self._groups[evidence.role].lose(evidence.rank)
             if evidence.rank in self.ranks.dropped(evidence.role):
                 self._dropped_at = time.monotonic()
+                self.hub.expect_no_more(evidence.role, evidence.rank)
             self.ranks.policy.on_loss(evidence)
         lines = [group.line[0] for group in self._groups.values() if group.line]
         if self.ranks.any_in(RankState.LOST) or any(call.sent_before(self._dropped_at) for call in lines):
@@ -392,7 +453,7 @@ class Groups:
         if self._blame.pending:
             return
         for group in self._groups.values():
-            if group.line and group.line[0].overdue:
+            if group.line and group.line[0].overdue and not self._goes_on_without(group, group.line[0]):
                 call, waiting = group.line[0], self._waiting()
                 missing = {place: one for place, one in waiting.items() if place[0] == group.role}
                 self._overdue = True
@@ -400,6 +461,23 @@ class Groups:
                 self._dump(missing)
                 told = f"no answer within {call.timeout_s:g} s: {stall.chain}"
                 self._blame.add(Evidence(*stall.culprits[0], Cause.OVERDUE, told))
+
+    def _goes_on_without(self, group: Group, call: Call) -> bool:
+        """Whether the ranks that have not answered in time are replicas that are not built yet, and may be late. On
+        shared devices there is no room for one that comes by itself: it is left out."""
+        if call.verb is not Verb.BUILD:
+            return False
+        for rank in call.missing:
+            told = f"was not built within {call.timeout_s:g} s"
+            evidence = Evidence(group.role, rank, Cause.OVERDUE, told, hint="raise run.start_timeout_s")
+            if self.plan.colocated:
+                if not self.ranks.failed(evidence, unbuilt=True):
+                    return False
+            elif self._let_be_late(evidence):
+                group.postpone(rank)
+            else:
+                return False
+        return True
 
     def moving(self) -> Moving:
         """How far the verbs in flight are."""

@@ -52,6 +52,7 @@ class Handshake:
         self._welcome = welcome
         self._pending: dict[bytes, _Pending] = {}
         self._members: set[tuple[str, int]] = set()
+        self._refused: set[tuple[str, int]] = set()  # ranks that nobody may claim to be any more
         self.refused = 0
 
     def hear(self, identity: bytes, frames: list[Buffer]) -> Outcome:
@@ -76,6 +77,11 @@ class Handshake:
         """A rank is gone for good: a new process may take its place."""
         self._members.discard((role, rank))
 
+    def refuse(self, role: str, rank: int) -> None:
+        """A rank is gone for good, and no process may take its place."""
+        self.forget(role, rank)
+        self._refused.add((role, rank))
+
     def _challenge(self, identity: bytes, hello: Message) -> Message:
         try:
             said = hello.body
@@ -83,7 +89,7 @@ class Handshake:
             rank_nonce = str(said["nonce"])
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ChannelError("its greeting is incomplete") from None
-        if not 0 <= who.rank < self._expected.get(who.role, 0):
+        if not 0 <= who.rank < self._expected.get(who.role, 0) or (who.role, who.rank) in self._refused:
             raise ChannelError(f"this run expects no {who.role!r} rank {who.rank}")
         pending = _Pending(who, rank_nonce, make_nonce())
         self._pending[identity] = pending
@@ -98,6 +104,8 @@ class Handshake:
         if not same_proof(message.body.get("proof"), self._proof("rank", pending)):
             raise ChannelError(f"it claims to be {pending.who.role} rank {pending.who.rank} without this run's secret")
         place = (pending.who.role, pending.who.rank)
+        if place in self._refused:
+            raise ChannelError(f"the run goes on without {place[0]} rank {place[1]}")
         if place in self._members:
             raise ChannelError(f"{place[0]} rank {place[1]} is already here")
         self._members.add(place)

@@ -4,7 +4,8 @@ often still.
 A rank is lost when its process ended, when it gave no sign of life, when it says that its engine died, or when it makes
 no progress (`stall_watch.py`). Where the restart policy allows it, it is started again; otherwise the run ends. What
 would only repeat (an error that a verb raised, a missed deadline) changes no rank's state: it ends the run as with any
-role.
+role. Where the run may go on with fewer (`least`), a rank that never took part is left out for any of these, and one
+that is only late is taken in when it comes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class RankState(StrEnum):
     STARTING = "starting"  # launched, not heard of yet
     RUNNING = "running"
     LEAVING = "leaving"  # it ended or hangs, but what it sent before may still be on its way
+    LATE = "late"  # it did not come or was not built in time: the run goes on without it, and it may still come
+    TAKEN_IN = "taken in"  # it has come late, and is not yet built as the others are
     LOST = "lost"  # nothing more comes from it; it can be started again
     RESTARTING = "restarting"  # started again, and not yet built as it was
     DROPPED = "dropped"  # lost for good, and the run goes on without it
@@ -31,23 +34,33 @@ class RankState(StrEnum):
 
 
 TRANSITIONS: Mapping[RankState, frozenset[RankState]] = {
-    RankState.STARTING: frozenset({RankState.RUNNING, RankState.GONE}),
-    RankState.RUNNING: frozenset({RankState.LEAVING, RankState.GONE}),
+    RankState.STARTING: frozenset({RankState.RUNNING, RankState.LATE, RankState.LEAVING, RankState.GONE}),
+    # LATE: not built in time.
+    RankState.RUNNING: frozenset({RankState.LATE, RankState.LEAVING, RankState.GONE}),
+    RankState.LATE: frozenset({RankState.TAKEN_IN, RankState.LEAVING}),
+    # LATE: somebody broke it off.
+    RankState.TAKEN_IN: frozenset({RankState.RUNNING, RankState.LATE, RankState.LEAVING}),
     RankState.LEAVING: frozenset({RankState.LOST, RankState.DROPPED}),
     RankState.DROPPED: frozenset(),
     RankState.LOST: frozenset({RankState.RESTARTING}),
     # LEAVING: lost once more. LOST: somebody broke the restart off (Ctrl-C), and it does not count.
-    RankState.RESTARTING: frozenset({RankState.RUNNING, RankState.LEAVING, RankState.LOST, RankState.GONE}),
+    RankState.RESTARTING: frozenset(
+        {RankState.RUNNING, RankState.LATE, RankState.LEAVING, RankState.LOST, RankState.GONE}
+    ),
     RankState.GONE: frozenset(),
 }
 
 
+_NEVER_CAME = (RankState.LATE, RankState.TAKEN_IN)
+
+
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Ranks of `role` are started again, at most `limit` times in all; `on_loss` hears of each loss. Role "": none.
+    """Ranks of `role` are started again, at most `limit` times in all; `on_loss` hears of each loss, and of each rank
+    that is late. Role "": none.
 
-    As long as `least` are left (None: never), a rank is dropped where no restart is left, or where it is one of those
-    on other hosts (`far`) and gives no sign of life: its host may be gone."""
+    As long as `least` are left (None: never), a rank is dropped where no restart is left, where it cannot be built, or
+    where it is one of those on other hosts (`far`) and gives no sign of life: its host may be gone."""
 
     role: str = ""
     limit: int = 0
@@ -78,6 +91,14 @@ class RankStates:
         """Ranks of a role that the run goes on without."""
         return self._ranks(role, RankState.DROPPED)
 
+    def late(self, role: str) -> list[int]:
+        """Ranks of a role that the run goes on without until they come."""
+        return self._ranks(role, RankState.LATE)
+
+    def absent(self, role: str) -> list[int]:
+        """Ranks of a role that take no part: dropped, late, or not yet taken in."""
+        return sorted(self.dropped(role) + self.late(role) + self._ranks(role, RankState.TAKEN_IN))
+
     def any_in(self, *states: RankState) -> bool:
         return any(state in states for state in self._states.values())
 
@@ -103,26 +124,46 @@ class RankStates:
         if self._states[place] is RankState.STARTING:
             self._move(place, RankState.RUNNING)
 
-    def failed(self, evidence: Evidence, grace_s: float = 0.0) -> bool:
-        """Note a failure. True: it is the loss of a rank that may be started again, and the run goes on. It counts as
-        lost only after `grace_s`: what it sent before may still be on its way."""
+    def failed(self, evidence: Evidence, grace_s: float = 0.0, *, unbuilt: bool = False) -> bool:
+        """Note a failure; `unbuilt`: the rank could not be built. True: it is the loss of a rank that may be started
+        again or left out, and the run goes on. It counts as lost only after `grace_s`: what it sent before may still be
+        on its way."""
         place = evidence.role, evidence.rank
-        if not (evidence.permanent or evidence.cause in (Cause.ENGINE_DIED, Cause.STALLED)):
+        is_loss = evidence.permanent or evidence.cause in (Cause.ENGINE_DIED, Cause.STALLED)
+        if not (is_loss or unbuilt):
             return False
         state = self._states[place]
         if state in (RankState.LEAVING, RankState.LOST, RankState.DROPPED):
             return True  # more signs of the same loss
         silent = evidence.cause is Cause.SILENT and evidence.rank in self.policy.far
-        drop = self._may_drop(place) and (silent or not self.may_restart(place))
+        drop = self._may_drop(place) and (silent or unbuilt or not self.may_restart(place))
         if drop:
             self._to_drop.add(place)
-        if drop or self.may_restart(place):
+        if drop or (is_loss and self.may_restart(place)):
             self._move(place, RankState.LEAVING)
             self._leaving[place] = evidence, time.monotonic() + grace_s
             return True
         if evidence.permanent and state is not RankState.GONE:
             self._move(place, RankState.GONE)
         return False
+
+    def let_be_late(self, place: Place) -> bool:
+        """Go on without a rank that is not there in time, where that is allowed. True: it is late."""
+        if not self._may_drop(place):
+            return False
+        self._move(place, RankState.LATE)
+        return True
+
+    def begin_taking_in(self, role: str, ranks: Sequence[int]) -> None:
+        """These late ranks have come and are about to be built."""
+        for rank in ranks:
+            self._move((role, rank), RankState.TAKEN_IN)
+
+    def end_taking_in(self, role: str, ranks: Sequence[int], *, finished: bool) -> None:
+        """Those of `ranks` that were not lost meanwhile take part; or, when not `finished`, are late as before."""
+        for rank in self._ranks(role, RankState.TAKEN_IN):
+            if rank in ranks:
+                self._move((role, rank), RankState.RUNNING if finished else RankState.LATE)
 
     def newly_lost(self) -> list[Evidence]:
         """Losses whose grace is over, each once."""
@@ -162,10 +203,13 @@ class RankStates:
         return of_policy and self._states[place] in (RankState.RUNNING, RankState.RESTARTING)
 
     def _may_drop(self, place: Place) -> bool:
-        role, least = self.policy.role, self.policy.least
-        if place[0] != role or least is None or self._states[place] not in (RankState.RUNNING, RankState.RESTARTING):
+        role, least, state = self.policy.role, self.policy.least, self._states[place]
+        if state in _NEVER_CAME:
+            return True  # the others are enough already
+        if place[0] != role or least is None or state in (RankState.LEAVING, RankState.LOST, RankState.GONE):
             return False
-        return len({other for other in self._states if other[0] == role} - self._to_drop - {place}) >= least
+        taking_part = {one for one, now in self._states.items() if one[0] == role and now not in _NEVER_CAME}
+        return len(taking_part - self._to_drop - {place}) >= least
 
     def _ranks(self, role: str, state: RankState) -> list[int]:
         return sorted(rank for (name, rank), now in self._states.items() if name == role and now is state)

@@ -8,13 +8,14 @@ from typing import Any
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits
-from rlctl.loop.recovery import SteadySync
+from rlctl.loop.recovery import LossWarnings, SteadySync, begin_with_fewer
 from rlctl.loop.residency import Residency, sleep_level
 from rlctl.loop.sync import WeightSync
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
 from rlctl.preflight.role_attention import role_attention
+from rlctl.processes.calls import Call, RanksLost
 from rlctl.processes.groups import Group, Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import build_bodies
@@ -24,7 +25,7 @@ from specs.schema.roles import ACTOR, DATA, ROLES, ROLLOUT, RoleName, build_wave
 from specs.schema.spec import Spec
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import DataOpened
-from specs.wire.messages import Verb
+from specs.wire.messages import Message, Verb
 
 Bodies = Mapping[RoleName, dict[str, Any]]  # what each role's `build` is told
 Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
@@ -36,18 +37,29 @@ def start(
     """Start every process, build every model, and refuse to go on if one is not what was asked. Raises RoleFailure and
     AsBuiltError."""
     transport = plan_transport(spec, spec_dir, run.path, plan)
+    far = {rank: host for rank in range(spec.rollout.processes) if (host := plan.role(ROLLOUT).host_of(rank))}
+    on_loss = LossWarnings(groups, far, progress.warning)
+    begin_with_fewer(groups, spec.rollout.min_processes, on_loss)
     groups.start(spec.roles)
     bodies = build_bodies(spec, spec_dir, run.path)
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
     devices = {role: spec.gpus(role) for role in spec.roles}
     residency = Residency(plan.colocated, holders, sleep_level(spec), devices)
     reports = _build(spec, groups, residency, bodies)
-    as_built_check.check(spec, reports, models_expected(spec, spec_dir, role_attention))
+    expected = models_expected(spec, spec_dir, role_attention)
+    as_built_check.check(spec, reports, expected)
     as_built_check.check_same_start(reports, run.starting_weights)
     as_built_check.write(reports, run.as_built, transport.describe())
     progress.table(as_built_check.table(spec, reports))
     progress.message(_data_line(DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0])))
     prepare(transport, run.path)
+
+    def admit(late: AsBuilt) -> None:
+        others = [report for report in reports[ROLLOUT] if report.rank != late.rank]
+        as_built_check.check(spec, {**reports, ROLLOUT: [*others, late]}, expected)
+        reports[ROLLOUT] = [*others, late]
+        as_built_check.write(reports, run.as_built, transport.describe())
+
     progress.message(f"weight transport: {transport}")
     sync = SteadySync(
         groups,
@@ -57,9 +69,10 @@ def start(
         built=reports[ROLLOUT],
         limit=spec.rollout.max_restarts,
         least=spec.rollout.min_processes,
-        far={rank: host for rank in range(spec.rollout.processes) if (host := plan.role(ROLLOUT).host_of(rank))},
         start_timeout_s=spec.run.start_timeout_s,
-        warn=progress.warning,
+        on_loss=on_loss,
+        tell=progress.message,
+        admit=admit,
     )
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
     limits = _gap_limits(spec, run, bodies, progress)
@@ -75,9 +88,17 @@ def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> 
         timeout_s = spec.run.start_timeout_s
         calls = {role: groups[role].post(Verb.BUILD, bodies[role], timeout_s=timeout_s) for role in wave}
         for role, call in calls.items():
-            reports[role] = [AsBuilt.model_validate(answer.body) for answer in call.result()]
+            reports[role] = [AsBuilt.model_validate(answer.body) for answer in _answers(call)]
         residency.leave_after_build([groups[role] for role in wave])
     return reports
+
+
+def _answers(call: Call) -> list[Message]:
+    """By rank, of those that the run begins with."""
+    try:
+        return call.result()
+    except RanksLost:
+        return [call.answers[rank] for rank in call.ranks if rank in call.answers]
 
 
 def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transport, reports: Reports) -> WeightSync:

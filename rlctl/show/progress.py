@@ -20,7 +20,7 @@ from rich.text import Text
 from rlctl.show import eval_keys, notebook
 from rlctl.show.notebook import NotebookPanel
 from rlctl.show.screen import Screen, redraws
-from rlctl.show.text_format import FEW_FINISH, count, duration, number, share, sparkline, time_shares
+from rlctl.show.text_format import FEW_FINISH, count, duration, number, replicas, share, sparkline, time_shares
 from specs.phases import Phase
 from specs.wire.heartbeat import Moving, amount
 
@@ -190,6 +190,8 @@ class Progress:
                 parts.append(f"{label} {number(latest[key])}")
         if (finished := latest.get("rollout/finished")) is not None:
             parts.append(f"finished {share(finished)}")
+        if fewer := replicas(latest):
+            parts.append(fewer)
         for name, history in self._evals.items():
             if history[-1][0] == self._step:
                 parts.append(f"eval {name} {eval_keys.words(history[-1][1])}")
@@ -278,6 +280,8 @@ class Progress:
         if self._phase:
             parts.append(Text(f"{self._phase} for {duration(time.monotonic() - self._phase_started)}"))
             parts += [Text(part) for part in self._so_far()]
+        if self._recent and (fewer := replicas(self._recent[-1])):
+            parts.append(Text(fewer, style="yellow"))
         if self._warnings:
             parts.append(Text(f"{self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow"))
         if self._checkpoint is not None:

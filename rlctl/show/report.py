@@ -16,7 +16,7 @@ from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report_samples import evaluation_sections, samples_section
 from rlctl.show.report_script import page
 from rlctl.show.report_style import STYLE
-from rlctl.show.text_format import TIMES, count, counted, duration, html, number, share, time_name
+from rlctl.show.text_format import TIMES, count, counted, duration, html, number, replicas, share, time_name
 from specs.errors import RunDirError
 from specs.json_file import read_object
 from specs.schema.roles import ROLES
@@ -184,6 +184,8 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
     restarts = max((_number(record, "rollout/restarts") or 0 for record in steps), default=0)
     if restarts:
         tiles["sampler restarts"] = count(restarts)
+    if fewer := next((found for record in reversed(steps) if (found := replicas(record))), ""):
+        tiles["samplers"] = replicas(steps[-1]) or f"all, at times {fewer}"
     syncs = [record["sync/verified"] for record in steps if "sync/verified" in record]
     if syncs:
         tiles["verified syncs"] = f"{sum(map(bool, syncs))} of {len(syncs)}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from specs.phases import GRADING_METRIC, TIME_METRICS
 from specs.terminal import visible
@@ -115,3 +116,11 @@ def time_shares(records: Sequence[dict[str, float | None]]) -> dict[str, float]:
         return {}
     shares = {name: value / whole for name, value in known.items()}
     return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
+
+
+def replicas(record: Mapping[str, Any]) -> str:
+    """Replicas of the rollout that took part in a step, where some did not: 2 of 3 replicas. Else empty."""
+    here, *absent = (record.get(f"rollout/{name}", 0) for name in ("replicas", "late", "dropped"))
+    if not all(isinstance(number, int) for number in (here, *absent)) or not any(absent) or not here:
+        return ""
+    return f"{here} of {here + sum(absent)} replicas"

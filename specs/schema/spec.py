@@ -253,7 +253,8 @@ class RolloutSection(RoleSection):
     min_processes: int | None = Field(
         None,
         ge=1,
-        description="Replicas with which the run still goes on. Where more are left, one that cannot be started again "
+        description="Replicas with which the run begins and still goes on. One that is not there within "
+        "`run.start_timeout_s` is taken in at the sync after it comes. One that cannot be built or started again "
         "(restarts used up, or its host silent) is left out until the next attempt. Unset: all are needed.",
     )
 

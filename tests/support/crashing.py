@@ -34,6 +34,10 @@ def crash(number, how, victim):
         raise SamplerDied("the engine's own process ended")
     if how == "sleep":
         time.sleep(600)
+    if how == "late":
+        while not (HERE / "journal").exists():
+            time.sleep(0.01)
+        return
     sign = signal.SIGSTOP if how == "stop" else signal.SIGKILL
     os.kill(int((HERE / f"pid{victim}").read_text()), sign)
     time.sleep(0.3 if ROLE != "rollout" else 60)
@@ -101,7 +105,8 @@ def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any]
     """Write what makes roles crash into `folder`; returns the options of `rlctl train` that put it on their path.
 
     A crash: `role`, `rank` and `method` of the engine in whose call number `call` (of its process; or a later one) it
-    happens, `parts` sent before, `times`, `how` ("kill", "stop", "sleep", "died", "other model"), `victim` (a rollout
+    happens, `parts` sent before, `times`, `how` ("kill", "stop", "sleep", "died", "other model", "late": it goes
+    on when another rank has been asked to generate), `victim` (a rollout
     rank, when it is not this rank), `after` (the number of another crash that must have happened).
     """
     folder.mkdir(parents=True)

@@ -11,12 +11,12 @@ from pydantic import BaseModel
 from specs.errors import PeerGone
 from specs.wire.messages import Kind, Message, Verb, parse
 
-AT_THE_SAME_TIME = (Verb.EXPORT_BUCKET, Verb.IMPORT_BUCKET)  # their ends may wait for each other
+AT_THE_SAME_TIME = (Verb.EXPORT_BUCKET, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET)  # their ends may wait for each other
 
 
 class LocalCall:
-    def __init__(self, answers: list[Message]) -> None:
-        self.answers = answers
+    def __init__(self, answers: list[Message], ranks: list[int]) -> None:
+        self.answers, self.ranks = answers, ranks
 
     def result(self) -> list[Message]:
         return self.answers
@@ -28,8 +28,8 @@ class ThreadsCall:
 
     flying: ClassVar[list[Future[Message]]] = []
 
-    def __init__(self, answers: list[Future[Message]]) -> None:
-        self.answers = answers
+    def __init__(self, answers: list[Future[Message]], ranks: list[int]) -> None:
+        self.answers, self.ranks = answers, ranks
         self.flying.extend(answers)
 
     def result(self) -> list[Message]:
@@ -44,15 +44,16 @@ class ThreadsCall:
 
 
 class LocalGroup:
-    """`handlers` holds one mapping per rank."""
+    """`handlers` holds one mapping per rank; those in `here` take part."""
 
     def __init__(self, role: str, handlers: Sequence[Mapping[Verb, Any]]) -> None:
         self.role, self.handlers, self.verbs = role, handlers, []
+        self.here = list(range(len(handlers)))
         self._threads = ThreadPoolExecutor(len(handlers))
 
     @property
     def size(self) -> int:
-        return len(self.handlers)
+        return len(self.here)
 
     def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None):
         self.verbs.append(verb)
@@ -60,17 +61,17 @@ class LocalGroup:
             body = body.model_dump(mode="json")
         told = [
             (
-                handlers,
+                self.handlers[rank],
                 verb,
-                body[rank] if isinstance(body, list) else body or {},
-                tensors[rank] if isinstance(tensors, list) else tensors or {},
+                body[place] if isinstance(body, list) else body or {},
+                tensors[place] if isinstance(tensors, list) else tensors or {},
                 on_part,
             )
-            for rank, handlers in enumerate(self.handlers)
+            for place, rank in enumerate(self.here)
         ]
         if verb in AT_THE_SAME_TIME:
-            return ThreadsCall([self._threads.submit(_answer, *one) for one in told])
-        return LocalCall([_answer(*one) for one in told])
+            return ThreadsCall([self._threads.submit(_answer, *one) for one in told], self.here)
+        return LocalCall([_answer(*one) for one in told], self.here)
 
     def call(self, verb, body=None, tensors=None, *, step=None, timeout_s=None) -> list[Message]:
         return self.post(verb, body, tensors, step=step, timeout_s=timeout_s).result()

@@ -29,14 +29,20 @@ def role_plan(role: Any, processes: int, launcher: str = "python", *, group: boo
 
 @contextmanager
 def probe_groups(
-    log_dir: Path, *plans: RolePlan, module: str = "probe_role", factory: str = "handlers", **limits: Any
+    log_dir: Path,
+    *plans: RolePlan,
+    module: str = "probe_role",
+    factory: str = "handlers",
+    start: bool = True,
+    **limits: Any,
 ) -> Iterator[Groups]:
-    """Started groups; on leaving, nothing of them may be left running."""
+    """Groups, started unless that is left to the test; on leaving, nothing of them may be left running."""
     modules: dict[str, str] = {plan.role: f"{module}:{factory}" for plan in plans}
     groups = Groups(Plan(plans, colocated=False), log_dir, modules=modules, **limits)
     try:
         with groups:
-            groups.start()
+            if start:
+                groups.start()
             yield groups
     finally:
         assert groups.launcher.leftover() == []

@@ -42,6 +42,20 @@ def sync_handlers(rank: Rank) -> Mapping[Verb, Handler]:
     return {Verb.EXPORT_BUCKET: ping, Verb.IMPORT_BUCKET: ping}
 
 
+def gated(rank: Rank) -> Mapping[Verb, Handler]:
+    """The second replica cannot be made; the fourth is built when the gate is open."""
+    if rank.rank == 1:
+        raise ImportError(f"no engine for rank {rank.rank}")
+    ping = handlers(rank)[Verb.PING]
+
+    def build(message: Message, emit: Emit) -> Reply:
+        while rank.rank == 3 and not os.path.exists(os.environ["PROBE_GATE"]):
+            time.sleep(0.05)
+        return ping(message, emit)
+
+    return {Verb.PING: ping, Verb.BUILD: build}
+
+
 def broken(rank: Rank) -> Mapping[Verb, Handler]:
     raise ImportError(f"no engine for rank {rank.rank}")
 

@@ -118,6 +118,31 @@ def test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever(
     nothing_left(run)
 
 
+def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tmp_path: Path) -> None:
+    """One dies as it is built; one is late with its model, and taken in when the first has been sampling."""
+    plot, run = tmp_path / "plot", tmp_path / "run"
+    faults = [
+        {"role": "rollout", "rank": 1, "method": "build", "call": 1},
+        {"role": "rollout", "rank": 2, "method": "build", "call": 1, "how": "late"},
+    ]
+    options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=10"]
+    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert trajectory(run) == trajectory(plain)
+    said = " ".join(done.stdout.split())
+    assert "rollout rank 1 is lost for good: its process was ended by SIGKILL. The run goes on with 2 of them" in said
+    assert "rollout rank 2 was not built within 10 s. The run goes on with 1 of 3 replicas" in said
+    assert "rollout rank 2 came late and takes part now: 2 of 3 replicas" in said
+    counted = [[line[f"rollout/{name}"] for name in ("replicas", "late", "dropped")] for line in metrics(run)]
+    assert counted[-1] == [2, 0, 1]
+    built = json.loads((run / "as_built.json").read_text())["rollout"]
+    assert [rank["rank"] for rank in built] == [0, 2]
+    calls = crashing.journal(plot)
+    assert {call["rank"] for call in calls} == {0, 2}
+    assert "2 of 3 replicas" in (run / "report.html").read_text()
+    nothing_left(run)
+
+
 def test_one_that_comes_back_as_something_else_is_refused(tmp_path: Path) -> None:
     plot, run = tmp_path / "plot", tmp_path / "run"
     once = {"role": "rollout", "method": "generate", "call": 1}

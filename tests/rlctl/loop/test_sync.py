@@ -129,6 +129,40 @@ def test_stale_in_the_rollout(built):
         sync_of(groups, vocab).run()
 
 
+def spoiled(load, name):
+    """A load that reports another checksum for one weight."""
+
+    def with_other(spec, data):
+        digest = load(spec, data)
+        return "0" * 16 if spec.name == name else digest
+
+    return with_other
+
+
+@pytest.mark.parametrize("kind", ["shm", "folder", "group"])
+def test_replicas_keep_their_names_when_others_go_and_come(tmp_path, kind):
+    """The first of three is dropped, and one that had not come before joins: the readers have gaps in their ranks, and
+    are met anew."""
+    actor, rollouts, groups, vocab = build("fake", replicas=4)
+    rollout = groups[1]
+    options = {"folder": {"folder": str(tmp_path)}, "group": {"device": "cpu", "address": "127.0.0.1"}}.get(kind, {})
+    sync = sync_of(groups, vocab, transport=Transport(kind, "", options))
+    rollout.here = [0, 1, 2]
+    sync.run()
+    for here in ([1, 2], [1, 2, 3], [1, 3]):
+        rollout.here = here
+        sync.run()
+        sync.run()
+    name, engine = actor.engine.weight_specs("fp32")[0].name, rollouts[3].engine
+    for how in ("import_in_blocks", "import_weight"):
+        setattr(engine, how, spoiled(getattr(engine, how), name))
+    with pytest.raises(SyncError, match=f"weight {name} differs after the sync: .* rollout 3 0000"):
+        sync.run()
+    rollout.here = [0, 1, 2, 3]
+    for group in groups:
+        group.call(Verb.CLOSE)
+
+
 def test_truncated_tensor(built):
     actor, _, groups, vocab = built
     name = actor.engine.weight_specs("fp32")[0].name

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from probe_groups import probe_groups, role_plan, wait_until
 
-from rlctl.loop.recovery import SteadySync
+from rlctl.loop.recovery import LossWarnings, SteadySync, begin_with_fewer
 from rlctl.loop.residency import Residency
 from rlctl.processes.calls import RanksLost
 from rlctl.processes.failures import Evidence
@@ -17,6 +18,15 @@ from rlctl.processes.groups import Groups
 from rlctl.processes.rank_states import RankState, RestartPolicy
 from specs.errors import Interrupted, RoleFailure
 from specs.wire.messages import Verb
+
+# In the path of a role's processes: the third replica dials when the gate is open.
+WAIT_AT_THE_GATE = """
+import os, time
+if os.environ.get("RLCTL_RANK") == "2":
+    print("waiting for the gate", flush=True)
+    while not os.path.exists(os.environ["PROBE_GATE"]):
+        time.sleep(0.05)
+"""
 
 
 def restart(groups: Groups) -> list[int]:
@@ -87,8 +97,9 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
     limits = {"verb_timeout_s": 10.0, "on_tick": on_tick}
     with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
         rollout, weights = groups["rollout"], None  # which it does not come to
+        told = LossWarnings(groups, {}, str)
         sync = SteadySync(
-            groups, Residency(False, [rollout]), weights, body={}, built=[], limit=1, start_timeout_s=10, warn=str
+            groups, Residency(False, [rollout]), weights, body={}, built=[], limit=1, start_timeout_s=10, on_loss=told
         )
         with pytest.raises(RanksLost):
             rollout.call(Verb.PING, {"do": "kill", "rank": 1})
@@ -169,3 +180,60 @@ def test_a_replica_that_is_lost_for_good_is_left_out(tmp_path: Path) -> None:
         with pytest.raises(RoleFailure, match="SIGKILL") as failure:  # fewer would be left than the run needs
             rollout.call(Verb.PING, {"do": "kill", "rank": 2})
         assert failure.value.rank == 2
+
+
+def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: Path) -> None:
+    """Of four the second cannot be made, the third dials late, the fourth is late with its model."""
+    warnings: list[str] = []
+    (tmp_path / "sitecustomize.py").write_text(WAIT_AT_THE_GATE)
+    plan, gate = role_plan("rollout", 4), tmp_path / "gate"
+    path = f"{plan.env['PYTHONPATH']}{os.pathsep}{tmp_path}"
+    plan = replace(plan, env={**plan.env, "PYTHONPATH": path, "PROBE_GATE": str(gate)})
+    with probe_groups(tmp_path, role_plan("actor", 1), plan, factory="gated", start=False) as groups:
+        rollout, ranks = groups["rollout"], groups.ranks
+        begin_with_fewer(groups, 1, LossWarnings(groups, {2: "node-3"}, warnings.append))
+
+        def hurry() -> None:
+            """The deadline passes as soon as the others are there."""
+            if ranks.dropped("rollout") and {("actor", 0), ("rollout", 0), ("rollout", 3)} <= groups.members.keys():
+                groups._start_timeout_s = 0.0
+
+        groups._on_tick = hurry
+        groups.start()
+        assert (ranks.dropped("rollout"), ranks.late("rollout"), rollout.here) == ([1], [2], [0, 3])
+        assert "rollout rank 1 is lost for good: ImportError: no engine for rank 1" in warnings[0]
+        assert "rollout rank 2 on node-3 did not join within" in warnings[1]
+        assert "The run goes on with 2 of 4 replicas (rollout.min_processes = 1)" in warnings[1]
+        assert "rank2.log, which ends in: waiting for the gate" in warnings[1]
+
+        call = rollout.post(Verb.BUILD, timeout_s=60)
+        assert wait_until(lambda: (groups.tick(), call.answers)[1])
+        call._deadline = 0.0
+        with pytest.raises(RanksLost):
+            call.result()
+        assert (sorted(call.answers), ranks.late("rollout"), groups.come("rollout")) == ([0], [2, 3], [])
+        assert "rollout rank 3 was not built within 60 s" in warnings[2]
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0], "prompts go to who is there"
+
+        gate.touch()
+        assert wait_until(lambda: (groups.tick(), groups.come("rollout") == [2, 3])[1])
+        with groups.take_in("rollout") as came:
+            assert (came, rollout.here) == ([2, 3], [0])
+            assert rollout.take_late(3).body["rank"] == 3, "it has built already"
+            assert rollout.take_late(2) is None
+            rollout.call(Verb.BUILD, ranks=[2])
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 2, 3]
+        assert groups.hub._awaited == 0, "strangers find no door"
+
+
+def test_too_few_replicas_do_not_begin(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("rollout", 2), factory="gated", start=False) as groups:
+        begin_with_fewer(groups, 2, LossWarnings(groups, {}, str))
+        with pytest.raises(RoleFailure, match="no engine for rank 1") as failure:
+            _begin(groups)
+        assert failure.value.rank == 1
+
+
+def _begin(groups: Groups) -> None:
+    groups.start()
+    wait_until(groups.tick)

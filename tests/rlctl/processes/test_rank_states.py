@@ -12,11 +12,14 @@ from specs.errors import Cause
 
 S = RankState
 LEGAL = {
-    (S.STARTING, S.RUNNING), (S.STARTING, S.GONE),
-    (S.RUNNING, S.LEAVING), (S.RUNNING, S.GONE),
+    (S.STARTING, S.RUNNING), (S.STARTING, S.LATE), (S.STARTING, S.LEAVING), (S.STARTING, S.GONE),
+    (S.RUNNING, S.LATE), (S.RUNNING, S.LEAVING), (S.RUNNING, S.GONE),
+    (S.LATE, S.TAKEN_IN), (S.LATE, S.LEAVING),
+    (S.TAKEN_IN, S.RUNNING), (S.TAKEN_IN, S.LATE), (S.TAKEN_IN, S.LEAVING),
     (S.LEAVING, S.LOST), (S.LEAVING, S.DROPPED),
     (S.LOST, S.RESTARTING),
-    (S.RESTARTING, S.RUNNING), (S.RESTARTING, S.LEAVING), (S.RESTARTING, S.LOST), (S.RESTARTING, S.GONE),
+    (S.RESTARTING, S.RUNNING), (S.RESTARTING, S.LATE), (S.RESTARTING, S.LEAVING), (S.RESTARTING, S.LOST),
+    (S.RESTARTING, S.GONE),
 }  # fmt: skip
 RANK: Place = ("rollout", 1)
 ENDED = Evidence(*RANK, Cause.ENDED, "it ended")
@@ -62,6 +65,20 @@ def restart() -> RankStates:
     return ranks
 
 
+def late() -> RankStates:
+    ranks = start()
+    ranks.joined(("rollout", 0))
+    ranks.allow_restarts(RestartPolicy("rollout", 0, least=1))
+    assert ranks.let_be_late(RANK)
+    return ranks
+
+
+def take_in() -> RankStates:
+    ranks = late()
+    ranks.begin_taking_in("rollout", [1])
+    return ranks
+
+
 def go() -> RankStates:
     ranks = run()
     assert not ranks.failed(ENDED)
@@ -70,7 +87,7 @@ def go() -> RankStates:
 
 WAYS = {
     **{S.STARTING: start, S.RUNNING: run, S.LEAVING: leave, S.LOST: lose},
-    **{S.RESTARTING: restart, S.DROPPED: drop, S.GONE: go},
+    **{S.RESTARTING: restart, S.DROPPED: drop, S.GONE: go, S.LATE: late, S.TAKEN_IN: take_in},
 }
 
 
@@ -95,6 +112,10 @@ REPORTS = {
     "engine died": lambda ranks: ranks.failed(Evidence(*RANK, Cause.ENGINE_DIED, "")),
     "stalled": lambda ranks: ranks.failed(Evidence(*RANK, Cause.STALLED, "")),
     "raised": lambda ranks: ranks.failed(Evidence(*RANK, Cause.RAISED, "")),
+    "not built": lambda ranks: ranks.failed(Evidence(*RANK, Cause.RAISED, ""), unbuilt=True),
+    "taken in": lambda ranks: ranks.begin_taking_in("rollout", ranks.late("rollout")),
+    "built late": lambda ranks: ranks.end_taking_in("rollout", [1], finished=True),
+    "taking in broken off": lambda ranks: ranks.end_taking_in("rollout", [1], finished=False),
     "grace over": lambda ranks: ranks.newly_lost(),
     "restart begins": lambda ranks: ranks.begin_restart("rollout"),
     "restart finished": lambda ranks: ranks.end_restart("rollout", [1], finished=True),
@@ -117,6 +138,14 @@ MOVES = {
     (S.RESTARTING, "stalled"): S.LEAVING,
     (S.RESTARTING, "restart finished"): S.RUNNING,
     (S.RESTARTING, "restart broken off"): S.LOST,
+    **{
+        (state, failure): S.LEAVING
+        for state in (S.LATE, S.TAKEN_IN)
+        for failure in ("ended", "silent", "engine died", "stalled", "not built")
+    },
+    (S.LATE, "taken in"): S.TAKEN_IN,
+    (S.TAKEN_IN, "built late"): S.RUNNING,
+    (S.TAKEN_IN, "taking in broken off"): S.LATE,
 }
 
 
@@ -132,7 +161,28 @@ def test_what_a_report_leads_to(state: RankState, report: str) -> None:
 def test_each_move_is_one_of_the_table() -> None:
     assert {(state, after) for (state, _), after in MOVES.items()} <= LEGAL
     without_restarts = {(S.RUNNING, S.GONE), (S.RESTARTING, S.GONE), (S.LEAVING, S.DROPPED)}
-    assert {(state, after) for (state, _), after in MOVES.items()} | without_restarts == LEGAL
+    with_fewer = {(state, S.LATE) for state in (S.STARTING, S.RUNNING, S.RESTARTING)} | {(S.STARTING, S.LEAVING)}
+    assert {(state, after) for (state, _), after in MOVES.items()} | without_restarts | with_fewer == LEGAL
+
+
+def test_a_run_begins_without_some_as_long_as_enough_come() -> None:
+    ranks = RankStates()
+    ranks.started("rollout", 4)
+    assert not ranks.let_be_late(RANK), "nothing allows it"
+    ranks.allow_restarts(RestartPolicy("rollout", 0, least=2))
+    for rank in (0, 3):
+        ranks.joined(("rollout", rank))
+    assert ranks.failed(ENDED), "it never took part: it is not started again, and left out"
+    assert ranks.let_be_late(("rollout", 2))
+    assert not ranks.let_be_late(("rollout", 3)), "two are needed"
+    assert not ranks.failed(Evidence("rollout", 3, Cause.RAISED, ""), unbuilt=True)
+    ranks.newly_lost()
+    assert (ranks.dropped("rollout"), ranks.late("rollout"), ranks.absent("rollout")) == ([1], [2], [1, 2])
+    ranks.begin_taking_in("rollout", [2])
+    assert ranks.absent("rollout") == [1, 2], "not yet built"
+    ranks.end_taking_in("rollout", [2], finished=True)
+    assert ranks.absent("rollout") == [1]
+    assert ranks.failed(Evidence("rollout", 0, Cause.ENDED, "")), "now one may go"
 
 
 @pytest.mark.parametrize(
