@@ -11,19 +11,16 @@ from specs.errors import Problem
 from specs.load.hints import hint_for
 from specs.load.keys import (
     Path,
-    chosen_tables,
     closest,
     dotted,
     engine_family,
-    homes,
     kind_of,
     kinds_of,
-    known_keys,
-    of_the_same_words,
     tables_at,
     value_at,
 )
-from specs.load.synonyms import ABSENT, NOT_YET, NOT_YET_KINDS, RENAMED, SECTIONS, SYNONYMS, TWINS
+from specs.load.synonyms import NOT_YET_KINDS
+from specs.load.unknown_keys import unknown_keys
 from specs.schema.engines.foreign import foreign_kinds
 from specs.schema.roles import ROLES
 from specs.schema.table import Table
@@ -50,9 +47,6 @@ BOUNDS = {
     "less_than": ("lt", "must be less than"),
     "less_than_equal": ("le", "must be at most"),
 }
-NEVER_KEYS = {
-    "lora": ("only the actor has adapters", "write it as actor.lora"),
-}
 PATTERNS = {
     "run.name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
     "name": "letters, digits, dashes and underscores",
@@ -68,6 +62,8 @@ def explain(errors: list[ErrorDetails], raw: dict[str, Any]) -> list[Problem]:
 
 def _problems(error: ErrorDetails, raw: dict[str, Any]) -> list[Problem]:
     """The finding; where `kind` is missing, also the keys that every kind requires."""
+    if error["type"] == "extra_forbidden":
+        return unknown_keys(without_tags(error["loc"], raw), raw)
     said = [_with_hint(_explain_one(error, raw), error, raw)]
     if error["type"] == "union_tag_not_found":
         path = without_tags(error["loc"], raw)
@@ -96,8 +92,6 @@ def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
     path = without_tags(error["loc"], raw)
     key, value = dotted(path), show(error["input"])
-    if kind == "extra_forbidden":
-        return unknown_key(path, raw)
     if kind == "missing":
         return _missing(path)
     if kind in TYPES:
@@ -223,57 +217,3 @@ def _wrong_length(key: str, kind: str, value: str, context: dict[str, Any]) -> P
 
 def _entries(count: int) -> str:
     return "entry" if count == 1 else "entries"
-
-
-def unknown_key(path: Path, raw: dict[str, Any]) -> Problem:
-    """Name the closest key of the same table, or where the key belongs."""
-    name, parent = str(path[-1]), path[:-1]
-    key, value = dotted(path), show(value_at(path, raw))
-    if name in NEVER_KEYS:
-        message, hint = NEVER_KEYS[name]
-        return Problem(key, message, hint, value)
-    if key in RENAMED:
-        return Problem(key, "unknown key: it was renamed", f"write {RENAMED[key]}", value)
-    siblings = tables_at(parent, raw)
-    here = [known for table in chosen_tables(siblings, value_at(parent, raw)) for known in known_keys(table)]
-    other_kinds = [kind_of(table) for table in siblings if name in known_keys(table)]
-    if other_kinds:
-        kind = value_at((*parent, "kind"), raw)
-        here_called = next((own for own in TWINS.get(name, ()) if own in here), "")
-        hint = f"it belongs to kind {show(other_kinds[0])}" + (f"; here it is `{here_called}`" if here_called else "")
-        return Problem(key, f'unknown key: kind "{kind}" does not have it', hint, value)
-    return Problem(key, "unknown key", _where(name, here, parent), value)
-
-
-def _where(name: str, here: list[str], parent: Path) -> str:
-    if not parent and name in SECTIONS:
-        return f"its place is {SECTIONS[name]}"
-    if of_this_section := SYNONYMS.get(dotted((*parent, name))):
-        return f"did you mean `{of_this_section}`?"
-    if name in ABSENT and name not in homes():
-        return ABSENT[name]
-    if name in NOT_YET and name not in homes():
-        return f"another tool's key; what it does is not in rlctl yet: remove {name}"
-    foreign = SYNONYMS.get(name, "")
-    if foreign and (last := foreign.rpartition(".")[2]) in here:
-        return f"did you mean `{dotted((*parent, last))}`?"
-    near = closest(name, here, cutoff=0.75)
-    if near and not foreign:
-        return f"did you mean `{near}`?"
-    elsewhere = homes().get(name, ()) or ((foreign,) if foreign else ())
-    if elsewhere:
-        listed = " or ".join(f"`{key}`" for key in _nearest_first(elsewhere, parent)[:3])
-        return f"did you mean {listed}?"
-    near = of_the_same_words(name, here)
-    if near:
-        return f"did you mean `{near}`?"
-    far = closest(name, list(homes()), cutoff=0.85) or of_the_same_words(name, list(homes()), least=2)
-    if far:
-        return f"did you mean `{_nearest_first(homes()[far], parent)[0]}`?"
-    where = f"[{dotted(parent)}]" if parent else "a spec"
-    return f"{where} knows: {', '.join(here)}"
-
-
-def _nearest_first(keys: tuple[str, ...], parent: Path) -> list[str]:
-    top = str(parent[0]) if parent else ""
-    return sorted(keys, key=lambda key: (not key.startswith(f"{top}."), key.count("."), key))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from specs.schema.roles import ACTOR, ROLLOUT
+
 # Their key → ours. A dotted name is that key of that section alone.
 SYNONYMS = {
     "learning_rate": "actor.optimizer.lr",
@@ -276,6 +278,14 @@ SYNONYMS = {
     "reward_manager": "reward.terms",
     "custom_cls": "data.train",
     "num_train_nodes": "actor.nodes",
+    "num_infer_nodes": "rollout.nodes",
+    "custom_reward_function.path": "reward.terms.N.path",
+    "custom_reward_function.name": "reward.terms.N.path",
+    "overlong_buffer.len": "reward.terms.N.buffer_tokens",
+    "overlong_buffer.penalty_factor": "reward.terms.N.weight",
+    "use_token_level_loss": "algorithm.loss_aggregation",
+    "wandb.project": "tracking.N.project",
+    "wandb.name": "run.name",
     "optim_cpu_offload": "actor.engine.offload_optimizer",
     "fsdp_cpu_offload": "actor.engine.offload",
     "dp_replicate": "actor.engine.replicate",
@@ -740,6 +750,37 @@ SECTIONS = {
     "loss_fn": "[algorithm]",
     "ray": "[cluster]: rlctl starts its processes itself",
     "scheduler": "[actor.optimizer]",
+}
+
+# Their table → the table of a spec that holds what it does; its last part alone where a role stands before it.
+TABLES: dict[str, str] = {
+    "trainer": "run",
+    "orchestrator": "",
+    "actor_rollout_ref": "",
+    "inference": ROLLOUT,
+    "generation": ROLLOUT,
+    "generator": ROLLOUT,
+    "policy": ACTOR,
+    "grpo": "algorithm",
+    "optim": "actor.optimizer",
+    "optimizer": "actor.optimizer",
+    "fsdp_config": "actor.engine",
+    "dtensor_cfg": "actor.engine",
+    "megatron": "actor.engine",
+    "megatron_cfg": "actor.engine",
+    "deepspeed": "actor.engine",
+    "vllm": "rollout.engine",
+    "peft": "actor.lora",
+    "lora": "actor.lora",
+    "val_kwargs": "eval",
+    "validation": "eval",
+    "ckpt": "checkpoint",
+    "wandb": "",
+    "deployment": "",
+    "training_args": "",
+    "loss_fn": "algorithm",
+    "sampling": ROLLOUT,
+    "scheduler": "actor.optimizer",
 }
 
 # A key of one engine → what another calls the same.

@@ -12,6 +12,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import browser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -378,9 +379,37 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
         read_runs([tmp_path])
 
 
-def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
-    fill(tmp_path, 1000)
+def fill_long(run_dir: Path) -> None:
+    """1,000 steps with 10,000 samples."""
+    fill(run_dir, 1000)
     sample = {"prompt": "p" * 300, "completion_raw": "c" * 600, "reward": 0.5, "finished": True, "terms": [0.5]}
-    with (tmp_path / "samples.jsonl").open("a") as file:
+    with (run_dir / "samples.jsonl").open("a") as file:
         file.write("\n" + "".join(json.dumps({"step": i // 10, **sample}) + "\n" for i in range(10_000)))
+
+
+def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    fill_long(tmp_path)
     assert len(render(tmp_path)) < 3_000_000
+
+
+@pytest.mark.skipif(browser.found() is None, reason="no Chromium on PATH, and RLCTL_TEST_BROWSER names none")
+def test_a_browser_opens_the_page_of_a_long_run_at_once(tmp_path: Path) -> None:
+    """In under 2 s, without a complaint; and the pointer tells values, a click picks samples."""
+    fill_long(tmp_path)
+    page = write_report(tmp_path)
+    assert page is not None
+    with browser.Browser(str(browser.found())) as chromium:
+        chromium.look(1280, 900)
+        opened_s = [chromium.open(page) for _ in range(3)]
+        assert min(opened_s) < 2.0, opened_s
+        box = chromium.run("(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+                           "(document.querySelector('svg[data-x]').getBoundingClientRect())")  # fmt: skip
+        chromium.move("mouseMoved", *box)
+        told = chromium.run("document.querySelector('svg[data-x]').parentNode.querySelector('.tip').textContent")
+        assert re.match(r"step \d+: train [01]", told), told
+        rows = "[...document.querySelectorAll('.filter tr:not(.head)')].filter(row => row.offsetHeight).length"
+        every = chromium.run(rows)
+        chromium.run("document.getElementById('samples-truncated').click()")
+        assert 0 < chromium.run(rows) < every
+        assert chromium.run("document.documentElement.scrollWidth") <= 1280
+        assert chromium.complaints == []

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specs.load.explain import unknown_key
 from specs.load.keys import homes, walk
 from specs.load.load import parse
 from specs.load.synonyms import ABSENT, NOT_YET, NOT_YET_KINDS, SYNONYMS
+from specs.load.unknown_keys import unknown_key
 
 NAMES = {
     "trl": """
@@ -165,3 +165,60 @@ def test_the_page_for_who_comes_from_there_names_keys_that_exist(page: str) -> N
         assert ours in keys, ours
         name = theirs.rpartition(".")[2]
         assert SYNONYMS.get(name, ours).rpartition(".")[2] == ours.rpartition(".")[2] or name in homes(), theirs
+
+
+# Keys in the other tool's own tables → the key that is named, or words of what is said.
+WHOLE = {
+    "actor_rollout_ref.model.path": "`model.path`",
+    "actor_rollout_ref.actor.optim.lr": "`actor.optimizer.lr`",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "`actor.optimizer.warmup_steps`",
+    "actor_rollout_ref.model.use_remove_padding": "always packed",
+    "actor_rollout_ref.model.override_config": "config.json",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "`algorithm.mini_batches_per_step`",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "`actor.engine.offload`",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "`actor.engine.pipeline_parallel`",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "`ref.micro_batch_tokens`",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "`ref.engine.offload`",
+    "actor_rollout_ref.rollout.name": "`rollout.engine.kind`",
+    "actor_rollout_ref.rollout.n": "`algorithm.group_size`",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "`rollout.engine.gpu_memory_utilization`",
+    "actor_rollout_ref.rollout.temperature": "`rollout.temperature`",
+    "actor_rollout_ref.rollout.val_kwargs": "[eval]",
+    "trainer.project_name": "`tracking.N.project`",
+    "trainer.total_epochs": "`run.steps`",
+    "trainer.n_gpus_per_node": "`actor.devices`",
+    "trainer.resume_mode": "--resume",
+    "algorithm.filter_groups.enable": "`algorithm.dynamic_sampling`",
+    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_refills`",
+    "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coef`",
+    "custom_reward_function.path": "`reward.terms.N.path`",
+    "custom_reward_function.overlong_buffer.len": "`reward.terms.N.buffer_tokens`",
+    "orchestrator.batch_size": "`data.prompts_per_step`",
+    "trainer.optim.lr": "`actor.optimizer.lr`",
+    "trainer.model.attn": "`model.attn_implementation`",
+    "inference.vllm.tensor_parallel_size": "`rollout.engine.tensor_parallel`",
+    "ckpt.interval": "`checkpoint.every`",
+    "deployment.num_infer_nodes": "`rollout.nodes`",
+    "wandb.project": "`tracking.N.project`",
+    "log": "remove the section",
+    "grpo.num_prompts_per_step": "`data.prompts_per_step`",
+}
+
+
+@pytest.mark.parametrize("theirs", WHOLE)
+def test_a_key_in_another_tool_s_table_is_told_by_itself(theirs: str) -> None:
+    raw = {"schema": 1, "run": {"name": "x", "steps": 1}, "algorithm": {"kind": "grpo"}}
+    said = {
+        one.key: one.hint for one in parse(raw, [f"{theirs}=" + ("1" if "." in theirs else "{ level = 1 }")]).problems
+    }
+    assert WHOLE[theirs] in said.get(theirs, ""), said
+
+
+def test_every_key_of_another_tool_s_table_is_told() -> None:
+    raw = {"actor_rollout_ref": {"actor": {"grad_clip": 1.0, "optim": {"lr": 1e-6}}, "rollout": {"n": 8}}}
+    said = [one.key for one in parse(raw, []).problems]
+    assert [key for key in said if key.startswith("actor_rollout_ref")] == [
+        "actor_rollout_ref.actor.grad_clip",
+        "actor_rollout_ref.actor.optim.lr",
+        "actor_rollout_ref.rollout.n",
+    ]
