@@ -25,7 +25,7 @@ from backends import activity
 from backends.hf.hf_model import build_without_memory, describe
 from backends.hf.score_layer import score_names
 from backends.megatron.layouts import Experts, Heads
-from backends.megatron.megatron_start import start_megatron, stop_megatron
+from backends.megatron.megatron_start import has_fused_norms, start_megatron, stop_megatron
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import DOWN, ModelMap
 from backends.packed.layout import PackedLayout
@@ -73,7 +73,8 @@ class MegatronTrainEngine(HfTrainEngine):
         held = self._hold_model(_on_meta)
         self.policy = Policy(held.model, config)
         self.group = ModelGroup(self.device)
-        self.map = model_map(held.model, config.model.path)
+        fused = has_fused_norms(table, config.model.dtype)
+        self.map = replace(model_map(held.model, config.model.path), fused_norms=fused)
         self.core = MegatronModel(held.model, self.map, config, table, self.group)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(held.model).items()}
         self.weights = ShardedWeights(self.core.chunks, self.core.optimizer, self.map, self.shapes, self.group)
@@ -120,7 +121,7 @@ class MegatronTrainEngine(HfTrainEngine):
             "attn_function": _ATTENTION,
             "mesh": mesh,
             "weights_checksum": checksum_weights(digests),
-            "options": self.core.options(asked["megatron"]),
+            "options": self.core.options({**asked["megatron"], "transformer_impl": None}),
         }
         return describe(self.policy.model, self.config.model, checksum=False).model_copy(update=found)
 

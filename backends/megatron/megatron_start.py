@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 
 import torch
 from torch import distributed as dist
@@ -12,7 +13,9 @@ from backends.protocol import COLLECTIVE_TIMEOUT, Rank
 from backends.train.role_group import join_group
 from specs.errors import ModelError
 from specs.packages import setup_command
+from specs.schema.engines.megatron_config import LOCAL
 from specs.schema.engines.megatron_table import MegatronTable
+from specs.schema.spec import DType
 
 
 def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> None:
@@ -46,6 +49,25 @@ def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> 
     state = torch.get_rng_state()
     model_parallel_cuda_manual_seed(seed)  # its checkpointing of activations wants named generators, unused otherwise
     torch.set_rng_state(state)
+
+
+def has_fused_norms(table: MegatronTable, dtype: DType) -> bool:
+    """Whether layers are TransformerEngine's: as the spec says, else in bf16 where CUDA has it. The rank's log says
+    which, where there is a choice. Raises ModelError where they are asked for and cannot be."""
+    asked = table.megatron.get("transformer_impl")
+    if asked == LOCAL or not (asked or torch.cuda.is_available()):
+        return False
+    from megatron.core.extensions import transformer_engine
+
+    there = bool(transformer_engine.HAVE_TE)
+    if asked and not there:
+        raise ModelError(
+            "transformer_impl asks for TransformerEngine, which this interpreter cannot import",
+            hint=f"{sys.executable} -m pip install --no-build-isolation transformer_engine[pytorch], or remove the key",
+        )
+    chosen = there and bool(asked or dtype == "bf16")
+    print(f"megatron: layers are {'TransformerEngine' if chosen else 'Megatron-core'}'s", file=sys.stderr, flush=True)
+    return chosen
 
 
 def stop_megatron() -> None:

@@ -1,9 +1,10 @@
 """A pipeline stage of Megatron-core's GPT model, on packed rows.
 
-Megatron-core brings the layers, their tensor parallelism and what flows between stages. Three parts of its local layers
-are replaced: attention, which keeps the sequences of a row apart as everywhere in rlctl (`backends/packed/layout.py`);
-rotary positions, which it counts along the row and which here start anew with each sequence; and RMSNorm, which in
-torch's form does not go with sequence parallelism. A stage ends with hidden states: the head is `vocab_head.py`.
+Megatron-core brings the layers, their tensor parallelism and what flows between stages: its local ones, or those that
+it makes of TransformerEngine. Of both, attention is replaced, which keeps the sequences of a row apart as everywhere in
+rlctl (`backends/packed/layout.py`), and rotary positions, which Megatron counts along the row and which here start anew
+with each sequence. Of the local ones, so is RMSNorm, which in torch's form does not go with sequence parallelism. A
+stage ends with hidden states: the head is `vocab_head.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
@@ -28,10 +33,12 @@ from transformers import PreTrainedModel
 from backends.megatron.layouts import Experts, layers_of_stage, padded_vocabulary
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
+from backends.train.rms_norm import rms_norm
 from backends.ulysses.exchange import heads_to_rows, rows_to_heads
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
 from backends.ulysses.split_attention import for_each_rank
 from specs.errors import ModelError
+from specs.schema.engines.megatron_config import LOCAL, TRANSFORMER_ENGINE
 from specs.schema.engines.megatron_table import MegatronTable
 
 
@@ -104,6 +111,8 @@ class RmsNorm(nn.Module):
         self.weight: nn.Parameter = weight
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            return rms_norm(x, self.weight, self.eps)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
@@ -171,7 +180,11 @@ def transformer_config(
         variable_seq_lengths=True,
         # Stages that take turns send both ways at once, which two ranks mix up when it is one batch.
         overlap_p2p_comm=table.virtual_pipeline > 1,
-        **{"batch_p2p_comm": table.virtual_pipeline == 1, **more},
+        **{
+            "batch_p2p_comm": table.virtual_pipeline == 1,
+            "transformer_impl": TRANSFORMER_ENGINE if model_map.fused_norms else LOCAL,
+            **more,
+        },
         moe_token_dispatcher_type="alltoall",  # the other one takes rows of one length alone
         calculate_per_token_loss=True,  # gradients are summed over ranks; losses divide by global counts
         perform_initialization=False,
@@ -223,7 +236,9 @@ def build_stage(
     layers = [_layer(config, model_map.experts if model_map.is_sparse(layer) else None) for layer in here]
     built: Stage = Stage(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=layers, layer_norm=TENorm if model_map.fused_norms else RmsNorm
+        ),
         vocab_size=padded_vocabulary(model_map.vocabulary, config.tensor_model_parallel_size),
         max_sequence_length=positions,
         pre_process=stage == 0,
@@ -242,12 +257,16 @@ def build_stage(
 
 def _layer(config: TransformerConfig, experts: Experts | None) -> Any:
     """The specification of a layer with an MLP, or with experts."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=experts.count if experts else None,
-        moe_grouped_gemm=False,
-        normalization="RMSNorm",
-        qk_layernorm=config.qk_layernorm,
-    )
+    what = {
+        "num_experts": experts.count if experts else None,
+        "moe_grouped_gemm": False,
+        "qk_layernorm": config.qk_layernorm,
+    }
+    if config.transformer_impl == TRANSFORMER_ENGINE:
+        layer = get_gpt_layer_with_transformer_engine_spec(**what)
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        return layer
+    layer = get_gpt_layer_local_spec(**what, normalization="RMSNorm")
     inner = layer.submodules
     inner.input_layernorm = inner.pre_mlp_layernorm = RmsNorm
     attention = inner.self_attention.submodules

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from backends.train.lm_head import LogprobTask, LossResult, LossTask
+from backends.train.lm_head import LogprobTask, LossResult, LossTask, add_product
 from backends.train.losses import policy_loss
 
 
@@ -46,10 +46,10 @@ class VocabPart:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Of whole rows, and what of them lies in this rank. `scaled_NV`: logits / temperature."""
+    """Of whole rows, and what of them lies in this rank. `above_NV`: logits / temperature, less the row's largest."""
 
-    scaled_NV: Tensor
-    log_total_N: Tensor
+    above_NV: Tensor
+    log_N: Tensor  # of the sum of their exponentials, over all ranks
     logprob_N: Tensor
     entropy_N: Tensor
     inside_N: Tensor  # whether the target is this rank's
@@ -57,10 +57,12 @@ class Softmax:
 
     @classmethod
     def of(cls, logits_NV: Tensor, target_N: Tensor, temperature: float, part: VocabPart) -> Softmax:
-        scaled_NV = logits_NV if temperature == 1.0 else logits_NV / temperature
-        largest_N = scaled_NV.amax(-1)
+        """`logits_NV` is overwritten."""
+        if temperature != 1.0:
+            logits_NV.div_(temperature)
+        largest_N = logits_NV.amax(-1)
         dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=part.group)
-        above_NV = scaled_NV - largest_N[:, None]
+        above_NV = logits_NV.sub_(largest_N[:, None])
         exp_NV = above_NV.exp()
         inside_N = (target_N >= part.start) & (target_N < part.start + part.real)
         local_N = torch.where(inside_N, target_N - part.start, 0)
@@ -69,9 +71,7 @@ class Softmax:
             torch.stack([exp_NV.sum(-1), torch.linalg.vecdot(exp_NV, above_NV), own_N])
         )
         log_N = total_N.log()
-        return cls(
-            scaled_NV, largest_N + log_N, target_above_N - log_N, log_N - weighted_N / total_N, inside_N, local_N
-        )
+        return cls(above_NV, log_N, target_above_N - log_N, log_N - weighted_N / total_N, inside_N, local_N)
 
 
 def logprobs(hidden_NE: Tensor, weight_VE: Tensor, task: LogprobTask, part: VocabPart) -> Tensor:
@@ -101,12 +101,14 @@ class _VocabLoss(torch.autograd.Function):
             chunk_NE = hidden_NE[a:b]
             logits_NV = part.logits(chunk_NE, weight_VE)
             chunk_loss, chunk_sums, chunk_maxima, grad_NV = _chunk_loss(logits_NV, task, a, b, part)
+            del logits_NV  # overwritten
             grad_NV = grad_NV.to(weight_VE.dtype)
             grad_NE[a:b] = part.sum(grad_NV @ weight_VE[: part.real])
-            grad_VE[: part.real] += grad_NV.T @ chunk_NE
+            add_product(grad_VE[: part.real], grad_NV, chunk_NE)
             loss += chunk_loss
             sums += chunk_sums
             maxima = torch.maximum(maxima, chunk_maxima)
+            del grad_NV  # before the next chunk's logits
         ctx.grads = grad_NE, grad_VE.to(weight_VE.dtype)
         ctx.mark_non_differentiable(sums, maxima)
         return loss, sums, maxima
@@ -126,10 +128,12 @@ def _chunk_loss(
         logprob_N, entropy_N = found.logprob_N.requires_grad_(), found.entropy_N.requires_grad_()
         loss, sums, maxima = policy_loss(logprob_N, entropy_N, task.columns.slice(a, b), task.loss)
         grad_logprob_N, grad_entropy_N = torch.autograd.grad(loss, (logprob_N, entropy_N), allow_unused=True)
-    logp_NV = found.scaled_NV - found.log_total_N[:, None]
-    factor_NV = -grad_logprob_N[:, None]
-    if grad_entropy_N is not None:
-        factor_NV = factor_NV - grad_entropy_N[:, None] * (logp_NV + entropy_N.detach()[:, None])
-    grad_NV = logp_NV.exp() * factor_NV
+    logp_NV = found.above_NV.sub_(found.log_N[:, None])
+    grad_NV = logp_NV.exp()
+    if grad_entropy_N is None:
+        grad_NV.mul_(-grad_logprob_N[:, None])
+    else:
+        factor_NV = logp_NV.add_(entropy_N.detach()[:, None]).mul_(-grad_entropy_N[:, None])
+        grad_NV.mul_(factor_NV.sub_(grad_logprob_N[:, None]))
     grad_NV.scatter_add_(1, found.local_N[:, None], (grad_logprob_N * found.inside_N)[:, None])
     return loss.detach(), sums, maxima, grad_NV if task.temperature == 1.0 else grad_NV.div_(task.temperature)

@@ -19,7 +19,8 @@ GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 @dataclass(frozen=True)
 class ModelMap:
     """A decoder as Llama made it, with what its family adds; some or all of its layers may have experts. `names`: of
-    all weights, a tied one's first."""
+    all weights, a tied one's first. `fused_norms`: whether a norm belongs to the multiplication that follows it, as in
+    TransformerEngine's layers; what experts see is normed apart."""
 
     path: str
     names: Collection[str]
@@ -27,6 +28,7 @@ class ModelMap:
     vocabulary: int
     heads: Heads
     experts: Experts | None = None
+    fused_norms: bool = False
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in the place of its MLP."""
@@ -74,7 +76,8 @@ class ModelMap:
         return found
 
     def _attention(self, ours: str, theirs: str) -> Iterator[Slot]:
-        yield Slot(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
+        norm = "self_attention.linear_qkv.layer_norm_weight" if self.fused_norms else "input_layernorm.weight"
+        yield Slot(f"{ours}.{norm}", (f"{theirs}.input_layernorm.weight",))
         for kind in ("weight", "bias") if self.qkv_bias else ("weight",):
             qkv = tuple(f"{theirs}.self_attn.{each}_proj.{kind}" for each in "qkv")
             yield Slot(f"{ours}.self_attention.linear_qkv.{kind}", qkv, cut=0, fusion="qkv")
@@ -82,16 +85,17 @@ class ModelMap:
             norm = f"{theirs}.self_attn.{each}_norm.weight"
             yield Slot(f"{ours}.self_attention.{each}_layernorm.weight", (norm,))
         yield Slot(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",), cut=1)
-        yield Slot(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))
 
-    @staticmethod
-    def _dense(ours: str, theirs: str) -> Iterator[Slot]:
+    def _dense(self, ours: str, theirs: str) -> Iterator[Slot]:
+        norm = "mlp.linear_fc1.layer_norm_weight" if self.fused_norms else "pre_mlp_layernorm.weight"
+        yield Slot(f"{ours}.{norm}", (f"{theirs}.post_attention_layernorm.weight",))
         gate_up = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
         yield Slot(f"{ours}.mlp.linear_fc1.weight", gate_up, cut=0, fusion="gate_up")
         yield Slot(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",), cut=1)
 
     def _sparse(self, ours: str, theirs: str, experts: range) -> Iterator[Slot]:
         assert self.experts is not None
+        yield Slot(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))
         for place, expert in enumerate(experts):
             held = f"{ours}.mlp.experts.local_experts.{place}"
             yield self.experts.fc1(f"{held}.linear_fc1.weight", f"{theirs}.mlp.{GATE_UP}", expert)

@@ -132,7 +132,7 @@ def target_logprob(logits_NV: Tensor, target_N: Tensor, temperature: float) -> T
 _BLOCK = 2**22  # elements of a product on its way into a sum of another dtype
 
 
-def _add_product(sum_VE: Tensor, grad_NV: Tensor, hidden_NE: Tensor) -> None:
+def add_product(sum_VE: Tensor, grad_NV: Tensor, hidden_NE: Tensor) -> None:
     """Add grad.T @ hidden, in fp32."""
     if sum_VE.dtype == grad_NV.dtype:
         sum_VE.addmm_(grad_NV.T, hidden_NE)
@@ -174,7 +174,7 @@ class _HeadLoss(torch.autograd.Function):
             grad_NV = head.logits_backward(grad_NV, capped_NV).to(weight_VE.dtype)
             torch.mm(grad_NV, weight_VE, out=grad_NE[a:b])
             if sum_VE is not None:
-                _add_product(sum_VE, grad_NV, chunk_NE)
+                add_product(sum_VE, grad_NV, chunk_NE)
             elif needs_weight:
                 grad_VE = grad_NV.T @ chunk_NE
             if grad_V is not None:

@@ -29,7 +29,14 @@ def _forward(norm: nn.Module, x: Tensor) -> Tensor:
         known: Any = type(norm)
         stock: Tensor = known.forward(norm, x)
         return stock
-    out: Tensor = _RmsNorm.apply(x, norm.weight, norm.variance_epsilon)
+    weight: Any = norm.weight
+    eps: Any = norm.variance_epsilon
+    return rms_norm(x, weight, eps)
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """x [..., E] fp32 → [..., E]."""
+    out: Tensor = _RmsNorm.apply(x, weight_E, eps)
     return out
 
 

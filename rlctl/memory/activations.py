@@ -38,6 +38,8 @@ class Pass:
     tensor: int = 1  # ranks that hold a part of each layer, and of the head
     rows_cut: int = 1  # of these, those that hold a part of the row between the parts that are cut
     stages: int = 1  # that the layers are shared out to, as many to each
+    chunks: int = 1  # groups of layers of a stage
+    angles: int = 0  # tensors of the head size that each layer keeps of its rotations
     head: HeadKind = "lm"
     trains_head: bool = True
     adds_head_gradient: bool = False  # straight into what the engine holds
@@ -64,13 +66,32 @@ class Pass:
 
 
 def learning_parts(work: Pass) -> Iterator[Part]:
-    """Of a forward pass with its backward pass."""
-    # The first of several stages begins a micro-batch for each of them before it takes the first one back: as many
-    # stages as each has layers less. The last one has the head, and a micro-batch at a time.
-    layers, again = work.facts.layers, min(work.recomputed, work.facts.layers)
+    """Of a forward pass with its backward pass, on the stage that holds most."""
+    stages = [list(_stage_parts(work, stage)) for stage in range(work.stages)]
+    yield from max(stages, key=lambda parts: sum(part.nbytes for part in parts if not part.host))
+    if mask := _mask_bytes(work):
+        yield Part("attention mask", mask, _LEARN)
+
+
+def chunks_under_way(stage: int, stages: int, chunks: int) -> list[int]:
+    """The groups of layers that a stage has begun when it takes the first one back, one entry for each micro-batch:
+    the most that it keeps. With one group it is 1F1B, with several the interleaved schedule (Narayanan et al. 2021),
+    where so many micro-batches as there are stages go through a group before the next one's turn comes."""
+    if chunks == 1:
+        return [0] * (stages - stage)
+    begun = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+    return [number // stages % chunks for number in range(begun)]
+
+
+def _stage_parts(work: Pass, stage: int) -> Iterator[Part]:
+    each = work.facts.layers // (work.stages * work.chunks)
+    begun = [chunk * work.stages + stage for chunk in chunks_under_way(stage, work.stages, work.chunks)]
+    again = sum(max(0, min(each, work.recomputed - group * each)) for group in begun)
+    layers, first, last = len(begun) * each, stage == 0, stage == work.stages - 1
     kept = _layer_bytes(work)
     row = work.tokens * work.facts.hidden_size * work.size // work.rows_cut
-    outside = 3 * row  # embeddings, the last norm
+    # Embeddings and the last norm; what came from the stage before, and what goes to the next one.
+    outside = (3 if last else 0) * row + len(begun) * ((not first) + (not last)) * row
     of_layers = again * row + (layers - again) * kept
     if work.offloaded:
         yield Part("activations, offloaded", of_layers, _LEARN, host=True)
@@ -79,12 +100,10 @@ def learning_parts(work: Pass) -> Iterator[Part]:
     # the layer's own activations are there too. The layers that are recomputed come last on the way back.
     all_again = again == layers
     yield Part("activations", of_layers + outside + (kept if all_again else 0), _LEARN)
-    elsewhere = of_layers - of_layers // work.stages  # that the last stage does not keep
-    logits, backward = _head_bytes(work) - (kept if all_again else 0) - elsewhere, _backward_bytes(work)
+    logits = _head_bytes(work) - (kept if all_again else 0) if last else 0
+    backward = _backward_bytes(work)
     name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
     yield Part(name, max(logits, backward), _LEARN)
-    if mask := _mask_bytes(work):
-        yield Part("attention mask", mask, _LEARN)
 
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
@@ -113,6 +132,7 @@ def _layer_bytes(work: Pass) -> int:
     if work.attention == "eager":  # softmax in fp32, and what it becomes
         attention += _scores(work) * (_FP32 if size == _FP32 else _FP32 + size)
     experts = 2 * facts.hidden_size * int(work.config.get("num_experts_per_tok", 2)) if facts.experts else 0
+    attention += work.angles * facts.head_dim * size
     return work.tokens * (norms + attention + (4 * work.mlp_width + experts // work.rows_cut) * size)
 
 

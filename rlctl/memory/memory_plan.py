@@ -134,6 +134,8 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         tensor=axis_of(section, TENSOR),
         rows_cut=axis_of(section, TENSOR) if getattr(section.engine, "tensor_sequence_parallel", False) else 1,
         stages=axis_of(section, PIPELINE),
+        chunks=getattr(section.engine, "virtual_pipeline", 1),
+        angles=0 if here is None else here.angles_kept,
         offloaded=getattr(section, "activation_offload", False) and device != "cpu",
         head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,

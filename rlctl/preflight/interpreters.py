@@ -41,6 +41,8 @@ WATCHED = tuple(
                 "flash-attn-3",
                 "kernels",
                 "liger-kernel",
+                "transformer-engine",
+                "transformer-engine-torch",
                 "triton",
                 "sentencepiece",
                 "mistral-common",

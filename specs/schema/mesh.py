@@ -6,6 +6,11 @@ node before the next, so that a group whose size fits into a node stays inside o
 
     16 processes, 2 nodes, shard 8, replicate 2         rank 11 = replica 1, shard 3, node 1, local rank 3
 
+An engine may number otherwise: `blocks` of neighbours make up a copy of the model, and the first blocks of all copies
+come before the second ones (stages of a pipeline that lie furthest apart):
+
+    8 processes, shard 4 in 2 blocks, replicate 2       copy 0 = ranks 0, 1, 4, 5; copy 1 = ranks 2, 3, 6, 7
+
 The same ranks share out the samples along two other axes. `data` is the outer one: groups that each have samples of
 their own. `sequence` is the inner one: ranks of a group have the same samples, and a part of each row. So rank 11, with
 sequence 2, is number 1 of the group 5. How the model is cut does not matter to that, nor the other way round.
@@ -37,10 +42,18 @@ class Mesh:
     replicate: int
     shard: int
     sequence: int = 1
+    blocks: int = 1  # of neighbours, that a copy of the model lies in
 
     @property
     def ranks(self) -> int:
         return self.replicate * self.shard
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Which copy of the model a rank has a part of, and which part."""
+        neighbours = self.shard // self.blocks
+        block, inside = divmod(rank, neighbours * self.replicate)
+        copy, part = divmod(inside, neighbours)
+        return copy, block * neighbours + part
 
 
 @dataclass(frozen=True)
@@ -121,20 +134,25 @@ def built_mesh(section: RoleSection) -> dict[str, int] | None:
 def shard_groups(section: RoleSection) -> list[RankGroup]:
     """One entry per copy of the model; empty where nothing is cut."""
     mesh = mesh_of(section)
-    return [] if mesh is None else _groups(section, mesh, mesh.shard)
+    if mesh is None:
+        return []
+    by_copy = sorted(_ranks(section, mesh), key=lambda rank: (rank.replica, rank.shard))
+    return _cut(by_copy, mesh.shard)
 
 
 def layer_groups(section: RoleSection) -> list[RankGroup]:
     """One entry per copy of a layer: the ranks that compute it together, of all copies of the model. Stages of a
     pipeline only hand activations on."""
     mesh = mesh_of(section)
-    return [] if mesh is None else _groups(section, mesh, max(1, mesh.shard // axis_of(section, PIPELINE)))
+    if mesh is None:
+        return []
+    return _cut(list(_ranks(section, mesh)), max(1, mesh.shard // axis_of(section, PIPELINE)))
 
 
 def sequence_groups(section: RoleSection) -> list[RankGroup]:
     """One entry per group of ranks that share samples; empty where each has its own."""
     mesh = mesh_of(section)
-    return [] if mesh is None or mesh.sequence == 1 else _groups(section, mesh, mesh.sequence)
+    return [] if mesh is None or mesh.sequence == 1 else _cut(list(_ranks(section, mesh)), mesh.sequence)
 
 
 def straddling(groups: Sequence[RankGroup]) -> list[RankGroup]:
@@ -142,9 +160,8 @@ def straddling(groups: Sequence[RankGroup]) -> list[RankGroup]:
     return [group for group in groups if len(group.nodes) > 1]
 
 
-def _groups(section: RoleSection, mesh: Mesh, size: int) -> list[RankGroup]:
-    ranks = tuple(_ranks(section, mesh))
-    return [RankGroup(number, ranks[number * size : (number + 1) * size]) for number in range(len(ranks) // size)]
+def _cut(ranks: Sequence[RankPlacement], size: int) -> list[RankGroup]:
+    return [RankGroup(number, tuple(ranks[number * size :][:size])) for number in range(len(ranks) // size)]
 
 
 def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
@@ -152,8 +169,7 @@ def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
     for rank in range(mesh.ranks):
         node, local = divmod(rank, per_node)
         device = section.devices[local] if local < len(section.devices) else None
-        of_model, of_samples = divmod(rank, mesh.shard), divmod(rank, mesh.sequence)
-        yield RankPlacement(rank, node, local, device, *of_model, *of_samples)
+        yield RankPlacement(rank, node, local, device, *mesh.place(rank), *divmod(rank, mesh.sequence))
 
 
 def divisors(number: int) -> list[int]:

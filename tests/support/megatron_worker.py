@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from train_helpers import train_config, weights_of
 
 from backends.protocol import Rank, StepResult
 from backends.registry import train_engine
+from specs.schema.engines.megatron_table import MegatronTable
 
 
 def offload_and_back(engine: Any) -> None:
@@ -68,19 +71,92 @@ def read_family(job: dict[str, Any], rank: Rank) -> None:
         (out / "greedy.json").write_text(json.dumps([answer.tokens for answer in answers]))
 
 
+def measure(job: dict[str, Any], rank: Rank) -> None:
+    """Job: `axes` of the mesh; `peak`: a case of `memory_peaks.peak_of`; `out`. Bytes on each rank."""
+    from memory_peaks import peak_of
+
+    out = Path(job["out"])
+
+    def build(config: Any) -> Any:
+        return train_engine("megatron").build(config, rank)
+
+    nbytes = peak_of(out / f"model{rank.rank}", job["peak"], MegatronTable(**job["axes"]), build)
+    (out / f"rank{rank.rank}.json").write_text(json.dumps(nbytes))
+
+
+def layers_of(case: str) -> AbstractContextManager[None]:
+    """Where there is no GPU, TransformerEngine's are computed by Megatron-core's own."""
+    if case not in MEGATRON or "transformer_impl" not in MEGATRON[case]["engine"].megatron:
+        return nullcontext()
+    from fused_layers import instead_of_transformer_engine
+
+    return instead_of_transformer_engine()
+
+
+def copies_of_the_model(processes: int) -> dict[str, list[list[int]]]:
+    """Case → the ranks of each copy, as Megatron numbers those that hold a model together."""
+    from megatron.core.parallel_state import RankGenerator
+
+    found = {}
+    for name, case in MEGATRON.items():
+        table = case["engine"]
+        replicas = table.mesh(processes).replicate
+        if table.group * replicas == processes:
+            order = RankGenerator(
+                tp=table.tensor_parallel,
+                ep=1,
+                dp=replicas,
+                pp=table.pipeline_parallel,
+                cp=table.context_parallel,
+                order=table.order,
+            )
+            found[name] = order.get_ranks("tp-cp-pp")
+    return found
+
+
+def fused_names() -> dict[str, str]:
+    """How names in its local layers start → how they do in TransformerEngine's, of a layer without experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    names: dict[str, str] = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    return names
+
+
+def under_way() -> list[tuple[tuple[int, int, int], list[int]]]:
+    """Stage, stages and groups of layers of each → the groups of what its schedule runs before a backward pass."""
+    from megatron.core.pipeline_parallel import schedules
+
+    found = []
+    for stages, chunks in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 3)):
+        for stage in range(stages):
+            group = SimpleNamespace(size=lambda stages=stages: stages, rank=lambda stage=stage: stage)
+            several = chunks if chunks > 1 else None
+            pipeline = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=several)
+            _, _, warmup, _ = schedules.get_pp_rank_microbatches(64, chunks, stages, p2p_communicator=pipeline)
+            order = schedules.get_schedule_table(64, chunks, stages)
+            found.append(((stage, stages, chunks), [chunk for _, chunk in order[: warmup + 1]]))
+    return found
+
+
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
     if rank.rank == 0:
         jobs_file.with_name("megatron_options.py").write_text(make_megatron_options.source())
+        facts = {"copies": copies_of_the_model(16), "fused names": fused_names(), "under way": under_way()}
+        jobs_file.with_name("megatron_facts.json").write_text(json.dumps(facts))
     for job in given["jobs"]:
         if "family" in job:
             read_family(job, rank)
             continue
+        if "peak" in job:
+            measure(job, rank)
+            continue
         if job["case"].endswith("offload"):
             sharded_worker.offload_and_back = offload_and_back
             job["offload"] = True
-        sharded_worker.run(Path(given["model"]), job, rank)
+        with layers_of(job["case"]):
+            sharded_worker.run(Path(given["model"]), job, rank)
     torch.distributed.destroy_process_group()
 
 

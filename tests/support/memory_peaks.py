@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,23 @@ torch.set_num_threads(1)
 from peak_memory import grown_bytes  # noqa: E402
 from train_helpers import build_engine, grpo, scale_of, train_config, write_model  # noqa: E402
 
+from backends.protocol import TrainEngine  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
+from specs.wire.role_config import TrainConfig  # noqa: E402
 
 
-def full_batch(tokens: int, longest: int, vocab: int) -> Batch:
-    """Sequences as long as they may be, nearly all of each an answer."""
+def full_batch(tokens: int, longest: int, vocab: int, *, uneven: bool = False) -> Batch:
+    """Sequences as long as they may be, nearly all of each an answer. `uneven`: every second one lacks a token."""
     count, rng = tokens // longest, np.random.default_rng(0)
-    total = count * longest
+    length_B = longest - (np.arange(count) % 2 if uneven else np.zeros(count, dtype=np.int64))
+    total = int(length_B.sum())
     return Batch(
         {
-            "length_B": np.full(count, longest, dtype=np.int64),
+            "length_B": length_B,
             "tokens_T": rng.integers(0, vocab, total).astype(np.int32),
-            "loss_mask_T": np.tile([0] * 4 + [1] * (longest - 4), count).astype(np.int8),
+            "loss_mask_T": np.concatenate([[0] * 4 + [1] * (length - 4) for length in length_B]).astype(np.int8),
             "advantage_T": rng.normal(size=total).astype(np.float32),
             "rollout_logprob_T": rng.normal(-3, 0.3, total).astype(np.float32),
             **{name: rng.normal(size=total).astype(np.float32) for name in ("value_T", "return_T")},
@@ -43,11 +47,13 @@ def full_batch(tokens: int, longest: int, vocab: int) -> Batch:
     )
 
 
-def peak_of(folder: Path, case: dict[str, Any]) -> int:
-    """Bytes that one micro-batch needs beyond what the engine holds."""
+def peak_of(
+    folder: Path, case: dict[str, Any], table: Any = None, build: Callable[[TrainConfig], TrainEngine] = build_engine
+) -> int:
+    """Bytes that one micro-batch needs beyond what the engine holds; in a pipeline, as many as make it full."""
     config = train_config(
         write_model(folder, case["model"]),
-        engine=DdpTable(logits_chunk_tokens=case["logits_chunk"]),
+        engine=(table or DdpTable()).model_copy(update={"logits_chunk_tokens": case["logits_chunk"]}),
         micro_batch_tokens=case["tokens"],
         gradient_checkpointing=case["recompute"],
         model={
@@ -57,11 +63,12 @@ def peak_of(folder: Path, case: dict[str, Any]) -> int:
             "attn_implementation": case["attention"],
         },
     )
-    engine = build_engine(config)
+    engine = build(config)
     policy = grpo(anchor="current", entropy_coef=0.01 if case["entropy"] else 0.0)
     algorithm = policy if case["head"] == "lm" else ValueLoss(value_clip=0.2)
     for tokens in (case["longest"], case["tokens"]):  # the first one warms up
-        batch = full_batch(tokens, case["longest"], case["model"]["vocab_size"])
+        tokens *= case.get("micro_batches", 1)
+        batch = full_batch(tokens, case["longest"], case["model"]["vocab_size"], uneven=table is not None)
         gc.collect()
         peak = grown_bytes(partial(engine.forward_backward, batch, algorithm, scale_of(batch)))
     return peak

@@ -107,6 +107,7 @@ if find_spec("deepspeed") is not None:
         "4:zero3 sequences 2 eager": {"engine": ZeroTable(**ZERO3), **sequences(2), **EAGER},
     }
 # In an interpreter of their own (`tests/backends/megatron/test_megatron.py`).
+FUSED_NORMS = {"transformer_impl": "transformer_engine"}
 FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "deterministic_mode": True}
 SENT = {"batch_p2p_comm": False, "deallocate_pipeline_outputs": True}
 CUT: dict[str, Any] = {"tensor_parallel": 2, "tensor_sequence_parallel": True}
@@ -128,6 +129,9 @@ MEGATRON: dict[str, dict[str, Any]] = {
     # Of a model with experts.
     "experts": {"engine": MegatronTable(expert_parallel=2)},
     "experts, tensor": {"engine": MegatronTable(**CUT, expert_parallel=2, expert_tensor_parallel=1)},
+    "experts, fused norms": {
+        "engine": MegatronTable(**CUT, expert_parallel=2, expert_tensor_parallel=1, megatron=FUSED_NORMS),
+    },
     "4:experts, pipeline data": {
         "engine": MegatronTable(pipeline_parallel=2, virtual_pipeline=2, expert_parallel=2),
     },
@@ -137,6 +141,12 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "4:experts, tensor pipeline": {
         "engine": MegatronTable(**CUT, pipeline_parallel=2, expert_parallel=2, expert_tensor_parallel=1)
     },
+}
+GPU_BF16: dict[str, Any] = {"model": {"dtype": "bf16", "device": "cuda"}}
+MEGATRON_ON_GPU: dict[str, dict[str, Any]] = {
+    "local layers": {"engine": MegatronTable(megatron={"transformer_impl": "local"}), **GPU_BF16},
+    "fused layers": {"engine": MegatronTable(megatron=FUSED_NORMS), **GPU_BF16},
+    "layers by themselves": {"engine": MegatronTable(), **GPU_BF16},
 }
 STEPS = 5
 EMPTY_STEP, UNEVEN_STEP = 3, 2
@@ -274,7 +284,9 @@ def run(model: Path, job: dict[str, Any], rank: Rank) -> TrainEngine:
     """Job: `case`; `out`: folder for what it leaves; `load`: state to resume after `STEPS` steps (absent: train them);
     `offload`: whether to leave the device in every step; `model`: if not the one given. One more step follows."""
     model = Path(job.get("model", model))
-    config = train_config(model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **(CASES | MEGATRON)[job["case"]]})
+    config = train_config(
+        model, **{"micro_batch_tokens": MICRO_BATCH_TOKENS, **(CASES | MEGATRON | MEGATRON_ON_GPU)[job["case"]]}
+    )
     engine = train_engine(config.engine.kind).build(config, rank)
     policy: Any = engine.policy  # type: ignore[attr-defined]
     if policy.offload is not None:

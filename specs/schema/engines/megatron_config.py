@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
 from specs.packages import page, setup_command
-from specs.schema.engines.library_keys import Kind, Library, Number, Setting, extra_problems, not_taken
+from specs.schema.engines.library_keys import Kind, Library, Number, Setting, Text, extra_problems, not_taken
 from specs.schema.engines.megatron_options import DDP, OPTIMIZER, TRANSFORMER
 from specs.text import show
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from specs.schema.spec import DType, Optimizer
 
 OPTIONS: Mapping[str, Kind | None] = {**OPTIMIZER, **DDP, **TRANSFORMER}
+LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
+"""Whose layers: values of Megatron-core's `transformer_impl`."""
 PASSED: Mapping[str, Kind | None] = {
     name: OPTIONS[name]
     for name in (
@@ -30,7 +32,7 @@ PASSED: Mapping[str, Kind | None] = {
         *("clone_scatter_output_in_embedding", "deallocate_pipeline_outputs", "deterministic_mode"),
         *("disable_bf16_reduced_precision_matmul", "overlap_grad_reduce", "pad_buckets_for_high_nccl_busbw"),
     )
-} | {"bucket_size": Number(1)}
+} | {"bucket_size": Number(1), "transformer_impl": Text((LOCAL, TRANSFORMER_ENGINE))}
 """What this engine is known to work with: it changes how, never what is computed."""
 
 _DECIDED_BY = {
@@ -70,7 +72,8 @@ _WHY = {
     "moe_": "rlctl computes experts as config.json of the model says",
     **dict.fromkeys(("fp8", "fp4", "keep_fp8", "reuse_grad_buf"), "rlctl trains in fp32 and bf16"),
     **dict.fromkeys(
-        ("tp_comm_", "cpu_offloading", "use_te_", "cuda_graph", "apply_rope_fusion"), "TransformerEngine is not used"
+        ("tp_comm_", "cpu_offloading", "use_te_", "cuda_graph", "apply_rope_fusion"),
+        "of TransformerEngine, rlctl takes the layers alone",
     ),
     "gradient_accumulation_fusion": f"it needs a CUDA extension that {setup_command()} does not build",
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "log-probs would not be those of the policy"),

@@ -14,7 +14,7 @@ from specs.model_facts import shares_out, sharing_degrees
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
 from specs.packages import setup_command
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
-from specs.schema.engines.megatron_config import megatron_config, megatron_problems
+from specs.schema.engines.megatron_config import LOCAL, TRANSFORMER_ENGINE, megatron_config, megatron_problems
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
 from specs.schema.mesh import CONTEXT, Mesh, divisors
 from specs.schema.roles import RoleName
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Values of `model_type` whose weights have a place in Megatron's layers (`backends/megatron/weight_map.py`)."""
 EXPERTS = ".mlp.experts."
+_TE_PACKAGES = ("transformer-engine", "transformer-engine-torch")
 _CUT = ("embed_tokens.weight", "lm_head.weight", "_proj.weight", "_proj.bias")
 _INSTEAD = 'or engine.kind = "fsdp2" or "zero3", which train any model'
 
@@ -67,6 +68,7 @@ class MegatronTable(TrainedHere):
     where_to_get: ClassVar[str | None] = f"{setup_command('megatron')} makes an environment for it"
     cuts_sequences: ClassVar[bool | None] = False
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
+    angles_kept: ClassVar[int] = 4  # cosines and sines, of queries and of keys
 
     @property
     def group(self) -> int:
@@ -92,7 +94,8 @@ class MegatronTable(TrainedHere):
 
     def mesh(self, processes: int) -> Mesh:
         """The axes need not give the role's processes: a rule says so."""
-        return Mesh(max(1, processes // self.group), self.group)
+        blocks = self.pipeline_parallel if self.order.endswith("pp") else 1
+        return Mesh(max(1, processes // self.group), self.group, blocks=blocks)
 
     def reported_mesh(self, processes: int) -> dict[str, int]:
         replicas = self.mesh(processes).replicate
@@ -113,6 +116,7 @@ class MegatronTable(TrainedHere):
         """Meshes that do not fit the role's processes, what of a role it does not do, and its extra options."""
         optimizer = getattr(section, "optimizer", None)
         yield from megatron_problems(self, spec.dtype(role), optimizer, role=role)
+        yield from self._layer_problems(spec.dtype(role), role, section)
         if section.processes % self.group:
             axes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
             if self.context_parallel > 1:
@@ -149,6 +153,27 @@ class MegatronTable(TrainedHere):
             message = "adapters on Megatron-core are not in rlctl yet: it trains all weights"
             hint = f'remove {role}.lora, or take engine.kind = "ddp", "fsdp2" or "zero3", which train adapters'
             yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
+
+    def _layer_problems(self, dtype: DType, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+        """TransformerEngine's layers, asked for where they cannot be."""
+        if self.megatron.get("transformer_impl") != TRANSFORMER_ENGINE:
+            return
+        key, hint = f"{role}.engine.megatron.transformer_impl", f'remove the key: "{LOCAL}" layers compute the same'
+        if not section.devices:
+            message = f"TransformerEngine computes on GPUs alone, and {role}.devices is empty"
+            yield Problem(key, message, hint, show(TRANSFORMER_ENGINE))
+        elif dtype == "fp32":
+            message = f'TransformerEngine multiplies fp32 in TF32, and {role}.dtype is "fp32"'
+            yield Problem(key, message, f'{hint}, or set {role}.dtype = "bf16"', show(TRANSFORMER_ENGINE))
+
+    def installed_problems(
+        self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
+    ) -> Iterator[Problem]:
+        if self.megatron.get("transformer_impl") == TRANSFORMER_ENGINE and not any(map(versions.get, _TE_PACKAGES)):
+            message = f"the interpreter of {role} has no TransformerEngine"
+            python = section.python or "python"
+            hint = f"{python} -m pip install --no-build-isolation transformer_engine[pytorch], or remove the key"
+            yield Problem(f"{role}.engine.megatron.transformer_impl", message, hint, show(TRANSFORMER_ENGINE))
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
         """Families without a table, and sizes that the axes do not divide."""
@@ -218,7 +243,9 @@ class MegatronTable(TrainedHere):
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
         """The rest of its configuration is the model's own shape."""
-        return {"megatron": megatron_config(self, dtype, optimizer)}
+        decided = dtype != "bf16" or not device.startswith("cuda")  # else whoever is there decides whose layers
+        known = {"transformer_impl": LOCAL} if decided else {}
+        return {"megatron": {**known, **megatron_config(self, dtype, optimizer)}}
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         """Of the stage that holds most: the first has the embedding, the last the head, which is the embedding once

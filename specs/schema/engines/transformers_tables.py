@@ -60,6 +60,8 @@ class TrainedHere(BuiltHere, TrainTable):
     checkpoint_bytes: ClassVar[int | None] = 12  # the fp32 weight and both moments
     cuts_sequences: ClassVar[bool | None] = True
     resumes_reshaped: ClassVar[bool | None] = True
+    angles_kept: ClassVar[int] = 0
+    """Tensors [tokens, head size] that each layer keeps of rotating queries and keys; 0: all layers share them."""
 
     def logits_chunk(self, vocabulary: int, *, on_gpu: bool) -> int:
         """`logits_chunk_tokens` in effect. Peaks then do not grow with the vocabulary; a GPU needs more rows at a time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,6 +150,46 @@ def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int
     whole = sum(weight.numel() for weight in weights.values())
     again = (copies - 1) * weights["model.embed_tokens.weight"].numel()
     assert elements == whole + again + padding * embeddings * copies
+
+
+def test_norms_lie_in_the_multiplication_behind_them_with_transformer_engine() -> None:
+    """But before experts, whose tokens travel when they are normed. The rest is where it was, to the bit."""
+    local = model_map(model_of("qwen3_moe"), "a model")
+    fused = replace(local, fused_norms=True)
+    moved = {
+        ours.parameter: theirs.parameter
+        for ours, theirs in zip(local.slots(0, 2, 2), fused.slots(0, 2, 2), strict=True)
+        if replace(ours, parameter="") == replace(theirs, parameter="") and ours.parameter != theirs.parameter
+    }
+    assert moved == {
+        "decoder.layers.0.input_layernorm.weight": "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight": "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.input_layernorm.weight": "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+    }
+    kept = {slot.parameter: slot.weights for slot in fused.slots(0, 2, 2) if slot.parameter not in moved.values()}
+    assert kept == {slot.parameter: slot.weights for slot in local.slots(0, 2, 2) if slot.parameter not in moved}
+    sparse = {slot.parameter: slot.weights for slot in fused.slots(0, 1, 1) if ".layers.1." in slot.parameter}
+    assert sparse["decoder.layers.1.pre_mlp_layernorm.weight"] == ("model.layers.1.post_attention_layernorm.weight",)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_layer_of_transformer_engine_by_name(family: str) -> None:
+    layer = replace(model_map(model_of(family), "a model"), fused_norms=True).slots(1, 4, 2)
+    names = {slot.parameter.removeprefix("decoder.layers.0."): slot for slot in layer if "layers" in slot.parameter}
+    more = {"qwen2": {"self_attention.linear_qkv.bias"}, "llama": set[str]()}
+    more["qwen3"] = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
+    assert names.keys() == {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+        *more[family],
+    }
+    norm = names["mlp.linear_fc1.layer_norm_weight"]
+    assert (norm.weights, norm.cut) == (("model.layers.1.post_attention_layernorm.weight",), None)
+    assert names["mlp.linear_fc1.weight"].weights[0] == "model.layers.1.mlp.gate_proj.weight"
 
 
 def test_a_weight_without_a_place_is_named() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ import pytest
 import sharded_worker
 from families import FAMILIES
 from outcomes import Outcome, farthest, outcome
-from sharded_worker import EMPTY_STEP, MEGATRON, STEPS
+from sharded_worker import EMPTY_STEP, MEGATRON, MEGATRON_ON_GPU, STEPS
 from stock_model import PROMPTS, TEMPERATURE, family_batch, stock_model, write_family
 from train_helpers import MIXTRAL, QWEN2, QWEN3_MOE, build_engine, train_config, weights_of, write_model
 
+from backends.megatron.engine import model_map
 from backends.protocol import Rank
+from rlctl.memory.activations import chunks_under_way
 from rlctl.models.model_tensors import tensors_of_config
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.held_model import HeldTrainer
-from specs.schema.spec import Optimizer
+from specs.schema.mesh import shard_groups
+from specs.schema.spec import ActorSection, Optimizer
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", ROOT / ".venv-megatron" / "bin" / "python"))
@@ -130,6 +134,33 @@ def test_the_options_that_specs_know_are_those_of_megatron_as_installed(root: Pa
     assert (root / "megatron_options.py").read_text() == kept.read_text()
 
 
+def test_placement_numbers_ranks_as_megatron_does(root: Path) -> None:
+    """Of sixteen ranks: those of each copy of the model, for every mesh of these tests."""
+    copies = json.loads((root / "megatron_facts.json").read_text())["copies"]
+    assert copies.keys() == MEGATRON.keys()
+    for name, expected in copies.items():
+        section = ActorSection(engine=MEGATRON[name]["engine"], processes=16)
+        ours = [sorted(rank.rank for rank in group.ranks) for group in shard_groups(section)]
+        assert ours == sorted(sorted(ranks) for ranks in expected), name
+
+
+def test_transformer_engines_names_are_those_that_megatron_knows(root: Path) -> None:
+    """It renames its local layers' weights so, where a checkpoint goes from one to the other."""
+    renamed = json.loads((root / "megatron_facts.json").read_text())["fused names"]
+    local = model_map(stock_model(root / "qwen2" / "model"), "a model")
+    fused = replace(local, fused_norms=True)
+    for ours, theirs in zip(local.slots(0, 1, 2), fused.slots(0, 1, 2), strict=True):
+        name = ours.parameter
+        for start, other in renamed.items():
+            name = name.replace(start, other)
+        assert (theirs.parameter, theirs.weights) == (name, ours.weights)
+
+
+def test_the_plan_knows_what_megatrons_schedules_have_under_way(root: Path) -> None:
+    for (stage, stages, chunks), groups in json.loads((root / "megatron_facts.json").read_text())["under way"]:
+        assert chunks_under_way(stage, stages, chunks) == groups, (stage, stages, chunks)
+
+
 def test_bf16_is_near_ddp_in_bf16(root: Path) -> None:
     """Masters are fp32 and exact in both; sums are rounded to bf16 in another order, and steps take that further."""
     ours, one = outcome(root, "tensor bf16"), outcome(root, "one rank bf16")
@@ -208,3 +239,24 @@ def test_the_plan_knows_what_a_rank_holds(root: Path) -> None:
         weights, gradients, moments = np.max(held, axis=0)
         assert (planned["weights"], planned["Adam moments"]) == (weights, moments)
         assert planned["gradients"] <= gradients <= planned["gradients"] + 4 * 64 * 40
+
+
+# ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+def test_transformer_engines_layers_train_as_local_ones(tmp_path: Path) -> None:
+    """In bf16 both round, each in its own order. A role that says nothing takes TransformerEngine's, as it is there."""
+    there = "import torch, transformer_engine; assert torch.cuda.is_available()"
+    if subprocess.run([PYTHON, "-c", there], capture_output=True).returncode:
+        pytest.skip(f"needs a GPU and TransformerEngine in {PYTHON}")
+    write_model(tmp_path / "model", QWEN2)
+    launch(tmp_path, 1, [{"case": case, "out": str(tmp_path / case)} for case in MEGATRON_ON_GPU])
+    local, fused, chosen = (outcome(tmp_path, case) for case in MEGATRON_ON_GPU)
+    assert local.ranks[0]["options"]["transformer_impl"] == "local"
+    assert fused.ranks[0]["options"]["transformer_impl"] == "transformer_engine"
+    assert chosen.ranks[0]["options"]["transformer_impl"] == "transformer_engine"
+    assert fused.losses()[0] == pytest.approx(local.losses()[0], rel=0.02)
+    assert fused.norms()[0] == pytest.approx(local.norms()[0], rel=0.05)
+    assert np.abs(fused.told(0) - local.told(0)).mean() < 0.02
+    assert fused.losses() == pytest.approx(chosen.losses(), rel=0.02)

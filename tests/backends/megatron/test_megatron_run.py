@@ -34,15 +34,20 @@ SMALL = {
     "eval.prompts": 8,
 }
 SETTINGS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
-STAGES = ("--set", "actor.engine.tensor_parallel=1", "--set", "actor.engine.pipeline_parallel=2")
+CRITIC_ON_DATA_RANKS = ("--set", 'critic.engine={kind="megatron"}')
+OTHER_AXES = (
+    *("--set", "actor.engine.tensor_parallel=1", "--set", "actor.engine.pipeline_parallel=2"),
+    *("--set", 'critic.engine={kind="megatron", tensor_parallel=2}'),
+)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Two steps on two tensor ranks, actor and critic, one more in two stages. The reference is whole in one rank."""
+    """Two steps with the actor on two tensor ranks and the critic on two data ranks; one more in two stages, and on two
+    tensor ranks. The reference is whole in one rank."""
     folder = tmp_path_factory.mktemp("megatron")
     spec = preset("megatron-cpu", folder)
-    for steps, more in ((2, ()), (3, ("--resume", *STAGES))):
+    for steps, more in ((2, CRITIC_ON_DATA_RANKS), (3, ("--resume", *OTHER_AXES))):
         how = ("--run-dir", folder / "run", *SETTINGS, "--set", f"run.steps={steps}", *more)
         done = running.rlctl("train", spec, *how)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -70,7 +75,8 @@ def test_each_rank_says_its_axes(finished):
     _, run = finished
     built = json.loads((run / "as_built.json").read_text())
     of = {role: [rank["model"]["mesh"] for rank in built[role]] for role in ("actor", "critic", "ref")}
-    assert of["actor"] == of["critic"] == [{"data": 1, "pipeline": 2, "tensor": 1}] * 2
+    assert of["actor"] == [{"data": 1, "pipeline": 2, "tensor": 1}] * 2
+    assert of["critic"] == [{"data": 1, "pipeline": 1, "tensor": 2}] * 2
     assert of["ref"] == [{"data": 1, "pipeline": 1, "tensor": 1}]
     assert {rank["python"] for role in of for rank in built[role]} == {str(PYTHON)}
 

@@ -1,13 +1,22 @@
-"""A run with a reward model of another tokenizer, mixed with a term of its own; the roles take turns on the device."""
+"""A run with a reward model of another tokenizer, mixed with a term of its own; the roles take turns on the device.
+
+Where there is an interpreter with Megatron-core, it holds the reward model, in two stages.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from running import metrics, preset, warm_rlctl
 from tiny_reward_model import own_score, write_reward_model
+
+MEGATRON = Path(
+    os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[3] / ".venv-megatron" / "bin" / "python")
+)
+IN_STAGES = f', processes=2, launcher="torchrun", python="{MEGATRON}", engine={{kind="megatron", pipeline_parallel=2}}'
 
 SMALL = """run.steps=2
 checkpoint.every=1
@@ -21,7 +30,8 @@ reward.terms=[{kind="model", weight=0.5}, {kind="exact_match", partial=true, wei
 def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
     model = write_reward_model(tmp_path / "scores")
     spec, run = preset("quickstart", tmp_path), tmp_path / "run"
-    section = f'reward_model={{model="{model}", max_sequence_tokens=96, micro_batch_tokens=256}}'
+    engine = IN_STAGES if MEGATRON.exists() else ""
+    section = f'reward_model={{model="{model}", max_sequence_tokens=96, micro_batch_tokens=256{engine}}}'
     sets = [part for line in (*SMALL.splitlines(), section, 'run.colocate="always"') for part in ("--set", line)]
     done = warm_rlctl("train", spec, "--run-dir", run, *sets)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,6 +54,7 @@ def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
     built = json.loads((run / "as_built.json").read_text())["reward_model"][0]["model"]
     assert (built["head"], built["model_class"]) == ("score", "Qwen2ForSequenceClassification")
     assert built["trainable_parameters"] == 0
+    assert built["mesh"] == ({"data": 1, "pipeline": 2, "tensor": 1} if engine else {})
     memory = json.loads((run / "memory.json").read_text())
     assert "reward_model" in json.dumps(memory)
 

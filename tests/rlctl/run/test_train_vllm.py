@@ -1,4 +1,6 @@
-"""The preset vllm-cpu end to end: the real vLLM samples in an interpreter of its own, the actor learns in ours."""
+"""The preset vllm-cpu end to end: the real vLLM samples in an interpreter of its own, the actor learns in ours, or,
+where there is one with Megatron-core, on two tensor ranks in a third.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,15 @@ from running import metrics, preset, warm_python
 from running import warm_rlctl as rlctl
 
 VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
+MEGATRON = Path(
+    os.environ.get("RLCTL_MEGATRON_PYTHON", Path(__file__).parents[3] / ".venv-megatron" / "bin" / "python")
+)
+ON_MEGATRON = {
+    "actor__engine": '{ kind = "megatron", tensor_parallel = 2 }',
+    "actor__python": MEGATRON,
+    "actor__processes": 2,
+    "actor__launcher": "torchrun",
+}
 
 pytestmark = [
     pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm"),
@@ -54,11 +65,13 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, where they take turns: vLLM sleeps and wakes in every step. In the second it is killed."""
+    """The same run, where they take turns: vLLM sleeps and wakes in every step. In the second it is killed. Where there
+    is Megatron-core, it holds the actor."""
     folder = tmp_path_factory.mktemp("colocated")
     crash = {"role": "rollout", "method": "generate", "call": 3}  # the first call evaluates
     options = crashing.install(folder / "plot", [crash], crashing.VLLM)
-    return train(folder, *options, run__colocate='"always"')
+    trainer = ON_MEGATRON if MEGATRON.exists() else {}
+    return train(folder, *options, run__colocate='"always"', **trainer)
 
 
 @pytest.mark.parametrize("kind", ["separate", "colocated"])
@@ -72,7 +85,8 @@ def test_every_sync_is_verified_and_sampler_and_trainer_agree(kind: str, request
 
 
 def test_taking_turns_changes_nothing(separate: Path, colocated: Path) -> None:
-    """Samples depend on seed and weights alone. Weights differ by rounding at most, until it changes a token."""
+    """Nor does the trainer's engine: samples depend on seed and weights alone. Weights differ by rounding at most,
+    until it changes a token."""
     apart, in_turns = steps(separate), steps(colocated)
     for one, other in zip(apart[:2], in_turns[:2], strict=True):
         assert one["reward/mean"] == pytest.approx(other["reward/mean"], abs=1e-6)

@@ -15,7 +15,16 @@ from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.engines.zero_table import ZeroTable
-from specs.schema.mesh import Mesh, RankPlacement, built_mesh, mesh_of, sequence_groups, shard_groups, straddling
+from specs.schema.mesh import (
+    Mesh,
+    RankPlacement,
+    built_mesh,
+    layer_groups,
+    mesh_of,
+    sequence_groups,
+    shard_groups,
+    straddling,
+)
 from specs.schema.spec import ActorSection, RolloutSection, Spec
 
 
@@ -30,7 +39,7 @@ def problems(engine: dict[str, Any], **actor_keys: Any) -> list[Problem]:
     return problems_of(raw_spec(actor=section))
 
 
-def actor(engine: DdpTable | Fsdp2Table | ZeroTable, processes: int, nodes: int = 1) -> ActorSection:
+def actor(engine: DdpTable | Fsdp2Table | ZeroTable | MegatronTable, processes: int, nodes: int = 1) -> ActorSection:
     per_node = processes // nodes
     return ActorSection(engine=engine, processes=processes, nodes=nodes, devices=tuple(range(per_node)))
 
@@ -48,6 +57,27 @@ def test_sixteen_ranks_as_one_group_or_as_two() -> None:
         rank=11, node=1, local_rank=3, device=3, replica=1, shard=3, data=11, sequence=0
     )
     assert [group.nodes for group in shard_groups(two)] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"context_parallel": 2, "pipeline_parallel": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ({"pipeline_parallel": 4, "expert_parallel": 2}, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+    ],
+)
+def test_stages_lie_furthest_apart_where_megatron_has_them_so(
+    engine: dict[str, Any], expected: list[list[int]]
+) -> None:
+    """With context ranks, or experts on several replicas, the first stages of all replicas come first."""
+    section = actor(MegatronTable(**engine), 8, nodes=2)
+    assert ranks(section) == expected
+    last = shard_groups(section)[1].ranks[-1]
+    assert (last.rank, last.node, last.replica, last.shard) == (7, 1, 1, 3)
+    neighbours = [[rank.rank for rank in group.ranks] for group in layer_groups(section)]
+    width = len(expected[0]) // engine["pipeline_parallel"]
+    assert neighbours == [list(range(first, first + width)) for first in range(0, 8, width)]
 
 
 def test_what_replicate_leaves_is_sharded() -> None:

@@ -86,3 +86,33 @@ def test_what_other_engines_do_is_refused() -> None:
     found = {problem.key: problem.message for problem in engine.problems(spec, "actor", section)}
     assert found.keys() == {"actor.activation_offload", "actor.engine.kind"}
     assert "keeps activations on the device" in found["actor.activation_offload"]
+
+
+def test_transformer_engines_layers_are_refused_where_they_cannot_be() -> None:
+    """On the CPU, in fp32, and in an interpreter that lacks them. Their dtype is the role's."""
+    engine = MegatronTable(megatron={"transformer_impl": "transformer_engine"})
+    key = "actor.engine.megatron.transformer_impl"
+
+    def said(dtype: str, devices: tuple[int, ...]) -> dict[str, str]:
+        spec = Spec.model_validate(raw_spec(actor={"dtype": dtype}))
+        section = spec.actor.model_copy(update={"engine": engine, "devices": devices})
+        return {problem.key: problem.message for problem in engine.problems(spec, "actor", section)}
+
+    assert "GPUs alone" in said("bf16", ())[key]
+    assert "TF32" in said("fp32", (0,))[key]
+    assert said("bf16", (0,)) == {}
+    section = ActorSection(engine=engine, python="there/bin/python")
+    (found,) = engine.installed_problems("actor", section, {"torch": "2.13.0"}, nvidia_driver=True)
+    assert (found.key, "there/bin/python -m pip install" in found.hint) == (key, True)
+    assert [*engine.installed_problems("actor", section, {"transformer-engine": "2.9"}, nvidia_driver=True)] == []
+    assert [*MegatronTable().installed_problems("actor", section, {}, nvidia_driver=True)] == []
+
+
+def test_whose_layers_is_told_where_it_is_decided() -> None:
+    """In bf16 on a GPU, whoever builds them sees what is there."""
+    cases = {("fp32", "cuda"): "local", ("bf16", "cpu"): "local", ("bf16", "cuda"): None}
+    for (dtype, device), expected in cases.items():
+        told = MegatronTable().library_config(dtype, None, device)["megatron"]  # type: ignore[arg-type]
+        assert told.get("transformer_impl") == expected
+    asked = MegatronTable(megatron={"transformer_impl": "local"})
+    assert asked.library_config("bf16", None, "cuda")["megatron"]["transformer_impl"] == "local"
