@@ -139,6 +139,7 @@ def _other_column(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Sa
     counts = any(golds == [str(number) for number in range(first, first + len(golds))] for first in (0, 1))
     if (
         counts
+        and not _fits_its_own(prompts, golds)
         and 2 * len(set(prompts)) > len(prompts)
         and not all(gold in prompt for gold, prompt in zip(golds, prompts, strict=True))
     ):
@@ -178,7 +179,7 @@ def _unseen(rows: Rows, spec: Spec) -> Iterator[Said]:
 def _shifted(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Said]:
     """Answers that fit the prompt of the row before or behind, and not their own."""
     golds = _golds(rows, spec)
-    if len(set(golds)) < 4:
+    if len(set(golds)) < 4 or _fits_its_own(prompts, golds):
         return
     for fits in (_computes, _says, _rearranges):
         own = _share(fits, zip(prompts, golds, strict=True))
@@ -193,6 +194,11 @@ def _shifted(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Said]:
                 message = f"{share:.0%} of its answers fit the prompt of the row {where}, and {own:.0%} their own"
                 yield "", message, "the answers are one row off: join prompts and answers anew"
                 return
+
+
+def _fits_its_own(prompts: Sequence[str], golds: Sequence[str]) -> bool:
+    shares = (_share(fits, zip(prompts, golds, strict=True)) for fits in (_computes, _says, _rearranges))
+    return any(share is not None and share >= _SHIFTED for share in shares)
 
 
 def _share(fits: Callable[[str, str], bool | None], pairs: Iterator[tuple[str, str]]) -> float | None:
@@ -211,7 +217,9 @@ def _computes(prompt: str, gold: str) -> bool | None:
 
 
 def _says(prompt: str, gold: str) -> bool | None:
-    return None if len(gold) < 2 else re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", prompt, re.IGNORECASE) is not None
+    if not re.search(r"[^\W\d]{2}", gold):  # of a number it is no sign: "1 + 12?" says 12 and not 13
+        return None
+    return re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", prompt, re.IGNORECASE) is not None
 
 
 def _rearranges(prompt: str, gold: str) -> bool | None:
