@@ -149,9 +149,13 @@ def _condition(name: str, facts: AttentionFacts) -> str:
     """What the answer depends on and nobody here knows, or what is not as one would think."""
     if name == "flex_attention" and facts.device == "cpu":
         return "unfused on the CPU: slow, for comparisons"
-    if name not in _KERNELS or facts.capability is not None:
+    if name not in _KERNELS:
         return ""
-    return f"if there is {_KERNELS[name].gpus}"
+    kernel = _KERNELS[name]
+    package = f"{kernel.package} in {facts.role or 'the role'}'s interpreter"
+    unknown = [package] if facts.versions is None else []
+    unknown += [kernel.gpus] if facts.capability is None else []
+    return f"if there is {' and '.join(unknown)}" if unknown else ""
 
 
 def _obstacle(name: str, facts: AttentionFacts) -> tuple[str, str]:

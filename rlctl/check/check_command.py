@@ -73,7 +73,7 @@ def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
 def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
     """The findings as JSON. `roles`, `placement` and `batch` are empty where the spec could not be read."""
     spec, plan, spec_dir = findings.spec, findings.plan, spec_path.absolute().parent
-    listed = roles(spec, plan, spec_dir) if spec and plan else {}
+    listed = roles(spec, plan, spec_dir, elsewhere=findings.elsewhere) if spec and plan else {}
     if spec and findings.probe:
         from rlctl.check.meta_report import probe_json
 

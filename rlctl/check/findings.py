@@ -33,6 +33,7 @@ class Findings:
     probe: Probe | None = None
     tried: Sequence[Tried] = ()  # reward functions as they were called
     notes: Sequence[str] = ()  # what of the file does not hold with these overrides
+    elsewhere: bool = False  # the run is for another machine than this
 
     @property
     def ok(self) -> bool:
@@ -44,23 +45,23 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     try:
         parsed = parse(read_toml(spec_path), overrides)
     except SpecError as error:
-        return Findings(error.problems, [])
+        return Findings(error.problems, [], elsewhere=elsewhere)
     spec, spec_dir = parsed.spec, spec_path.absolute().parent
     notes = [str(dropped) for dropped in parsed.dropped]
     if spec is None:
-        return Findings(parsed.problems, [], notes=notes)
+        return Findings(parsed.problems, [], notes=notes, elsewhere=elsewhere)
     of_here: list[Problem] = []  # what this machine lacks, and the run may have
     problems, warnings, tried = _looked_up(spec, spec_dir, elsewhere, of_here)
     notes += [f"not on this machine: {problem}" for problem in of_here]
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
-        return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes)
+        return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes, elsewhere=elsewhere)
     warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
     try:
         plan = make_plan(spec, spec_dir)
     except SpecError as error:
         more = [problem for problem in error.problems if problem not in problems]
-        return Findings([*problems, *more], warnings, spec, notes=notes, tried=tried)
-    return Findings(problems, warnings, spec, plan, notes=notes, tried=tried)
+        return Findings([*problems, *more], warnings, spec, notes=notes, tried=tried, elsewhere=elsewhere)
+    return Findings(problems, warnings, spec, plan, notes=notes, tried=tried, elsewhere=elsewhere)
 
 
 def _looked_up(

@@ -18,13 +18,13 @@ from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import RefSection, RoleSection, Spec
 
 
-def roles(spec: Spec, plan: Plan, spec_dir: Path) -> dict[str, dict[str, Any]]:
+def roles(spec: Spec, plan: Plan, spec_dir: Path, *, elsewhere: bool) -> dict[str, dict[str, Any]]:
     """Role → where it runs and what it holds. A role that holds only the tokenizer has a model but
     no engine."""
-    return {role.role: _role(spec, plan, role.role, spec_dir) for role in plan.roles}
+    return {role.role: _role(spec, plan, role.role, spec_dir, elsewhere) for role in plan.roles}
 
 
-def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
+def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path, elsewhere: bool) -> dict[str, Any]:
     placed = plan.role(name)
     holds_model = ROLES[name].holds_model
     section: Any = spec.role(name)
@@ -32,8 +32,8 @@ def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path) -> dict[str, Any]:
         "model": str(resolve_model(spec.model_path(name), spec_dir)),
         "engine": section.engine.kind if holds_model else None,
         "dtype": spec.dtype(name) if holds_model else None,
-        **_attention(spec, name, spec_dir),
-        **_kernels(spec, name, spec_dir),
+        **_attention(spec, name, spec_dir, elsewhere),
+        **_kernels(spec, name, spec_dir, elsewhere),
         "launcher": placed.launcher,
         "processes": placed.processes,
         "nodes": placed.nodes,
@@ -127,10 +127,10 @@ def batch(spec: Spec) -> dict[str, int]:
     }
 
 
-def _attention(spec: Spec, role: RoleName, spec_dir: Path) -> dict[str, str | None]:
+def _attention(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> dict[str, str | None]:
     """`attn_implementation` is what will be in effect, null where only the engine knows or there is none;
     `attn_function` is what will be called then."""
-    found = role_attention(spec, role, spec_dir)
+    found = role_attention(spec, role, spec_dir, elsewhere=elsewhere)
     if found is None:
         return dict.fromkeys(("attn_implementation", "attn_asked", "attn_function", "attn_why"))
     return {
@@ -141,9 +141,9 @@ def _attention(spec: Spec, role: RoleName, spec_dir: Path) -> dict[str, str | No
     }
 
 
-def _kernels(spec: Spec, role: RoleName, spec_dir: Path) -> dict[str, str | None]:
+def _kernels(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> dict[str, str | None]:
     """What norms, gated MLPs and rotations will compute with; null where the engine brings its own."""
-    found = role_kernels(spec, role, spec_dir)
+    found = role_kernels(spec, role, spec_dir, elsewhere=elsewhere)
     if found is None:
         return dict.fromkeys(("kernels", "kernels_asked", "kernels_why"))
     return {"kernels": found.kernels, "kernels_asked": found.asked, "kernels_why": found.problem or found.why}

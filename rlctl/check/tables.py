@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rlctl.check.meta_build import Probe
     from rlctl.check.reward_import import Tried
 
+Listed = Mapping[str, Mapping[str, Any]]  # what `roles` tells of each role
 PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON has them all
 
 
@@ -49,15 +50,17 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
     """Tables and warnings to stdout, problems to stderr."""
     out = Screen()
     if findings.spec and findings.plan:
-        out.print(_roles_table(findings.spec, findings.plan, spec_path.absolute().parent))
+        spec_dir, elsewhere = spec_path.absolute().parent, findings.elsewhere
+        listed = roles(findings.spec, findings.plan, spec_dir, elsewhere=elsewhere)
+        out.print(_roles_table(findings.spec, listed))
         out.print()
-        out.print(_attention(findings.spec, spec_path.absolute().parent))
+        out.print(_attention(findings.spec, spec_dir, elsewhere))
         out.print()
-        if (kernels := _kernels(findings.spec, spec_path.absolute().parent)).row_count:
+        if (kernels := _kernels(findings.spec, spec_dir, elsewhere)).row_count:
             out.print(kernels)
             out.print()
         if any(findings.spec.role(name).python for name in findings.spec.roles):
-            out.print(_interpreters_table(findings.spec, findings.plan, spec_path.absolute().parent))
+            out.print(_interpreters_table(findings.spec, listed))
             out.print()
         if any(_shows_mesh(findings.spec.role(name)) for name in findings.spec.roles):
             out.print(_seats_table(findings.spec))
@@ -65,7 +68,7 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
         if any(findings.spec.role(name).leaves_host for name in findings.spec.roles):
             out.print(_hosts_table(findings.spec, findings.plan))
             out.print()
-        for said in _not_known(findings.spec, findings.plan, spec_path.absolute().parent):
+        for said in _not_known(listed):
             out.print(said, soft_wrap=True)
         out.print(_arithmetic(findings.spec, findings.plan), highlight=True)
         out.print()
@@ -73,7 +76,7 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
             out.print(_call_table(tried))
             out.print()
         if findings.probe:
-            _print_probe(out, findings.spec, spec_path.absolute().parent, findings.probe)
+            _print_probe(out, findings.spec, spec_dir, findings.probe)
     for note in findings.notes:
         out.print(Text.assemble(("note:", "bold"), f" {note}"), soft_wrap=True)
         out.print()
@@ -107,9 +110,9 @@ def _print_problem(console: Screen, word: str, colour: str, problem: Problem) ->
     console.print()
 
 
-def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
+def _roles_table(spec: Spec, listed: Listed) -> Table:
     table = Table("role", "engine", "model", "dtype", "processes", "devices", "threads", box=None, pad_edge=False)
-    for name, role in roles(spec, plan, spec_dir).items():
+    for name, role in listed.items():
         path = spec.model_path(name)
         devices = _span(role["devices"]) if role["devices"] else "CPU"
         cells = (role["engine"], path if role["engine"] else "", role["dtype"])
@@ -119,12 +122,12 @@ def _roles_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
     return table
 
 
-def _interpreters_table(spec: Spec, plan: Plan, spec_dir: Path) -> Table:
+def _interpreters_table(spec: Spec, listed: Listed) -> Table:
     """Roles that run in another interpreter than ours, and what it has installed."""
     table = Table(box=None, pad_edge=False)
     for column in ("role", "interpreter", "has"):
         table.add_column(column, overflow="fold")
-    for name, role in roles(spec, plan, spec_dir).items():
+    for name, role in listed.items():
         if spec.role(name).python:
             packages = ", ".join(f"{package} {version}" for package, version in role["versions"].items())
             table.add_row(name, role["python"], packages or "–")
@@ -136,9 +139,9 @@ def _shows_mesh(section: RoleSection) -> bool:
     return mesh_of(section) is not None or (section.processes > 1 and not mesh_is_known(section))
 
 
-def _not_known(spec: Spec, plan: Plan, spec_dir: Path) -> list[str]:
+def _not_known(listed: Listed) -> list[str]:
     """A paragraph for each role whose engine leaves something open."""
-    found = [(name, role) for name, role in roles(spec, plan, spec_dir).items() if role["not_known"]]
+    found = [(name, role) for name, role in listed.items() if role["not_known"]]
     return [
         f"not known of the engine {role['engine']} ({name}), so neither checked nor planned: "
         f"{', '.join(role['not_known'])}; its table may say it ({page('engines.md')})\n"
@@ -284,11 +287,11 @@ def _decisions(on: str) -> Table:
     return table
 
 
-def _attention(spec: Spec, spec_dir: Path) -> Table:
+def _attention(spec: Spec, spec_dir: Path, elsewhere: bool) -> Table:
     """One row per role that has attention."""
     table = _decisions("attention")
     for role in spec.roles:
-        found = role_attention(spec, role, spec_dir)
+        found = role_attention(spec, role, spec_dir, elsewhere=elsewhere)
         if found is not None:
             engine = engine_of(spec.role(role))
             open_ = "not known" if engine is not None and engine.attention is None else "its own"
@@ -297,11 +300,11 @@ def _attention(spec: Spec, spec_dir: Path) -> Table:
     return table
 
 
-def _kernels(spec: Spec, spec_dir: Path) -> Table:
+def _kernels(spec: Spec, spec_dir: Path, elsewhere: bool) -> Table:
     """One row per role that asks for other kernels than its model's own modules."""
     table = _decisions("kernels")
     for role in spec.roles:
-        found = role_kernels(spec, role, spec_dir)
+        found = role_kernels(spec, role, spec_dir, elsewhere=elsewhere)
         if found is not None and found.asked != OWN_MODULES:
             table.add_row(role, found.asked, "none" if found.problem else found.kernels, found.problem or found.why)
     return table

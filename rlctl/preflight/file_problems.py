@@ -68,7 +68,10 @@ def file_problems(
     lacking += key_problems(spec)
     (of_here if elsewhere else errors).extend(lacking)
     errors += address_problems(spec) if starting and not errors else []
-    errors += role_attention_problems(spec, spec_dir)
+    attention = list(role_attention_problems(spec, spec_dir, elsewhere=elsewhere))
+    errors += attention
+    if elsewhere:
+        of_here += [problem for problem in role_attention_problems(spec, spec_dir) if problem not in attention]
     (of_here if elsewhere else errors).extend(role_kernel_problems(spec, spec_dir))
     errors += hostfile_problems(spec, spec_dir)
     warnings += [*data_warnings, *hostfile_warnings(spec, spec_dir)]

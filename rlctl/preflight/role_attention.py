@@ -15,23 +15,26 @@ from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 
 
-def role_attention(spec: Spec, role: RoleName, spec_dir: Path) -> Decision | None:
-    """What a role's attention will be (`attention_of`), as far as this machine can tell."""
-    return attention_of(spec, role, _at_hand(spec, role, spec_dir))
+def role_attention(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool = False) -> Decision | None:
+    """What a role's attention will be (`attention_of`), as far as this machine can tell. `elsewhere`: the run is for
+    another one, whose packages and GPUs are not known."""
+    return attention_of(spec, role, _at_hand(spec, role, spec_dir, elsewhere))
 
 
-def role_attention_problems(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
+def role_attention_problems(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> Iterator[Problem]:
     """Attention that cannot be had, by what the spec names on this machine."""
-    return attention_problems(spec, lambda role: role_attention(spec, role, spec_dir))
+    return attention_problems(spec, lambda role: role_attention(spec, role, spec_dir, elsewhere=elsewhere))
 
 
-def _at_hand(spec: Spec, role: RoleName, spec_dir: Path) -> AtHand | None:
+def _at_hand(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> AtHand | None:
     """None for a role without a model: nothing is looked at for it."""
     if not ROLES[role].holds_model:
         return None
-    section = spec.role(role)
+    section, config = spec.role(role), config_of(spec.model_path(role), spec_dir)
+    if elsewhere:
+        return AtHand(config)
     return AtHand(
-        config=config_of(spec.model_path(role), spec_dir),
+        config,
         versions=packages_of(section, spec_dir),
         capability=gpu_capability() if section.devices and section.nodes == 1 else None,
     )

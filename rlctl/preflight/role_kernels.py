@@ -20,8 +20,9 @@ from specs.schema.spec import Spec
 _SIGNS = ("RMSNorm", "up_proj", "apply_rotary_pos_emb")
 
 
-def role_kernels(spec: Spec, role: RoleName, spec_dir: Path) -> KernelChoice | None:
-    """What a role's modules will compute with (`kernels_of`), as far as this machine can tell."""
+def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool = False) -> KernelChoice | None:
+    """What a role's modules will compute with (`kernels_of`), as far as this machine can tell. `elsewhere`: the run is
+    for another one, whose packages are not known."""
     found = kernels_of(spec, role) if ROLES[role].is_trainer else None
     if found is None or found.asked == OWN_MODULES or found.problem:
         return found
@@ -31,7 +32,7 @@ def role_kernels(spec: Spec, role: RoleName, spec_dir: Path) -> KernelChoice | N
     facts = KernelFacts(
         device="cuda" if section.devices else "cpu",
         role=role,
-        versions=packages_of(section, spec_dir),
+        versions=None if elsewhere else packages_of(section, spec_dir),
         interpreter=own_path(section, spec_dir) or sys.executable,
         family=family,
         computed=_computed(family, config),

@@ -196,6 +196,13 @@ def test_for_a_cluster_what_is_missing_here_is_a_note(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout + done.stderr
     for key in ("rollout.python", "actor.devices", "model.path", "data.train"):
         assert f"note: not on this machine: {key} = " in done.stdout
+    flash = ("--set", "actor.attn_implementation=flash_attention_2")
+    done = rlctl("check-config", spec, "--target", "cluster", *flash, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = " ".join(done.stdout.split())
+    assert "flash_attention_2 as asked, if there is flash-attn in actor's interpreter and an sm_80 GPU" in words
+    assert "note: not on this machine: actor.attn_implementation" in words
+    assert rlctl("check-config", spec, *flash, cwd=tmp_path).returncode == 2
     dry = rlctl("train", spec, "--dry-run", "--target", "cluster", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     assert "note: not on this machine: rollout.python" in dry.stdout
