@@ -85,6 +85,7 @@ def block(fence: str, text: str) -> Block:
         ("bash checked", "scripts/setup-engine vlm", "does not know"),
         ("console", "$ rlctl --version\nrlctl version 1.0", "was not printed"),
         ("bash", "rlctl train nothing.toml", "exit code 2"),
+        ("bash refused", "rlctl --version", "exit code 0"),
         ("toml", "[actor]\nlearning_rate = 1", "actor.learning_rate"),
         ("toml", "[algorithm]\ngroup_size = 1", "algorithm.group_size"),
         ("python", "import rlctl\nrlctl.trian", "no attribute 'trian'"),

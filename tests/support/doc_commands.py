@@ -11,6 +11,7 @@ What the fence of a block says decides:
     ```text            no command, no code: a picture, a table, what a file holds
     checked            of bash, console, python: needs what a test has not (GPUs, a network, an hour). Every command is
                        read by the parser of its program: its options, presets, and the keys and values of `--set`
+    refused            of bash: the last command ends with exit code 2, as its page says
     file=NAME          the block is that file, written to the folder in which the page's commands run
     into=NAME          of toml: these keys are changed in the spec NAME, which an earlier command wrote
     pyproject          of toml: no spec
@@ -73,7 +74,15 @@ class Folder:
     # ── blocks ────────────────────────────────────────────────────────────────────────────────────
 
     def bash(self, block: Block) -> None:
-        for words in commands(block.text):
+        *before, last = commands(block.text)
+        if "refused" in block.words:
+            _known(block, {"refused"}, set())
+            for words in before:
+                self.run(words)
+            code, said = self.call([sys.executable, "-m", *last])
+            assert code == 2, f"{shlex.join(last)}: exit code {code}\n{said}"
+            return
+        for words in (*before, last):
             self.command(words, checked=_is_checked(block))
 
     def console(self, block: Block) -> None:
@@ -162,11 +171,15 @@ class Folder:
         return [*words, "--set", f"run.steps={self.steps}"]
 
     def succeed(self, command: list[str]) -> str:
+        code, said = self.call(command)
+        assert code == 0, f"{shlex.join(command[1:])}: exit code {code}\n{said}"
+        return said
+
+    def call(self, command: list[str]) -> tuple[int, str]:
+        """Exit code, and what it printed."""
         env = environment(PYTHONPATH=str(ROOT), COLUMNS=COLUMNS)
         done = warm.run(command, env=env, timeout_s=TIMEOUT_S, cwd=self.path)
-        said: str = done.stdout + done.stderr
-        assert done.returncode == 0, f"{shlex.join(command[1:])}: exit code {done.returncode}\n{said}"
-        return said
+        return done.returncode, done.stdout + done.stderr
 
 
 KINDS: dict[str, Callable[[Folder, Block], None]] = {
