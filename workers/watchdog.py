@@ -55,21 +55,33 @@ def pids_marked(variable: str) -> list[int]:
 def kill_marked(variable: str, timeout_s: float) -> list[int]:
     """SIGKILL every process that `pids_marked` finds until two looks find none; returns those that did not end.
 
-    Python's resource trackers are killed last, after a delay: they remove shared memory that others left, and end when
-    those have.
+    A process that ends loses its environment, and with it the mark, before it lets go of files, locks and ports: that
+    is waited for too. Python's resource trackers are killed last, after a delay: they remove shared memory that others
+    left, and end when those have.
     """
     now = time.monotonic()
     deadline, cleaned = now + timeout_s, now + min(_CLEANING_S, timeout_s)
-    looks_left = _LOOKS
+    looks_left, since = _LOOKS, dict[int, str]()
     while True:
-        left = pids_marked(variable)
+        marked = pids_marked(variable)
+        since |= {pid: start for pid in marked if (start := _running_since(pid))}
+        left = [pid for pid, start in since.items() if _running_since(pid) == start]
         looks_left = _LOOKS if left else looks_left - 1
         if not looks_left or (left and time.monotonic() > deadline):
             return left
-        others = [pid for pid in left if not _cleans_up(pid)]
-        for pid in left if time.monotonic() > cleaned else others:
+        others = [pid for pid in marked if not _cleans_up(pid)]
+        for pid in marked if time.monotonic() > cleaned else others:
             _kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _running_since(pid: int) -> str:
+    """When a process started, which tells it from a later one of its number; empty when it has ended."""
+    try:
+        state, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else more[18]
 
 
 def _cleans_up(pid: int) -> bool:

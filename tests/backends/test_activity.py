@@ -54,15 +54,23 @@ def test_samples_that_ranks_share_are_told_as_shared(verb: None) -> None:
 
 def test_another_thread_reads_where_the_main_one_is(verb: None) -> None:
     read: list[Activity | None] = []
+    looked = threading.Lock()
 
     def look() -> None:
-        time.sleep(0.05)
-        read.append(activity.read())
+        until = time.monotonic() + 60
+        while time.monotonic() < until:  # the main thread is still in Python's `start`, or on its way from there
+            now = activity.read()
+            if now is not None and now.where.startswith("test_another_thread_reads"):
+                break
+            time.sleep(0.01)
+        read.append(now)
+        looked.release()
 
     thread = threading.Thread(target=look)
+    looked.acquire()
     with activity.waiting_for("rollout 0"):
         thread.start()
-        time.sleep(0.2)
+        looked.acquire()  # of a lock: that has no frame of Python's
     thread.join()
     assert read[0] is not None
     assert (read[0].waits_for, read[0].where.partition(" ")[0]) == (

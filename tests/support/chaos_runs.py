@@ -22,7 +22,7 @@ import psutil
 from chaos_faults import REWARD_CODE, REWARDS, SIGNALS, Fault, write_hold
 from running import REPO, environment, trajectory, warm_rlctl
 
-from workers.watchdog import pids_marked
+from workers.watchdog import kill_marked, pids_marked
 
 START_S = 90.0  # until the run is held
 BOUND_S = 75.0  # from the fault to the end of the run, restarts included; on a busy machine
@@ -340,9 +340,7 @@ class Disturbed:
         self.line.bad.append("other numbers after --resume" if done.returncode == 0 else done.stderr[-300:])
 
     def _end_what_is_left(self) -> None:
-        for pid in pids_marked(self.mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_marked(self.mark, GONE_S)
         if self.terminal >= 0:
             os.close(self.terminal)
             self.terminal = -1

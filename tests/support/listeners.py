@@ -31,9 +31,11 @@ def is_loopback(address: str) -> bool:
 
 
 @contextmanager
-def none_beyond_loopback() -> Iterator[None]:
-    """Inside, no process that this one starts may listen where another host could reach it."""
-    before, seen, done = _reachable(), {}, threading.Event()
+def none_beyond_loopback() -> Iterator[dict[tuple[str, int], str]]:
+    """Inside, no process that this one starts may listen where another host could reach it. Gives those that do, as
+    they are seen."""
+    before, done = _reachable(), threading.Event()
+    seen: dict[tuple[str, int], str] = {}
 
     def watch() -> None:
         while not done.wait(_PERIOD_S):
@@ -43,7 +45,7 @@ def none_beyond_loopback() -> Iterator[None]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield
+        yield seen
     finally:
         done.set()
         thread.join()

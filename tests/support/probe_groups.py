@@ -49,7 +49,7 @@ def probe_groups(
         assert all(started.process.returncode is not None for started in groups.launcher.started)
 
 
-def wait_until(condition: Any, timeout_s: float = 20.0) -> bool:
+def wait_until(condition: Any, timeout_s: float = 60.0) -> bool:
     """Look until `condition()` holds; False when it never did."""
     deadline = time.monotonic() + timeout_s
     while not condition():

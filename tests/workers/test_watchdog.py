@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -65,7 +67,33 @@ def test_a_process_in_the_middle_of_exec_is_killed_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(watchdog, "_environ_of", environ_of)
     try:
         assert kill_marked(f"RLCTL_TEST_MARK={mark}", 10) == []
-        assert process.wait(1) == -9
+        assert process.wait(60) == -9
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="marks are read from /proc")
+def test_a_process_is_waited_for_until_it_has_let_go_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loses its environment first. Here it does so at its kill, which takes effect later."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "RLCTL_TEST_MARK": mark})
+    killed: list[threading.Timer] = []
+
+    def kill_later(pid: int, number: signal.Signals) -> None:
+        assert (pid, number) == (process.pid, signal.SIGKILL)
+        killed.append(threading.Timer(0.3, process.kill))
+        killed[-1].start()
+
+    seen = watchdog._environ_of
+    monkeypatch.setattr(watchdog, "_kill", kill_later)
+    monkeypatch.setattr(watchdog, "_environ_of", lambda pid: b"" if killed and pid == process.pid else seen(pid))
+    try:
+        while mark.encode() not in seen(process.pid):
+            time.sleep(0.01)
+        assert kill_marked(f"RLCTL_TEST_MARK={mark}", 10) == []
+        assert process.poll() == -9
+        assert len(killed) == 1
     finally:
         process.kill()
         process.wait()

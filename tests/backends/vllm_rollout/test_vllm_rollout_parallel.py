@@ -92,7 +92,7 @@ def test_the_end_of_one_worker_is_the_samplers(trainer: HfTrainEngine, engine: R
     killed = time.monotonic()
     with pytest.raises(SamplerDied, match=r"vLLM's worker process \S+ ended with exit code -9"):
         _to_the_end(engine.process)
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed < 100
     with pytest.raises(SamplerDied):
         engine.process.call("score", {"temperature": 1.0}, prompts.only(["tokens_T", "length_B"]).columns)
 

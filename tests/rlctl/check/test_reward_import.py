@@ -25,6 +25,6 @@ def test_a_function_that_hangs_on_a_likely_completion_is_named(tmp_path: Path, m
     terms = {"reward.terms": [{"kind": "function", "path": "r.py:score"}]}
     started = time.monotonic()
     found = examine(write_case({"set": terms, "files": {"r.py": HANGS}}, tmp_path), ())
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     (said,) = found.warnings
     assert 'called with the completion "I am not sure.", gives no score: it took more than 0.5 s' in said.message

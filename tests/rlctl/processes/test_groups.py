@@ -18,7 +18,7 @@ from rlctl.processes.groups import Groups
 from specs.errors import BatchError, Interrupted, RoleFailure, SpecError
 from specs.wire.messages import Message, Verb
 
-BOUND_S = 20.0  # generous: the machine may be busy
+BOUND_S = 60.0  # generous: the machine may be busy
 
 
 def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_a_computing_rank_is_not_taken_for_a_stopped_one(tmp_path: Path) -> None
 
 def test_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        with pytest.raises(RoleFailure, match=r"no answer within 0\.5 s") as caught:
-            groups["actor"].call(Verb.PING, {"do": "hang"}, timeout_s=0.5)
+        with pytest.raises(RoleFailure, match=r"no answer within 1\.5 s") as caught:
+            groups["actor"].call(Verb.PING, {"do": "hang"}, timeout_s=1.5)
         assert "_misbehave" in caught.value.log_tail
 
 

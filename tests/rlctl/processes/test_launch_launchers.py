@@ -34,7 +34,7 @@ from specs.load.load import load_spec
 from specs.wire.messages import Verb
 from workers.watchdog import kill_marked, pids_marked
 
-BOUND_S = 40.0
+BOUND_S = 80.0
 WANTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 # What srun does that matters here: a process per task, told its place in SLURM's words; all end when one fails.
 SRUN = """#!{python}

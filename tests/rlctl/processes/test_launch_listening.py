@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import warm
 from listeners import listeners, none_beyond_loopback
-from probe_groups import probe_groups
+from probe_groups import probe_groups, wait_until
 from strangers import disturb_all
 from test_launch_launchers import probe_plan
 
@@ -33,13 +32,11 @@ def summed(groups: Any) -> list[float]:
 
 def test_the_watch_over_every_run_sees_who_listens_everywhere() -> None:
     code = "import socket, sys; door = socket.create_server(('', 0)); print(flush=True); sys.stdin.read()"
-    with pytest.raises(AssertionError, match="listen beyond loopback"), none_beyond_loopback():
-        _run_for_a_moment(code)
+    with pytest.raises(AssertionError, match="listen beyond loopback"), none_beyond_loopback() as seen:
+        _run_until(lambda: seen, code)
 
 
-def _run_for_a_moment(code: str) -> None:
+def _run_until(condition: Any, code: str) -> None:
     with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.6)
+        assert wait_until(condition)
         process.communicate()

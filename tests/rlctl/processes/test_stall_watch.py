@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from specs.errors import RoleFailure
 from specs.wire.heartbeat import Activity
 from specs.wire.messages import Verb
 
-BOUND_S = 15.0  # generous: the machine may be busy
+BOUND_S = 60.0  # generous: the machine may be busy
 STALL = {"stall_timeout_s": 1.0, "heartbeat_timeout_s": 1.0}
 GENERATE, UPDATE = Waiting("generate", 5, 3), Waiting("update", 9, 3)
 ROLLOUT, ACTOR, PEER = ("rollout", 3), ("actor", 0), ("actor", 1)
@@ -145,9 +146,8 @@ def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
         with pytest.raises(RanksLost) as caught:
             groups["rollout"].call(Verb.PING, {"do": "hang", "rank": 1}, step=3)
         assert caught.value.call.lost == {1}
-        assert "step 3 waits for rollout rank 1, which is in ping, 1 s without a sign of progress, at _misbehave" in (
-            said[0].message
-        )
+        told = r"step 3 waits for rollout rank 1, which is in ping, \d s without a sign of progress, at _misbehave"
+        assert re.search(told, said[0].message)
         assert "_misbehave" in (tmp_path / "rollout" / "rank1.log").read_text()
         with groups.restart("rollout") as ranks:
             assert ranks == [1]

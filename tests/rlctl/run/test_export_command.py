@@ -53,7 +53,7 @@ def test_ending_it_leaves_nothing(run, tmp_path, number):
         wait_for(lambda: psutil.Process(command.pid).children(), 60, "the export process")
         (child,) = psutil.Process(command.pid).children()
         command.send_signal(number)
-        output = command.communicate(timeout=30)[0]
+        output = command.communicate(timeout=100)[0]
         assert command.returncode == 130, output
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     finally:

@@ -21,7 +21,7 @@ def spec(tmp_path):
     return preset("fake", tmp_path)
 
 
-def nothing_left(run_dir, timeout_s=20):
+def nothing_left(run_dir, timeout_s=60):
     wait_for(lambda: not workers_of(run_dir), timeout_s, "the end of every worker")
 
 
@@ -195,7 +195,7 @@ def running(spec, tmp_path):
 def test_a_killed_rank_ends_the_run_and_is_named(running, role):
     driver, run = running
     workers_of(run)[role][0].kill()
-    output = driver.communicate(timeout=30)[0]
+    output = driver.communicate(timeout=100)[0]
     assert driver.returncode == 1, output
     assert f"{role} rank 0" in output
     assert "SIGKILL" in output
@@ -208,11 +208,11 @@ def test_a_hanging_rank_is_noticed(running):
     driver, run = running
     began = time.monotonic()
     workers_of(run)["rollout"][0].send_signal(signal.SIGSTOP)
-    output = driver.communicate(timeout=40)[0]
+    output = driver.communicate(timeout=100)[0]
     assert driver.returncode == 1, output
     assert "rollout rank 0" in output
     assert "no sign of life" in output
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100
     nothing_left(run)
 
 
@@ -221,15 +221,15 @@ def test_a_dead_driver_leaves_nobody_behind(running):
     grades = psutil.Process(workers_of(run)["reward"][0].pid).children(recursive=True)
     actor = workers_of(run)["actor"][0].pid
     driver.kill()
-    nothing_left(run, timeout_s=30)
-    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in grades), 10, "grades' end")
+    nothing_left(run)
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in grades), 60, "grades' end")
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rlctl-{actor}-")]
 
 
 def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec):
     driver, run = running
     driver.send_signal(signal.SIGINT)
-    output = driver.communicate(timeout=40)[0]
+    output = driver.communicate(timeout=100)[0]
     assert driver.returncode == 130, output
     assert "--resume" in output
     nothing_left(run)
@@ -247,7 +247,7 @@ def test_a_directory_in_use_is_refused_and_the_move_of_one_ends_its_run(running,
     assert other.returncode == 2
     assert "in use by another rlctl" in other.stderr
     moved = run.rename(run.with_name("moved"))
-    output = driver.communicate(timeout=40)[0]
+    output = driver.communicate(timeout=100)[0]
     assert driver.returncode == 1, output
     assert f"the run directory {run} is gone: it was moved or removed" in output.replace("\n", " ")
     assert "Traceback" not in output
