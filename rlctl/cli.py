@@ -303,7 +303,13 @@ def export_checkpoint(
         int | None, typer.Option(min=0, help="Step to export; default: the newest.", show_default=False)
     ] = None,
     role: Annotated[str, typer.Option(help="Whose weights: actor, or critic.")] = ACTOR,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16 or fp32; default: what the base model's config.json says, else what the run trained in.",
+            show_default=False,
+        ),
+    ] = None,
     shard_gb: Annotated[
         float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")
     ] = 2.0,
@@ -338,7 +344,7 @@ def export_checkpoint(
 
     learners = [known.name for known in ROLES.values() if known.learns]
     for option, value, known in (("--role", role, learners), ("--dtype", dtype, ("bf16", "fp32"))):
-        if value not in known:
+        if value is not None and value not in known:
             raise UsageError(f'{option} "{value}": not a choice', hint=f"write {' or '.join(known)}")
     from rlctl.run.export import Limits, export
 

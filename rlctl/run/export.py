@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import __version__
+from rlctl.models.paths import config_of
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.publish.hub_push import find_repo, push
 from rlctl.run.publish.model_card import Exported, model_card, public_name
 from specs.errors import CheckpointError, ExportError, UsageError
+from specs.model_facts import model_facts
 from specs.schema.roles import PROOF_FILES, ROLES, HeadKind
 
 STALL_S = 3600.0
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 ROOT = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
@@ -41,14 +44,15 @@ def export(
     out_dir: Path,
     step: int | None,
     role: str,
-    dtype: str,
+    dtype: str | None = None,
     limits: Limits | None = None,
     adapter_only: bool = False,
     push_to_hub: str = "",
     public: bool = False,
 ) -> int:
-    """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. `push_to_hub`:
-    a repository that it becomes too, private unless `public`. Raises UsageError, CheckpointError or ExportError."""
+    """Export the newest (or the given) checkpoint of `role`: a whole model, or its LoRA adapters alone. `dtype` None:
+    that of the base model. `push_to_hub`: a repository that it becomes too, private unless `public`. Raises UsageError,
+    CheckpointError or ExportError."""
     from rich.text import Text
 
     from rlctl.show.screen import Screen
@@ -60,6 +64,7 @@ def export(
     if not folder.is_dir():
         raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
     about = _about(checkpoint, role)
+    dtype, why = (dtype, "") if dtype else own_dtype(about)
     if adapter_only and not (folder / "adapter_config.json").is_file():
         hint = "leave it out: the whole model was trained"
         raise UsageError("--adapter-only: this run was not trained with actor.lora", hint=hint)
@@ -82,7 +87,7 @@ def export(
     except OSError as error:
         told = f"{out_dir} cannot be written: {error.strerror or error}"
         raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
-    console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}")
+    console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}, in {dtype}{why}")
     by = "peft" if adapter_only else "transformers"
     from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
     console.print(
@@ -139,6 +144,18 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
         hint = f"put it back, or write another interpreter that has the engine's packages into {manifest}"
         raise CheckpointError(f"the interpreter that trained the {role}, {about['python']}, is not there", hint=hint)
     return about
+
+
+def own_dtype(about: Mapping[str, Any]) -> tuple[str, str]:
+    """Precision of an export that nobody chose one for, and why: the base model's, else the one trained in."""
+    facts = model_facts(config_of(about["model_path"], Path()))
+    own = facts.dtype.removeprefix("torch.") if facts else ""
+    if own == "float16":
+        return "bf16", " (the base model is fp16, which no export is; --dtype chooses)"
+    if own in _DTYPES:
+        return _DTYPES[own], " (as the base model; --dtype chooses)"
+    trained = "bf16" if about.get("dtype") == "bf16" else "fp32"
+    return trained, " (as it was trained: the base model's config.json names no dtype; --dtype chooses)"
 
 
 def _head(role: str) -> HeadKind:

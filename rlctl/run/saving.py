@@ -150,7 +150,8 @@ class Saver:
 
     def _about_role(self, role: RoleName) -> dict[str, Any]:
         """Who wrote the role's folder, for an export."""
-        return {"model_path": model_paths(self.spec, self.spec_dir)[role], "python": self.plan.role(role).python}
+        path, python = model_paths(self.spec, self.spec_dir)[role], self.plan.role(role).python
+        return {"model_path": path, "python": python, "dtype": self.spec.dtype(role)}
 
     def _actor_versions(self) -> dict[str, str]:
         return dict(read_object(self.run.as_built)[ACTOR][0]["versions"])

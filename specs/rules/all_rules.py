@@ -60,12 +60,12 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
 
 
 def _ratio_bounds(spec: Spec) -> Iterator[Problem]:
-    """Keys of the loss that bound a ratio which is always 1, or whose bound is one of another loss."""
-    if spec.ratio_against != "current":
-        for key, why in spec.loss.seldom_meant().items():
+    """Keys of the loss that bound a ratio which is always 1, or whose values are seldom meant."""
+    idle = spec.loss.ratio_keys if spec.ratio_against == "current" else ()
+    for key, why in spec.loss.seldom_meant().items():
+        if key not in idle:
             yield Problem(f"algorithm.{key}", why, "leave it out for the default", show(getattr(spec.algorithm, key)))
-        return
-    for key in spec.loss.ratio_keys:
+    for key in idle:
         if key in spec.algorithm.model_fields_set:
             message = "does nothing: with one mini-batch and one epoch per step the ratio is always 1"
             hint = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or leave it out"

@@ -14,7 +14,7 @@ from running import start, wait_for
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run import checkpoints
-from rlctl.run.export import Limits, Pace, export
+from rlctl.run.export import Limits, Pace, export, own_dtype
 from specs.errors import ExportError
 from workers.offline import export_model
 from workers.saved_files import settle
@@ -70,6 +70,28 @@ def test_a_failure_leaves_nothing_and_says_why(run, tmp_path):
 def test_a_place_that_cannot_be_written_is_named(run, tmp_path):
     with pytest.raises(ExportError, match="/proc/none/out cannot be written: No such file or directory"):
         export(run, Path("/proc/none/out"), None, "actor", "fp32", Limits())
+
+
+@pytest.mark.parametrize(
+    ("base", "trained", "exported", "why"),
+    [
+        ({"dtype": "float32"}, "bf16", "fp32", "as the base model"),
+        ({"torch_dtype": "bfloat16"}, "fp32", "bf16", "as the base model"),
+        ({"text_config": {"dtype": "bfloat16"}}, "fp32", "bf16", "as the base model"),
+        ({"torch_dtype": "float16"}, "fp32", "bf16", "the base model is fp16"),
+        ({}, "bf16", "bf16", "as it was trained"),
+        ({}, "fp32", "fp32", "as it was trained"),
+        (None, "bf16", "bf16", "as it was trained"),
+    ],
+)
+def test_the_precision_that_nobody_chose(tmp_path, base, trained, exported, why):
+    """The base model's own, where its config.json names one; else that of the training. Never one without a word."""
+    if base is not None:
+        shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+        (tmp_path / "config.json").write_text(json.dumps({**shape, **base}))
+    dtype, said = own_dtype({"model_path": str(tmp_path), "dtype": trained})
+    assert dtype == exported
+    assert why in said
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

@@ -153,6 +153,8 @@ def test_export_of_an_older_step(finished, tmp_path):
     _, run, _ = finished
     done = running.rlctl("export-checkpoint", run, tmp_path / "out", "--step", "3")
     assert done.returncode == 0, done.stderr
+    assert "in fp32 (as it was trained" in " ".join(done.stdout.split())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     missing = rlctl("export-checkpoint", run, tmp_path / "other", "--step", "4")
     assert missing.returncode == 2
     assert "no checkpoint of step 4" in missing.stderr
