@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import Rollouts
-from rlctl.loop.token_advantages import TOKEN_ADVANTAGES, WHITEN_EPS, LossTokens
+from rlctl.loop.token_advantages import TOKEN_ADVANTAGES, WHITEN_EPS, token_columns
 from specs.errors import RlctlError
 from specs.schema.algorithms.algorithm import Advantage, FunctionAdvantage
 from specs.schema.algorithms.algorithm_tables import GroupCentredWhitened, GroupRelative, LeaveOneOut, LengthWeighted
@@ -55,8 +55,7 @@ def columns(
     function.
     """
     if type(table) in TOKEN_ADVANTAGES:
-        tokens = LossTokens.of(table, batch, score_B, valid_B, penalty_T)
-        found = tokens.spread(TOKEN_ADVANTAGES[type(table)](table, tokens))
+        found = token_columns(table, batch, score_B, valid_B, penalty_T)
         if "return_T" in found and not valid_B.all():
             ungraded_T = (batch["loss_mask_T"] > 0) & ~np.repeat(valid_B, batch["length_B"])
             found["return_T"][ungraded_T] = batch["value_T"][ungraded_T]

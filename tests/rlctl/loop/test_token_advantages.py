@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from rlctl.loop import token_advantages
 from rlctl.loop.advantages import columns
-from rlctl.loop.token_advantages import TOKENS_AT_ONCE, decayed_sums
+from rlctl.loop.token_advantages import decayed_sums
 from specs.schema.algorithms.algorithm_tables import Gae, GreedyBaseline, ReturnToGo, Teacher
 from specs.wire.batch import Batch
 
@@ -69,15 +70,48 @@ def test_the_greedy_baseline_by_hand():
     assert got_T.tolist() == [0, 4 - 1 - 2 - 1, 0, 4 - 1 - 1, 0, -2.0, 0, -2.0]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 99, 1000, 2 * TOKENS_AT_ONCE + 1])
-def test_decayed_sums_against_a_slow_loop(count):
-    rng = np.random.default_rng(count)
-    value_N, decay_N = rng.normal(size=count), rng.choice([0.0, 0.3, 1.0], size=count)
-    expected, behind = [], 0.0
-    for value, decay in zip(value_N[::-1], decay_N[::-1], strict=True):
-        behind = value + decay * behind
-        expected.append(behind)
-    assert decayed_sums(value_N, decay_N) == pytest.approx(np.array(expected[::-1]), abs=1e-9)
+@pytest.mark.parametrize("samples", [0, 1, 2, 1000])
+@pytest.mark.parametrize("longest", [1, 2, 5, 63, 64, 65, 200, 30_000])
+def test_decayed_sums_against_a_slow_loop(samples, longest):
+    rng = np.random.default_rng(longest)
+    length_S = rng.integers(1, longest, size=min(samples, 2 + 40_000 // longest), endpoint=True)
+    value_N, ends_S = rng.normal(size=length_S.sum()), np.cumsum(length_S)
+    decays = (1.0, 0.3, 0.0, rng.choice([0.0, 0.3, 0.999, 1.0], size=len(length_S)))
+    for found_N, decay in zip(decayed_sums(value_N, length_S, *decays), decays, strict=True):
+        expected_N = value_N.copy()
+        for end, length, by in zip(ends_S, length_S, np.broadcast_to(decay, length_S.shape), strict=True):
+            for at in range(end - 2, end - length - 1, -1):
+                expected_N[at] += by * expected_N[at + 1]
+        np.testing.assert_allclose(found_N, expected_N, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
+def test_what_is_no_number_stays_in_its_sample(decay):
+    """Although rows of tokens reach into the samples before theirs."""
+    length_S = np.tile([3, 70, 1, 64, 200, 2, 2, 1], 3)
+    clean_N = np.random.default_rng(0).normal(size=length_S.sum())
+    (expected_N,) = decayed_sums(clean_N, length_S, decay)
+    for broken in range(len(length_S)):
+        inside = slice(length_S[:broken].sum(), length_S[: broken + 1].sum())
+        value_N = clean_N.copy()
+        value_N[inside] = np.nan
+        (found_N,) = decayed_sums(value_N, length_S, decay)
+        assert np.isnan(found_N[inside]).all()
+        np.testing.assert_array_equal(np.delete(found_N, inside), np.delete(expected_N, inside))
+
+
+@pytest.mark.parametrize("table", [Gae(gae_lambda_value=1.0), ReturnToGo(discount=0.9), Teacher(reward_coef=0.5)])
+def test_samples_at_a_time_are_all_at_once(monkeypatch, table):
+    """Means and deviations are the whole step's, wherever it is cut."""
+    rng = np.random.default_rng(3)
+    batch = batch_of(*([0, *(rng.random(length) < 0.8)] for length in rng.integers(1, 90, 50)))
+    scores, valid = rng.normal(size=50), rng.random(50) < 0.9
+    names = ("value_T", "ref_logprob_T", "old_logprob_T")
+    batch = batch.with_columns(**{name: rng.normal(size=batch.num_tokens).astype(np.float32) for name in names})
+    whole = columns(table, batch, scores.astype(np.float32), valid, np.abs(batch["value_T"]))
+    monkeypatch.setattr(token_advantages, "TOKENS_AT_ONCE", 100)
+    for name, column_T in columns(table, batch, scores.astype(np.float32), valid, np.abs(batch["value_T"])).items():
+        np.testing.assert_allclose(column_T, whole[name], rtol=1e-6, atol=1e-7)
 
 
 # ── generalised advantage estimation ──────────────────────────────────────────────────────────────
