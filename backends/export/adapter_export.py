@@ -31,7 +31,8 @@ def holds_adapters(checkpoint: Path) -> bool:
 def merged_weights(
     checkpoint: Path, model: PreTrainedModel, model_path: str, trust_remote_code: bool, dtype: torch.dtype
 ) -> list[LazyTensor]:
-    """The base model's weights with the adapters added in fp32, by its own names; each made when it is loaded.
+    """The base model's weights with the adapters added in fp32, and a score layer as it was trained, by the model's own
+    names; each made when it is loaded.
 
     `model` is the base model on the meta device."""
     reader, config, aliases = ShardReader(checkpoint, "model"), read_config(checkpoint), aliases_of(model)
@@ -39,6 +40,8 @@ def merged_weights(
     transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
     def lazy(name: str, own: Tensor) -> LazyTensor:
+        if name in reader.shapes:  # it learned whole
+            return LazyTensor(name, reader.shapes[name], dtype, lambda: reader.tensor(name).to(dtype))
         layer, shape = name.removesuffix(".weight"), tuple(own.shape)
         adapted = name.endswith(".weight") and up_of(layer) in reader.shapes
         cast = dtype if own.dtype.is_floating_point else own.dtype

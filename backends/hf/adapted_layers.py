@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from backends.hf.score_layer import has_score_layer, score_layer
 from specs.errors import ModelError
 from specs.model_shapes import is_mixture, takes_adapters
 
@@ -18,7 +19,8 @@ ALL_LINEAR = "all-linear"
 def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]:
     """Names of the linear layers that `targets` mean, sorted. A target is a layer's name or the end of it. Raises
     ModelError for one that no layer has."""
-    head, mixture = model.get_output_embeddings(), is_mixture(name for name, _ in model.named_parameters())
+    head = score_layer(model)[1] if has_score_layer(model) else model.get_output_embeddings()
+    mixture = is_mixture(name for name, _ in model.named_parameters())
     linear = [
         name
         for name, module in model.named_modules()
@@ -32,7 +34,7 @@ def chosen_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]
         if not fitting:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ModelError(
-                f'actor.lora.targets: {type(model).__name__} has no linear layer "{target}" below its head'
+                f'lora.targets: {type(model).__name__} has no linear layer "{target}" below its head'
                 + (" and beside its experts" if mixture else ""),
                 hint=f"it has: {known}",
             )

@@ -489,8 +489,8 @@ class HfTrainEngine(TrainEngine):
         return self._moment_shards()
 
     def _is_saved(self, name: str) -> bool:
-        """With adapters, a checkpoint keeps them alone: the model's own weights never change."""
-        return self.adapters is None or is_adapter(name)
+        """With adapters, a checkpoint keeps what learns: the rest of the model never changes."""
+        return self.adapters is None or self.adapters.learns(name)
 
     @abstractmethod
     def _learned(self) -> Sequence[str]:

@@ -1,4 +1,5 @@
-"""LoRA adapters (Hu et al. 2021) inside a Hugging Face model: y = W x + (alpha / rank) · B (A x), only A and B learn.
+"""LoRA adapters (Hu et al. 2021) inside a Hugging Face model: y = W x + (alpha / rank) · B (A x), only A and B learn,
+and a critic's head.
 
 peft puts them into the model in place; the model stays what it is, with longer names (`backends/hf/adapter_names.py`).
 Outside, adapters do not show: weights travel and are compared merged, under the names of the model without them.
@@ -21,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from backends.hf.adapted_layers import chosen_layers
 from backends.hf.adapter_names import base_name, down_of, is_adapter, is_down, layer_of, up_of, wire_name
+from backends.hf.score_layer import has_score_layer, score_names
 from backends.train.tensor_shards import Shard
 from specs.errors import CheckpointError
 from specs.schema.spec import Lora, WeightForm
@@ -31,7 +33,8 @@ TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 
 class Adapters:
-    """The adapters of one model. Making it puts them into `model` and freezes everything else.
+    """The adapters of one model. Making it puts them into `model` and freezes everything else but a score layer, which
+    starts at zero and learns whole (`whole`: the names of its weights).
 
     A model on the meta device gets adapters on meta; whoever gives them memory fills it from `initial`.
     """
@@ -50,9 +53,12 @@ class Adapters:
             target_modules=chosen,
             fan_in_fan_out=bool(self.transposed),
             base_model_name_or_path=path,
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if has_score_layer(model) else "CAUSAL_LM",
         )
+        self.whole = frozenset(score_names(model))
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        for name in self.whole:
+            model.get_parameter(name).requires_grad_(True)
         self.layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         assert sorted(self.layers) == chosen
         self.config = _plain(config)
@@ -95,6 +101,9 @@ class Adapters:
     def _switch(self, on: bool) -> None:
         for layer in self.layers.values():
             layer._disable_adapters = not on
+
+    def learns(self, name: str) -> bool:
+        return is_adapter(name) or name in self.whole
 
     def change(self, name: str, form: WeightForm) -> bool:
         """Whether what leaves the trainer is made of this weight in fp32, and is not the weight itself."""
@@ -197,7 +206,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         {config[key] for key in ("r", "lora_alpha")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: {error!r}", hint="was this run trained with actor.lora?") from None
+        raise CheckpointError(f"{path}: {error!r}", hint="was this role trained with lora?") from None
     return config
 
 

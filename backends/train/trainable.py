@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from backends.hf.recompute import recompute_activations
 from backends.train.hf_weights import aliases_of
 from backends.train.lora import Adapters
-from specs.errors import ModelError
 from specs.schema.spec import DType
 from specs.wire.role_config import ModelConfig, TrainConfig
 
@@ -31,11 +30,6 @@ class HeldModel:
 
 def hold_model(config: TrainConfig, dtype: DType, make: Make) -> HeldModel:
     """Build with `make`, holding weights in `dtype`, and mark what learns. Raises ModelError."""
-    if config.lora is not None and config.model.head != "lm":
-        raise ModelError(
-            f"{config.role}: adapters for a model with a {config.model.head} head are not supported",
-            hint=f"remove {config.role}.lora: all its parameters learn",
-        )
     computes = {"computes_in": config.model.dtype, "learns": config.optimizer is not None}
     model = make(config.model.model_copy(update={"dtype": dtype, **computes}))
     if config.optimizer is None:

@@ -14,7 +14,7 @@ from rlctl.models.model_tensors import tensors_of_config
 from rlctl.models.paths import config_of, resolve_model
 from specs.attention import Decision
 from specs.model_facts import model_facts
-from specs.model_shapes import ModelTensors
+from specs.model_shapes import SCORE_LAYER, ModelTensors
 from specs.rules.kernel_rules import kernels_of
 from specs.schema.engines.engine_table import TrainTable
 from specs.schema.engines.kernel_choice import OWN_MODULES
@@ -103,14 +103,15 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _learning(tensors: ModelTensors, section: Any) -> int:
-    """Elements that the optimizer changes: all, or two matrices beside each adapted one."""
+    """Elements that the optimizer changes: all, or two matrices beside each adapted one, and a critic's head."""
     lora: Lora | None = getattr(section, "lora", None)
     if lora is None:
         return tensors.elements
     layers = tensors.adaptable
     if "all-linear" not in lora.targets:
         layers = tuple(p for p in layers if _is_target(p.name.removesuffix(".weight"), lora))
-    return sum(lora.rank * sum(layer.shape) for layer in layers)
+    head = sum(p.elements for p in tensors.parameters if p.name == SCORE_LAYER)
+    return head + sum(lora.rank * sum(layer.shape) for layer in layers)
 
 
 def _is_target(name: str, lora: Lora) -> bool:

@@ -14,7 +14,8 @@ from specs.errors import Problem
 from specs.model_facts import model_facts, shares_out, sharing_degrees
 from specs.model_shapes import ModelTensors
 from specs.schema.mesh import devices_of_a_process
-from specs.schema.spec import Spec
+from specs.schema.roles import ROLES, RoleName
+from specs.schema.spec import Lora, Spec
 from specs.text import listed, show
 
 _LARGEST_LR, _LARGEST_LR_OF_ADAPTERS, _USUAL_WIDTH = 1e-3, 1e-2, 512
@@ -50,44 +51,45 @@ def sequence_problems(key: str, degree: int, config: Mapping[str, Any]) -> Itera
     yield Problem(key, f"{what} cannot be dealt out to so many ranks", hint, str(degree))
 
 
-def adapter_problems(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Names in `actor.lora.targets` that are no linear layer of the model, or one that is the embedding too, and a rank
-    above the width of every layer that gets an adapter; where the model's layers are known."""
-    lora, known, facts = spec.actor.lora, tensors_of_config(config), model_facts(config)
-    if known is None or lora is None or facts is None:
+def adapter_problems(role: RoleName, lora: Lora, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Names in `lora.targets` of a role that are no linear layer of its model, or one that is the embedding too, and a
+    rank above the width of every layer that gets an adapter; where the model's layers are known."""
+    known, facts, key = tensors_of_config(config), model_facts(config), f"{role}.lora"
+    if known is None or facts is None:
         return
-    head = [parameter for parameter in known.parameters if parameter.name == "lm_head.weight"]
+    has_logits = ROLES[role].head == "lm"
+    head = [p for p in known.parameters if p.name == "lm_head.weight" and has_logits]
     layers = {parameter.name.removesuffix(".weight"): parameter.shape for parameter in (*known.adaptable, *head)}
     value, chosen = show(lora.targets), set[str]()
     for name in lora.targets:
         found = {layer for layer in layers if f".{layer}".endswith(f".{name}")}
-        if name == "lm_head" and facts.tied_embeddings:
+        if name == "lm_head" and facts.tied_embeddings and has_logits:
             message = "lm_head is tied to the embedding, which would get the adapter too"
-            yield Problem("actor.lora.targets", message, "leave lm_head out", value)
+            yield Problem(f"{key}.targets", message, "leave lm_head out", value)
         elif not found and name != "all-linear":
             message = f"the model has no linear layer {name!r}"
             if name.rpartition(".")[2] in _OF_EXPERTS and _of_experts(known):
                 message = f"{name!r} is of the model's experts, which lie in one tensor per layer: no adapter fits"
             hint = f"it has {_last_names(layer for layer in layers if layer != 'lm_head')}"
-            yield Problem("actor.lora.targets", message, hint, value)
+            yield Problem(f"{key}.targets", message, hint, value)
         chosen |= found if name != "all-linear" else layers.keys() - {"lm_head"}
     widest = max((min(layers[layer]) for layer in chosen), default=0)
     if chosen and lora.rank > widest:
         message = f"above the width of every layer that gets an adapter: the widest has {widest}"
-        yield Problem("actor.lora.rank", message, f"use at most {widest}; 8 to 64 are usual", str(lora.rank))
+        yield Problem(f"{key}.rank", message, f"use at most {widest}; 8 to 64 are usual", str(lora.rank))
 
 
-def adapter_warnings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Experts that get no adapters although `actor.lora.targets` means every linear layer."""
-    known = tensors_of_config(config) if spec.actor.lora else None
-    if known is None or spec.actor.lora is None or "all-linear" not in spec.actor.lora.targets:
+def adapter_warnings(role: RoleName, lora: Lora, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Experts that get no adapters although `lora.targets` means every linear layer."""
+    known = tensors_of_config(config)
+    if known is None or "all-linear" not in lora.targets:
         return
     if elements := _of_experts(known):
         layers = [parameter.name.removesuffix(".weight") for parameter in known.adaptable]
         share = f"{elements / known.elements:.0%} of the parameters"
         message = f"no adapters for the experts ({share}): they lie in one tensor per layer, not in linear layers"
-        hint = f"adapters stand beside {_last_names(layers)}; without actor.lora the experts learn too"
-        yield Problem("actor.lora.targets", message, hint, show(spec.actor.lora.targets))
+        hint = f"adapters stand beside {_last_names(layers)}; without {role}.lora the experts learn too"
+        yield Problem(f"{role}.lora.targets", message, hint, show(lora.targets))
 
 
 def rate_warnings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -135,8 +135,11 @@ def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], d
         errors, warnings = errors + token_errors, warnings + token_warnings
     if not fake:
         errors += [*cut_problems(spec, main.config), *_engines(spec, main.config, others)]
-        errors += adapter_problems(spec, main.config)
-        warnings += [*adapter_warnings(spec, main.config), *rate_warnings(spec, main.config)]
+        warnings += rate_warnings(spec, main.config)
+        for role, lora in spec.adapters():
+            config = others[role].config if role in others else main.config
+            errors += adapter_problems(role, lora, config)
+            warnings += adapter_warnings(role, lora, config)
     return errors, warnings, main.config
 
 

@@ -65,9 +65,11 @@ def export(
         raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
     about = _about(checkpoint, role)
     dtype, why = (dtype, "") if dtype else own_dtype(about)
+    if adapter_only and _head(role) != "lm":
+        raise UsageError("--adapter-only: beside its adapters the head learned", hint="leave it out: they are merged")
     if adapter_only and not (folder / "adapter_config.json").is_file():
         hint = "leave it out: the whole model was trained"
-        raise UsageError("--adapter-only: this run was not trained with actor.lora", hint=hint)
+        raise UsageError(f"--adapter-only: it was not trained with {role}.lora", hint=hint)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
     if public and not push_to_hub:

@@ -22,7 +22,7 @@ from specs.load.synonyms import ABSENT, NOT_YET, RENAMED, SECTIONS, SYNONYMS, TA
 from specs.text import show
 
 NEVER_KEYS = {
-    "lora": ("only the actor has adapters", "write it as actor.lora"),
+    "lora": ("only roles that learn have adapters", "write it as actor.lora"),
 }
 
 

@@ -146,16 +146,17 @@ def _overlong_buffer(spec: Spec) -> Iterator[Problem]:
 
 
 def _lora(spec: Spec) -> Iterator[Problem]:
-    lora = spec.actor.lora
-    if lora is None:
-        return
-    if spec.model.from_scratch and spec.actor.engine.model_of != "bigram":
-        message = "adapters need a trained model below them, and checkpoints do not hold the random one"
-        yield Problem("actor.lora", message, "set model.from_scratch = false, or train the whole model")
-    if len(lora.targets) > 1 and "all-linear" in lora.targets:
-        yield Problem("actor.lora.targets", "all-linear already means every layer", "name it alone", show(lora.targets))
-    elif len(set(lora.targets)) < len(lora.targets):
-        yield Problem("actor.lora.targets", "layer listed twice", "name it once", show(lora.targets))
+    for role, lora in spec.adapters():
+        key, engine = f"{role}.lora", getattr(spec.role(role), "engine", None)
+        drawn = spec.model.from_scratch and spec.model_path(role) == spec.model.path
+        if drawn and getattr(engine, "model_of", None) != "bigram":
+            message = "adapters need a trained model below them, and checkpoints do not hold the random one"
+            yield Problem(key, message, "set model.from_scratch = false, or train the whole model")
+        if len(lora.targets) > 1 and "all-linear" in lora.targets:
+            message = "all-linear already means every layer"
+            yield Problem(f"{key}.targets", message, "name it alone", show(lora.targets))
+        elif len(set(lora.targets)) < len(lora.targets):
+            yield Problem(f"{key}.targets", "layer listed twice", "name it once", show(lora.targets))
 
 
 def _optimizer(spec: Spec) -> Iterator[Problem]:

@@ -177,12 +177,13 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     if parts > 64:
         message = f"takes {parts} optimizer steps on samples of the first one's weights"
         yield Problem("algorithm.mini_batches_per_step", message, "1 to 16 is usual", show(parts))
-    if (lora := spec.actor.lora) is not None and lora.alpha < lora.rank / 100:
-        message = f"multiplies what adapters do by {lora.alpha / lora.rank:g}: they hardly change the model"
-        yield Problem("actor.lora.alpha", message, "once or twice the rank is usual", show(lora.alpha))
-    if (lora := spec.actor.lora) is not None and lora.alpha > 1000 * lora.rank:
-        message = f"multiplies what adapters do by {lora.alpha / lora.rank:g}"
-        yield Problem("actor.lora.alpha", message, "once or twice the rank is usual", show(lora.alpha))
+    for role, lora in spec.adapters():
+        times, key = f"multiplies what adapters do by {lora.alpha / lora.rank:g}", f"{role}.lora.alpha"
+        if lora.alpha < lora.rank / 100:
+            message = f"{times}: they hardly change the model"
+            yield Problem(key, message, "once or twice the rank is usual", show(lora.alpha))
+        if lora.alpha > 1000 * lora.rank:
+            yield Problem(key, times, "once or twice the rank is usual", show(lora.alpha))
     discount = getattr(algorithm, "discount", 1.0)
     if discount < _LEAST_DISCOUNT:
         message = "a token that stands 50 tokens before the reward gets nothing of it"

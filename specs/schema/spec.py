@@ -152,13 +152,16 @@ class Learner(ModelRole):
         "enters each layer, which is little and hides behind the computation.",
     )
     optimizer: Optimizer = Field(Optimizer(), description="Optimizer and schedule.")
+    lora: Lora | None = Field(
+        None,
+        description="Train low-rank adapters instead of the whole model; beside them a critic's head learns whole.",
+    )
 
 
 class ActorSection(Learner):
     """The model that learns."""
 
     engine: TrainEngineTable = Field(DdpTable(), description="How the actor is held.")
-    lora: Lora | None = Field(None, description="Train low-rank adapters instead of the whole model.")
 
 
 class RefSection(ModelRole):
@@ -171,7 +174,7 @@ class RefSection(ModelRole):
 
 class CriticSection(Learner):
     """The model that predicts what a completion will still earn. Exists only where `algorithm.kind` asks for it
-    (`ppo`). Without the section it is held and learns as the actor's says, without adapters."""
+    (`ppo`). Without the section it is held and learns as the actor's says, by adapters where that does."""
 
     model: PathText = Field(
         "",
@@ -466,6 +469,11 @@ class Spec(Table):
         not among them."""
         found = ((name, getattr(self, name)) for name in ROLES)
         return [(name, section) for name, section in found if isinstance(section, RoleSection)]
+
+    def adapters(self) -> list[tuple[RoleName, Lora]]:
+        """Roles of this run whose own section asks for adapters."""
+        found = ((role, getattr(section, "lora", None)) for role, section in self.sections() if role in self.roles)
+        return [(role, lora) for role, lora in found if isinstance(lora, Lora)]
 
     @property
     def roles(self) -> tuple[RoleName, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +15,19 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
 from sharded_worker import CASES, export_in_bf16  # noqa: E402
-from train_helpers import grpo, make_batch, scale_of, train_config, weights_of  # noqa: E402
+from train_helpers import learn, make_batch, train_config, weights_of  # noqa: E402
 
 from backends.hf.adapter_names import is_on_the_wire  # noqa: E402
 from backends.protocol import Rank  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
 from specs.schema.spec import Lora  # noqa: E402
+from specs.wire.batch import Batch  # noqa: E402
 from specs.wire.partition import shards  # noqa: E402
 from specs.wire.sequence_work import SequenceWork  # noqa: E402
+
+
+def of_rank(rank: Rank, batch: Batch) -> Any:
+    return shards(SequenceWork.of(batch), rank.world_size)[rank.rank]
 
 
 def main(model: Path, out: Path, cases: list[str]) -> None:
@@ -28,15 +35,14 @@ def main(model: Path, out: Path, cases: list[str]) -> None:
     for case in cases:
         config = train_config(model, lora=Lora(rank=4, alpha=12.0), **CASES[case])
         engine = train_engine(config.engine.kind).build(config, rank)
-        norms = []
-        for step in range(3):
-            batch = make_batch(seed=step)
-            mine = batch.select(shards(SequenceWork.of(batch), rank.world_size)[rank.rank])
-            engine.forward_backward(mine, grpo(kl_coef=0.1), scale_of(batch))
-            norms.append(engine.optim_step().grad_norm)
-        base_T, built = engine.forward(make_batch(), adapters=False), engine.built()
+        norms = learn(engine, select=partial(of_rank, rank))[1::2]
+        built, weights = engine.built(), weights_of(engine)
         counts = np.array([built.parameters, built.trainable_parameters])
-        weights, apart = weights_of(engine), weights_of(engine, form="apart")
+        if config.model.head == "value":
+            if rank.rank == 0:
+                np.savez(out / f"{case}.npz", norms=norms, counts=counts, **weights)
+            continue
+        base_T, apart = engine.forward(make_batch(), adapters=False), weights_of(engine, form="apart")
         assert all(export_in_bf16(engine, form)[0]["same"] for form in ("merged", "apart", "adapters")), case
         alone = weights_of(engine, form="adapters")
         assert alone.keys() == {name for name in apart if is_on_the_wire(name)}

@@ -80,8 +80,8 @@ def _use(exported: Exported, folder: Path) -> str:
 
 def _training(exported: Exported, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     terms = _at(spec, "reward", "terms") or []
-    optimizer = _at(spec, exported.role, "optimizer") or _at(spec, "actor", "optimizer")
-    lora = _at(spec, "actor", "lora")
+    section = _at(spec, exported.role) or _at(spec, "actor")
+    optimizer, lora = _at(section, "optimizer"), _at(section, "lora")
     rows = {
         "base model": public_name(str(exported.about["model_path"])) or "local files",
         "data": (public_name(str(_at(spec, "data", "train") or "")) or "local files") if spec else None,

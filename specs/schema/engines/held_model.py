@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, SCORING, Moment, Part
 from specs.model_facts import ModelFacts
-from specs.model_shapes import ModelTensors, ParameterShape
+from specs.model_shapes import SCORE_LAYER, ModelTensors, ParameterShape
 from specs.schema.mesh import ranks_of_a_row, sequence_parallel_of
 from specs.schema.roles import ROLES, RoleName
 
@@ -46,14 +46,18 @@ class HeldTrainer:
 
     @property
     def frozen(self) -> Sequence[ParameterShape]:
-        all_frozen = self.lora is not None or self.optimizer is None
-        return self.tensors.parameters if all_frozen else ()
+        if self.optimizer is None:
+            return self.tensors.parameters
+        return () if self.lora is None else tuple(p for p in self.tensors.parameters if p.name != SCORE_LAYER)
 
     @property
     def trained(self) -> Sequence[ParameterShape]:
         if self.optimizer is None:
             return ()
-        return self.tensors.parameters if self.lora is None else adapters(self.tensors, self.lora)
+        if self.lora is None:
+            return self.tensors.parameters
+        head = (p for p in self.tensors.parameters if p.name == SCORE_LAYER)
+        return (*adapters(self.tensors, self.lora), *head)
 
 
 @dataclass(frozen=True)

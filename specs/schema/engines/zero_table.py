@@ -108,7 +108,7 @@ def _zero3(held: HeldTrainer, engine: ZeroTable, config: dict[str, Any]) -> Iter
         yield state("Adam moments", mine * ADAM_BYTES, host=optimizer_host)
         yield Part("reduce bucket", _bucket(config), exact=True)
     threshold = int(config["stage3_param_persistence_threshold"])
-    everything = [*held.tensors.parameters, *held.trained] if held.lora else held.tensors.parameters
+    everything = [*held.frozen, *held.trained]
     persistent = elements([p for p in everything if p.elements <= threshold]) if held.ranks > 1 else 0
     yield Part("small weights, gathered for good", persistent * size, exact=True)
     live = min(held.tensors.elements, int(config.get("stage3_max_live_parameters", 1e9)), _live(held.tensors, config))

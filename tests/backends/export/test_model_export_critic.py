@@ -18,15 +18,16 @@ from backends.export.model_export import Source, prove, write_model
 from backends.protocol import TrainEngine
 from specs.errors import ExportError
 from specs.schema.algorithms.algorithm_tables import ValueLoss
+from specs.schema.spec import Lora
 from specs.wire.batch import Batch
 
 PROMPTS = [[3, 1, 4, 1, 5], [5, 9]]
 MANY = 2**40  # bytes of memory: everything fits
 
 
-def critic(folder: Path, dtype: str = "fp32", kind: str = "ddp") -> TrainEngine:
+def critic(folder: Path, dtype: str = "fp32", kind: str = "ddp", lora: Lora | None = None) -> TrainEngine:
     model = {"head": "value", "from_scratch": False, "dtype": dtype}
-    return build_engine(train_config(folder, kind, model=model, role="critic"))
+    return build_engine(train_config(folder, kind, model=model, role="critic", lora=lora))
 
 
 def of_prompts() -> Batch:
@@ -37,9 +38,11 @@ def of_prompts() -> Batch:
     return batch.with_columns(loss_mask_T=mask_T)
 
 
-def trained(folder: Path, dtype: str = "fp32", kind: str = "ddp", family: str = "llama") -> tuple[TrainEngine, Path]:
+def trained(
+    folder: Path, dtype: str = "fp32", kind: str = "ddp", family: str = "llama", lora: Lora | None = None
+) -> tuple[TrainEngine, Path]:
     """A critic after three updates, and what it saved."""
-    engine = critic(write_family(folder / "model", family), dtype, kind)
+    engine = critic(write_family(folder / "model", family), dtype, kind, lora)
     for step in range(3):
         batch = make_batch(seed=step)
         batch = batch.with_columns(value_T=batch["ref_logprob_T"], return_T=batch["advantage_T"])
@@ -89,6 +92,20 @@ def test_it_loads_as_a_classifier_with_one_output_and_starts_another_critic(
     assert not again.built().new_head
     assert largest_gap(weights_of(again), weights_of(engine)) == 0
     np.testing.assert_array_equal(again.values(of_prompts()), engine.values(of_prompts()))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_one_with_adapters_is_exported_merged(tmp_path: Path, kind: str) -> None:
+    engine, checkpoint = trained(tmp_path, kind=kind, lora=Lora(rank=4))
+    out = exported(checkpoint)
+    assert proven(source_of(checkpoint), out).values == 5
+    again = critic(out, kind=kind)
+    assert not again.built().new_head
+    assert largest_gap(weights_of(again), weights_of(engine)) < 1e-7
+    start = weights_of(critic(tmp_path / "model", kind=kind))
+    changed = {name for name, value in weights_of(again).items() if np.abs(value - start[name]).max() > 1e-4}
+    assert {"score.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
+    assert not any("norm" in name or "embed" in name for name in changed)
 
 
 def test_a_bf16_critic_is_proven_to_its_precision(tmp_path: Path) -> None:

@@ -308,13 +308,56 @@ def test_adapters_do_not_load_a_whole_models_checkpoint(tmp_path: Path, qwen2: P
         engine_of(qwen2).load(tmp_path)
 
 
+# ── a critic ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def critic_of(folder: Path, lora: Lora | None = LORA, **model: Any) -> DdpTrainEngine:
+    return engine_of(folder, lora, role="critic", model={"head": "value", **model})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_critic_learns_by_adapters_and_its_whole_head(tmp_path: Path, qwen2: Path, dtype: str) -> None:
+    """Nothing else has a gradient, a moment or a place in the checkpoint; a resumed one goes on to the bit."""
+    critic, plain, half, resumed = (critic_of(qwen2, lora, dtype=dtype) for lora in (LORA, None, LORA, LORA))
+    learned = {*adapters_of(critic), "score.weight"}
+    own = {name for name, p in critic.policy.model.named_parameters() if p.requires_grad}
+    assert own == {segment.name for segment in critic.flat.segments} == learned
+    assert critic.built().parameters == plain.built().parameters
+    assert critic.built().trainable_parameters == sum(p.numel() for p in adapters_of(critic).values()) + 32
+    frozen = {n: p.detach().clone() for n, p in critic.policy.model.named_parameters() if n not in learned}
+    assert not critic.values(make_batch()).any(), "a new head starts at zero"
+    expected = learn(critic, 6)
+    after = dict(critic.policy.model.named_parameters())
+    assert all(torch.equal(value, after[name]) for name, value in frozen.items())
+    assert all(after[name].any() for name in learned), "the head, and with it every B"
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    assert learn(half, 3) == expected[:6]
+    half.save(folder)
+    assert ShardReader(folder, "model").shapes.keys() == learned
+    resumed.load(folder)
+    assert learn(resumed, 3, first=3) == expected[6:]
+    assert largest_gap(weights_of(resumed), weights_of(critic)) == 0
+
+
+def test_a_critics_merged_weights_say_its_values(qwen2: Path) -> None:
+    critic, plain = critic_of(qwen2), critic_of(qwen2, None)
+    learn(critic, 6)
+    merged = {name: torch.from_numpy(value) for name, value in weights_of(critic).items()}
+    plain.policy.model.load_state_dict(merged, strict=True)
+    values = critic.values(make_batch())
+    assert np.abs(values).max() > 0.01
+    np.testing.assert_allclose(plain.values(make_batch()), values, atol=1e-5)
+
+
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
     """Norms, merged weights, log-probs without adapters and counts of parameters, over real gloo processes."""
     cases = [case for case in ("ddp", "fsdp2", "zero1", "zero3", "fsdp2 sequences") if case in sharded_worker.CASES]
-    warm_torchrun(2, "lora_worker.py", qwen2, tmp_path, *cases)
+    critics = [f"{case} critic" for case in cases[:4]]
+    warm_torchrun(2, "lora_worker.py", qwen2, tmp_path, *cases, *critics)
     alone, batch = engine_of(qwen2), make_batch()
     start_T, norms, built = alone.forward(batch), learn(alone)[1::2], alone.built()
     for case in cases:
@@ -325,3 +368,11 @@ def test_two_ranks_of_every_engine_are_one(tmp_path: Path, qwen2: Path) -> None:
         assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
         apart = {f"apart {name}": value for name, value in weights_of(alone, form="apart").items()}
         assert largest_gap(found, weights_of(alone) | apart) < 2e-5, case
+    critic = critic_of(qwen2)
+    norms, built = learn(critic)[1::2], critic.built()
+    for case in critics:
+        with np.load(tmp_path / f"{case}.npz") as file:
+            found = dict(file)
+        assert found.pop("norms") == pytest.approx(norms, rel=2e-5), case
+        assert found.pop("counts").tolist() == [built.parameters, built.trainable_parameters], case
+        assert largest_gap(found, weights_of(critic)) < 2e-5, case

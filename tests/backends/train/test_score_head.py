@@ -18,7 +18,7 @@ from backends.ddp.engine import DdpTrainEngine
 from backends.protocol import TrainEngine
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm_tables import ValueLoss
-from specs.schema.spec import Lora, Optimizer
+from specs.schema.spec import Optimizer
 from specs.wire.batch import Batch
 
 KINDS = ["ddp", "fsdp2"]
@@ -134,12 +134,6 @@ def test_what_is_refused(tmp_path: Path, kind: str, head: str, source: str, said
         write_model(folder, {**QWEN2, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]})
     with pytest.raises(ModelError, match=said):
         critic(folder, kind, head, model={"from_scratch": source == "drawn"})
-
-
-def test_adapters_on_it_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="critic: adapters for a model with a value head") as refused:
-        critic(write_model(tmp_path, QWEN2), model={"from_scratch": True}, lora=Lora(rank=2))
-    assert "remove critic.lora" in refused.value.hint
 
 
 def test_a_class_with_more_behind_its_backbone_is_refused(tmp_path: Path) -> None:
