@@ -11,10 +11,16 @@ object per line, and when the input closes every rank is ended:
 
 KEY marks a rank's processes in their environment (RLCTL_PROCESS), so that `kill` also ends those that an earlier keeper
 has left.
+
+What all ranks import the keeper imports once, and forks them: that is most of what a start costs. It never imports
+torch, starts no thread and opens no socket before. A rank has a session, a log and an environment of its own all the
+same; only /proc shows the keeper's command line and environment for it, without its mark. What is no rank of the
+keeper's interpreter, or is told variables that libraries read when they are loaded, is started.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -24,7 +30,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol
 
 from workers.watchdog import kill_marked, set_process_name, signal_group
 
@@ -32,6 +39,9 @@ GRACE_S = 3.0
 SAYS = "rlctl-node: "  # before each line to the driver: a login shell may print lines of its own
 _KILL_TIMEOUT_S = 10.0
 _LOOK_S = 0.05
+_RANK = ("-m", "workers.main")
+_IMPORTED = (_RANK[1], "workers.roles.engine_rank")
+_PLACE = ("RLCTL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")  # how variables begin that only ranks read
 _IDLE_S = 60.0  # with no rank left: the line to a driver that nobody hears any more may stay open
 
 
@@ -73,11 +83,41 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             continue
 
 
+class Process(Protocol):
+    """As much of `Popen` as a keeper needs."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+class Forked:
+    """A rank that was forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+
+class BecomesRank(BaseException):
+    """In a fork: leave the keeper behind and be a rank, with these words for `workers.main`."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(*words)
+        self.words = words
+
+
 class Keeper:
     """Ranks, by key, and the line to the driver."""
 
     def __init__(self) -> None:
-        self._ranks: dict[str, subprocess.Popen[bytes]] = {}
+        self._ranks: dict[str, Process] = {}
         self._hung_up = False
         self._used = time.monotonic()
 
@@ -107,10 +147,14 @@ class Keeper:
 
     def _start(self, asked: Mapping[str, Any]) -> None:
         marks = {"RLCTL_PROCESS": asked["start"], "RLCTL_PARENT_PID": str(os.getpid())}
+        command, env = asked["command"], {**asked["env"], **marks}
+        if _may_fork(command, env):
+            self._ranks[asked["start"]] = _fork(command[3:], env, asked["log"])
+            return
         with open(asked["log"], "ab") as log_file:
             self._ranks[asked["start"]] = subprocess.Popen(
-                asked["command"],
-                env={**os.environ, **asked["env"], **marks},
+                command,
+                env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
@@ -118,9 +162,9 @@ class Keeper:
             )
 
     def _kill(self, key: str) -> None:
-        kill_marked(f"RLCTL_PROCESS={key}", _KILL_TIMEOUT_S)
         if key in self._ranks:
-            signal_group(self._ranks[key].pid, signal.SIGKILL)  # where no mark can be read
+            signal_group(self._ranks[key].pid, signal.SIGKILL)  # a fork, or where no mark can be read
+        kill_marked(f"RLCTL_PROCESS={key}", _KILL_TIMEOUT_S)
         self._report()
 
     def _report(self) -> None:
@@ -152,12 +196,50 @@ class Keeper:
         self._hung_up = True
 
 
+def _may_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether a fork of this process, with what ranks import, is what the command would be."""
+    if command[0] != sys.orig_argv[0] or tuple(command[1:3]) != _RANK or threading.active_count() > 1:
+        return False
+    if not all(name.startswith(_PLACE) for name in env):
+        return False
+    try:
+        for module in _IMPORTED:
+            import_module(module)
+    except Exception:  # a rank that is started says what is wrong, in its log
+        return False
+    return True
+
+
+def _fork(words: Sequence[str], env: Mapping[str, str], log: str) -> Forked:
+    """Raises BecomesRank in the fork."""
+    gc.freeze()  # what is there now is never looked at again, and stays shared
+    pid = os.fork()
+    if pid:
+        return Forked(pid)
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    written = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for new, old in ((os.open(os.devnull, os.O_RDONLY), 0), (written, 1), (written, 2)):
+        os.dup2(new, old)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.update(env)
+    raise BecomesRank(words)
+
+
 def main(command: Sequence[str]) -> int:
     set_process_name("rlctl-node")
     if command:
         return keep_launcher(command)
-    Keeper().keep()
-    return 0
+    try:
+        Keeper().keep()
+    except BecomesRank as rank:
+        words = rank.words
+    else:
+        return 0
+    code: int = import_module(_RANK[1]).main(words)
+    return code
 
 
 if __name__ == "__main__":

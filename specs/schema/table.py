@@ -66,7 +66,9 @@ NonEmptyPath = Annotated[NonEmpty, AfterValidator(usable_path)]
 class Table(BaseModel):
     """A TOML table: frozen, and without room for a mistyped key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )  # deferred: a rank reads few of the tables, and most of its start was to prepare for all
 
     _plain = field_validator("*")(plain)
 

@@ -26,7 +26,7 @@ Lax = Strict(False)  # a table of the spec checks itself
 class Body(BaseModel):
     """A body: frozen, and without room for a mistyped key. JSON's own types, never converted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
 
     @classmethod
     def of(cls, answer: Message) -> Self:
