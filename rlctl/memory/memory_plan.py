@@ -140,7 +140,7 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,
         adds_head_gradient=here is not None and here.adds_gradients_in_place(section.dtype),
-        entropy=spec.loss.entropy_coef != 0,
+        entropy=spec.loss.entropy_coef != 0 or (here is not None and here.always_entropy),
     )
 
 

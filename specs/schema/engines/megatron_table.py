@@ -69,6 +69,7 @@ class MegatronTable(TrainedHere):
     cuts_sequences: ClassVar[bool | None] = False
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
     angles_kept: ClassVar[int] = 4  # cosines and sines, of queries and of keys
+    always_entropy: ClassVar[bool] = True
 
     @property
     def group(self) -> int:

@@ -62,6 +62,8 @@ class TrainedHere(BuiltHere, TrainTable):
     resumes_reshaped: ClassVar[bool | None] = True
     angles_kept: ClassVar[int] = 0
     """Tensors [tokens, head size] that each layer keeps of rotating queries and keys; 0: all layers share them."""
+    always_entropy: ClassVar[bool] = False
+    """Whether the head computes entropies for every loss: one more copy of a chunk of logits."""
 
     def logits_chunk(self, vocabulary: int, *, on_gpu: bool) -> int:
         """`logits_chunk_tokens` in effect. Peaks then do not grow with the vocabulary; a GPU needs more rows at a time

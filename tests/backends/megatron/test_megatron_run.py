@@ -34,10 +34,12 @@ SMALL = {
     "eval.prompts": 8,
 }
 SETTINGS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
-CRITIC_ON_DATA_RANKS = ("--set", 'critic.engine={kind="megatron"}')
+LEARNS = 'optimizer={lr=1e-3, warmup_steps=5, schedule="cosine"}'
+CRITIC = f'processes=2, launcher="torchrun", threads=1, python="{PYTHON}", {LEARNS}'  # the actor's, on other axes
+CRITIC_ON_DATA_RANKS = ("--set", f'critic={{{CRITIC}, engine={{kind="megatron"}}}}')
 OTHER_AXES = (
     *("--set", "actor.engine.tensor_parallel=1", "--set", "actor.engine.pipeline_parallel=2"),
-    *("--set", 'critic.engine={kind="megatron", tensor_parallel=2}'),
+    *("--set", f'critic={{{CRITIC}, engine={{kind="megatron", tensor_parallel=2}}}}'),
 )
 
 
