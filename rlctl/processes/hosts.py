@@ -24,7 +24,7 @@ from workers.network import address_towards
 def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
     """The plan of a run that is about to start. With roles on several hosts it names this host's address, and every
     host has been asked whether it can do its part. Raises SpecError."""
-    _check_slurm(spec, os.environ)
+    check_slurm(spec, os.environ)
     if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
     plan = make_plan(spec, spec_dir, address=_own_address(spec, spec_dir))
@@ -60,7 +60,7 @@ def _own_address(spec: Spec, spec_dir: Path) -> str:
     return address
 
 
-def _check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
+def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
     """srun works inside a SLURM job, from its first host, on as many hosts as the job has."""
     roles = [name for name in spec.roles if spec.role(name).launcher == "srun"]
     if not roles:
@@ -74,7 +74,8 @@ def _check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
     if short:
         hint = f"ask for more with #SBATCH --nodes, or set {short[0]}.nodes = {has}"
         asked = str(spec.role(short[0]).nodes)
-        raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}", hint, asked)])
+        named = f": {hosts}" if (hosts := env.get("SLURM_JOB_NODELIST", "")) else ""
+        raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, asked)])
 
 
 def _asked(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str]) -> Asked:

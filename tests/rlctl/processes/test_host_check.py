@@ -13,7 +13,7 @@ from small_spec import raw_spec
 
 from rlctl import __version__
 from rlctl.processes.host_check import FarHost, check_hosts, interface_of, marked, one_machine, problem_of
-from rlctl.processes.hosts import circles_of, far_hosts_of
+from rlctl.processes.hosts import check_slurm, circles_of, far_hosts_of
 from rlctl.processes.placement import make_plan, package_root
 from rlctl.processes.remote_check import Answer, Asked, sizes_in, unreached
 from specs.errors import SpecError
@@ -125,3 +125,13 @@ def test_who_is_asked_and_who_must_reach_whom(tmp_path: Path) -> None:
     )
     (host,) = far_hosts_of(spec, make_plan(spec, tmp_path, address="10.0.0.1"))
     assert (host.name, host.devices) == ("b", {0, 1, 3})
+
+
+def test_an_allocation_smaller_than_the_spec() -> None:
+    spec = Spec.model_validate(raw_spec(actor={"nodes": 3, "processes": 3, "launcher": "srun"}))
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    with pytest.raises(SpecError, match=r"actor\.nodes = 3: the SLURM job has 2: n\[1-2\]"):
+        check_slurm(spec, job)
+    check_slurm(spec, {**job, "SLURM_JOB_NUM_NODES": "3"})
+    with pytest.raises(SpecError, match="this is not a SLURM job"):
+        check_slurm(spec, {})
