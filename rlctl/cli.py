@@ -190,9 +190,10 @@ def train(
         from specs.errors import UsageError
 
         raise UsageError("--target cluster: only with --dry-run", hint="train starts its roles from here")
+    from rlctl.run.train import print_result
     from rlctl.run.train import train as run
 
-    run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of)
+    print_result(run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of))
 
 
 @app.command("eval")

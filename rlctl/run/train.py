@@ -110,7 +110,6 @@ def train(
             progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
     finally:
         run.release()
-    Screen(outlives=True).print(Text(result_line(run.path)), soft_wrap=True)
     return run.path
 
 
@@ -141,12 +140,13 @@ def _journaled(run: RunDir) -> Iterator[None]:
         write_report(run.path)
 
 
-def result_line(run_dir: Path) -> str:
+def print_result(run_dir: Path) -> None:
     """The last line of a run that reached its end, for programs: `result: ` and a JSON object with `run_dir`, `step`
     and the last values of `reward/mean` and of every evaluation."""
     last = last_values(read_metrics(run_dir / "metrics.jsonl"))
     shown = {key: value for key, value in last.items() if key in ("step", "reward/mean") or key.startswith("eval/")}
-    return "result: " + json_text({"run_dir": str(run_dir), **shown})
+    said = "result: " + json_text({"run_dir": str(run_dir), **shown})
+    Screen(outlives=True).print(Text(said), soft_wrap=True)
 
 
 def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:

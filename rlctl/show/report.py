@@ -39,14 +39,14 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Staleness", "steps", {"mean": "rollout/staleness_mean", "largest": "rollout/staleness_max"}),
     ("Gradient norm", "before clipping", _of_learners("grad_norm")),
     ("Learning rate", "", _of_learners("lr")),
-    ("Completions that end by themselves", "share; the others are cut off", {"finished": "rollout/finished"}),
+    ("Finished completions", "share that ends by itself", {"finished": "rollout/finished"}),
     ("Completion length", "tokens", {"mean": "rollout/length_mean"}),
     ("Throughput", "tokens/s", {"prompt and completion": "perf/tokens_per_s"}),
     ("Weight sync", "GB/s", {"actor → rollout": "sync/GB_per_s"}),
 )
 FILES = (
     *("spec.toml", "resolved.json", "as_built.json", "memory.json", "metrics.jsonl", "samples.jsonl"),
-    *("eval.jsonl", "journal.jsonl", "checkpoints", "logs"),
+    *("eval.jsonl", "reward_failures.jsonl", "journal.jsonl", "checkpoints", "logs"),
 )
 REFRESH_S = 15  # of a page whose run goes on
 WARNINGS_SHOWN = 50
@@ -256,11 +256,16 @@ def _time_chart(records: Records) -> str:
     return stacked_chart("Time per step", bands, unit="s")
 
 
+def _device(rank: dict[str, Any]) -> str:
+    threads = rank.get("threads")
+    return f"{rank.get('device', '')}" + (f", {counted(threads, 'thread')}" if isinstance(threads, int) else "")
+
+
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]], ...] = (
     ("role", lambda rank, model: str(rank.get("role"))),
     ("rank", lambda rank, model: f"{rank.get('rank')} of {rank.get('world_size')}"),
     ("engine", lambda rank, model: str(rank.get("engine", ""))),
-    ("device", lambda rank, model: f"{rank.get('device', '')}, {rank.get('threads')} threads"),
+    ("device", lambda rank, model: _device(rank)),
     ("model", lambda rank, model: str(model.get("model_class", "–"))),
     ("parameters", lambda rank, model: count(_number(model, "parameters"))),
     ("dtype", lambda rank, model: str(model.get("dtype", "–"))),

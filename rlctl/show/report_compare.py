@@ -79,11 +79,13 @@ def render_comparison(runs: Sequence[ComparedRun]) -> str:
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Dotted key → its value in each run, where they are not all equal; None: it has none."""
+    """Dotted key → its value in each run, where they are not all equal; None: it has none. Not their names."""
     flat = [_flat(run.resolved) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     told = {key: [values.get(key) for values in flat] for key in keys}
-    return {key: values for key, values in told.items() if any(value != values[0] for value in values)}
+    return {
+        key: values for key, values in told.items() if any(one != values[0] for one in values) and key != "run.name"
+    }
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

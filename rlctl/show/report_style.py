@@ -3,11 +3,11 @@
 STYLE = """
 :root { --bg:#fff; --ink:#1d2433; --soft:#6b7486; --rule:#e4e8ee; --card:#f8f9fb;
   --c0:#2563eb; --c1:#ea7317; --c2:#12936b; --c3:#b5338a; --c4:#8a6d00; --c5:#64748b;
-  --c6:#7c3aed; --c7:#be123c; color-scheme: light dark; }
+  --c6:#7c3aed; --c7:#be123c; --bad:#c0392b; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) { :root { --bg:#12151c; --ink:#e6e9f0; --soft:#97a1b3;
   --rule:#2a303c; --card:#191d26; --c0:#6ea0ff; --c1:#ff9d4d; --c2:#3fcf9f; --c3:#ee7fc8;
   --c4:#d9b93b; --c5:#8b98ad;
-  --c6:#b794ff; --c7:#ff7d97; } }
+  --c6:#b794ff; --c7:#ff7d97; --bad:#ff8a7a; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1440px; padding: 24px 28px 60px; background: var(--bg); color: var(--ink);
   font: 14px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -19,7 +19,8 @@ nav, .note, small { color: var(--soft); } small { margin-left: 8px; font-weight:
 .tiles div, figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
 .tiles div { padding: 10px 14px; } dt { color: var(--soft); font-size: 12px; }
 dd { margin: 0; font-size: 19px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(360px, 1fr)); gap: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); gap: 14px;
+  margin-top: 20px; }
 figure { margin: 0; padding: 12px 14px 8px; } figcaption { font-weight: 600; } figure p { margin: 2px 0 0; }
 svg { width: 100%; display: block; } .grid { stroke: var(--rule); stroke-width: 1; }
 .tick { fill: var(--soft); font-size: 10.5px; font-variant-numeric: tabular-nums; }
@@ -34,13 +35,14 @@ i.s0, i.b0 { background: var(--c0); } i.s1, i.b1 { background: var(--c1); } i.s2
 i.s3, i.b3 { background: var(--c3); } i.b4 { background: var(--c4); } i.b5 { background: var(--c5); }
 .b0 { fill: var(--c0); } .b1 { fill: var(--c1); } .b2 { fill: var(--c2); } .b3 { fill: var(--c3); }
 .b4 { fill: var(--c4); } .b5 { fill: var(--c5); }
+@media (max-width: 600px) { body { padding: 16px 14px 40px; } .tiles { grid-template-columns: 1fr 1fr; } }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th { text-align: left; color: var(--soft); font-weight: 500; font-size: 12px; }
 th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 12.5px/1.45 ui-monospace, Menlo, Consolas, monospace; }
-.failed { border: 1px solid #c0392b; border-radius: 10px; padding: 2px 16px 10px; margin: 16px 0; }
-.failed h2 { margin: 10px 0; color: #c0392b; } .state { color: var(--soft); }
+.failed { border: 1px solid var(--bad); border-radius: 10px; padding: 2px 16px 10px; margin: 16px 0; }
+.failed h2 { margin: 10px 0; color: var(--bad); } .state { color: var(--soft); }
 .warnings { padding-left: 18px; } .filter input { margin: 0 4px 0 0; } .filter label { margin-right: 14px; }
 .tip { min-height: 1.5em; font-size: 12px; color: var(--soft); font-variant-numeric: tabular-nums; }
 svg { touch-action: pan-y; cursor: crosshair; } .bar { stroke: var(--soft); stroke-width: .7; display: none; }

@@ -48,7 +48,9 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     here: dict[str, Any] = {}
     exec(code.replace(", actor__optimizer__lr=3e-4", ', eval={"every": 4, "prompts": 4}'), here)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("4 0.0")
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("4 0.0")
+    assert "result: " not in said, "that line is for programs that call the command"
     assert here["run"] == tmp_path / "runs" / "fake"
     assert [line["step"] for line in here["lines"]] == [0, 1, 2, 3, 4]
     checked = rlctl.check_config("sort.toml", run__stepz=4)

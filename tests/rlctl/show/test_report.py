@@ -355,7 +355,7 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
         run.mkdir(parents=True)
         fill(run, steps)
         resolved = {
-            "run": {"name": "same", "steps": 100},
+            "run": {"name": name, "steps": 100},
             "actor": {"optimizer": {"lr": lr}},
             "reward": {"terms": [{"kind": "exact_match", "weight": lr}]},
         }
@@ -411,5 +411,9 @@ def test_a_browser_opens_the_page_of_a_long_run_at_once(tmp_path: Path) -> None:
         every = chromium.run(rows)
         chromium.run("document.getElementById('samples-truncated').click()")
         assert 0 < chromium.run(rows) < every
-        assert chromium.run("document.documentElement.scrollWidth") <= 1280
+        for width in (1280, 390):
+            chromium.look(width, 900)
+            outside = "[...document.querySelectorAll('.tiles div, figure')]"
+            outside += f".filter(one => one.getBoundingClientRect().right > {width - 10}).length"
+            assert chromium.run(outside) == 0, f"{width} pixels wide"
         assert chromium.complaints == []
