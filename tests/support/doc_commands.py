@@ -4,7 +4,7 @@ What the fence of a block says decides:
 
     ```bash            every command is run
     ```console         what follows `$ ` is run; every other line was printed by it, with numbers of its own. A line of
-                       `…` stands for lines that are left out
+                       `…` stands for lines that are left out, and `…` at the end of a line for the rest of it
     ```toml            a spec; a part of one is laid over the preset quickstart, or over=PRESET
     ```python          run; of a file, run by the commands that name it
     ```json, ```csv    data
@@ -145,6 +145,8 @@ class Folder:
         """Run one, or read it; what it printed."""
         if not checked:
             return self.run(words)
+        while re.match(r"[A-Z_]+=", words[0]):  # a variable of the command's environment
+            words = words[1:]
         read(words, self.path)
         if words[:2] == ["rlctl", "init"] and not _placeholders(words):
             return self.run(words)  # the spec that the next commands name
@@ -332,7 +334,15 @@ def not_said(shown: str, said: str) -> list[str]:
     """Lines of a console block that its commands did not print. Numbers and white space may be others."""
     printed = {skeleton(line) for line in said.splitlines()}
     expected = [line for line in joined_lines(shown) if line.strip() not in ("", "…") and not line.startswith("$ ")]
-    return [line for line in expected if skeleton(line) not in printed]
+    return [line for line in expected if not _was_printed(line, printed)]
+
+
+def _was_printed(line: str, printed: set[str]) -> bool:
+    """A line that ends in `…` is the beginning of one."""
+    begins = line.rstrip().removesuffix("…")
+    if begins == line.rstrip():
+        return skeleton(line) in printed
+    return any(one.startswith(skeleton(begins)) for one in printed)
 
 
 def skeleton(line: str) -> str:
