@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ class NodeLine:
 
     def code_of(self, key: str) -> int | None:
         """How a rank ended: its exit code, or that of the line, which takes all with it. None: it runs."""
+        ended = self.shell.poll()  # before the look: what the keeper said last is then there to be read
         self.look()
-        return self._codes.get(key, self.shell.poll())
+        return self._codes.get(key, ended)
 
     def has_told(self, key: str) -> bool:
         """Whether the keeper itself has said that this rank ended."""
@@ -76,8 +78,11 @@ class NodeLine:
     def close(self) -> None:
         """Take in the last words of an ended shell."""
         assert self.shell.stdout is not None
+        assert self.shell.stdin is not None
         self.look()
         self.shell.stdout.close()
+        with suppress(BrokenPipeError):  # words that it did not live to read
+            self.shell.stdin.close()
 
     def _take(self, line: str) -> None:
         if not line.startswith(SAYS):

@@ -155,6 +155,8 @@ class Launcher:
         """Start a rank that has a process of its own on another host, through the line to its keeper there."""
         line = self._lines.get((plan.role, node.host))
         if line is None or line.ended:
+            if line is not None:
+                line.close()
             line = self._lines[plan.role, node.host] = self._open_line(plan, node)
         for key in self._unsure.pop((plan.role, rank), []):
             line.say({"kill": key})

@@ -26,12 +26,14 @@ from rlctl.presets import write_batch_script
 from rlctl.processes import launch
 from rlctl.processes.calls import RanksLost
 from rlctl.processes.failures import Evidence
+from rlctl.processes.far_ranks import NodeLine
 from rlctl.processes.launch import Launcher, remote_script
 from rlctl.processes.placement import RolePlan, make_plan, package_root
 from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import RoleFailure
 from specs.load.load import load_spec
 from specs.wire.messages import Verb
+from workers.node import SAYS
 from workers.watchdog import kill_marked, pids_marked
 
 BOUND_S = 80.0
@@ -186,6 +188,32 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_line(
         assert (failure.value.rank, failure.value.host) == (2, "second")
 
 
+def test_a_keepers_last_words_are_heard_though_it_ended_meanwhile(tmp_path: Path) -> None:
+    """It says how a rank ended, and ends, while the driver looks whether the line still stands."""
+    says = f"read go; echo '{SAYS}{json.dumps({'ended': 'key', 'code': -9})}'"
+    shell = subprocess.Popen(["sh", "-c", says], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    line = NodeLine("second", shell, "", tmp_path / "log")
+
+    class Ending:
+        """The shell, which ends when it is first looked at."""
+
+        stdin, stdout = shell.stdin, shell.stdout
+
+        def poll(self) -> int | None:
+            if shell.returncode is None:
+                line._write("go\n")
+                shell.wait(60)
+            return shell.poll()
+
+    line.shell = Ending()  # type: ignore[assignment]
+    assert line.code_of("key") == -9
+    assert line.has_told("key")
+    line.close()
+    assert shell.stdin is not None
+    assert shell.stdin.closed
+    assert line.code_of("another") == 0, "it went with its line"
+
+
 @pytest.mark.parametrize("make", ["torchrun", "python"])
 def test_a_line_is_never_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
     plan = on_two_nodes("torchrun") if make == "torchrun" else replicas_on_two_nodes()
@@ -219,7 +247,7 @@ def test_a_node_ends_with_its_line_to_the_driver(tmp_path: Path) -> None:
         node.stdin.flush()
         assert node.stdout.readline() == "ready\n"
         wait_for(
-            lambda: len(pids_marked(f"SECRET={secret}")) == 3, 20, "all three processes"
+            lambda: len(pids_marked(f"SECRET={secret}")) == 3, 60, "all three processes"
         )  # one may not be its own yet
         node.stdin.close()
         try:
