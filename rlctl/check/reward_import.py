@@ -24,6 +24,8 @@ from typing import Any
 
 from rlctl.check.growth import said_of, slowest_growth
 from rlctl.check.reward_trial import OfColumns, Try, a_try, trial_findings
+from rlctl.models.paths import model_folder
+from rlctl.models.tokenizer_files import special_texts
 from rlctl.preflight.first_row import row_columns, trial_rows
 from rlctl.preflight.interpreters import own_path
 from rlctl.processes.placement import package_root
@@ -36,7 +38,7 @@ from specs.text import show
 from workers.data.row_source import DataRow
 from workers.grading.grader_process import encode
 from workers.grading.reward_failures import is_of_code, last_line
-from workers.grading.signatures import ALL_COLUMNS, OF_A_SAMPLE
+from workers.grading.signatures import ALL_COLUMNS, DEFAULT, OF_A_SAMPLE, REFERENCE
 from workers.grading.terms import Setting
 from workers.grading.trial_completions import OWN, Said, likely_completions
 from workers.watchdog import kill_marked
@@ -91,6 +93,7 @@ def try_functions(
             if not said or {OF_A_SAMPLE["completion"], ALL_COLUMNS} & set(said.values()):
                 warnings += _of_tries(spec, one, tries, said)
                 warnings += _of_growth(spec, one) if _all_given(one, tries) else ()
+                warnings += [*_kept_defaults(one, said, row), *_only_with_special(spec, spec_dir, one, tries)]
             elif not problem:
                 message = f"{one.path.rpartition(':')[2]} is not given the completion: its score does not depend on it"
                 hint = "let it take completion, or leave the term out"
@@ -123,6 +126,17 @@ def _called(
         return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code), ()
     numbers = [line["t"][0] if "t" in line else None for line in lines] + [None] * (2 - len(lines))
     call = replace(call, own_answer=numbers[0], empty=numbers[1])
+    if len(lines) < 2 and time.monotonic() - began >= CALL_S:
+        message = f"{one.path.rpartition(':')[2]}, called with the first row, gives no score within {CALL_S:g} s"
+        hint = "a run grades every completion of a step: make it quicker, or raise reward.workers and reward.timeout_s"
+        return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code=False), ()
+    if failed and len(lines) == 2:
+        what = "an empty completion" if "t" not in lines[1] else "the row's own answer"
+        message = (
+            f"{one.path.rpartition(':')[2]}, called with {what}, gives no score: {last_line(str(failed[0]['text']))}"
+        )
+        hint = "return a number whatever the model writes, 0.0 for what cannot be read"
+        return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code=False), ()
     if None in numbers or time.monotonic() - began > _QUICK_S:
         return call, None, ()
     first = [a_try(said, line) for said, line in zip(one.completions, lines, strict=False)]
@@ -170,6 +184,27 @@ def _of_tries(spec: Spec, one: _Importing, tries: Sequence[Try], given: Mapping[
     )
     for message, hint in trial_findings(one.path.rpartition(":")[2], tries, columns, weight=term.weight, alone=alone):
         yield Problem(one.key, message, hint, show(one.path))
+
+
+def _only_with_special(spec: Spec, spec_dir: Path, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
+    """A function that likes right completions only where they hold special tokens, which it is never given."""
+    folder = model_folder(spec.model.path, spec_dir)
+    texts = special_texts(folder) if isinstance(folder, Path) else set()
+    wrong = max((each.value or 0.0 for each in tries if not each.right), default=0.0)
+    liked = [each.completion.text for each in tries if each.right and (each.value or 0.0) > wrong]
+    held = [[text for text in texts if text in completion] for completion in liked]
+    if liked and all(held) and spec.reward.terms[one.index].weight > 0:
+        message = f"rewards {', '.join(sorted(held[0]))}, special tokens of this tokenizer"
+        hint = "mark the parts with text that is no special token, or make the tokens plain ones"
+        yield Problem(one.key, f"{message}, and completions are read without them", hint, show(one.path))
+
+
+def _kept_defaults(one: _Importing, given: Mapping[str, str], row: DataRow | None) -> Iterator[Problem]:
+    """A parameter that is called like the row's answer, and no column is."""
+    for name, what in given.items():
+        if what == DEFAULT and name in REFERENCE and row is not None:
+            message = f"{name} keeps its default: the rows have no column of that name ({', '.join(row.values)})"
+            yield Problem(one.key, message, "call it as the column is called, or read it from row", show(one.path))
 
 
 def _of_growth(spec: Spec, one: _Importing) -> Iterator[Problem]:

@@ -46,6 +46,19 @@ def check_tokenizer(folder: Folder, vocab_size: Any, wrong: Wrong) -> None:
         wrong(f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}", _USE_ITS_OWN)
 
 
+def special_texts(folder: Path) -> set[str]:
+    """Special tokens that a tokenizer's small files name: completions are read without them."""
+    texts = set()
+    for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
+        file = folder / name
+        if not file.is_file() or file.stat().st_size > 2**22:
+            continue
+        tokens = (read_object(file, lambda *_: None) or {}).get(key) or ()
+        listed = tokens.values() if isinstance(tokens, dict) else tokens
+        texts |= {str(one.get("content")) for one in listed if isinstance(one, dict) and one.get("special")}
+    return texts
+
+
 def lone_tokenizer(folder: Folder) -> str:
     """The tokenizer file that only another package reads, where there is no other; else ""."""
     there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]

@@ -37,6 +37,8 @@ _ROLES = {
 _CHARACTERS_A_TOKEN = 16  # more than text has on average in any vocabulary
 _THINK = re.compile(r"step[ -]by[ -]step|<think>|show (?:your|all|the) (?:work|steps)|explain your", re.IGNORECASE)
 _WORDS = re.compile(r"[^\W\d_]{4,}(?:[ ,.'-]+[^\W\d_]+)*")
+_CHOICE = re.compile(r"^\s*\(?([A-Za-z]|\d{1,2})[).:]\s+(.*)$", re.MULTILINE)
+_SAME_MARKS = "write the answers as the choices are marked"
 _THOUGHT_TOKENS, _SHORT = 32, 40  # tokens, characters
 _SUM = re.compile(r"(?<![\d.])(-?\d{1,9})\s*([+\-*×x])\s*(-?\d{1,9})(?![\d.])")
 _ENDS = (".", "?", "!", ":", '"', "'", ")", "]", "}", ">", "`", "…", "。", "?", "=", "*")
@@ -148,6 +150,16 @@ def _other_column(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Sa
             f"column {column!r} counts the rows: {', '.join(golds[:4])}, …",
             "name the column that holds the answer",
         )
+    choices = [_CHOICE.findall(prompt) for prompt in prompts]
+    if all(len(found) > 1 for found in choices):
+        none = [
+            gold
+            for gold, found in zip(golds, choices, strict=True)
+            if not any(gold.casefold() in (mark.casefold(), text.strip().casefold()) for mark, text in found)
+        ]
+        if len(none) >= 0.9 * len(golds) and all(re.fullmatch(r"\d+|[A-Za-z]", gold) for gold in none):
+            marks = ", ".join(mark for mark, _ in choices[0])
+            yield "", f"column {column!r} holds {show(none[0])}, and the prompt's choices are {marks}", _SAME_MARKS
     asks = [sum(text.rstrip().endswith(("?", "？")) for text in texts) for texts in (golds, prompts)]
     if asks[0] >= 0.8 * len(golds) and asks[1] <= 0.2 * len(prompts):
         message = f"column {column!r} holds questions, such as {show(golds[0], 40)}, and the prompts none"

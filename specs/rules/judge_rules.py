@@ -33,12 +33,28 @@ def judge_problems(spec: Spec) -> Iterator[Problem]:
 
 
 def judge_warnings(spec: Spec) -> Iterator[Problem]:
-    """Keys that everybody on the way can read."""
+    """Keys that everybody on the way can read, and scores that are read by another scale."""
     for index, term in enumerate(spec.reward.terms):
         if isinstance(term, Judge) and term.key_env and not _is_private(term.base_url):
             message = f"the key in {term.key_env} would travel over plain http, which everybody on the way can read"
             hint = "use https, or a tunnel that ends at localhost"
             yield Problem(f"reward.terms.{index}.base_url", message, hint, show(term.base_url))
+        if isinstance(term, Judge):
+            yield from _scale(index, term)
+
+
+_SCALE = re.compile(
+    r"(?:from|between|scale of|rate)\D{0,20}\d+(?:\.\d+)?\s*(?:to|and|-|–)\s*(\d+(?:\.\d+)?)|out of (\d+)",
+    re.IGNORECASE,
+)
+
+
+def _scale(index: int, term: Judge) -> Iterator[Problem]:
+    """A prompt that asks for scores of another scale than the one that they are read by."""
+    asked = {float(one or other) for one, other in _SCALE.findall(term.prompt)}
+    if asked and term.max_score not in asked and term.max_score != 1:
+        message = f"the prompt asks for scores up to {max(asked):g}"
+        yield Problem(f"reward.terms.{index}.max_score", message, f"write {max(asked):g}", show(term.max_score))
 
 
 def _is_private(url: str) -> bool:

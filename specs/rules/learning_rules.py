@@ -80,6 +80,7 @@ def optimizers(spec: Spec) -> Iterator[tuple[RoleName, Optimizer]]:
 
 
 _LATEX = re.compile(r"(?<!\\)\\(?:boxed|frac|text|begin|right)")
+_SPECIAL = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end|eos)\|>|<(?:eos|end_of_turn)>|</s>$")
 _READ_AS = {"b": "the end of a word", "f": "a form feed", "t": "a tab", "r": "a carriage return"}
 _CHARACTERS_A_TOKEN = 16  # more than text has on average in any vocabulary
 
@@ -105,6 +106,9 @@ def _patterns(spec: Spec) -> Iterator[Problem]:
         elif found := _LATEX.search(term.pattern):
             message = f"{found[0]} is no text in a pattern but {_READ_AS[found[0][1]]} and {found[0][2:]}"
             yield Problem(key, message, rf"write \{found[0]}, in TOML within '...'", value)
+        elif special := _SPECIAL.search(re.sub(r"\\(\W)", r"\1", term.pattern)):
+            message = f"looks for {special[0]}, and completions are read without the tokens that end a turn"
+            yield Problem(key, message, "leave it out: $ is where a completion ends", value)
         elif _needs_more(term.pattern, spec.data.max_response_tokens):
             message = "is found only in texts of more characters than data.max_response_tokens can hold"
             yield Problem(key, message, "raise data.max_response_tokens, or ask for less", value)
@@ -114,6 +118,9 @@ def _punished(spec: Spec) -> Iterator[Problem]:
     for index, term in enumerate(spec.reward.terms):
         if isinstance(term, ExactMatch | MathVerify) and term.weight < 0:
             message = "a right completion lowers the reward"
+            yield Problem(f"reward.terms.{index}.weight", message, "write it without the minus", show(term.weight))
+        if isinstance(term, Overlong) and term.weight < 0:
+            message = "its value is 0 or below already: with this weight a completion gains by being too long"
             yield Problem(f"reward.terms.{index}.weight", message, "write it without the minus", show(term.weight))
 
 

@@ -20,6 +20,7 @@ OF_A_SAMPLE = {
     "row": "the whole row of the data",
 }
 ALL_COLUMNS = "prompt, completion and all other columns"
+DEFAULT = "its default"
 # Names that only reward functions of a library have among their first four parameters: all of one set.
 _LIBRARIES = (
     *(("verl", {name}) for name in ("solution_str", "data_sources", "solution_strs", "data_source")),
@@ -31,18 +32,18 @@ _PERHAPS_COLUMNS = {"data_source", "answer", "state"}
 _PROMPT = {"prompt", "question", "query", "instruction"}
 _COMPLETION = {"completion", "response", "generation"}
 _ROW = {"row", "sample", "example", "item", "record"}
-_REFERENCE = {"ground_truth", "label", "gold", "reference", "target", "expected", "gold_answer"}
+REFERENCE = {"ground_truth", "label", "gold", "reference", "target", "expected", "gold_answer"}
 # What a parameter at each place cannot mean. Second, `answer` may be what the model answered.
 _PLACES = (
-    ("prompt", {"answer", "solution"} | _COMPLETION | _ROW | _REFERENCE),
-    ("completion", _PROMPT | _ROW | _REFERENCE),
-    ("whole row", {"answer", "solution"} | _PROMPT | _COMPLETION | _REFERENCE),
+    ("prompt", {"answer", "solution"} | _COMPLETION | _ROW | REFERENCE),
+    ("completion", _PROMPT | _ROW | REFERENCE),
+    ("whole row", {"answer", "solution"} | _PROMPT | _COMPLETION | REFERENCE),
 )
 _VALUES = {
     **dict.fromkeys(_PROMPT, "prompt"),
     **dict.fromkeys(_COMPLETION | {"solution_str"}, "completion"),
     **dict.fromkeys(_ROW | {"extra_info"}, "row"),
-    **dict.fromkeys(_REFERENCE | {"answer", "solution"}, 'row["answer"]'),
+    **dict.fromkeys(REFERENCE | {"answer", "solution"}, 'row["answer"]'),
     **dict.fromkeys(("prompts",), "[prompt]"),
     **dict.fromkeys(("completions", "solution_strs"), "[completion]"),
     "queries": "[prompt + completion]",
@@ -119,7 +120,7 @@ class Call:
         listed = dict(zip(parameters.places, self.by_place, strict=False)) | {name: name for name in self.by_name}
         if not parameters.places and self.by_place:
             listed = {f"*{name}": name for name in self.by_place}
-        found = {name: _told(listed[name]) if name in listed else "its default" for name in parameters.listed}
+        found = {name: _told(listed[name]) if name in listed else DEFAULT for name in parameters.listed}
         found = found or {name: _told(source) for name, source in listed.items()}
         return {**found, "**": ALL_COLUMNS} if self.rest else found
 

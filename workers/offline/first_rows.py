@@ -3,13 +3,11 @@ files, the first rows."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from backends.hf.tokenizer import ChatTemplateError, TextCodec
 from specs.errors import DataError
@@ -17,6 +15,7 @@ from specs.schema.sections import is_hub_data
 from specs.text import show
 from specs.wire.meta_request import Finding, Token
 from specs.wire.role_config import DataConfig
+from workers.data.chat_sense import MARKUP, Message, Render, around_answer, longest_word, unwritten_header
 from workers.data.prompts import PromptTable, messages_of, prompt_of, read_table, uses_chat
 from workers.data.row_source import DataRow, read_rows
 
@@ -24,10 +23,6 @@ ROWS = 256
 _CHUNK_ROWS = 1024
 _LATER_S = 4.0  # for all rows behind the first
 _RENDERED = 8  # whose text is compared with their messages
-_MARK = "zq7"  # an assistant's answer that no template writes itself
-_ASKED = "zq8"
-_MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?\w{1,20}\]")
-_SPEAKS = re.compile(r"assistant|model|bot\b|response|answer", re.IGNORECASE)
 _LOST = 0.1  # share of a prompt's letters that a tokenizer may lose (by normalising them, say)
 _TRAIN = "data.train"
 
@@ -171,7 +166,7 @@ def _left_out(config: DataConfig, codec: TextCodec, table: PromptTable) -> Itera
     elif any(isinstance(message["content"], list) and repr(message["content"]) in prompt for message, prompt in pairs):
         message = "the chat template prints the parts of a message as Python writes a list"
         yield Finding(key=key, message=message, hint="write the content of messages as text")
-    texts = [(one["role"] == "system", _word(one["content"]), prompt.casefold()) for one, prompt in pairs]
+    texts = [(one["role"] == "system", longest_word(one["content"]), prompt.casefold()) for one, prompt in pairs]
     seen = {system: [word in prompt for of, word, prompt in texts if of == system and word] for system in (True, False)}
     if seen[False] and not any(seen[False]):
         shown = show(table.prompts[0])
@@ -183,18 +178,10 @@ def _left_out(config: DataConfig, codec: TextCodec, table: PromptTable) -> Itera
         yield Finding(key=key, message=message, hint="put its text into the user's message", refuses=False)
 
 
-def _word(content: Any) -> str:
-    """The longest word of a message, which a template keeps whatever it does with spaces and quotes."""
-    parts: Iterable[Any] = content if isinstance(content, list) else [content]
-    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
-    words = [word for text in texts if isinstance(text, str) for word in re.findall(r"\w+", text)]
-    return max(words, key=len, default="").casefold()
-
-
 def foreign_markup(codec: TextCodec) -> Finding | None:
     """A chat template that ends an answer with markup of which the tokenizer has no token: one of another model."""
-    after, before = _around_answer(codec)
-    mark = _MARKUP.match(after.lstrip())
+    after, before = around_answer(_render(codec))
+    mark = MARKUP.match(after.lstrip())
     if mark is None or mark[0] in before or len(pieces := codec.encode([mark[0]], rendered=True)[0]) == 1:
         return None
     message = f"the chat template ends an answer with {show(mark[0])}, which is no token but {len(pieces)}"
@@ -203,28 +190,21 @@ def foreign_markup(codec: TextCodec) -> Finding | None:
 
 def no_generation_prompt(codec: TextCodec) -> Finding | None:
     """A template that writes who speaks before an answer, and leaves it to the model where one is to begin."""
-    user = {"role": "user", "content": _ASKED}
-    try:
-        prompt = codec.render_chat([user])
-        whole, _, _ = codec.render_chat([user, {"role": "assistant", "content": _MARK}, user]).partition(_MARK)
-    except ChatTemplateError:
-        return None
-    header = whole.removeprefix(prompt)
-    if header == whole or not _SPEAKS.search(header):
+    if not (header := unwritten_header(_render(codec))):
         return None
     message = f"the chat template does not begin the answer: the model itself is to write {show(header)}"
     hint = "write it where add_generation_prompt is true, as templates usually do"
     return Finding(key="model.path", message=message, hint=hint, refuses=False)
 
 
-def _around_answer(codec: TextCodec) -> tuple[str, str]:
-    """What the template writes behind an assistant's answer, and before the first message; empty where it refuses."""
-    said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _MARK}]
-    try:
-        before, _, after = codec.render_chat([*said, {"role": "user", "content": "2"}]).partition(_MARK)
-    except ChatTemplateError:
-        return "", ""
-    return after, before.partition(_ASKED)[0]
+def _render(codec: TextCodec) -> Render:
+    def render(messages: Sequence[Message]) -> str | None:
+        try:
+            return codec.render_chat(messages)
+        except ChatTemplateError:
+            return None
+
+    return render
 
 
 def turn_end(codec: TextCodec) -> Token | None:
@@ -232,7 +212,7 @@ def turn_end(codec: TextCodec) -> Token | None:
     does not say."""
     if not codec.has_chat_template:
         return None
-    after, _ = _around_answer(codec)
+    after, _ = around_answer(_render(codec))
     ids = codec.encode([after.lstrip()], rendered=True)[0][:1]
     special = codec.tokenizer.added_tokens_decoder
     return Token(id=ids[0], text=str(special[ids[0]])) if ids and ids[0] in special else None
