@@ -13,7 +13,7 @@ from rlctl.preflight.data_relations import relation_warnings
 from rlctl.preflight.data_rows import Looked, look_at_rows, missing_column
 from rlctl.preflight.data_sense import held_out_problems, sense_problems
 from rlctl.preflight.data_texts import text_warnings
-from rlctl.preflight.rendered_rows import rendered_findings
+from rlctl.preflight.rendered_rows import rendered_warnings
 from rlctl.preflight.small_tokens import token_warnings
 from specs.builtin_tasks import BUILTIN_TASKS
 from specs.errors import NotHere, Problem
@@ -43,12 +43,11 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
         warnings += relation_warnings(spec, looked, template)
     folder = model_folder(spec.model.path, spec_dir)
     if isinstance(folder, Path) and not sense[0]:
-        refused, doubtful = rendered_findings(spec, folder, template, looked)
         told = {problem.key for problem in warnings}
-        doubtful += [
-            one for one in token_warnings(spec, folder, looked) if one.key not in told or one.key == "data.train"
-        ]
-        return held_out_problems(spec, spec_dir) + refused, [*warnings, *doubtful]
+        more = [*rendered_warnings(spec, folder, template, looked), *token_warnings(spec, folder, looked)]
+        for problem in more:  # of a key that has been said something of, the rest may follow from it
+            warnings += [problem] if problem.key not in told else []
+            told.add(problem.key)
     return held_out_problems(spec, spec_dir) or sense[0], warnings
 
 

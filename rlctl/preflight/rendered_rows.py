@@ -32,19 +32,19 @@ class Refused(Exception):
     """The template raised: it refuses the messages, or cannot be rendered."""
 
 
-def rendered_findings(
-    spec: Spec, folder: Path, template: str, looked: Mapping[str, Looked]
-) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings. `folder`: the model's; `template`: its chat template, "" where there is none."""
-    warnings = list(_no_end(spec, folder))
+def rendered_warnings(spec: Spec, folder: Path, template: str, looked: Mapping[str, Looked]) -> Iterator[Problem]:
+    """Warnings: transformers itself has the last word, in `--probe` and the run. `folder`: the model's; `template`: its
+    chat template, "" where there is none."""
+    yield from _no_end(spec, folder)
     if spec.data.chat == "never" or not template:
-        return [], warnings
+        return
     try:
         render = rendering(template, folder)
     except Exception:  # of a template that is no Jinja, which is said elsewhere
-        return [], warnings
-    errors = [problem for key, found in looked.items() for problem in _of_rows(spec, key, found, render)]
-    return errors, [*warnings, *_of_template(spec, folder, render)]
+        return
+    for key, found in looked.items():
+        yield from _of_rows(spec, key, found, render)
+    yield from _of_template(spec, folder, render)
 
 
 def rendering(template: str, folder: Path) -> Rendering:
@@ -153,7 +153,7 @@ def _of_template(spec: Spec, folder: Path, render: Rendering) -> Iterator[Proble
         hint = "write it where add_generation_prompt is true, as templates usually do"
         yield Problem("model.path", message, hint, path)
     after, before = around_answer(softly)
-    if mark := MARKUP.match(after.lstrip()):
+    if (mark := MARKUP.match(after.lstrip())) and mark[0].startswith("<"):
         yield from _end_of_turn(spec, folder, mark[0], before)
     prompt = softly([{"role": "user", "content": "?"}])
     if prompt and (begun := _TAG.search(prompt)):

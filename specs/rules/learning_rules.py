@@ -14,6 +14,7 @@ from specs.schema.spec import Optimizer, Spec
 from specs.text import show
 
 _COLDEST, _NARROWEST = 0.05, 0.05  # temperature and top_p below which one token is nearly all that can be drawn
+_NEARLY_ALL = 0.95  # top_p from which on log-probs lie less than 0.06 apart
 _HOTTEST = 10.0  # temperature above which tokens are drawn nearly as by lot
 _LARGEST_LR = 0.1  # AdamW moves each weight by about lr per step; weights of a transformer are around 0.02
 _SMALLEST_LR = 1e-9
@@ -46,7 +47,7 @@ def _sampling(spec: Spec) -> Iterator[Problem]:
         ("top_k", 0, rollout.top_k == 1),
     ):
         value = getattr(rollout, key)
-        if value != off:
+        if value != off and (key != "top_p" or value < _NEARLY_ALL):
             message = same if alone else "samples from another distribution than the one that is trained"
             yield Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(value))
 
