@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running import metrics, preset, start, steps_done, wait_for, warm_rlctl, workers_of
 
-from rlctl.run.sweep import Swept, expand, plan, split_values
+from rlctl.run.sweep import Swept, expand, plan, split_values, sweep
 from specs.errors import SpecError, UsageError
 
 
@@ -55,6 +55,15 @@ def test_what_cannot_be_swept(settings: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         expand(settings)
     assert caught.value.hint
+
+
+def test_runs_at_a_time_that_share_gpus_are_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    eight = preset("grpo-8gpu-colocated", tmp_path)
+    sweep(eight, ["run.seed=0,1"], None, jobs=2, dry_run=True)
+    assert "2 runs at a time share GPU 0, 1, 2, 3, 4, 5, 6, 7" in " ".join(capsys.readouterr().out.split())
+    sweep(eight, ["run.seed=0,1"], None, jobs=1, dry_run=True)
+    sweep(preset("fake", tmp_path), ["run.seed=0,1"], None, jobs=2, dry_run=True)
+    assert "share GPU" not in capsys.readouterr().out
 
 
 def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path) -> None:
