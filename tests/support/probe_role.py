@@ -88,7 +88,7 @@ def _misbehave(body: Mapping[str, object]) -> None:
         case "crawl":  # slow, but it moves
             activity.describe("ping of 20 parts", "token", counted=True)
             for _ in range(20):
-                time.sleep(0.15)
+                time.sleep(0.2)
                 activity.count("token")
         case "meet":  # the other ranks of the group, as an engine does
             import torch

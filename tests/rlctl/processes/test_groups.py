@@ -117,9 +117,9 @@ def test_a_stopped_rank_is_noticed_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_computing_rank_is_not_taken_for_a_stopped_one(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1), heartbeat_timeout_s=1.0) as groups:
-        groups["actor"].call(Verb.PING, {"sleep_s": 2})
-        time.sleep(1.5)  # nor does a busy driver take its ranks for dead
+    with probe_groups(tmp_path, role_plan("actor", 1), heartbeat_timeout_s=2.0) as groups:
+        groups["actor"].call(Verb.PING, {"sleep_s": 3})
+        time.sleep(2.5)  # nor does a busy driver take its ranks for dead
         groups["actor"].call(Verb.PING)
 
 

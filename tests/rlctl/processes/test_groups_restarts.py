@@ -115,7 +115,7 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
 
 
 def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 1), heartbeat_timeout_s=1.0) as groups:
+    with probe_groups(tmp_path, role_plan("rollout", 1), heartbeat_timeout_s=2.0) as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
         hung = groups.members["rollout", 0].pid
         with pytest.raises(RanksLost):

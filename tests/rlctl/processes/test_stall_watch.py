@@ -20,7 +20,7 @@ from specs.wire.heartbeat import Activity
 from specs.wire.messages import Verb
 
 BOUND_S = 60.0  # generous: the machine may be busy
-STALL = {"stall_timeout_s": 1.0, "heartbeat_timeout_s": 1.0}
+STALL = {"stall_timeout_s": 2.5, "heartbeat_timeout_s": 3.0}
 GENERATE, UPDATE = Waiting("generate", 5, 3), Waiting("update", 9, 3)
 ROLLOUT, ACTOR, PEER = ("rollout", 3), ("actor", 0), ("actor", 1)
 
@@ -155,16 +155,15 @@ def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
 
 
 STUCK = {
-    "spin": ("python", "nothing has moved"),
-    "hang in native code": ("python", "nothing has moved"),
-    "hold the lock": ("torchrun", "no sign of life"),
+    "spin": ("python", "nothing has moved", STALL),
+    "hang in native code": ("python", "nothing has moved", STALL),
+    "hold the lock": ("torchrun", "no sign of life", {"heartbeat_timeout_s": 2.0}),
 }
 
 
 @pytest.mark.parametrize("do", STUCK)
 def test_a_stuck_actor_ends_the_run_with_its_stacks(tmp_path: Path, do: str) -> None:
-    launcher, words = STUCK[do]
-    limits = STALL | {"stall_timeout_s": 2.5}
+    launcher, words, limits = STUCK[do]
     with probe_groups(tmp_path, role_plan("actor", 2, launcher, group=True), **limits) as groups:
         started = time.monotonic()
         with pytest.raises(RoleFailure, match=words) as caught:
@@ -176,13 +175,13 @@ def test_a_stuck_actor_ends_the_run_with_its_stacks(tmp_path: Path, do: str) -> 
 
 def test_slow_is_not_stuck(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("rollout", 1), **STALL) as groups:
-        call = groups["rollout"].post(Verb.PING, {"do": "crawl"})  # 3 s
+        call = groups["rollout"].post(Verb.PING, {"do": "crawl"})  # 4 s
         seen = set()
         while not call.done:
             groups.tick()
             seen.add(groups.moving().done.get("token", 0))
-        assert len(seen) > 3
-        groups["rollout"].call(Verb.BUILD, {"sleep_s": 2.0})  # counts nothing, and need not
+        assert len(seen) > 2
+        groups["rollout"].call(Verb.BUILD, {"sleep_s": 3.5})  # counts nothing, and need not
         with pytest.raises(RoleFailure, match="nothing has moved"):
             groups["rollout"].call(Verb.PING, {"sleep_s": 60})
 
