@@ -49,6 +49,11 @@ def verb() -> str:
     return _now.verb
 
 
+def call() -> int:
+    """The number of the verb that was begun last."""
+    return _now.call
+
+
 def describe(what: str, unit: str, *, counted: bool) -> None:
     """What the verb has to do, and what it will count: a singular noun. `counted`: whether it surely will."""
     _now.what, _now.unit, _now.counted = what, unit, counted

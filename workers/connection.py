@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import zmq
 
 from backends import activity, flight_recorder
+from backends.weights import lost_peers
 from specs.errors import ChannelError
 from specs.wire.messages import Kind, Message, parse
 from specs.wire.wire_tensors import Buffer
@@ -141,6 +142,8 @@ class Link:
     def _take(self, message: Message | ChannelError) -> None:
         if isinstance(message, Message) and message.kind is Kind.DUMP:
             self._dealer.send_multipart(_dump().frames())
+        elif isinstance(message, Message) and message.kind is Kind.PEER_LOST:
+            lost_peers.tell(message.call)
         else:
             self._inbox.append(message)
 

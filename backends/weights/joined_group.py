@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import distributed as dist
 from backends.bound_store import bound_store, joined_store
 from backends.peer_errors import as_peer_error
 from backends.protocol import COLLECTIVE_TIMEOUT, Buffer
+from backends.weights import lost_peers
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class JoinedGroup:
     def receive(self, bucket: int, nbytes: int) -> Buffer:
         slot = bucket % len(self._windows)
         with self._reaching_others():
-            self._group.broadcast(self._windows[slot][:nbytes], 0).wait()
+            work = self._group.broadcast(self._windows[slot][:nbytes], 0)
+        self._finish(work)
         return self._buffer(slot)
 
     def rest(self) -> None:
@@ -147,7 +150,19 @@ class JoinedGroup:
 
     def _finish(self, work: Any) -> None:
         with self._reaching_others():
+            if self.device.type == "cpu":
+                self._wait_or_be_told(work)
             work.wait()
+
+    def _wait_or_be_told(self, work: Any) -> None:
+        """Until gloo is done, well or not. Raises PeerGone as soon as the driver says that somebody is gone: gloo would
+        wait for one whose network is down until its timeout."""
+        while not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=lost_peers.LOOK_S))
+            except RuntimeError:
+                if not work.is_completed():
+                    lost_peers.check(self._others)
 
     def _buffer(self, slot: int) -> Buffer:
         window_U = self._windows[slot]

@@ -149,7 +149,8 @@ class WeightSync:
         self._hashing, self._sent_bytes = HashingSeconds(), 0
         try:
             self._move(self._begin(step), step)
-            ended = self.rollout.post(Verb.IMPORT_END, bodies.ImportEnd(version=self._version), step=step)
+            end = bodies.ImportEnd(version=self._version)
+            ended = self.rollout.post(Verb.IMPORT_END, end, step=step, ranks=self._readers)
             self._hashing.add_rollouts({rank: bodies.ImportEnded.of(one) for rank, one in _by_replica(ended).items()})
             self.actor.call(Verb.EXPORT_END, step=step)
         finally:
@@ -203,7 +204,7 @@ class WeightSync:
         expected = bodies.ImportBegin(
             transport=transport, options=options, form=form, specs=begun.specs, offer=begun.offer
         )
-        self.rollout.call(Verb.IMPORT_BEGIN, expected, step=step)
+        self.rollout.call(Verb.IMPORT_BEGIN, expected, step=step, ranks=readers)
         self._readers = readers
         return begun
 
@@ -227,7 +228,8 @@ class WeightSync:
         arrived: list[str] = []
         for bucket in range(begun.buckets):
             writing = self.actor.post(Verb.EXPORT_BUCKET, bodies.ExportBucket(bucket=bucket), step=step)
-            reading = self.rollout.post(Verb.IMPORT_BUCKET, bodies.ImportBucket(bucket=bucket, entries=[]), step=step)
+            body = bodies.ImportBucket(bucket=bucket, entries=[])
+            reading = self.rollout.post(Verb.IMPORT_BUCKET, body, step=step, ranks=self._readers)
             arrived += self._compare(reading, self._written(writing))
         return arrived
 
@@ -243,7 +245,7 @@ class WeightSync:
             if reading is not None:
                 arrived += self._compare(*reading)
             body = bodies.ImportBucket(bucket=bucket, entries=entries)
-            reading = (self.rollout.post(Verb.IMPORT_BUCKET, body, step=step), entries)
+            reading = (self.rollout.post(Verb.IMPORT_BUCKET, body, step=step, ranks=self._readers), entries)
         if reading is not None:
             arrived += self._compare(*reading)
         return arrived

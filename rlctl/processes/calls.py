@@ -42,7 +42,7 @@ class Call:
         self.answers: dict[int, Message] = {}
         self.lost: set[int] = set()  # ranks that will not answer: they are lost (rlctl/processes/rank_states.py)
         self._missing = set(self.ranks)  # kept, not counted: with hundreds of ranks each answer would look at all
-        self.failed = False
+        self.told_of_loss = False  # its ranks, that they wait for one that is gone
         self._deadline: float | None = None
         self._on_part = on_part
         self._tick = tick

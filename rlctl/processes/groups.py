@@ -433,7 +433,8 @@ class Groups:
             self._blame.add(evidence, blame_s or grace_s or ROOT_CAUSE_GRACE_S)
 
     def _handle_losses(self) -> None:
-        for evidence in self.ranks.newly_lost():
+        lost = self.ranks.newly_lost()
+        for evidence in lost:
             self.launcher.kill(evidence.role, evidence.rank)
             self.watch.moved()
             self._groups[evidence.role].lose(evidence.rank)
@@ -441,13 +442,27 @@ class Groups:
                 self._dropped_at = time.monotonic()
                 self.hub.expect_no_more(evidence.role, evidence.rank)
             self.ranks.policy.on_loss(evidence)
+        self._tell_of_loss(anew=bool(lost))
         lines = [group.line[0] for group in self._groups.values() if group.line]
-        if self.ranks.any_in(RankState.LOST) or any(call.sent_before(self._dropped_at) for call in lines):
+        explained = any(call.lost or call.sent_before(self._dropped_at) for call in lines)
+        if self.ranks.any_in(RankState.LOST) or explained:
             for error, call in self._held.take_all():
                 self._groups[error.role].lose(error.rank, call)
         elif not self.ranks.any_in(RankState.LEAVING):
             for error in self._held.take_due():
                 self._blame.add(error)
+
+    def _tell_of_loss(self, *, anew: bool) -> None:
+        """Let go those that would wait for a lost rank: the connection to a host whose network is down does not end."""
+        joined = [group for group in self._groups.values() if group.line and group.line[0].verb in JOINED_VERBS]
+        if not anew and not any(group.line[0].lost for group in joined):
+            return
+        for group in joined:
+            call = group.line[0]
+            if call.sent and not call.told_of_loss:
+                call.told_of_loss = True
+                for rank in call.missing:
+                    self.hub.send(group.role, rank, Message(Kind.PEER_LOST, call=call.number).frames())
 
     def _check_deadlines(self) -> None:
         if self._blame.pending:

@@ -117,6 +117,7 @@ class Kind(StrEnum):
     ANSWER = "answer"  # rank → driver: the verb is done
     ERROR = "error"  # rank → driver: the verb raised
     BEAT = "beat"  # either way: alive; of a rank that serves a verb, with an `Activity`
+    PEER_LOST = "peer_lost"  # driver → rank: the verb of this number waits for a rank that is gone
     DUMP = "dump"  # driver → rank: write all stacks to the log
     DUMPED = "dumped"  # rank → driver: done, and which other files it wrote
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 CODE = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from importlib import import_module
 from pathlib import Path
 
@@ -81,6 +81,8 @@ def wrap(owner, name):
     setattr(owner, name, method if name != "build" else staticmethod(method))
 
 
+if "workers.node" in sys.orig_argv:  # a keeper with a thread forks nobody: a fork would not come through here
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
 if ROLE == "rollout":
     (HERE / f"pid{RANK}").write_text(str(os.getpid()))
 for module, name, methods in json.loads((HERE / "engines.json").read_text()).get(ROLE, ()):

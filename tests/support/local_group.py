@@ -55,7 +55,8 @@ class LocalGroup:
     def size(self) -> int:
         return len(self.here)
 
-    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None):
+    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None, ranks=None):
+        ranks = self.here if ranks is None else ranks
         self.verbs.append(verb)
         if isinstance(body, BaseModel):
             body = body.model_dump(mode="json")
@@ -67,14 +68,14 @@ class LocalGroup:
                 tensors[place] if isinstance(tensors, list) else tensors or {},
                 on_part,
             )
-            for place, rank in enumerate(self.here)
+            for place, rank in enumerate(ranks)
         ]
         if verb in AT_THE_SAME_TIME:
-            return ThreadsCall([self._threads.submit(_answer, *one) for one in told], self.here)
-        return LocalCall([_answer(*one) for one in told], self.here)
+            return ThreadsCall([self._threads.submit(_answer, *one) for one in told], ranks)
+        return LocalCall([_answer(*one) for one in told], ranks)
 
-    def call(self, verb, body=None, tensors=None, *, step=None, timeout_s=None) -> list[Message]:
-        return self.post(verb, body, tensors, step=step, timeout_s=timeout_s).result()
+    def call(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, ranks=None) -> list[Message]:
+        return self.post(verb, body, tensors, step=step, timeout_s=timeout_s, ranks=ranks).result()
 
 
 def _answer(handlers, verb, body, tensors, on_part) -> Message:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from backends import activity
 from backends.protocol import Rank
+from backends.weights import lost_peers
 from specs.errors import DataError, PeerGone, SamplerDied
 from specs.wire.messages import Message, Verb
 from workers.serve import Emit, Handler, Reply
@@ -68,6 +69,10 @@ def _misbehave(body: Mapping[str, object]) -> None:
             raise DataError("row 3 has no prompt", hint="drop it")
         case "raise died":
             raise SamplerDied("the server behind it ended")
+        case "wait for a peer":
+            while True:
+                lost_peers.check("the other rank")
+                time.sleep(0.02)
         case "lose a peer":
             raise PeerGone("the other rank", "left")
         case "kill":

@@ -17,7 +17,7 @@ from backends import activity
 from backends.hf.adapter_names import is_on_the_wire
 from backends.protocol import Buffer, RolloutEngine, TrainEngine, Weight, WeightSpec
 from backends.weights import checksum
-from specs.errors import SyncError
+from specs.errors import PeerGone, SyncError
 from specs.schema.spec import DType, TransportKind, WeightForm
 from specs.wire.bodies import SentWeight, WireWeight
 from workers.transports import (
@@ -125,7 +125,11 @@ class Exporter:
     def _write_window(self, bucket: int) -> tuple[list[dict[str, Any]], int]:
         assert self.writer is None or isinstance(self.writer, BucketWriter)
         entries: list[dict[str, Any]] = []
-        offset, window = 0, self.writer.window(bucket) if self.writer is not None else None
+        try:
+            offset, window = 0, self.writer.window(bucket) if self.writer is not None else None
+        except PeerGone:
+            _walk(self._weights_of(bucket))
+            raise
         assert window is None or isinstance(window, np.ndarray) != self.on_device
         for weight in self._weights_of(bucket):
             if window is None:
@@ -139,15 +143,18 @@ class Exporter:
     def _write_blocks(self, bucket: int) -> tuple[list[dict[str, Any]], int]:
         assert self.writer is None or isinstance(self.writer, BlockWriter)
         sent: list[tuple[WeightSpec, str]] = []
+        weights = self._weights_of(bucket)
         try:
-            for weight in self._weights_of(bucket):
+            for weight in weights:
                 if self.writer is not None:
                     blocks = self.writer.blocks(weight.spec.name, weight.spec.nbytes)
                     sent.append((weight.spec, weight.copy_in_blocks(blocks)))
             if self.writer is not None:
                 self.writer.flush()
-        except BaseException:
+        except BaseException as error:
             self.close()  # the readers wait for bytes that will not come
+            if isinstance(error, PeerGone):
+                _walk(weights)
             raise
         entries = [{**to_json(spec), "checksum": digest} for spec, digest in sent]
         return entries, sum(spec.nbytes for spec, _ in sent)
@@ -177,6 +184,12 @@ class Exporter:
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
+
+
+def _walk(weights: Iterator[Weight]) -> None:
+    """The rest of a bucket that goes nowhere: the other ranks gather in it."""
+    for _ in weights:
+        pass
 
 
 class Importer:

@@ -15,6 +15,7 @@ from typing import Any
 
 from backends.protocol import Buffer
 from backends.weights.joined_group import JoinedGroup, Meeting, host_meeting
+from backends.weights.lost_peers import unless_lost, wait_for_thread
 from specs.errors import PeerGone, RlctlError
 from workers.transports.base import NOTHING_KNOWN, BucketReader, BucketWriter, Entry, Known
 from workers.transports.host_readers import HostFollower, HostLeader
@@ -64,7 +65,7 @@ class GroupWriter(BucketWriter):
 
     def _joined(self) -> JoinedGroup:
         if self._joining is not None:
-            self._joining.join()
+            wait_for_thread(self._joining, "a rollout")
             self._joining = None
         if self.group is None:
             assert self._error is not None
@@ -126,9 +127,10 @@ class GroupReader(BucketReader):
         if followers:
             self.leader = HostLeader(name, len(followers))
         meeting = Meeting(offer["address"], int(offer["port"]), int(offer["size"]), offer["key"])
-        self.group = JoinedGroup(meeting, 1 + place, offer["device"])
+        others = "the actor or a rollout"
+        self.group = unless_lost(lambda: JoinedGroup(meeting, 1 + place, offer["device"]), others)
         if self.leader is not None:
-            self.leader.meet()
+            unless_lost(self.leader.meet, others)
 
     def _make_windows(self, nbytes: int, count: int) -> None:
         if self.follower is not None:

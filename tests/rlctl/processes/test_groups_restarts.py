@@ -163,6 +163,22 @@ def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(t
             groups["actor"].call(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
 
 
+def test_who_waits_for_a_lost_replica_is_let_go(tmp_path: Path) -> None:
+    """Connections to a host whose network is down do not end: the driver says so, also where a verb of a pass still
+    counts on one that was dropped before."""
+    wait = {"do": "wait for a peer"}
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2), factory="sync_handlers") as groups:
+        groups.ranks.allow_restarts(RestartPolicy("rollout", 0, least=1))
+        export = groups["actor"].post(Verb.EXPORT_BUCKET, wait)
+        with pytest.raises(RanksLost):
+            groups["rollout"].call(Verb.IMPORT_BUCKET, [wait, {"do": "kill"}])
+        with pytest.raises(RanksLost):
+            export.result()
+        with pytest.raises(RanksLost):
+            groups["rollout"].call(Verb.IMPORT_BUCKET, wait, ranks=[0, 1])
+        assert len(groups["rollout"].call(Verb.IMPORT_BUCKET)) == 1, "the next verb is not of those that were told"
+
+
 def test_a_replica_that_is_lost_for_good_is_left_out(tmp_path: Path) -> None:
     said: list[Evidence] = []
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 3)) as groups:

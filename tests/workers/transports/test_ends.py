@@ -8,11 +8,11 @@ from syncing import build
 
 from backends.protocol import WeightSpec
 from backends.weights.checksum import checksum_bytes
-from specs.errors import SyncError
+from specs.errors import PeerGone, SyncError
 from specs.wire.bodies import SentWeight
 from specs.wire.messages import Verb
 from workers.transports.base import BucketReader
-from workers.transports.ends import Importer, to_json
+from workers.transports.ends import Exporter, Importer, to_json
 
 
 class Window(BucketReader):
@@ -90,3 +90,31 @@ def test_all_that_was_announced_must_arrive(importer):
     checksums = importer.read(0, entries_of(specs))
     assert checksums == {spec.name: checksum_bytes(np.zeros(spec.nbytes, dtype=np.uint8)) for spec in specs}
     assert importer.end() == len(specs)
+
+
+class ReaderLost(Exporter):
+    """Of the actor's rank 0, whose writer finds a reader gone."""
+
+    def __init__(self, engine, transport, options):
+        super().__init__(engine, 0, transport, options)
+
+        def lost(*asked):
+            raise PeerGone("rollout 1", "left the transport")
+
+        setattr(self.writer, "blocks" if self.in_blocks else "window", lost)
+
+
+@pytest.mark.parametrize("transport", ["folder", "shm"])
+def test_a_bucket_is_gathered_to_its_end_though_a_reader_is_gone(tmp_path, transport):
+    """The actor's other ranks are in it: a rank 0 that gave up in the middle would leave them there."""
+    actor, _, groups, _ = build("fake")
+    exporter = ReaderLost(actor.engine, transport, {"folder": str(tmp_path)})
+    exporter.begin("fp32", 1 << 30 if transport == "shm" else 4096, 1, True)
+    walked, stream = [], exporter.stream
+    exporter.stream = (walked.append(weight.spec.name) or weight for weight in stream)
+    with pytest.raises(PeerGone):
+        exporter.write(0)
+    assert walked == [exporter.specs[index].name for index in exporter.buckets[0]]
+    exporter.break_off()
+    for group in groups:
+        group.call(Verb.CLOSE)

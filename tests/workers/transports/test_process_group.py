@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,32 @@ def test_a_reader_that_dies_stops_those_alone_that_need_it() -> None:
         for _ in range(3, 40):
             writer.say("next")
         assert "a rollout is gone" in writer.hear()
+    finally:
+        for script in (writer, *readers):
+            script.end()
+
+
+def test_a_reader_behind_one_that_stands_still_goes_when_the_driver_says_so() -> None:
+    """In a broadcast some readers pass on. One that is stopped, or whose cable is cut, keeps its connections."""
+    writer = Script("", "far_writer.py", "127.0.0.1", 4, SMALL * 16, [[0], [1], [2]])
+    readers = [Script("", "far_readers.py", replica, replica + 1) for replica in range(3)]
+    try:
+        offer = json.loads(writer.hear())
+        for reader in readers:
+            reader.say(offer)
+        assert {reader.hear() for reader in readers} == {'"ready"'}
+        for reader in readers[:2]:
+            reader.process.send_signal(signal.SIGSTOP)
+        writer.say("next")
+        readers[2].say(0)
+        heard: list[str] = []
+        listening = threading.Thread(target=lambda: heard.append(readers[2].hear()), daemon=True)
+        listening.start()
+        listening.join(1.0)
+        assert not heard, "it waits for one of the others"
+        readers[2].process.send_signal(signal.SIGUSR1)
+        listening.join(60)
+        assert "is gone, the driver says" in heard[0]
     finally:
         for script in (writer, *readers):
             script.end()
