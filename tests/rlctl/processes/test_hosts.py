@@ -35,10 +35,10 @@ COLOCATED = (
     *("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "run.colocate=always"),
     *("--set", "run.heartbeat_timeout_s=6"),
 )
-# In the pass of the fourth sync the second replica dies. When the group is formed anew the first one is slow, and its
+# In the pass of the eighth sync the second replica dies. When the group is formed anew the first one is slow, and its
 # cable is cut.
 IN_A_SYNC = [
-    {"role": "rollout", "rank": 1, "method": "receive", "call": 4},
+    {"role": "rollout", "rank": 1, "method": "receive", "call": 8},
     {"role": "rollout", "rank": 0, "method": "begin", "call": 1, "after": 0, "how": "sleep"},
 ]
 GROUP_READER = {"rollout": [["workers.transports.process_group", "GroupReader", ["begin", "receive"]]]}
@@ -73,6 +73,15 @@ def train(hosts: Hosts, spec: Path, run: Path, *options: str) -> subprocess.Pope
     return subprocess.Popen(
         command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
+
+
+def replicas_of(run: Path) -> dict[str, str]:
+    """Name → process of the replicas that have begun."""
+    return {
+        name: str(one.pid)
+        for one in workers_of(run).get("rollout", [])
+        if (name := one.name()).startswith("rlctl-rollout")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +127,11 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
     run, plot = tmp_path / "run", tmp_path / "plot"
     process = train(hosts, spec, run, *SMALL, *APART, *crashing.install(plot, IN_A_SYNC, GROUP_READER))
     try:
-        wait_for(lambda: steps_done(run) > 0 or process.poll() is not None, 150, "the first step")
-        replicas = {replica.name(): str(replica.pid) for replica in workers_of(run)["rollout"]}
+        wait_for(lambda: len(replicas_of(run)) == 2 or process.poll() is not None, 150, "both replicas")
+        replicas = replicas_of(run)
         there = [replicas[f"rlctl-rollout{rank}"] in left_in(host) for rank, host in enumerate(hosts.names[1:])]
         assert there == [True, True]
-        wait_for(lambda: crashing.happened(plot) == [1, 1] or process.poll() is not None, 100, "the group's forming")
+        wait_for(lambda: crashing.happened(plot) == [1, 1] or process.poll() is not None, 200, "the group's forming")
         hosts.plug(hosts.there, "down")
         output = process.communicate(timeout=150)[0]
     finally:
