@@ -54,7 +54,8 @@ _KILL_S = 5.0
 @dataclass(frozen=True)
 class Tried:
     """A reward function as it was called. `given`: parameter → what it gets. `own_answer`, `empty`: what it gave for
-    the first row's own answer and for an empty completion, None where there was no row or no number in time."""
+    the first row's own answer and for an empty completion, None where there was no row, or no number in time; the first
+    also where the row has no `data.answer_column`."""
 
     key: str
     path: str
@@ -125,7 +126,7 @@ def _called(
         of_code = all(is_of_code(str(line["cause"]), str(line["text"])) for line in failed)
         return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code), ()
     numbers = [line["t"][0] if "t" in line else None for line in lines] + [None] * (2 - len(lines))
-    call = replace(call, own_answer=numbers[0], empty=numbers[1])
+    call = replace(call, own_answer=numbers[0] if one.completions[0].right else None, empty=numbers[1])
     if len(lines) < 2 and time.monotonic() - began >= CALL_S:
         message = f"{one.path.rpartition(':')[2]}, called with the first row, gives no score within {CALL_S:g} s"
         hint = "a run grades every completion of a step: make it quicker, or raise reward.workers and reward.timeout_s"

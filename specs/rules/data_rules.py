@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.rewards import Regex, compares_answer
+from specs.schema.rewards import Function, Regex, compares_answer
 from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
@@ -24,7 +24,8 @@ def data_problems(spec: Spec) -> Iterator[Problem]:
         yield no_effect("data.split", data, f"{show(data.train)} is not a hub data set")
     if data.system and data.chat == "never":
         yield no_effect("data.system", data, 'data.chat is "never"')
-    if "answer_column" in given and not compares_answer(spec.reward.terms):
+    functions = any(isinstance(term, Function) for term in spec.reward.terms)  # are tried with a row's own answer
+    if "answer_column" in given and not functions and not compares_answer(spec.reward.terms):
         yield no_effect("data.answer_column", data, "no term of reward.terms compares with it")
     if data.template and "prompt_column" in given:
         yield no_effect("data.prompt_column", data, "data.template makes the prompt")

@@ -85,7 +85,10 @@ class DataSection(Table):
     )
     split: NonEmpty = Field("train", description="Split to read; only for a hub dataset id.")
     prompt_column: NonEmpty = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
-    answer_column: NonEmpty = Field("answer", description="Column that the built-in rewards compare with.")
+    answer_column: NonEmpty = Field(
+        "answer",
+        description="Column that the built-in rewards compare with, and with which `check-config` tries functions.",
+    )
     template: str = Field(
         "",
         description="Text of the prompt with `{column}` for the row's columns; empty takes `prompt_column` as it is.",

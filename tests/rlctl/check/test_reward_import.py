@@ -28,3 +28,13 @@ def test_a_function_that_hangs_on_a_likely_completion_is_named(tmp_path: Path, m
     assert time.monotonic() - started < 50
     (said,) = found.warnings
     assert 'called with the completion "I am not sure.", gives no score: it took more than 0.5 s' in said.message
+
+
+def test_what_is_shown_for_the_rows_own_answer_is_for_an_answer(tmp_path: Path) -> None:
+    changes = {"data.train": "d.jsonl", "reward.terms": [{"kind": "function", "path": "r.py:score"}]}
+    rows = '{"prompt": "1+1=", "sum": "2"}\n{"prompt": "1+4=", "sum": "5"}\n'
+    files = {"d.jsonl": rows, "r.py": "def score(completion, sum):\n    return float(completion == sum)\n"}
+    for column, of_answer in (("answer", None), ("sum", 1.0)):
+        case = {"set": changes | {"data.answer_column": column}, "files": files}
+        (tried,) = examine(write_case(case, tmp_path), ()).tried
+        assert (tried.own_answer, tried.empty) == (of_answer, 0.0)
