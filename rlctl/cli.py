@@ -102,7 +102,7 @@ def init(
     quoted = shlex.quote(str(path))
     starts = f"rlctl train {quoted}"
     if known is not None:
-        typer.echo(f"wrote {known.write(path, force=force)}")
+        typer.echo(f"wrote {known.write(path, force=force, elsewhere=elsewhere)}")
         starts = known.start(path)
     typer.echo(f"\nnext: rlctl check-config {quoted}\n      {starts}")
 

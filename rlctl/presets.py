@@ -71,9 +71,10 @@ def refuse_existing(target: Path) -> None:
         raise _exists(target)
 
 
-def write_batch_script(spec: Path, *, force: bool) -> Path:
+def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> Path:
     """Write the SLURM batch script that trains `spec` beside it, with hosts for its actor and its rollout; returns the
     path. Replicas on hosts of their own have those that the actor leaves; else they are on each of the actor's.
+    `elsewhere`: for other machines, where rlctl's environment is `.venv` beside the spec, if it is not on PATH.
 
     Raises UsageError when a file is in the way, SpecError when the spec cannot be read.
     """
@@ -98,7 +99,7 @@ def write_batch_script(spec: Path, *, force: bool) -> Path:
         "{each}": str(each),
         "{gpus}": _gpus_per_node(gpus),
         "{far_gpus}": _gpus_per_node(far_gpus),
-        "{bin}": shlex.quote(str(Path(sys.executable).parent)),
+        "{bin}": '"$PWD/.venv/bin"' if elsewhere else shlex.quote(str(Path(sys.executable).parent)),
         "{replicas}": str(replicas),
         "{slots}": str(max(each, gpus) if apart else max(each, replicas, gpus)),
         "{far_slots}": str(max(replicas, far_gpus)),
@@ -116,8 +117,9 @@ def _gpus_per_node(count: int) -> str:
     return f"#SBATCH --gpus-per-node={count}\n" if count else ""
 
 
-def write_manifest(spec: Path, *, force: bool) -> Path:
+def write_manifest(spec: Path, *, force: bool, elsewhere: bool = True) -> Path:
     """Write the Kubernetes manifest that trains `spec` beside it, with a pod for each of its hosts; returns the path.
+    Pods are `elsewhere` always: their image says where rlctl is.
 
     Raises UsageError when a file is in the way or pods cannot run the spec, SpecError when the spec cannot be read.
     """
@@ -130,7 +132,7 @@ def write_manifest(spec: Path, *, force: bool) -> Path:
 
 
 class _Writes(Protocol):
-    def __call__(self, spec: Path, *, force: bool) -> Path: ...
+    def __call__(self, spec: Path, *, force: bool, elsewhere: bool = ...) -> Path: ...
 
 
 @dataclass(frozen=True)

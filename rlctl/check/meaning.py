@@ -18,7 +18,7 @@ from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import RefSection, RoleSection, Spec
 
 
-def roles(spec: Spec, plan: Plan, spec_dir: Path, *, elsewhere: bool) -> dict[str, dict[str, Any]]:
+def roles(spec: Spec, plan: Plan, spec_dir: Path, *, elsewhere: bool = False) -> dict[str, dict[str, Any]]:
     """Role → where it runs and what it holds. A role that holds only the tokenizer has a model but
     no engine."""
     return {role.role: _role(spec, plan, role.role, spec_dir, elsewhere) for role in plan.roles}

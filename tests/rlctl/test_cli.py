@@ -142,7 +142,7 @@ def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path) -> None:
     assert "error: ZeroDivisionError: division by zero\n\nhint: this is a fault in rlctl" in done.stderr
 
 
-HEAVY = ("torch", "transformers", "numpy", "zmq", "safetensors", "pyarrow", "tokenizers")
+HEAVY = ("torch", "transformers", "numpy", "zmq", "safetensors", "pyarrow")
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,16 @@ class LocalGroups(dict[str, LocalGroup]):
         super().__init__()
         self.spec = spec
         self.ranks = SimpleNamespace(
-            allow_restarts=lambda policy: None, lost=lambda role: (), dropped=lambda role: (), restarts=0
+            allow_restarts=lambda policy: None,
+            lost=lambda role: (),
+            dropped=lambda role: (),
+            late=lambda role: (),
+            restarts=0,
+            policy=SimpleNamespace(least=spec.rollout.min_processes),
         )
+
+    def come(self, role: str) -> list[int]:
+        return []
 
     def start(self, roles: Sequence[str]) -> None:
         for role in roles:

@@ -137,7 +137,7 @@ def probe(expected_T: NDArray[np.float32], actual_T: NDArray[np.float32], tolera
         None, None, Residency(False, []), dtype="bf16", bucket_bytes=1, temperature=TEMPERATURE,
         tolerance=tolerance, vocab=VOCAB,
     )  # fmt: skip
-    return sync._worst_gap(expected_T, [Message(Kind.ANSWER, {}, tensors={"logprob_T": actual_T})])
+    return sync._worst_gap(expected_T, {0: Message(Kind.ANSWER, {}, tensors={"logprob_T": actual_T})})
 
 
 def test_the_probe_tells_rounding_from_mistakes(model: PreTrainedModel) -> None:

@@ -352,6 +352,14 @@ def test_a_batch_script_in_the_way_leaves_no_spec_either(tmp_path: Path) -> None
     assert (tmp_path / "my.sbatch").read_text() == "mine"
 
 
+def test_a_batch_script_for_a_cluster_names_no_path_of_this_machine(tmp_path: Path) -> None:
+    made = rlctl("init", "my.toml", "--launcher", "slurm", "--target", "cluster", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    script = (tmp_path / "my.sbatch").read_text()
+    assert 'export PATH="$PWD/.venv/bin":"$PATH"' in script
+    assert str(Path(sys.executable).parent) not in script
+
+
 def test_srun_outside_a_job_is_refused(tmp_path: Path) -> None:
     spec = preset("quickstart", tmp_path)
     options = ("--run-dir", tmp_path / "run", "--set", "actor.launcher=srun", "--set", "actor.processes=2")

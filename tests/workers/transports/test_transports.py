@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from device_windows import without_a_gpu
-from local_group import LocalCall, LocalGroup
+from local_group import LocalGroup
 from reader_process import ReaderProcess
 from syncing import send_instead, wire_bytes
 
@@ -48,18 +47,6 @@ def transport_of(kind, folder):
     return Transport(kind.removesuffix(IN_PLACE).removesuffix(IN_DELTAS), kind, options.get(kind, {}))
 
 
-class SideBySide(LocalGroup):
-    """Ranks in threads where they are on the transport, on which those of a process group wait for one another."""
-
-    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None):
-        if verb is not Verb.IMPORT_BEGIN:
-            return super().post(verb, body, tensors, step=step)
-        alone = [LocalGroup(self.role, [handlers]) for handlers in self.handlers]
-        with ThreadPoolExecutor(len(alone)) as pool:
-            calls = list(pool.map(lambda group: group.post(verb, body, tensors, step=step), alone))
-        return LocalCall([call.result()[0] for call in calls])
-
-
 class Roles:
     """An actor and two rollouts with their real handlers, and what a sync over a transport needs."""
 
@@ -75,8 +62,8 @@ class Roles:
             max_response_tokens=12, stop=(),
         )  # fmt: skip
         handlers = [rollout.handlers() for rollout in self.rollouts]
-        self.groups = LocalGroup("actor", [self.actor.handlers()]), SideBySide("rollout", handlers)
-        self.first_alone = SideBySide("rollout", handlers[:1])
+        self.groups = LocalGroup("actor", [self.actor.handlers()]), LocalGroup("rollout", handlers)
+        self.first_alone = LocalGroup("rollout", handlers[:1])
         built = self.groups[0].call(Verb.BUILD, config.model_dump(mode="json"))[0].body
         self.vocab = built["model"]["vocab_size"]
         self.groups[1].call(Verb.BUILD, sampler.model_dump(mode="json"))
