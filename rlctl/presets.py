@@ -12,7 +12,7 @@ from typing import Protocol
 
 import specs
 from specs.errors import UsageError
-from specs.packages import environments, page, setup_command
+from specs.packages import environments, page
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
@@ -168,14 +168,12 @@ def write_preset(name: str, target: Path, *, force: bool, elsewhere: bool = Fals
         near = closest(name, list(known))
         hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         raise UsageError(f'--preset "{name}": no such preset', hint=hint)
-    text = known[name].read_text(encoding="utf-8")
-    text = _with_words_of_this_installation(text)
+    text = _with_pages_of_this_installation(known[name].read_text(encoding="utf-8"))
     _write(target, text if elsewhere else _with_interpreters(text, target), force=force)
 
 
-def _with_words_of_this_installation(text: str) -> str:
-    """Presets are written for a clone; without one the script is a command, and pages lie elsewhere."""
-    text = text.replace("scripts/setup-engine", setup_command())
+def _with_pages_of_this_installation(text: str) -> str:
+    """Presets name pages as a clone has them; a wheel has them elsewhere."""
     return re.sub(r"\bdocs/([\w-]+\.md)", lambda found: page(found[1]), text)
 
 

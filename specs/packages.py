@@ -46,12 +46,6 @@ def setup_script() -> Path:
     return (_ROOT if in_clone() else _SHIPPED) / "scripts" / "setup-engine"
 
 
-def setup_command(engine: str = "") -> str:
-    """What a person types to add an engine; without one, the command alone."""
-    command = "scripts/setup-engine" if in_clone() else "rlctl setup-engine"
-    return f"{command} {engine}".rstrip()
-
-
 def environments() -> Path:
     """The folder where that makes `.venv-ENGINE`."""
     return _ROOT if in_clone() else Path.cwd().resolve()

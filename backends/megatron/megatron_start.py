@@ -12,7 +12,6 @@ from torch import distributed as dist
 from backends.protocol import COLLECTIVE_TIMEOUT, Rank
 from backends.train.role_group import join_group
 from specs.errors import ModelError
-from specs.packages import setup_command
 from specs.schema.engines.megatron_config import LOCAL
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.spec import DType
@@ -23,7 +22,7 @@ def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> 
     if importlib.util.find_spec("megatron") is None:
         raise ModelError(
             "the engine megatron needs Megatron-core, which this interpreter does not have",
-            hint=f'{setup_command("megatron")} makes one that does: set python = ".venv-megatron/bin/python"',
+            hint='rlctl setup-engine megatron makes one that does: set python = ".venv-megatron/bin/python"',
         )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the order in which it launches communication
     if not device.startswith("cuda"):

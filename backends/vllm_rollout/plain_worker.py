@@ -8,7 +8,6 @@ from __future__ import annotations
 from backends.vllm_rollout.installed import vllm_version
 from backends.vllm_rollout.worker import WorkerExtension
 from specs.errors import ModelError
-from specs.packages import setup_command
 
 __all__ = ["WorkerExtension"]
 
@@ -26,7 +25,7 @@ def keep_weights_plain() -> None:
         if not hasattr(module, name):
             raise ModelError(
                 f"vLLM {vllm_version()} has no {module.__name__}.{name}: its packing of weights cannot be switched off",
-                hint=f"use the version that {setup_command('vllm')} installs",
+                hint="use the version that rlctl setup-engine vllm installs",
             )
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False

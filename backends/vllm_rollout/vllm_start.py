@@ -13,7 +13,6 @@ from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape
 from backends.vllm_rollout.installed import vllm_version
 from specs.errors import ModelError
-from specs.packages import setup_command
 from specs.schema.engines.vllm_table import CPU_KV_CACHE_GIB, VllmTable, lora_room
 from specs.wire.role_config import RolloutConfig
 
@@ -50,7 +49,7 @@ def start_vllm(config: RolloutConfig, table: VllmTable, model: ModelShape, *, pl
     except ImportError as error:
         raise ModelError(
             f"vLLM cannot be imported in this role's interpreter: {error}",
-            hint=f"run {setup_command('vllm')}, and set rollout.python to the interpreter that it names",
+            hint="run rlctl setup-engine vllm, and set rollout.python to the interpreter that it names",
         ) from None
     _check_platform(on_cpu)
     given = arguments(config, model, on_cpu=on_cpu)
@@ -135,7 +134,7 @@ def _check_platform(on_cpu: bool) -> None:
         built_for = "CPUs" if current_platform.is_cpu() else "GPUs"
         raise ModelError(
             f"vLLM {vllm_version()} of this interpreter is built for {built_for}",
-            hint=f"rollout.devices names GPUs, empty means CPU; {setup_command('vllm')} installs the build that fits",
+            hint="rollout.devices names GPUs, empty means CPU; rlctl setup-engine vllm installs the build that fits",
         )
 
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from backends.protocol import Rank
 from backends.train.role_group import device_index, join_group
 from specs.errors import ModelError
-from specs.packages import setup_command
 
 
 def start_deepspeed(rank: Rank, device: str) -> Any:
@@ -29,7 +28,7 @@ def start_deepspeed(rank: Rank, device: str) -> Any:
         from deepspeed.ops import __compatible_ops__ as compiled_ops
     except ImportError as error:
         raise ModelError(
-            f"the engine zero needs DeepSpeed: {error}", hint=f"{setup_command('deepspeed')} installs it"
+            f"the engine zero needs DeepSpeed: {error}", hint="rlctl setup-engine deepspeed installs it"
         ) from None
     # Its collectives go by names that torch has renamed since, and says so at every call.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlctl.check.findings import not_here
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.launch import SHARED_PREFIXES, base_environment
 from rlctl.processes.placement import RolePlan, make_plan
@@ -30,7 +31,7 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     spec_dir = spec_path.absolute().parent
     of_here: list[Problem] = []
     errors, warnings = file_problems(spec, spec_dir, elsewhere=True, notes=of_here if elsewhere else None)
-    notes += [f"not on this machine: {problem}" for problem in of_here]
+    notes += [not_here(problem) for problem in of_here]
     if errors:
         raise SpecError(errors)
     plan = make_plan(spec, spec_dir)

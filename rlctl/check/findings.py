@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         return Findings(parsed.problems, [], notes=notes, elsewhere=elsewhere)
     of_here: list[Problem] = []  # what this machine lacks, and the run may have
     problems, warnings, tried = _looked_up(spec, spec_dir, elsewhere, of_here)
-    notes += [f"not on this machine: {problem}" for problem in of_here]
+    notes += [not_here(problem) for problem in of_here]
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes, elsewhere=elsewhere)
     warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
@@ -64,16 +64,22 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     return Findings(problems, warnings, spec, plan, notes=notes, tried=tried, elsewhere=elsewhere)
 
 
+def not_here(problem: Problem) -> str:
+    """A note of what this machine lacks for a run on another one: there is nothing to do about it here."""
+    return f"not on this machine: {replace(problem, hint='')}"
+
+
 def _looked_up(
     spec: Spec, spec_dir: Path, elsewhere: bool, of_here: list[Problem]
 ) -> tuple[list[Problem], list[Problem], list[Tried]]:
     """Errors and warnings about what the spec names; reward functions are imported and called, in processes of their
     own."""
     problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere, notes=of_here if elsewhere else None)
+    absent = {problem.key for problem in of_here}
     if spec.algorithm.own_functions:
         from rlctl.check.own_function_check import own_function_trials
 
-        problems += own_function_trials(spec, spec_dir, [problem.key for problem in problems])
+        problems += own_function_trials(spec, spec_dir, {problem.key for problem in problems} | absent)
     if any(isinstance(term, Regex) for term in spec.reward.terms):
         from rlctl.check.growth import pattern_warnings
 
@@ -82,7 +88,8 @@ def _looked_up(
         return problems, warnings, []
     from rlctl.check.reward_import import try_functions
 
-    *of_imports, tried = try_functions(spec, spec_dir, [problem.key for problem in [*problems, *warnings]])
+    known = {problem.key for problem in [*problems, *warnings]} | absent
+    *of_imports, tried = try_functions(spec, spec_dir, known)
     problems, warnings = [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
     said = {problem.key for problem in [*problems, *warnings]}
     return problems, [*warnings, *(one for one in reward_warnings(spec, spec_dir) if one.key not in said)], tried

@@ -35,7 +35,7 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path, *, may_build: bool = 
     if folder is None:
         asked = None if offline() else look_up(path)
         why = f": {asked.why}" if isinstance(asked, NotGiven) else ""
-        hint = f"hf download {path} config.json brings it (a few kB); or name a folder that has it"
+        hint = f"`hf download {path} config.json` brings it (a few kB) where there is a network; {_by_hand(key)}"
         raise SpecError([Problem(key, f"its config.json is not on this machine{why}", hint, show(path))])
     config, facts, tensors = _read_model(key, path, folder)
     if tensors is None and facts is not None and may_build:
@@ -50,10 +50,18 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path, *, may_build: bool = 
     return Model(config, facts, tensors)
 
 
+def _by_hand(key: str) -> str:
+    return f"copy that file into a folder and add `--set {key}=FOLDER`"
+
+
 @cache
 def _read_model(key: str, path: str, folder: Folder) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "no config.json in it" if Path(str(folder)).is_dir() else "no such folder on this machine"
+        hint = f"sizes come from its config.json alone: {_by_hand(key)}"
+        raise SpecError([Problem(key, what, hint, show(path))]) from None
     except (OSError, ValueError) as error:
         hint = "a model folder has a config.json"
         raise SpecError([Problem(key, f"config.json cannot be read: {error}", hint, show(path))]) from None

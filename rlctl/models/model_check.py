@@ -14,7 +14,7 @@ from rlctl.models.config_values import value_problems
 from rlctl.models.end_tokens import check_end_tokens
 from rlctl.models.hub import Folder, HubFolder, hub_snapshot, look_up, offline
 from rlctl.models.kinds import Wrong, causal_kinds, kind_problem, quantized_problem
-from rlctl.models.paths import builtin_models, read_object, resolve_model
+from rlctl.models.paths import builtin_models, not_found, read_object, resolve_model
 from rlctl.models.remote_code import code_problems
 from rlctl.models.tokenizer_files import check_tokenizer
 from rlctl.models.weight_files import hub_weight_problems, weight_files, weight_problems
@@ -106,14 +106,19 @@ class ModelCheck:
             self._wrong(f"no such built-in model; known: {', '.join(builtin_models())}", hint)
             return
         if not folder.is_dir():
-            what = "a file, not a model folder" if folder.exists() else "no such model folder"
-            if folder.is_symlink() and not folder.exists():
-                what = f"a symbolic link to {os.readlink(folder)}, which does not exist"
-            address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
-            hint = f'write "{address[1]}"' if address else "a relative path starts at the spec file's folder"
-            self._wrong(f"{what} ({folder})", hint)
+            self._no_folder(folder)
             return
         self._check_files(folder, builtin=name != self.path)
+
+    def _no_folder(self, folder: Path) -> None:
+        if folder.is_symlink() and not folder.exists():
+            self._wrong(f"a symbolic link to {os.readlink(folder)}, which does not exist ({folder})", "repair the link")
+        elif folder.exists():
+            self._wrong(f"a file, not a model folder ({folder})", "name the folder that it is in")
+        else:
+            address = re.fullmatch(r"(?:https?://huggingface\.co/|hf://)([\w.-]+/[\w.-]+).*", self.path)
+            hint = f'write "{address[1]}"' if address else ""
+            self.problems.append(not_found(self.key, f"no such model folder ({folder})", self.path, hint=hint))
 
     def _check_files(self, folder: Folder, *, builtin: bool = False) -> None:
         self.folder = folder

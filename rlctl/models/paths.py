@@ -12,6 +12,8 @@ from typing import Any
 import specs
 from rlctl.models.hub import Folder, HubFile, HubFolder, hub_snapshot, look_up, offline
 from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT
+from specs.errors import NotHere, Problem
+from specs.text import show
 
 BUILTIN_FOLDER = Path(specs.__file__).parent / "builtin"
 # First parts of a relative path that nobody means as an organisation on the hub.
@@ -44,6 +46,15 @@ def looks_like_hub_id(path: str, spec_dir: Path) -> bool:
         return False
     first = path.split("/")[0]
     return "/" not in path or not (first.lower() in FOLDER_WORDS or (spec_dir / first).is_dir())
+
+
+def not_found(key: str, message: str, path: str, value: str = "", hint: str = "") -> Problem:
+    """The problem of a file or folder that a spec names, and that is not here. One that is named by its whole path may
+    be on the machines of the run."""
+    if not Path(path).expanduser().is_absolute():
+        return Problem(key, message, hint or "a relative path starts at the spec file's folder", value or show(path))
+    other = "check the path; `--target cluster` checks a spec for other machines"
+    return NotHere(key, message, hint or other, value or show(path))
 
 
 def model_folder(path: str, spec_dir: Path) -> Folder | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlctl.models.chat_template import ChatTemplate, chat_template_of
 from rlctl.models.hub import hub_snapshot, offline
-from rlctl.models.paths import looks_like_hub_id, model_folder
+from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
 from rlctl.preflight.data_relations import relation_warnings
 from rlctl.preflight.data_rows import Looked, look_at_rows, missing_column
 from rlctl.preflight.data_sense import held_out_problems, sense_problems
@@ -72,8 +72,7 @@ def _source(
         hint = "write one JSON object per line into a file that ends in .jsonl"
         return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
     if not file.is_file():
-        hint = _where_it_may_be(file)
-        return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
+        return [not_found(key, f"no such file ({os.path.abspath(file)})", source, hint=_where_it_may_be(file))], []
     most = spec.data.max_rows if key == "data.train" else None
     found = looked[key] = look_at_rows(file, spec, chat=_may_chat(_template(spec, spec_dir)), most=most)
     fault = found.fault
@@ -103,8 +102,7 @@ def _hub(key: str, source: str, file: Path, spec_dir: Path) -> tuple[list[Proble
         return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
     hub_id = source.partition(":")[0]
     if not looks_like_hub_id(hub_id, spec_dir):
-        hint = "a relative path starts at the spec file's folder"
-        return [Problem(key, f"no such file ({os.path.abspath(file)})", hint, value)], []
+        return [not_found(key, f"no such file ({os.path.abspath(file)})", source)], []
     if hub_snapshot(hub_id, "datasets") is not None:
         return [], []
     if offline():
@@ -130,7 +128,7 @@ def _where_it_may_be(file: Path) -> str:
         [other.name for other in file.parent.glob("*") if other.suffix in DATA_SUFFIXES] if file.parent.is_dir() else []
     )
     near = closest(file.name, there)
-    return f"did you mean {near}?" if near else "a relative path starts at the spec file's folder"
+    return f"did you mean {near}?" if near else ""
 
 
 def _builtin(key: str, source: str, spec: Spec) -> list[Problem]:

@@ -35,7 +35,7 @@ from rlctl.preflight.role_kernels import role_kernel_problems
 from rlctl.preflight.sizes import size_problems
 from specs.errors import NotHere, Problem
 from specs.model_facts import model_facts
-from specs.packages import installed_here, setup_command
+from specs.packages import installed_here
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.mesh import sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
@@ -217,7 +217,7 @@ def _launchers(spec: Spec) -> list[Problem]:
     ]
     if not wanting or installed_here(("deepspeed",)):
         return []
-    hint = f"{setup_command('deepspeed')} adds it, and torchrun starts every engine too"
+    hint = "rlctl setup-engine deepspeed adds it, and torchrun starts every engine too"
     return [Problem(f"{role}.launcher", "deepspeed is not installed", hint, '"deepspeed"') for role in wanting]
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from specs.errors import Problem
-from specs.packages import environments, installed_here, setup_command
+from specs.packages import environments, installed_here
 from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES, library_names
 from specs.schema.engines.engine_table import EngineTable, engine_of
 from specs.schema.roles import ROLES, RoleName
@@ -266,7 +266,7 @@ def _how_to_install(section: RoleSection, path: str, missing: list[str]) -> str:
 
 
 def _set_up(kind: str) -> str:
-    return f"{setup_command(kind)} makes {_made_by_setup(kind)}"
+    return f"rlctl setup-engine {kind} makes {_made_by_setup(kind)}"
 
 
 def _made_by_setup(kind: str) -> str:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from rlctl.models.paths import not_found
 from rlctl.preflight.first_row import row_columns
 from specs.errors import Problem
 from specs.load.keys import closest
@@ -28,7 +29,7 @@ def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     columns = row_columns(spec, spec_dir) if reads_whole_rows(spec.reward.terms) else None
     for index, term in enumerate(spec.reward.terms):
         if isinstance(term, Function) and (found := _function(term.path, spec_dir, columns)):
-            problems.append(Problem(f"reward.terms.{index}.path", found[0], found[1], show(term.path)))
+            problems.append(_problem(f"reward.terms.{index}.path", term.path, spec_dir, found))
     return problems
 
 
@@ -69,13 +70,21 @@ def _ignores_completion(path: str, spec_dir: Path, columns: Collection[str] | No
     return its in parameters.listed and its not in read and not read & {"locals", "vars", "inspect"}
 
 
+def _problem(key: str, path: str, spec_dir: Path, said: tuple[str, str]) -> Problem:
+    place = path.rpartition(":")[0]
+    file = spec_dir / Path(place).expanduser()
+    if file.exists() or file.is_symlink():
+        return Problem(key, *said, show(path))
+    return not_found(key, said[0], place, show(path))
+
+
 def _no_file(file: Path) -> tuple[str, str] | None:
     if file.is_symlink() and not file.exists():
         return f"a symbolic link to {os.readlink(file)}, which does not exist", "repair the link"
     if file.is_dir():
         return f"{file} is a folder", "name a Python file in it"
     if not file.is_file():
-        return f"no such file ({os.path.abspath(file)})", "a relative path starts at the spec file's folder"
+        return f"no such file ({os.path.abspath(file)})", ""
     return None
 
 
@@ -128,7 +137,7 @@ def own_function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     for key, path in spec.algorithm.own_functions.items():
         file, name = spec_dir / Path(path.rpartition(":")[0]).expanduser(), path.rpartition(":")[2]
         if found := _no_file(file) or _undefined(file, name):
-            problems.append(Problem(f"algorithm.{key}", *found, show(path)))
+            problems.append(_problem(f"algorithm.{key}", path, spec_dir, found))
     return problems
 
 

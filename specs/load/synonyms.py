@@ -112,7 +112,7 @@ SYNONYMS = {
     "scale_rewards": "algorithm.scale",
     "ppo_mini_batch_size": "algorithm.mini_batches_per_step",
     "mini_batch_size": "algorithm.mini_batches_per_step",
-    "gradient_accumulation_steps": "algorithm.mini_batches_per_step",
+    "gradient_accumulation_steps": "data.prompts_per_step",
     "ppo_epochs": "algorithm.epochs_per_step",
     "num_train_epochs": "run.steps",
     "total_epochs": "run.steps",
@@ -426,6 +426,77 @@ SYNONYMS = {
     "weight_broadcast": "sync.transport",
     "teacher_tau": "algorithm.kl_coef",
     "cluster_config": "cluster.hostfile",
+}
+
+_PRECISIONS = {
+    "bfloat16": '"bf16"',
+    "float32": '"fp32"',
+    **dict.fromkeys(("float16", "fp16", "half"), '"bf16": fp16 is not in rlctl yet'),
+}
+_ESTIMATORS = {
+    "kl": '"k1"',
+    "mse": '"k2"',
+    "low_var_kl": '"k3"',
+    **dict.fromkeys(("kl+", "k1+"), '"k1-straight-through"'),
+    **dict.fromkeys(("low_var_kl+", "k3+"), '"k3-straight-through"'),
+    "abs": "not in rlctl yet",
+}
+_OVERLONG = {"true": '"drop"', "false": '"refuse"'}
+_SCALES = {"true": '"std"', "group": '"std"', "false": '"none"'}
+_SCHEDULES = {
+    "constant_with_warmup": '"constant", with warmup_steps',
+    "cosine_with_min_lr": '"cosine", with min_lr_ratio',
+    "cosine_with_warmup": '"cosine", with warmup_steps',
+    "linear_with_warmup": '"linear", with warmup_steps',
+}
+
+# Values of theirs that are called otherwise here, in lower case → what they are. Others keep their name.
+CHOICES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("kl_loss_type", "kl_penalty"), _ESTIMATORS),
+    **dict.fromkeys(("scale_rewards", "norm_adv_by_std_in_grpo", "normalize_rewards"), _SCALES),
+    "no_advantage_std_norm": {"true": '"none"', "false": '"std"'},
+    "loss_agg_mode": {"seq-mean-token-sum-norm": '"token-sum-constant"'},
+    "loss_type": {
+        "grpo": '"seq-mean-token-mean"',
+        **dict.fromkeys(("dapo", "bnpo"), '"token-mean"'),
+        "dr_grpo": '"token-sum-constant"',
+        **{kind: f'algorithm.kind = "{kind}"' for kind in ("cispo", "sapo")},
+    },
+    "adv_estimator": {
+        "gae": '"ppo"',
+        "grpo_vectorized": '"grpo"',
+        "rloo_vectorized": '"rloo"',
+        "reinforce_plus_plus": '"reinforce++"',
+        "reinforce_plus_plus_baseline": '"reinforce++_baseline"',
+    },
+    "advantage_estimator": {
+        "gae": '"ppo"',
+        "group_norm": '"grpo"',
+        "reinforce": '"reinforce++"',
+        "reinforce_baseline": '"reinforce++_baseline"',
+    },
+    "importance_sampling_level": {"sequence": '"gspo"', "token": 'what "grpo" does'},
+    "loss_mode": {"vanilla": 'what "grpo" does', "geo_mean": '"gmpo"'},
+    "truncation": {
+        "error": '"refuse"',
+        **dict.fromkeys(("left", "right", "middle"), 'no choice: "drop" takes the row out'),
+    },
+    **dict.fromkeys(("filter_overlong_prompts", "truncate_prompts"), _OVERLONG),
+    **dict.fromkeys(("torch_dtype", "model_dtype", "precision", "mixed_precision"), _PRECISIONS),
+    "bf16": {"true": '"bf16"', "false": '"fp32"'},
+    "fp16": {"true": '"bf16": fp16 is not in rlctl yet', "false": '"fp32", or "bf16"'},
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "warmup_style"), _SCHEDULES),
+    "use_kl_loss": {"true": 'a weight above 0, with kl_in = "loss"', "false": "0, if the reward has none either"},
+    "use_kl_in_reward": {"true": '"reward"', "false": '"loss"'},
+    "strategy": {"fsdp": '"fsdp2"'},
+    "use_vllm": {"true": '"vllm"', "false": '"torch"'},
+    "rollout.name": {"hf": '"torch"'},
+    "vllm_mode": {
+        "colocate": '"auto", where rollout.devices are the actor\'s',
+        "server": '"never", with rollout.devices of its own',
+    },
+    "use_wandb": {"true": '[[tracking]] with kind = "wandb"', "false": "no [[tracking]] of that kind"},
+    "use_tensorboard": {"true": '[[tracking]] with kind = "tensorboard"', "false": "no [[tracking]] of that kind"},
 }
 
 # Their keys that have no counterpart → what rlctl does instead.

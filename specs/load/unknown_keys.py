@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specs.errors import Problem
+from specs.load.foreign_values import converted
 from specs.load.keys import (
     Path,
     chosen_tables,
@@ -31,7 +32,7 @@ def unknown_keys(path: Path, raw: dict[str, Any]) -> list[Problem]:
     name, value, whole = str(path[-1]), value_at(path, raw), unknown_key(path, raw)
     if not (isinstance(value, dict) and value) or name in homes() or not (name in TABLES or name in SYNONYMS):
         return [whole]
-    hints = {leaf: _foreign_hint(leaf) for leaf in _foreign_leaves(path, value)}
+    hints = {leaf: _foreign_hint(leaf, raw) for leaf in _foreign_leaves(path, value)}
     if not any(hints.values()):
         return [whole]
     said = {leaf: hint or whole.hint for leaf, hint in hints.items()}
@@ -47,10 +48,10 @@ def _foreign_leaves(path: Path, value: Any) -> Iterator[Path]:
         yield from _foreign_leaves((*path, name), inner)
 
 
-def _foreign_hint(path: Path) -> str:
+def _foreign_hint(path: Path, raw: dict[str, Any]) -> str:
     """What a key in another tool's table is here; empty where nothing is known of it."""
     if path[-1] in ("enable", "enabled") and len(path) > 2:
-        return _foreign_hint(path[:-1])
+        return _foreign_hint(path[:-1], raw)
     parent, name = _ours(path[:-1]), str(path[-1])
     here = [known for one in tables_at(parent, {}) for known in known_keys(one)] if parent else []
     of_this_table = SYNONYMS.get(dotted(path[-2:]), "")
@@ -58,7 +59,7 @@ def _foreign_hint(path: Path) -> str:
         return f"did you mean `{dotted((*parent, name))}`?"
     if said := of_this_table or SYNONYMS.get(name, ""):
         last = said.rpartition(".")[2]
-        return f"did you mean `{dotted((*parent, last)) if last in here else said}`?"
+        return _renamed(path, dotted((*parent, last)) if last in here else said, raw)
     if absent := _absent(name):
         return absent
     return _any_of(elsewhere, parent) if (elsewhere := homes().get(name)) else ""
@@ -105,25 +106,35 @@ def unknown_key(path: Path, raw: dict[str, Any]) -> Problem:
         here_called = next((own for own in TWINS.get(name, ()) if own in here), "")
         hint = f"it belongs to kind {show(other_kinds[0])}" + (f"; here it is `{here_called}`" if here_called else "")
         return Problem(key, f'unknown key: kind "{kind}" does not have it', hint, value)
-    return Problem(key, "unknown key", _where(name, here, parent), value)
+    return Problem(key, "unknown key", _where(path, here, raw), value)
 
 
-def _where(name: str, here: list[str], parent: Path) -> str:
+def _renamed(path: Path, ours: str, raw: dict[str, Any]) -> str:
+    """Our name of another tool's key, and what its value is here where that differs."""
+    found = converted(path, value_at(path, raw), raw)
+    if found is None:
+        return f"did you mean `{ours}`?"
+    return f"did you mean `{found.key or ours}`? {found.words}"
+
+
+def _where(path: Path, here: list[str], raw: dict[str, Any]) -> str:
+    name, parent = str(path[-1]), path[:-1]
     if not parent and name in SECTIONS:
         return f"its place is {SECTIONS[name]}"
     if of_this_section := SYNONYMS.get(dotted((*parent, name))):
-        return f"did you mean `{of_this_section}`?"
+        return _renamed(path, of_this_section, raw)
     if absent := _absent(name):
         return absent
     foreign = SYNONYMS.get(name, "")
     if foreign and (last := foreign.rpartition(".")[2]) in here:
-        return f"did you mean `{dotted((*parent, last))}`?"
+        return _renamed(path, dotted((*parent, last)), raw)
     near = closest(name, here, cutoff=0.75)
     if near and not foreign:
         return f"did you mean `{near}`?"
-    elsewhere = homes().get(name, ()) or ((foreign,) if foreign else ())
-    if elsewhere:
+    if elsewhere := homes().get(name, ()):
         return _any_of(elsewhere, parent)
+    if foreign:
+        return _renamed(path, foreign, raw)
     near = of_the_same_words(name, here)
     if near:
         return f"did you mean `{near}`?"

@@ -196,6 +196,25 @@ def test_for_a_cluster_what_is_missing_here_is_a_note(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout + done.stderr
     for key in ("rollout.python", "actor.devices", "model.path", "data.train"):
         assert f"note: not on this machine: {key} = " in done.stdout
+    theirs = "/of/the/cluster"
+    keys = {
+        "model.path": theirs,
+        "data.train": f"{theirs}/rows.jsonl",
+        "reward.terms.0.path": f"{theirs}/score.py:score",
+    }
+    terms = 'reward.terms=[{kind = "function", path = "/of/the/cluster/score.py:score"}]'
+    named = [f"--set={terms}", *(f"--set={key}={value}" for key, value in keys.items())]
+    done = rlctl("check-config", spec, "--target", "cluster", *named, cwd=tmp_path)
+    for key, value in keys.items():
+        assert f'note: not on this machine: {key} = "{value}": no such' in done.stdout, done.stdout
+        assert f"error: {key} =" not in done.stderr
+    assert "hint" not in done.stdout
+    here = rlctl("check-config", spec, *named, cwd=tmp_path).stderr
+    for key, value in keys.items():
+        assert f'error: {key} = "{value}": no such' in here
+    assert "`--target cluster` checks a spec for other machines" in here
+    beside = rlctl("check-config", spec, "--target", "cluster", "--set=data.train=rows.jsonl", cwd=tmp_path).stderr
+    assert 'error: data.train = "rows.jsonl": no such file' in beside
     flash = ("--set", "actor.attn_implementation=flash_attention_2")
     done = rlctl("check-config", spec, "--target", "cluster", *flash, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
-from specs.packages import page, setup_command
+from specs.packages import page
 from specs.schema.engines.library_keys import Kind, Library, Number, Setting, Text, extra_problems, not_taken
 from specs.schema.engines.megatron_options import DDP, OPTIMIZER, TRANSFORMER
 from specs.text import show
@@ -75,7 +75,7 @@ _WHY = {
         ("tp_comm_", "cpu_offloading", "use_te_", "cuda_graph", "apply_rope_fusion"),
         "of TransformerEngine, rlctl takes the layers alone",
     ),
-    "gradient_accumulation_fusion": f"it needs a CUDA extension that {setup_command()} does not build",
+    "gradient_accumulation_fusion": "it needs a CUDA extension that rlctl setup-engine does not build",
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "log-probs would not be those of the policy"),
     **dict.fromkeys(("attention_", "softmax_"), f"attention is rlctl's own ({page('attention.md')})"),
     "overlap_param_gather": "weights would be a step old when they are sent to samplers",

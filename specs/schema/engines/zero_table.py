@@ -11,7 +11,6 @@ from pydantic import Field
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, LEARNING, Part
 from specs.model_shapes import ModelTensors, ParameterShape
-from specs.packages import setup_command
 from specs.schema.engines.deepspeed_config import deepspeed_config, deepspeed_problems
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
 from specs.schema.engines.transformers_tables import HUGGING_FACE, OwnModules
@@ -38,7 +37,7 @@ class ZeroTable(OwnModules):
 
     engine_class: ClassVar[str | None] = "backends.zero.engine:ZeroTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "deepspeed")
-    where_to_get: ClassVar[str | None] = f"{setup_command('deepspeed')} adds it"
+    where_to_get: ClassVar[str | None] = "rlctl setup-engine deepspeed adds it"
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(1, processes)

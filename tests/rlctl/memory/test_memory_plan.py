@@ -268,7 +268,15 @@ def test_a_model_that_is_not_here_says_what_to_do(
     assert main(["plan", str(spec)]) == 2
     said = capsys.readouterr().err
     assert "config.json is not on this machine: http://127.0.0.1:9 could not be reached" in said
-    assert "hint: hf download Qwen/Qwen2.5-7B-Instruct config.json" in said
+    assert "hint: `hf download Qwen/Qwen2.5-7B-Instruct config.json`" in said
+    assert main(["plan", str(spec), "--target", "cluster", "--set", "model.path=/of/the/cluster"]) == 2
+    said = capsys.readouterr().err
+    assert 'model.path = "/of/the/cluster": no such folder on this machine' in said
+    assert "copy that file into a folder and add `--set model.path=FOLDER`" in said
+    (tmp_path / "brought").mkdir()
+    (tmp_path / "brought" / "config.json").write_text(json.dumps(QWEN_7B))
+    assert main(["plan", str(spec), "--target", "cluster", "--set", "model.path=brought"]) == 0
+    assert "8 × fsdp2" in capsys.readouterr().out
     (tmp_path / "model" / "config.json").write_text(json.dumps({**QWEN_7B, "model_type": "mamba9"}))
     assert main(["plan", str(spec), "--set", f"model.path={tmp_path / 'model'}"]) == 2
     said = capsys.readouterr().err

