@@ -13,7 +13,8 @@ def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor
     A value may depend on its own token alone: how many there are in a call follows from micro-batches and chunks.
     Raises OwnFunctionError where it is not one number with a gradient for each token."""
     try:
-        loss_N = load(path)(logprob_N, anchor_N, advantage_N)
+        # Copies: the anchor may be the log-probs themselves, and the metrics read all three.
+        loss_N = load(path)(logprob_N.clone(), anchor_N.clone(), advantage_N.clone())
     except OwnFunctionError:
         raise
     except Exception as error:
@@ -30,17 +31,29 @@ def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor
     return loss_N
 
 
-def try_loss(path: str) -> None:
-    """Call it once on tokens with ratios on both sides of 1 and advantages of each sign, and on one token. Raises
-    OwnFunctionError, also for a loss or gradient that is not finite."""
-    for count in (6, 1):
-        logprob_N = torch.linspace(-2.0, -0.1, count).requires_grad_()
-        anchor_N = logprob_N.detach() + torch.tensor([0.5, 0.0, -0.5, 0.0, 0.1, -0.1])[:count]
-        loss_N = own_loss(path, logprob_N, anchor_N, torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -2.0])[:count])
-        (grad_N,) = torch.autograd.grad(loss_N.sum(), logprob_N, allow_unused=True)
-        if grad_N is None:
-            raise OwnFunctionError(f"{path}: its gradient does not reach logprob", hint="compute the loss from it")
-        for what, value_N in (("loss", loss_N), ("gradient", grad_N)):
-            if not torch.isfinite(value_N).all():
-                said = f"{path}: its {what} is not finite: {value_N.tolist()}"
-                raise OwnFunctionError(said, hint="it must be finite for every ratio and advantage")
+def try_loss(path: str) -> list[float]:
+    """Loss and gradient of tokens with ratios on both sides of 1 and advantages of each sign. Raises OwnFunctionError,
+    also where one is not finite, or is another when the first token is alone."""
+    loss_N, grad_N = _loss_and_gradient(path, 6)
+    again_N, _ = _loss_and_gradient(path, 6)
+    alone_N, _ = _loss_and_gradient(path, 1)
+    steady = torch.equal(loss_N, again_N)
+    if steady and not torch.allclose(loss_N[:1], alone_N, rtol=1e-4, atol=1e-6):
+        said = f"{path}: the loss of a token is {alone_N[0]:.6g} alone and {loss_N[0]:.6g} beside five others"
+        raise OwnFunctionError(said, hint="micro-batches cut tokens anywhere: use the token's own numbers alone")
+    return [*loss_N.tolist(), *grad_N.tolist()]
+
+
+def _loss_and_gradient(path: str, count: int) -> tuple[Tensor, Tensor]:
+    """Of the first so many tokens. Raises OwnFunctionError."""
+    logprob_N = torch.linspace(-2.0, -0.1, 6)[:count].requires_grad_()
+    anchor_N = logprob_N.detach() + torch.tensor([0.5, 0.0, -0.5, 0.0, 0.1, -0.1])[:count]
+    loss_N = own_loss(path, logprob_N, anchor_N, torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -2.0])[:count])
+    (grad_N,) = torch.autograd.grad(loss_N.sum(), logprob_N, allow_unused=True)
+    if grad_N is None:
+        raise OwnFunctionError(f"{path}: its gradient does not reach logprob", hint="compute the loss from it")
+    for what, value_N in (("loss", loss_N), ("gradient", grad_N)):
+        if not torch.isfinite(value_N).all():
+            said = f"{path}: its {what} is not finite: {value_N.tolist()}"
+            raise OwnFunctionError(said, hint="it must be finite for every ratio and advantage")
+    return loss_N.detach(), grad_N

@@ -79,7 +79,9 @@ def _looked_up(
     if spec.algorithm.own_functions:
         from rlctl.check.own_function_check import own_function_trials
 
-        problems += own_function_trials(spec, spec_dir, {problem.key for problem in problems} | absent)
+        known = {problem.key for problem in problems} | absent
+        wrong, unsteady = own_function_trials(spec, spec_dir, known)
+        problems, warnings = [*problems, *wrong], [*warnings, *unsteady]
     if any(isinstance(term, Regex) for term in spec.reward.terms):
         from rlctl.check.growth import pattern_warnings
 

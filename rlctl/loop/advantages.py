@@ -141,12 +141,14 @@ def _length_weighted(table: LengthWeighted, scored: Scored) -> Scores:
 
 def _group_centred_whitened(table: GroupCentredWhitened, scored: Scored) -> Scores:
     """Each score minus its group's mean, whitened over the step's loss tokens: their mean, and their unbiased variance
-    + 1e-8 (Hu et al. 2025, eq. 9). Nothing to whiten: 0."""
-    centred_R, tokens = scored.score_R - scored.group_mean_R(), int(scored.tokens_R.sum())
+    + 1e-8 (Hu et al. 2025, eq. 9). Rollouts with nobody to compare with are left out. Nothing to whiten: 0."""
+    comparable_R = np.bincount(scored.group_R)[scored.group_R] >= table.min_group
+    centred_R, tokens_R = scored.score_R - scored.group_mean_R(), np.where(comparable_R, scored.tokens_R, 0)
+    tokens = int(tokens_R.sum())
     if tokens < 2:
         return np.zeros_like(centred_R)
-    mean = float(scored.tokens_R @ centred_R) / tokens
-    variance = float(scored.tokens_R @ (centred_R - mean) ** 2) / (tokens - 1)
+    mean = float(tokens_R @ centred_R) / tokens
+    variance = float(tokens_R @ (centred_R - mean) ** 2) / (tokens - 1)
     return np.asarray((centred_R - mean) / np.sqrt(variance + WHITEN_EPS))
 
 
@@ -170,15 +172,3 @@ def per_token(value_B: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]
     """A sequence's value at each of its loss tokens, 0 elsewhere."""
     mask_T = batch["loss_mask_T"].astype(np.float32)
     return np.repeat(value_B, batch["length_B"]).astype(np.float32) * mask_T
-
-
-def silent_group_share(reward_B: NDArray[np.float32], group_B: NDArray[np.int64]) -> float:
-    """Share of groups whose scores are all equal: they carry no signal."""
-    _, inverse_B = np.unique(group_B, return_inverse=True)
-    groups = int(inverse_B.max()) + 1 if len(inverse_B) else 0
-    if not groups:
-        return 0.0
-    low_G, high_G = np.full(groups, np.inf), np.full(groups, -np.inf)
-    np.minimum.at(low_G, inverse_B, reward_B)
-    np.maximum.at(high_G, inverse_B, reward_B)
-    return float(np.mean(low_G == high_G))

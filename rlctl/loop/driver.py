@@ -119,7 +119,7 @@ class Driver:
         self.signals = SignalWatch(spec, lambda text: progress.warning(text))
         self.eval_prompts: dict[str, Prompts] = {}  # by evaluation
         self.correction_metrics: dict[str, float] = {}
-        self.said_skipped = self.said_no_signal = self.said_excluded = False
+        self.said_skipped = self.said_no_signal = self.said_excluded = self.said_lone = False
 
     def _score_model(self, groups: Mapping[str, Group]) -> ScoreModel | None:
         """The model that a term of the reward asks, where there is one."""
@@ -183,13 +183,15 @@ class Driver:
         self, step: int, batch: Batch, scored: Scored, updates: Updates, synced: SyncReport | None
     ) -> StepRecord:
         """What the step leaves. Warns of what went wrong in it without ending the run."""
-        metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, self.clock.metrics())
+        least, times = self.spec.algorithm.advantage.min_group, self.clock.metrics()
+        metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, times, least)
         metrics |= correction.diagnostics(batch) | self.correction_metrics
         rollouts = len(Rollouts.of(batch["rollout_B"]).first_R)
         metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.signals.see(metrics, scored, step)
         self.note_no_signal(scored, step)
+        self.note_lone(metrics.get("reward/lone_groups", 0), step)
         for role, reports in updates.items():
             self.note_skipped(role, metrics[f"{role}/skipped_updates"], len(reports), step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
@@ -212,6 +214,16 @@ class Driver:
             self.progress.warning(
                 f"step {step}: in every group all scores are equal, after {thrown.refills} refills too: nothing to "
                 "learn. Said once; rollout/thrown_groups and reward/silent_groups count on"
+            )
+
+    def note_lone(self, groups: int, step: int) -> None:
+        """Warn, once in an attempt, of groups with nothing to compare."""
+        if groups and not self.said_lone:
+            self.said_lone = True
+            least = self.spec.algorithm.advantage.min_group
+            self.progress.warning(
+                f"step {step}: {groups} groups have fewer than {least} completions that could be graded: nothing to "
+                "compare with, so their advantages are 0. Said once; reward/lone_groups counts on"
             )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────

@@ -9,20 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop.rollouts import Rollouts, first_valid
+from rlctl.loop.rollouts import GradedGroups, Rollouts
 from rlctl.loop.sampling import Drawn, Scored, Thrown
 
 
 def signal_of(group_B: NDArray[Any], rollout_B: NDArray[Any], scored: Scored) -> NDArray[np.bool_]:
     """Of each sample whether the rollouts of its group that could be graded differ in score."""
-    first = first_valid(rollout_B, scored.scored_B)
-    if not len(first):
-        return np.zeros(len(group_B), dtype=bool)
-    groups, index_R = np.unique(group_B[first], return_inverse=True)
-    low_G, high_G = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
-    np.minimum.at(low_G, index_R, scored.reward_B[first])
-    np.maximum.at(high_G, index_R, scored.reward_B[first])
-    return np.isin(group_B, groups[low_G < high_G])
+    groups = GradedGroups.of(group_B, rollout_B, scored.reward_B, scored.scored_B)
+    return np.isin(group_B, groups.group_G[groups.differ_G])
 
 
 def missing_groups(drawn: Drawn, wanted: int) -> int:

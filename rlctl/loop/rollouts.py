@@ -41,6 +41,28 @@ class Rollouts:
         return all_R
 
 
+@dataclass(frozen=True)
+class GradedGroups:
+    """The groups of some samples (G, ascending): how many of their rollouts could be graded, and whether the scores of
+    those differ."""
+
+    group_G: NDArray[np.int64]
+    rollouts_G: NDArray[np.int64]
+    differ_G: NDArray[np.bool_]
+
+    @staticmethod
+    def of(
+        group_B: NDArray[Any], rollout_B: NDArray[Any], score_B: NDArray[Any], valid_B: NDArray[np.bool_]
+    ) -> GradedGroups:
+        group_G, index_B = np.unique(group_B, return_inverse=True)
+        first_R = first_valid(rollout_B, valid_B)
+        index_R, score_R = index_B[first_R], score_B[first_R]
+        low_G, high_G = np.full(len(group_G), np.inf), np.full(len(group_G), -np.inf)
+        np.minimum.at(low_G, index_R, score_R)
+        np.maximum.at(high_G, index_R, score_R)
+        return GradedGroups(group_G, np.bincount(index_R, minlength=len(group_G)), low_G < high_G)
+
+
 def without_truncated(batch: Batch) -> Batch:
     """The batch with rollouts that were cut off wholly off the loss mask."""
     rollouts = Rollouts.of(batch["rollout_B"])

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlctl.loop.advantages import silent_group_share
-from rlctl.loop.rollouts import Rollouts
+from rlctl.loop.rollouts import GradedGroups, Rollouts
 from specs.schema.algorithms.algorithm import AnyLoss, Loss, LossMetric
 from specs.schema.metric import Metric
 from specs.schema.roles import ROLES, RoleName
@@ -36,7 +35,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="reward/silent_groups",
         unit="share",
-        meaning="Groups in which all completions score the same: comparing within them teaches nothing.",
+        meaning="Groups in which all graded completions score the same: comparing within them teaches nothing.",
+    ),
+    Metric(
+        name="reward/lone_groups",
+        unit="groups",
+        meaning="With too few graded completions to compare any: their advantages are 0.",
+        when="the algorithm compares the completions of a group",
     ),
     Metric(
         name="<role>/grad_norm",
@@ -110,23 +115,25 @@ def collect(
     updates: Mapping[RoleName, RankReports],
     synced: SyncReport | None,
     times: Mapping[str, float],
+    min_group: int = 1,
 ) -> dict[str, Any]:
     """The step's metrics, ready to be written. Each rollout counts once, with the tokens of all its samples. `losses`:
     of each role that is in `updates`. `synced` None: the rollout keeps the weights that it has. `times`: what
-    the clock says of the step."""
+    the clock says of the step. `min_group`: the rollouts that the advantage needs to compare any."""
     rollouts = Rollouts.of(batch["rollout_B"])
     tokens_R = rollouts.sums(batch.sum_by_sequence("loss_mask_T"))
     reward_R, thrown = scored.by_rollout(batch["rollout_B"]), scored.thrown
-    silent = silent_group_share(scored.reward_B, batch["group_B"].astype(np.int64))
+    graded = GradedGroups.of(batch["group_B"], batch["rollout_B"], scored.reward_B, scored.scored_B)
+    groups, silent = len(graded.group_G), float(np.mean(~graded.differ_G))
     if thrown is not None:  # what the policy gets, not what it learns from
         reward_R = np.concatenate([reward_R, np.array(thrown.reward_R, dtype=np.float32)])
-        groups = len(np.unique(batch["group_B"]))
         silent = (silent * groups + thrown.groups) / (groups + thrown.groups)
     return {
         "step": step,
         "reward/mean": float(reward_R.mean(dtype=np.float64)),
         "reward/std": float(reward_R.std(dtype=np.float64)),
         "reward/silent_groups": silent,
+        **({"reward/lone_groups": int((graded.rollouts_G < min_group).sum())} if min_group > 1 else {}),
         **{f"reward/{name}": value for name, value in scored.terms.items()},
         **(thrown.metrics() if thrown else {}),
         **(scored.greedy.metrics() if scored.greedy else {}),

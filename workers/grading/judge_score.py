@@ -31,7 +31,8 @@ def request_body(table: Mapping[str, Any], sample: Sample, answer_column: str) -
 
 
 def read_reply(content: bytes) -> Reply:
-    """The judge's text and its tokens. Raises JudgeError of anything else: another try may bring a reply."""
+    """The judge's text, "" where it holds none, and its tokens. Raises JudgeError of anything else: another try may
+    bring a reply."""
     try:
         body = json.loads(content)
         text = body["choices"][0]["message"]["content"]
@@ -40,9 +41,7 @@ def read_reply(content: bytes) -> Reply:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         said = content[:_SHOWN].decode("utf-8", "replace")
         raise JudgeError("judge_errors", f"the reply is no chat completion: {said}", again=True) from None
-    if not isinstance(text, str):
-        raise JudgeError("judge_replies", "the reply holds no text", again=False)
-    return Reply(text, *tokens)
+    return Reply(text if isinstance(text, str) else "", *tokens)
 
 
 def _count(value: Any) -> int:
@@ -52,6 +51,8 @@ def _count(value: Any) -> int:
 
 def read_score(table: Mapping[str, Any], text: str) -> float:
     """The score in the judge's text. Raises JudgeError where there is none within the bounds."""
+    if not text.strip():
+        raise JudgeError("judge_replies", "the reply holds no text", again=False)
     found = _found(table, text)
     try:
         score = float(found)

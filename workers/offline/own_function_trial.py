@@ -1,5 +1,6 @@
 """Runs a user's own advantage or loss once on a tiny batch, in a process of its own: `python -m
-workers.offline.own_function_trial advantage|loss PATH`. Prints what is wrong as JSON: {} or {"error", "hint"}."""
+workers.offline.own_function_trial advantage|loss PATH`. Prints what is wrong as JSON: {}, {"error", "hint"}, or
+{"warning", "hint"}."""
 
 from __future__ import annotations
 
@@ -13,22 +14,24 @@ from specs.errors import RlctlError
 from specs.schema.algorithms.own_function import own_advantage
 
 
-def try_advantage(path: str) -> None:
+def try_advantage(path: str) -> list[float]:
     """On groups of different scores, of equal ones, and of one rollout. Raises RlctlError."""
     score_R, group_R = np.array([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), np.array([0, 0, 0, 1, 1, 2])
-    own_advantage(path, score_R, group_R, np.array([3, 1, 7, 2, 2, 5]))
+    return list(own_advantage(path, score_R, group_R, np.array([3, 1, 7, 2, 2, 5])).tolist())
 
 
 def main(which: str, path: str) -> dict[str, str]:
     try:
         if which == "advantage":
-            try_advantage(path)
+            trial = try_advantage
         else:
-            from backends.train.own_loss import try_loss
-
-            try_loss(path)
+            from backends.train.own_loss import try_loss as trial
+        once, again = trial(path), trial(path)
     except RlctlError as error:
         return {"error": error.message, "hint": error.hint}
+    if once != again:
+        message = "called twice on the same batch, it returns different numbers: no run can be repeated"
+        return {"warning": message, "hint": "draw no random numbers and keep no state in it"}
     return {}
 
 

@@ -61,6 +61,12 @@ def infinite(logprob, anchor_logprob, advantage):
 
 def number(logprob, anchor_logprob, advantage):
     return 1.0
+
+def normalised(logprob, anchor_logprob, advantage):
+    return -advantage * (logprob - anchor_logprob).exp() / len(logprob)
+
+def noisy(score_R, group_R, tokens_R):
+    return score_R + np.random.default_rng().normal(size=len(score_R))
 """
 
 
@@ -94,7 +100,12 @@ def test_what_cannot_be_used_is_refused_with_its_key(file: Path, key: str, path:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("scalar", r"shape \(\) for 6 tokens"), ("detached", "no gradient"), ("number", "returned float, no tensor")],
+    [
+        ("scalar", r"shape \(\) for 6 tokens"),
+        ("detached", "no gradient"),
+        ("number", "returned float, no tensor"),
+        ("normalised", "alone and .* beside five others"),
+    ],
 )
 def test_what_is_no_loss(file: Path, name: str, words: str) -> None:
     with pytest.raises(RlctlError, match=words):
@@ -104,6 +115,13 @@ def test_what_is_no_loss(file: Path, name: str, words: str) -> None:
 def test_what_can_be_used_is_fine(file: Path) -> None:
     own = ["algorithm.advantage_function=good.py:centred", "algorithm.loss_function=good.py:surrogate"]
     assert examine(file, own).problems == []
+
+
+def test_one_that_never_says_the_same_twice_is_warned_of(file: Path) -> None:
+    found = examine(file, ["algorithm.advantage_function=bad.py:noisy"])
+    assert found.problems == []
+    (warned,) = [one for one in found.warnings if one.key == "algorithm.advantage_function"]
+    assert "returns different numbers" in warned.message
 
 
 def test_keys_of_what_is_replaced_have_no_effect(file: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.loop.advantages import ADVANTAGES, advantages_of, columns, per_token, silent_group_share
+from rlctl.loop.advantages import ADVANTAGES, advantages_of, columns, per_token
 from rlctl.loop.token_advantages import TOKEN_ADVANTAGES
 from specs.errors import RlctlError
 from specs.load.keys import tables_of
@@ -92,9 +92,10 @@ def length_weighted(attempts, lengths, rollout_B, valid_B):
 
 
 def whitened(attempts, lengths, rollout_B, valid_B):
-    """Token by token: a list with each loss token's centred score."""
+    """Token by token: a list with each loss token's centred score, of rollouts that are not alone."""
     mean = {g: np.mean([s for s, group in attempts.values() if group == g]) for _, g in attempts.values()}
-    tokens = [s - mean[g] for r, (s, g) in attempts.items() for _ in range(lengths[r])]
+    size = {g: sum(group == g for _, group in attempts.values()) for _, g in attempts.values()}
+    tokens = [s - mean[g] for r, (s, g) in attempts.items() if size[g] > 1 for _ in range(lengths[r])]
     out = []
     for rollout, valid in zip(rollout_B, valid_B, strict=True):
         score, group = attempts.get(rollout, (0.0, None))
@@ -226,7 +227,7 @@ def test_penalties_are_taken_off_the_score_of_the_whole_rollout():
     assert made["advantage_T"][[1, 3, 5, 8]].tolist() == [0, 0, 2.75, -2.75]
 
 
-def test_per_token_and_silent_groups():
+def test_per_token():
     batch = Batch(
         {
             "tokens_T": np.arange(5),
@@ -235,7 +236,6 @@ def test_per_token_and_silent_groups():
         }
     )
     assert per_token(np.array([2.0, -1.0], np.float32), batch).tolist() == [0, 2, 2, 0, -1]
-    assert silent_group_share(np.array([1, 1, 0, 1], np.float32), np.array([1, 1, 2, 2])) == 0.5
 
 
 # ── what holds of every advantage, whatever the batch ─────────────────────────────────────────────

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlctl.loop.rollouts import Rollouts, first_valid
+from rlctl.loop.rollouts import GradedGroups, Rollouts, first_valid
 from rlctl.loop.sampling import Scored
 from rlctl.loop.step_metrics import RankReport, collect
 from specs.schema.algorithms.algorithm_tables import PpoClip
@@ -56,3 +56,16 @@ def test_metrics_of_a_step_count_rollouts_and_loss_tokens():
     assert metrics["reward/mean"] == pytest.approx((1 + 4 + 1) / 3)
     assert metrics["reward/std"] == pytest.approx(np.std([1, 4, 1]))
     assert metrics["reward/silent_groups"] == 0.5
+    assert "reward/lone_groups" not in metrics, "nothing is compared"
+
+
+def test_groups_by_what_could_be_graded():
+    """Of group 9 one rollout of two was graded, of group 4 none; in group 6 two score the same and a third is not
+    graded; group 2 has a rollout of two samples and another."""
+    group_B, rollout_B = np.array([9, 9, 4, 6, 6, 6, 2, 2, 2]), np.array([0, 1, 2, 3, 4, 5, 6, 6, 7])
+    score_B = np.array([1, 0, 0, 3, 3, 0, 5, 5, 4], dtype=np.float32)
+    valid_B = np.array([1, 0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
+    groups = GradedGroups.of(group_B, rollout_B, score_B, valid_B)
+    assert groups.group_G.tolist() == [2, 4, 6, 9]
+    assert groups.rollouts_G.tolist() == [2, 0, 2, 1]
+    assert groups.differ_G.tolist() == [True, False, False, False]

@@ -59,6 +59,11 @@ def test_a_broken_reward_is_told_in_the_run(tmp_path):
     assert 0 < first["reward/failed_exceptions"] < 32
     assert f"step 1: {first['reward/failed_exceptions']} of 32 completions could not be graded" in done.stdout
     assert (first["reward/mean"], first["reward/term_0"]) == (1.0, 1.0)
+    assert first["reward/silent_groups"] == 1.0, "what was graded scores the same everywhere"
+    assert 0 < first["reward/lone_groups"] <= 8
+    assert f"step 1: {first['reward/lone_groups']} groups have fewer than 2 completions that could be graded" in (
+        " ".join(done.stdout.split())
+    )
     assert "name 'oops' is not defined" in (tmp_path / "run" / "reward_failures.jsonl").read_text()
 
 
