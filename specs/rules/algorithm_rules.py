@@ -39,6 +39,11 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
     if algorithm.advantage.needs_teacher and algorithm.kl_coef:
         message = f"the advantage of {algorithm.kind} is minus the KL to ref.model already"
         yield Problem("algorithm.kl_coef", message, "leave it out", show(algorithm.kl_coef))
+    alpha, longest = getattr(algorithm, "gae_length_alpha", None), spec.data.max_response_tokens
+    if alpha is not None and alpha * longest <= 1:
+        message = f"λ is 0 up to {1 / alpha:g} tokens, and a completion has {longest} at most"
+        hint = f"use more than {1 / longest:.2g}, or leave it out for gae_lambda"
+        yield Problem("algorithm.gae_length_alpha", message, hint, show(alpha))
     if spec.rollout.max_staleness and algorithm.anchor == "trainer" and algorithm.correction is None:
         message = "nothing corrects that samples are of older weights (rollout.max_staleness > 0)"
         yield Problem("algorithm.anchor", message, "leave it out, or set algorithm.correction", show(algorithm.anchor))

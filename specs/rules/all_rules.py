@@ -61,15 +61,20 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
 
 def _ratio_bounds(spec: Spec) -> Iterator[Problem]:
     """Keys of the loss that bound a ratio which is always 1, or whose values are seldom meant."""
-    idle = spec.loss.ratio_keys if spec.ratio_against == "current" else ()
+    one_update = spec.ratio_against == "current"
+    idle = spec.loss.ratio_keys if one_update else ()
+    more_updates = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or "
+    if one_update and (left := spec.loss.while_ratio_is_1):
+        message = f"with one mini-batch and one epoch per step the ratio is always 1, and what is left is {left}"
+        yield Problem("algorithm.kind", message, f"{more_updates}choose grpo", show(spec.algorithm.kind))
     for key, why in spec.loss.seldom_meant().items():
         if key not in idle:
             yield Problem(f"algorithm.{key}", why, "leave it out for the default", show(getattr(spec.algorithm, key)))
     for key in idle:
         if key in spec.algorithm.model_fields_set:
             message = "does nothing: with one mini-batch and one epoch per step the ratio is always 1"
-            hint = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or leave it out"
-            yield Problem(f"algorithm.{key}", message, hint, show(getattr(spec.algorithm, key)))
+            value = show(getattr(spec.algorithm, key))
+            yield Problem(f"algorithm.{key}", message, f"{more_updates}leave it out", value)
 
 
 def _critic_bounds(spec: Spec) -> Iterator[Problem]:

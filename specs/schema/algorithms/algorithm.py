@@ -188,6 +188,8 @@ class Loss(LossKeys, AnyLoss):
     )
     # Keys that do nothing while the ratio is 1.
     ratio_keys: ClassVar[tuple[str, ...]] = ()
+    # What it is while the ratio is 1, where that is another loss than it is named for; check-config warns.
+    while_ratio_is_1: ClassVar[str] = ""
     # Whether it treats tokens of high covariance in a way of their own: those of the column `covariant_T`, which the
     # driver makes of each mini-batch (`rlctl/loop/loss_columns/covariance.py`).
     selects_covariant: ClassVar[bool] = False

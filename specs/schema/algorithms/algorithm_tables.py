@@ -331,6 +331,7 @@ class KlCovLoss(KlCovKeys, Loss):
 
     selects_covariant: ClassVar[bool] = True
     ratio_keys: ClassVar[tuple[str, ...]] = ("covariance_share", "covariance_kl_coef")
+    while_ratio_is_1: ClassVar[str] = "the plain policy gradient: its KL is 0, and so is that KL's gradient"
     metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
 
 
