@@ -145,6 +145,9 @@ it with a few thousand parameters, on CPUs, with weights from disk:
   plain autograd: to 2e-5 nats and 1e-4 of each tensor's largest gradient in fp32. In bf16 they are as near to the
   numbers of fp32 as the stock model's in bf16. Exported, they load with `AutoModelForCausalLM` to the bit
   (`tests/backends/test_protocol_sharded.py`).
+- **megatron**: two tensor ranks in two stages; log-probs are those of transformers to 1e-5, and what is exported is
+  what was read, to the bit (`tests/backends/megatron/test_megatron.py`). A dense model and a mixture, Qwen2's and
+  Qwen3's, are trained there too ([megatron.md](megatron.md#what-is-computed)). Other families have no table of names.
 - **torch**: the trainer's weights after a step arrive to the bit; scores are those of the stock model, greedy
   completions those of its `generate` (`tests/backends/torch_rollout/test_torch_rollout_families.py`).
 - `check-config` finds nothing wrong with any of them (`tests/specs/load/test_load_corpus.py`).
@@ -180,12 +183,13 @@ this on GPUs, were not tried.
 
 def render_models() -> str:
     kinds = ["ddp", "fsdp2", "zero"]
-    head = ["family", "`model_type`", "its own", *(f"`{kind}`" for kind in kinds), "`torch`", "`vllm`"]
+    head = ["family", "`model_type`", "its own", *(f"`{kind}`" for kind in (*kinds, "megatron", "torch", "vllm"))]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, family in FAMILIES.items():
         trained = [trained_with(kind) for kind in kinds]
         sampled = f"refused: {family.torch}" if family.torch else ", ".join(SAMPLED)
-        cells = [family.models, f"`{name}`", family.layout, *trained, sampled, family.vllm]
+        cut = "fp32" if family.megatron else "refused"
+        cells = [family.models, f"`{name}`", family.layout, *trained, cut, sampled, family.vllm]
         lines.append(f"| {' | '.join(cells)} |")
     return MODELS.format(table="\n".join(lines))
 

@@ -65,6 +65,11 @@ class ModelTensors:
         """Elements of the largest parameter."""
         return max(parameter.elements for parameter in self.parameters)
 
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normed."""
+        return any(parameter.name.endswith("q_norm.weight") for parameter in self.parameters)
+
     def of_layer(self, layer: int | None) -> tuple[ParameterShape, ...]:
         return tuple(parameter for parameter in self.parameters if parameter.layer == layer)
 

@@ -11,38 +11,39 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch import distributed as dist
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from backends import activity
 from backends.hf.hf_model import build_without_memory, describe
 from backends.hf.score_layer import score_names
-from backends.megatron.layouts import Experts, Heads
+from backends.megatron import vocab_head
 from backends.megatron.megatron_start import has_fused_norms, start_megatron, stop_megatron
 from backends.megatron.model_group import ModelGroup
-from backends.megatron.weight_map import DOWN, ModelMap
+from backends.megatron.sharded_weights import MOMENTS, Kind, ShardedWeights
+from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
-from backends.packed.packing import MicroBatch, MicroBatches, Packing, check_update, update_counts
-from backends.packed.row_ops import RowCopies, copy_rows
-from backends.packed.row_slices import padded, part_of
+from backends.packed.packing import MicroBatch, MicroBatches, Packing
+from backends.packed.row_ops import copy_rows
+from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
 from backends.protocol import LossScale, OnMeta, Rank, StepResult
-from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, TensorKind
+from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics, TensorKind
 from backends.train.hf_weights import stream_into
-from backends.train.lm_head import LogprobTask
+from backends.train.lm_head import LogprobTask, LossTask
 from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
 from backends.train.score_head import ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, whole
+from backends.train.trainable import hold_model
 from backends.train.value_loss import value_loss
 from backends.train.verify_packing import verify_own_packing
+from backends.ulysses.shared_batch import SharedBatch
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, named_weights, tensor_bytes
 from specs.schema.algorithms.algorithm import AnyLoss
@@ -51,6 +52,9 @@ from specs.schema.spec import DType
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, TrainConfig
+
+if TYPE_CHECKING:  # it imports Megatron-core
+    from backends.megatron.megatron_model import Row
 
 _ATTENTION = f"{PackedLayout.__module__}.{PackedLayout.attend.__qualname__}"
 
@@ -64,17 +68,13 @@ class MegatronTrainEngine(HfTrainEngine):
         assert isinstance(table, MegatronTable)
         self.table = table
         start_megatron(rank, config.model.device, table, config.model.seed)
-        from backends.megatron import vocab_head
         from backends.megatron.megatron_model import MegatronModel
-        from backends.megatron.packed_stage import PackedRow
-        from backends.megatron.sharded_weights import MOMENTS, ShardedWeights
 
-        self._vocab_head, self._packed_row, self._moments = vocab_head, PackedRow, MOMENTS
-        held = self._hold_model(_on_meta)
+        held = self._hold_model(_without_memory)
         self.policy = Policy(held.model, config)
         self.group = ModelGroup(self.device)
         fused = has_fused_norms(table, config.model.dtype)
-        self.map = replace(model_map(held.model, config.model.path), fused_norms=fused)
+        self.map = ModelMap.of(held.model, config.model.path, fused_norms=fused)
         self.core = MegatronModel(held.model, self.map, config, table, self.group)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(held.model).items()}
         self.weights = ShardedWeights(self.core.chunks, self.core.optimizer, self.map, self.shapes, self.group)
@@ -98,9 +98,9 @@ class MegatronTrainEngine(HfTrainEngine):
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
         """Without Megatron-core: the model that its parameters are made of."""
-        held = hold_on_meta(config)
-        model_map(held, config.model.path)
-        about = describe(held, config.model, checksum=False).model_copy(update={"attn_function": _ATTENTION})
+        held = hold_model(config, cls._held_dtype(config), _without_memory)
+        ModelMap.of(held.model, config.model.path)
+        about = describe(held.model, config.model, checksum=False).model_copy(update={"attn_function": _ATTENTION})
         head = () if config.model.head == "lm" else ("new_head",)
         return OnMeta(about, not_seen=("mesh", "options", *head))
 
@@ -127,122 +127,76 @@ class MegatronTrainEngine(HfTrainEngine):
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
-    def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
-        joined = self.group.joined(batch.only(("tokens_T", "loss_mask_T")))
-        return super().forward(joined.batch, adapters=adapters)[joined.own_T]
+    def _share(self, batch: Batch) -> SharedBatch:
+        return self.group.joined(batch)
 
-    def values(self, batch: Batch) -> NDArray[np.float32]:
-        joined = self.group.joined(batch.only(("tokens_T", "loss_mask_T")))
-        return super().values(joined.batch)[joined.own_T]
-
-    def scores(self, batch: Batch) -> NDArray[np.float32]:
-        joined = self.group.joined(batch.only(("tokens_T",)))
-        return super().scores(joined.batch)[joined.own_B]
-
-    def _megatron_row(self, micro: MicroBatch, staging: Staging) -> tuple[Any, RowCopies]:
-        """A micro-batch as the stages take it: token ids [1, T] of this rank's part, the row, and how the rows whose
-        targets count are taken from what comes out."""
-        whole, context = self._divisible(micro), self.group.context
-        own_T = context.own_rows(whole.num_tokens)
-        row = self._packed_row(
-            qkv_format="packed",
-            layout=PackedLayout(whole.lengths, self.device, whole.parents, staging.put),
-            position_T=staging.put(whole.positions_T[own_T]),
-            context=context,
-        )
-        copies = RowCopies(micro.hidden_N, len(own_T), staging.put)
-        return (staging.put(whole.tokens_T[own_T])[None], row), copies
-
-    def _divisible(self, micro: MicroBatch) -> MicroBatch:
-        """With a segment of its own where its row lacks tokens to be cut across context ranks, and by them across
-        tensor ranks."""
-        ranks = self.group.tensor_ranks if self.table.tensor_sequence_parallel else 1
-        return padded(micro, -micro.num_tokens % (self.group.context.size * ranks))
+    def _sharers(self) -> tuple[int, int]:
+        return self.group.model.size(), self.group.model.rank()
 
     def _part(self, micro: MicroBatch) -> MicroBatch:
-        return part_of(self._divisible(micro), self.group.context)
+        return part_of(self.core.divisible(micro), self.group.context)
 
-    def _megatron_rows(self, micros: Sequence[MicroBatch], staging: Staging) -> tuple[list[Any], list[RowCopies]]:
-        made = [self._megatron_row(micro, staging) for micro in micros]
-        return [row for row, _ in made], [copies for _, copies in made]
+    def _rows(
+        self, micros: Sequence[MicroBatch], count: int, task_of: Callable[[MicroBatch, Staging], Task | None]
+    ) -> tuple[list[Row], Callable[[Tensor, int], Any]]:
+        """Rows for the schedule, and what gives the head's answer from hidden states [T, E] and the number of a row.
+        `count`: rows that the ranks make; what `micros` lack of it, and of what the schedule takes, computes nothing of
+        value."""
+        staging = Staging(self.device)
+        every = [*micros, *[NOTHING] * (self.core.rows_for(count) - len(micros))]
+        made = [self.core.packed(micro, staging) for micro in every]
+        tasks = [task_of(micro, staging) for micro in every]
+        staging.send()
 
-    def _rows_of(self, micros: Sequence[MicroBatch], rounds: int) -> list[MicroBatch]:
-        """With what computes nothing of value, so that the schedule and the ranks that exchange tokens have as many."""
-        return [*micros, *[NOTHING] * (self.core.rows_for(rounds) - len(micros))]
+        def answer(hidden_TE: Tensor, number: int) -> Any:
+            return self._answer(copy_rows(hidden_TE, made[number][1]), tasks[number])
+
+        return [row for row, _ in made], answer
 
     @torch.no_grad()
     def _told(
         self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
-        staging = Staging(self.device)
-        every = self._rows_of(micros, micros.rounds)
-        rows, copies = self._megatron_rows(every, staging)
-        tasks = [task_of(micro, staging) for micro in every]
-        staging.send()
-
-        def told(hidden_TE: Tensor, number: int) -> Tensor:
-            activity.count("micro-batch")
-            said_N: Tensor = self._answer(copy_rows(hidden_TE, copies[number]), tasks[number])
-            return said_N
-
-        found = self.core.tell(rows, told)
+        own = list(micros)
+        found = self.core.tell(*self._rows(own, micros.rounds, task_of))
         said = torch.zeros(columns, device=self.device)
-        for micro, said_N in zip(every[: len(micros)], found, strict=False):  # the last stage alone has results
+        for micro, said_N in zip(own, found, strict=False):  # the last stage alone has results
             said[torch.from_numpy(micro.column_N)] = said_N
         return self.group.of_context(self.group.from_last_stage(said)).cpu().numpy()
 
-    def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
-        check_update(batch, loss)
-        self._check_head(loss)
-        joined = self.group.joined(batch.only(("tokens_T", "loss_mask_T", *loss.columns))).batch
-        columns_of = self._loss_columns(joined, loss, scale)
-        micros = self._packing.micro_batches(joined)
-        staging = Staging(self.device)
+    def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
+        columns_of = self._loss_columns(batch, loss, scale)
+
+        def task_of(micro: MicroBatch, staging: Staging) -> Task:
+            return self._loss_task(micro, columns_of(micro, staging), loss, staging)
+
         # Gradients of nothing, where other ranks wait for them.
-        every = self._rows_of(micros, max(micros.rounds, int(self.core.overlaps)))
-        rows, copies = self._megatron_rows(every, staging)
-        tasks = [self._loss_task(micro, columns_of(micro, staging), loss, staging) for micro in every]
-        staging.send()
-
-        def learned(hidden_TE: Tensor, number: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            activity.count("micro-batch")
-            value, sums, maxima = self._answer(copy_rows(hidden_TE, copies[number]), tasks[number])
-            return value, (sums, maxima)
-
-        if every:
+        rows, answer = self._rows(micros, max(micros.rounds, int(self.core.overlaps)), task_of)
+        if rows:
             self.gradients_are_zero = False
-        results = self.core.learn(rows, learned)[: len(micros)]
-        sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
-        maxima = torch.zeros(len(loss.maxima()), dtype=torch.float64, device=self.device)
-        for number, (row_sums, row_maxima) in enumerate(results):
-            sums += row_sums
-            maxima = torch.maximum(maxima, row_maxima) if number else row_maxima.double()
-        sums, maxima = self.group.from_last_stage(torch.cat([sums, maxima])).split([len(sums), len(maxima)])
-        read = [
-            *self.group.of_context(sums.clone()).tolist(),
-            *self.group.of_context(maxima.clone(), dist.ReduceOp.MAX).tolist(),
-        ]
-        return self._shared_out(loss, read, update_counts(joined, micros, self.group.model.size()))
+        results = self.core.learn(rows, answer)
+        told = LossMetrics(loss, self.device)
+        if self.group.tensor_rank == 0:  # of the last stage, which alone has results: the others say the same
+            for sums, maxima in results[: len(micros)]:
+                told.add(sums, maxima)
+        return told.read()
 
-    def _answer(self, hidden_NE: Tensor, task: Task) -> Any:
-        """What the head says, on the last stage; the same on all its tensor ranks."""
+    def _answer(self, hidden_NE: Tensor, task: Task | None) -> Any:
+        """What the head says, on the last stage; the same on all its tensor ranks. No task: logits, or, of a model that
+        gives scores, what enters its head."""
         stage = self.core.head
         if isinstance(task, ValueTask | ValueLossTask):
             value_N = functional.linear(hidden_NE.float(), stage.score.weight.float())[:, 0]
             return value_N if isinstance(task, ValueTask) else value_loss(value_N, task.columns, task.loss)
+        if task is None and self.map.scores:
+            return hidden_NE.float()
         weight_VE, part = stage.head_weight(), self.core.vocabulary
         if isinstance(task, LogprobTask):
-            return self._vocab_head.logprobs(hidden_NE, weight_VE, task, part)
-        return self._vocab_head.loss(hidden_NE, weight_VE, task, part)
-
-    def _shared_out(self, loss: AnyLoss, read: Sequence[float], counts: Mapping[str, float]) -> Mapping[str, float]:
-        """The caller adds up what ranks say: one of the group says the sums, all say the maxima and their share of the
-        arithmetic."""
-        said = {**dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)), **counts}
-        if self.group.speaks:
-            return said
-        of_each = {*loss.maxima(), "micro_batch_tokens_max", "flops"}
-        return {name: value if name in of_each else 0.0 for name, value in said.items()}
+            return vocab_head.logprobs(hidden_NE, weight_VE, task, part)
+        if isinstance(task, LossTask):
+            return vocab_head.loss(hidden_NE, weight_VE, task, part)
+        padded_NV = functional.linear(hidden_NE, weight_VE).float()
+        return torch.cat(self.group.of_all_tensor_ranks(padded_NV), dim=1)[:, : self.map.vocabulary].contiguous()
 
     def _last_logits(self, sequences: list[list[int]]) -> Tensor:
         """Of each sequence's last token, on every rank."""
@@ -255,24 +209,10 @@ class MegatronTrainEngine(HfTrainEngine):
     @torch.no_grad()
     def _logits(self, micro: MicroBatch) -> Tensor:
         """At `hidden_N` of a row, on every rank; of a model that gives scores, what enters its head."""
-        staging = Staging(self.device)
         asked = len(micro.hidden_N)
         part = self._part(replace(micro, column_N=np.arange(asked)))
-        rows, copies = self._megatron_rows(self._rows_of([part], 1), staging)
-        staging.send()
-        core = self.core
-
-        def told(hidden_TE: Tensor, number: int) -> Tensor:
-            if number:
-                return hidden_TE
-            hidden_NE = copy_rows(hidden_TE, copies[0])
-            if self.map.scores:
-                return hidden_NE.float()
-            padded = functional.linear(hidden_NE, core.head.head_weight()).float()
-            return torch.cat(self.group.of_all_tensor_ranks(padded), dim=1)[:, : self.map.vocabulary].contiguous()
-
-        found = core.tell(rows, told)
-        width = core.config.hidden_size if self.map.scores else self.map.vocabulary
+        found = self.core.tell(*self._rows([part], 1, lambda *_: None))
+        width = self.core.config.hidden_size if self.map.scores else self.map.vocabulary
         said = torch.zeros(asked, width, device=self.device)
         if found:
             said[torch.from_numpy(part.column_N)] = found[0]
@@ -335,16 +275,16 @@ class MegatronTrainEngine(HfTrainEngine):
         return self.weights.wanted()
 
     def _moment_shards(self) -> Iterator[Shard]:
-        for kind in self._moments if self.core.optimizer is not None else ():
+        for kind in MOMENTS if self.core.optimizer is not None else ():
             yield from self.weights.wanted(kind)
 
     def _written_weights(self) -> Iterator[Shard]:
         return self._owned("weight")
 
     def _written_moments(self) -> Iterator[Shard]:
-        return (shard for kind in self._moments for shard in self._owned(kind))
+        return (shard for kind in MOMENTS for shard in self._owned(kind))
 
-    def _owned(self, kind: Any) -> Iterator[Shard]:
+    def _owned(self, kind: Kind) -> Iterator[Shard]:
         """Whole tensors of this stage; its ranks take turns in saving them, from host memory."""
         own = self.group.place_in_stage()
         here = self.weights.names_here(list(self.shapes))
@@ -376,32 +316,6 @@ class MegatronTrainEngine(HfTrainEngine):
         stop_megatron()
 
 
-# ── the Hugging Face model, without memory ────────────────────────────────────────────────────────
-
-
-def _on_meta(config: ModelConfig) -> PreTrainedModel:
+def _without_memory(config: ModelConfig) -> PreTrainedModel:
     """Its attention is never called: Megatron's layers call `PackedLayout`."""
     return build_without_memory(config.model_copy(update={"attn_implementation": "sdpa"}))
-
-
-def hold_on_meta(config: TrainConfig) -> PreTrainedModel:
-    model = _on_meta(config.model)
-    if config.optimizer is None:
-        model.requires_grad_(False)
-    return model
-
-
-def model_map(model: PreTrainedModel, path: str) -> ModelMap:
-    """Raises ModelError for a model whose weights have no place in Megatron's."""
-    text: Any = model.config.get_text_config()
-    heads, weights = text.num_attention_heads, named_weights(model)
-    shape = Heads(
-        query=heads,
-        key=getattr(text, "num_key_value_heads", None) or heads,
-        dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-    )
-    down = next((weight for name, weight in weights.items() if name.endswith(DOWN)), None)
-    experts = None if down is None else Experts(down.shape[0], hidden=down.shape[1], inner=down.shape[2])
-    found = ModelMap(path, list(weights), text.num_hidden_layers, text.vocab_size, shape, experts)
-    found.check()
-    return found

@@ -110,15 +110,21 @@ def put_experts(whole: Tensor, slots: Sequence[Slot], held: Sequence[Sequence[Te
             source(whole, rows).copy_(whole_tensor([part[place] for part in parts], slot, 0))
 
 
-def local_part(whole: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:
-    """A tensor rank's part of one of the slot's tensors."""
-    if slot.padded:
-        missing = slot.padded - whole.shape[0]
-        whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
-    if slot.cut is None:
-        return whole
-    part = part_of(whole.shape[slot.cut], rank, ranks)
-    return whole.narrow(slot.cut, part.start, len(part))
+def own_rows(slot: Slot, rows: int, rank: int, ranks: int) -> range:
+    """Rows of one of the slot's tensors, which has so many, that a tensor rank needs."""
+    if slot.cut != 0:
+        return range(rows)
+    part = part_of(slot.padded or rows, rank, ranks)
+    return range(min(part.start, rows), min(part.stop, rows))
+
+
+def own_part(read: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:
+    """A tensor rank's part of one of the slot's tensors, from its `own_rows` of it."""
+    if slot.cut == 1:
+        part = part_of(read.shape[1], rank, ranks)
+        return read[:, part.start : part.stop]
+    missing = slot.padded // ranks - len(read) if slot.padded else 0
+    return torch.cat([read, read.new_zeros(missing, *read.shape[1:])]) if missing else read
 
 
 def whole_tensor(parts: Sequence[Tensor], slot: Slot, rows: int) -> Tensor:

@@ -19,19 +19,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from backends import activity
 from backends.megatron.layouts import padded_vocabulary, part_of
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.packed_stage import PackedRow, Stage, build_stage, transformer_config
 from backends.megatron.sharded_weights import adam_config, named_parameters, rank_slots
 from backends.megatron.vocab_head import VocabPart
 from backends.megatron.weight_map import ModelMap
+from backends.packed.layout import PackedLayout
+from backends.packed.packing import MicroBatch
+from backends.packed.row_ops import RowCopies
+from backends.packed.row_slices import padded
+from backends.packed.staging import Staging
+from backends.train.lm_head import LossResult
 from backends.weights.tensor_bytes import DTYPES
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.wire.role_config import TrainConfig
 
 Row = tuple[Tensor, PackedRow]  # token ids [1, T], and the row
 Told = Callable[[Tensor, int], Any]  # hidden states [T, E] of a row, its number → what its head says
-Learned = Callable[[Tensor, int], tuple[Tensor, Any]]  # the same → the loss and what is told of it
+Learned = Callable[[Tensor, int], LossResult]
 
 
 def _of_class(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +114,26 @@ class MegatronModel:
 
     # ── micro-batches ─────────────────────────────────────────────────────────────────────────────
 
+    def packed(self, micro: MicroBatch, staging: Staging) -> tuple[Row, RowCopies]:
+        """A micro-batch as the stages take it, of this rank's part of the row, and how the rows whose targets count are
+        taken from what comes out."""
+        whole, context = self.divisible(micro), self.group.context
+        own_T = context.own_rows(whole.num_tokens)
+        row = PackedRow(
+            qkv_format="packed",
+            layout=PackedLayout(whole.lengths, self.group.device, whole.parents, staging.put),
+            position_T=staging.put(whole.positions_T[own_T]),
+            context=context,
+        )
+        copies = RowCopies(micro.hidden_N, len(own_T), staging.put)
+        return (staging.put(whole.tokens_T[own_T])[None], row), copies
+
+    def divisible(self, micro: MicroBatch) -> MicroBatch:
+        """With a segment of its own where its row lacks tokens to be cut across context ranks, and by them across
+        tensor ranks."""
+        ranks = self.group.tensor_ranks if self.table.tensor_sequence_parallel else 1
+        return padded(micro, -micro.num_tokens % (self.group.context.size * ranks))
+
     def rows_for(self, count: int) -> int:
         """Rows that the schedule takes where there are `count`: ranks with several groups of layers take turns in whole
         rounds."""
@@ -124,12 +151,12 @@ class MegatronModel:
         return self._schedule(rows, results, forward_only=True, collect_non_loss_data=True)
 
     def learn(self, rows: Sequence[Row], learned: Learned) -> list[Any]:
-        """Add each row's gradients; results of `learned` as of `tell`."""
+        """Add each row's gradients; what `learned` says besides the loss, as of `tell`."""
         if not rows:
             return []
 
         def results(hidden_TE: Tensor, number: int) -> tuple[Tensor, Tensor, Any]:
-            loss, said = learned(hidden_TE, number)
+            loss, *said = learned(hidden_TE, number)
             return loss, torch.ones((), dtype=torch.int), said  # Megatron counts tokens, and nobody asks for them
 
         return self._schedule(rows, results, forward_only=False)
@@ -138,6 +165,8 @@ class MegatronModel:
         def forward_step(numbered: Iterator[tuple[int, Row]], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             number, (token_ids, row) = next(numbered)
             hidden_T1E: Tensor = model(token_ids, None, None, packed_seq_params=row)
+            if model is self.wrapped[-1]:
+                activity.count("micro-batch")
 
             def of_last_stage(hidden_T1E: Tensor, **more: Any) -> Any:
                 if self.table.tensor_sequence_parallel:  # the head's gradient is whole on every tensor rank

@@ -44,7 +44,6 @@ class ModelGroup:
         self.expert_rank = int(state.get_expert_model_parallel_rank())
         self.expert_ranks = int(state.get_expert_model_parallel_world_size())
         self.experts: Any = state.get_expert_tensor_and_model_parallel_group()
-        self.speaks = self.model.rank() == 0  # for the group, where only one may
 
     def _with_context(self) -> Any:
         """Megatron has no group of all that compute a row: they are one replica's. A collective of all ranks."""
@@ -67,10 +66,10 @@ class ModelGroup:
         """What the last stage has, on every stage; others give a tensor of that shape to fill."""
         return self.from_stage(self.stages - 1, tensor)
 
-    def of_context(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Over the ranks that have a part of each row, in place."""
+    def of_context(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that have a part of each row, in place."""
         if not self.context.alone:
-            dist.all_reduce(tensor, op=op, group=self.context.group)
+            dist.all_reduce(tensor, group=self.context.group)
         return tensor
 
     def from_stage(self, stage: int, tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from backends.megatron.layouts import Slot, fuse, part_of, put_experts, unfuse, whole_tensor
+from backends.megatron.layouts import Slot, fuse, own_part, own_rows, put_experts, unfuse, whole_tensor
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import ModelMap
 from backends.train.tensor_shards import Shard
@@ -155,35 +155,17 @@ class ShardedWeights:
         shard before it asks for the next one."""
         suffix = "" if kind == "weight" else f".{kind}"
         for slot in self.slots:
+            group = self.group.expert_tensor if slot.rows else self.group.tensor
+            place = group.rank(), group.size()
             parts = []
-            for name, rows in slot.sources:
+            for name, source in slot.sources:
                 shape = tuple(self.shapes[name])
-                row = shape[1:] if rows is None else shape[-1:]
-                first, count = self._rows(slot, shape[0] if rows is None else len(rows))
-                start = (first + (rows.start if rows else 0)) * math.prod(row)
-                into = torch.zeros(count, *row, dtype=self.dtype)
-                yield Shard(f"{name}{suffix}", shape, start, into.view(-1))
-                parts.append(self._own(into, slot))
+                row, start = (shape[1:], 0) if source is None else (shape[-1:], source.start)
+                rows = own_rows(slot, shape[0] if source is None else len(source), *place)
+                into = torch.zeros(len(rows), *row, dtype=self.dtype)
+                yield Shard(f"{name}{suffix}", shape, (start + rows.start) * math.prod(row), into.view(-1))
+                parts.append(own_part(into, slot, *place))
             self._write(self.parameters[slot.parameter], kind, fuse(parts, slot, self.map.heads))
-
-    def _rows(self, slot: Slot, rows: int) -> tuple[int, int]:
-        """First row and number of rows that this rank reads."""
-        if slot.cut != 0:
-            return 0, rows
-        part = part_of(slot.padded or rows, *self._tensor_place(slot))
-        return min(part.start, rows), max(0, min(part.stop, rows) - part.start)
-
-    def _tensor_place(self, slot: Slot) -> tuple[int, int]:
-        """This rank and the number of ranks that the slot is cut across."""
-        group = self.group.expert_tensor if slot.rows else self.group.tensor
-        return group.rank(), group.size()
-
-    def _own(self, read: Tensor, slot: Slot) -> Tensor:
-        if slot.cut == 1:
-            part = part_of(read.shape[1], *self._tensor_place(slot))
-            return read[:, part.start : part.stop]
-        missing = slot.padded // self.group.tensor_ranks - len(read) if slot.padded else 0
-        return torch.cat([read, read.new_zeros(missing, *read.shape[1:])]) if missing else read
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from backends.megatron.layouts import Experts, Heads, Slot, layers_of_stage, padded_vocabulary
+from backends.weights.tensor_bytes import named_weights
 from specs.errors import ModelError
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -29,6 +33,22 @@ class ModelMap:
     heads: Heads
     experts: Experts | None = None
     fused_norms: bool = False
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, path: str, *, fused_norms: bool = False) -> ModelMap:
+        """Raises ModelError unless every weight has its place in Megatron's model, and every place its weight."""
+        text: Any = model.config.get_text_config()
+        heads, weights = text.num_attention_heads, named_weights(model)
+        shape = Heads(
+            query=heads,
+            key=getattr(text, "num_key_value_heads", None) or heads,
+            dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        )
+        down = next((weight for name, weight in weights.items() if name.endswith(DOWN)), None)
+        experts = None if down is None else Experts(down.shape[0], hidden=down.shape[1], inner=down.shape[2])
+        found = cls(path, list(weights), text.num_hidden_layers, text.vocab_size, shape, experts, fused_norms)
+        found._check()
+        return found
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in the place of its MLP."""
@@ -116,8 +136,7 @@ class ModelMap:
             return stages - 1
         return int(name.split(".")[2]) // (self.layers // stages)
 
-    def check(self) -> None:
-        """Raises ModelError unless every weight has its place, and every place its weight."""
+    def _check(self) -> None:
         placed = {weight for slot in self.slots(0, 1, 1) for weight in slot.weights}
         odd = sorted(placed ^ set(self.names))
         if odd:

@@ -59,6 +59,7 @@ from backends.train.value_loss import ValueColumns
 from backends.train.verify_packing import verify_packing
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
 from backends.ulysses.sharding_manager import ShardingManager
+from backends.ulysses.shared_batch import SharedBatch
 from backends.weights.tensor_bytes import DTYPES
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
@@ -81,6 +82,24 @@ NOTHING = MicroBatch(
     target_N=np.zeros(1, dtype=np.int64),
     column_N=np.zeros(1, dtype=np.int64),
 )
+
+
+class LossMetrics:
+    """What micro-batches say of a loss, put together on the device."""
+
+    def __init__(self, loss: AnyLoss, device: torch.device) -> None:
+        self._sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=device)
+        self._maxima = torch.full((len(loss.maxima()),), -torch.inf, device=device)
+
+    def add(self, sums: Tensor, maxima: Tensor) -> None:
+        self._sums += sums
+        self._maxima = torch.maximum(self._maxima, maxima)
+
+    def read(self) -> list[float]:
+        """Sums, then maxima, of which those over no token are 0. The only copy from the device."""
+        self._maxima.masked_fill_(self._maxima == -torch.inf, 0.0)
+        read: list[float] = torch.cat([self._sums, self._maxima.double()]).tolist()
+        return read
 
 
 class HfTrainEngine(TrainEngine):
@@ -206,6 +225,14 @@ class HfTrainEngine(TrainEngine):
 
     # ── computing ─────────────────────────────────────────────────────────────────────────────────
 
+    def _share(self, batch: Batch) -> SharedBatch:
+        """The samples of all ranks that compute the same ones, which call it together."""
+        return self.sequences.preprocess(batch)
+
+    def _sharers(self) -> tuple[int, int]:
+        """How many ranks these are, and which of them this one is."""
+        return self.sequences.group.size, self.sequences.group.rank
+
     @cached_property
     def _packing(self) -> Packing:
         """What makes the micro-batches of the group's batch, as this rank computes them."""
@@ -226,7 +253,7 @@ class HfTrainEngine(TrainEngine):
             raise self._no_lm_head()
         without = self._without_adapters() if not adapters else nullcontext()
         with without, self.sequences as gear:
-            shared = gear.preprocess(batch)
+            shared = self._share(batch)
             return gear.postprocess(shared, logprob_T=self._logprobs(shared.batch))["logprob_T"]
 
     def _without_adapters(self) -> AbstractContextManager[None]:
@@ -243,7 +270,7 @@ class HfTrainEngine(TrainEngine):
         if not has_score_layer(self.policy.model):
             raise self._no_scalar_head()
         with self.sequences as gear:
-            shared = gear.preprocess(batch)
+            shared = self._share(batch)
             micros = self._packing.micro_batches(shared.batch)
             told = self._told(micros, shared.batch.num_tokens, lambda *_: ValueTask())
             return gear.postprocess(shared, value_T=told)["value_T"]
@@ -252,7 +279,7 @@ class HfTrainEngine(TrainEngine):
         if not has_score_layer(self.policy.model):
             raise self._no_scalar_head()
         with self.sequences as gear:
-            shared = gear.preprocess(batch)
+            shared = self._share(batch)
             micros = self._packing.last_token_micro_batches(shared.batch)
             told = self._told(micros, len(shared.batch), lambda *_: ValueTask())
             return gear.postprocess(shared, score_B=told)["score_B"]
@@ -284,33 +311,29 @@ class HfTrainEngine(TrainEngine):
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
         self._check_head(loss)
-        with self.sequences as gear:
-            shared = gear.preprocess(batch).batch
+        with self.sequences:
+            shared = self._share(batch).batch
             micros = self._packing.micro_batches(shared)
             read = self._gradients_of(shared, micros, loss, scale)
-        group = gear.group
+        ranks, own = self._sharers()
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
-            **update_counts(batch, micros, group.size, first=group.rank == 0),
+            **update_counts(batch, micros, ranks, first=own == 0),
         }
 
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
         """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0."""
         columns_of = self._loss_columns(batch, loss, scale)
-        sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=self.device)
-        maxima = torch.full((len(loss.maxima()),), -torch.inf, device=self.device)
+        told = LossMetrics(loss, self.device)
         for number in range(micros.rounds):
             last = number == micros.rounds - 1
             micro = micros[number] if number < len(micros) else NOTHING
             staging = Staging(self.device)
             columns = columns_of(micro, staging)
-            _, micro_sums, micro_maxima = self._forward_backward(micro, columns, loss, last, staging)
+            _, sums, maxima = self._forward_backward(micro, columns, loss, last, staging)
             if micro is not NOTHING:
-                sums += micro_sums
-                maxima = torch.maximum(maxima, micro_maxima)
-        maxima.masked_fill_(maxima == -torch.inf, 0.0)
-        read: list[float] = torch.cat([sums, maxima.double()]).tolist()  # the only copy from the device
-        return read
+                told.add(sums, maxima)
+        return told.read()
 
     def _loss_columns(
         self, batch: Batch, loss: AnyLoss, scale: LossScale

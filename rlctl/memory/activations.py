@@ -11,6 +11,7 @@ from typing import Any
 
 from specs.memory_parts import DTYPE_BYTES, Moment, Part
 from specs.model_facts import ModelFacts, mlp_width
+from specs.schema.engines.transformers_tables import KEPT_OF_MLP
 from specs.schema.roles import HeadKind
 from specs.schema.spec import DType
 
@@ -40,6 +41,8 @@ class Pass:
     stages: int = 1  # that the layers are shared out to, as many to each
     chunks: int = 1  # groups of layers of a stage
     angles: int = 0  # tensors of the head size that each layer keeps of its rotations
+    mlp_tensors: int = KEPT_OF_MLP  # tensors of the MLP's width that each layer keeps
+    head_norms: bool = False  # of queries and of keys
     head: HeadKind = "lm"
     trains_head: bool = True
     adds_head_gradient: bool = False  # straight into what the engine holds
@@ -133,7 +136,9 @@ def _layer_bytes(work: Pass) -> int:
         attention += _scores(work) * (_FP32 if size == _FP32 else _FP32 + size)
     experts = 2 * facts.hidden_size * int(work.config.get("num_experts_per_tok", 2)) if facts.experts else 0
     attention += work.angles * facts.head_dim * size
-    return work.tokens * (norms + attention + (4 * work.mlp_width + experts // work.rows_cut) * size)
+    if work.head_norms:  # their outputs are rotated at once
+        attention += (query + key) * (size if lean else _FP32 + size)
+    return work.tokens * (norms + attention + (work.mlp_tensors * work.mlp_width + experts // work.rows_cut) * size)
 
 
 def _scores(work: Pass) -> int:

@@ -17,7 +17,7 @@ from specs.rules.attention_rules import AtHand, attention_of
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
 from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
-from specs.schema.engines.transformers_tables import TrainedHere
+from specs.schema.engines.transformers_tables import KEPT_OF_MLP, TrainedHere
 from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR, axis_of, devices_of_a_process, sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
@@ -136,6 +136,8 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
         stages=axis_of(section, PIPELINE),
         chunks=getattr(section.engine, "virtual_pipeline", 1),
         angles=0 if here is None else here.angles_kept,
+        mlp_tensors=KEPT_OF_MLP if here is None else here.mlp_tensors(model.facts),
+        head_norms=model.tensors.norms_heads,
         offloaded=getattr(section, "activation_offload", False) and device != "cpu",
         head=ROLES[role].head,
         trains_head=getattr(section, "lora", None) is None,

@@ -37,12 +37,16 @@ _WINDOWS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """`config`: of the tiny model. `layout`: what of its modules is its own. `torch`: words of the refusal, where
-    that rollout engine does not take it. `vllm`: how it was tried there."""
+    """`config`: of the tiny model. `seed`: of its weights; of a mixture one with which no token is nearly undecided
+    between two experts: in bf16 rounding would decide, in one engine so, in another otherwise. `layout`: what of its
+    modules is its own. `megatron`: the case of `sharded_worker.MEGATRON` that it is read with; "": refused. `torch`:
+    words of the refusal, where that rollout engine does not take it. `vllm`: how it was tried there."""
 
     models: str
     layout: str
     config: dict[str, Any]
+    seed: int = 5
+    megatron: str = ""
     torch: str = ""
     vllm: str = "not tried"
 
@@ -52,6 +56,7 @@ FAMILIES = {
         "Qwen2, Qwen2.5",
         "biases of queries, keys and values",
         {**LLAMA_LIKE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+        megatron="4:tensor pipeline",
         vllm="fp32",
     ),
     "qwen3": Family(
@@ -64,6 +69,7 @@ FAMILIES = {
             "head_dim": 16,
             "tie_word_embeddings": True,
         },
+        megatron="4:tensor pipeline",
         vllm="fp32",
     ),
     "llama": Family(
@@ -82,6 +88,7 @@ FAMILIES = {
                 "original_max_position_embeddings": 32,
             },
         },
+        megatron="4:tensor pipeline",
     ),
     "gemma2": Family(
         "Gemma 2",
@@ -133,6 +140,21 @@ FAMILIES = {
             "norm_topk_prob": True,
             "mlp_only_layers": [0],
         },
+        megatron="4:experts, tensor pipeline",
+        vllm="refused on the CPU, not tried on GPUs",
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        "four experts in every layer, of which each token visits two; files that name them otherwise",
+        {
+            **LLAMA_LIKE,
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        seed=47,
+        megatron="4:experts, tensor pipeline",
         vllm="refused on the CPU, not tried on GPUs",
     ),
 }

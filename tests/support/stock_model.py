@@ -35,12 +35,11 @@ def family_batch() -> Batch:
     return make_grouped_batch(seed=2)
 
 
-def write_family(folder: Path, name: str, config: Mapping[str, Any] | None = None) -> Path:
-    """A model folder as anyone would download it, with its weights under their published names. `config`: of a model
-    that is not among the families."""
+def write_family(folder: Path, name: str) -> Path:
+    """A model folder as anyone would download it, with its weights under their published names."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config or FAMILIES[name].config))
-    torch.manual_seed(5)
+    (folder / "config.json").write_text(json.dumps(FAMILIES[name].config))
+    torch.manual_seed(FAMILIES[name].seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide one that is left out

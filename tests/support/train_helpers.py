@@ -33,13 +33,6 @@ GPT2 = {
     "initializer_range": 0.2,
 }
 QWEN3_MOE = FAMILIES["qwen3_moe"].config
-MIXTRAL = {
-    **LLAMA_LIKE,
-    "model_type": "mixtral",
-    "architectures": ["MixtralForCausalLM"],
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
 GEMMA3, GEMMA2 = FAMILIES["gemma3_text"].config, FAMILIES["gemma2"].config
 
 # Engines that run in the test's own process, with their default table.

@@ -150,9 +150,10 @@ class MegatronTable(TrainedHere):
             hint = f"remove the key; {role}.gradient_checkpointing saves as much"
             yield Problem(f"{role}.activation_offload", message, hint, "true")
         if getattr(section, "lora", None) is not None:
-            message = "adapters on Megatron-core are not in rlctl yet: it trains all weights"
-            hint = f'remove {role}.lora, or take engine.kind = "ddp", "fsdp2" or "zero3", which train adapters'
-            yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
+            message = f'{role}.engine.kind = "{self.kind}" trains all weights: it has no adapters'
+            hint = f'set {role}.engine = {{ kind = "fsdp2" }}: it trains adapters on the same processes, and cuts the '
+            hint += f"model across all of them; or remove {role}.lora"
+            yield Problem(f"{role}.lora", message, hint)
 
     def _layer_problems(self, dtype: DType, role: RoleName, section: RoleSection) -> Iterator[Problem]:
         """TransformerEngine's layers, asked for where they cannot be."""
@@ -246,6 +247,13 @@ class MegatronTable(TrainedHere):
         decided = dtype != "bf16" or not device.startswith("cuda")  # else whoever is there decides whose layers
         known = {"transformer_impl": LOCAL} if decided else {}
         return {"megatron": {**known, **megatron_config(self, dtype, optimizer)}}
+
+    def mlp_tensors(self, facts: ModelFacts) -> int:
+        """Megatron adds an offset of 0 to the up projection, which makes one more tensor of it while the first shares
+        its memory with the gate; of an expert it weighs the product. Fused, input and output of the activation."""
+        if self.megatron.get("bias_activation_fusion"):
+            return 3
+        return 6 if facts.experts else 5
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         """Of the stage that holds most: the first has the embedding, the last the head, which is the embedding once

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from specs.schema.spec import DType, RoleSection, Spec
 
 HUGGING_FACE = ("torch", "transformers", "accelerate", "packaging")
+KEPT_OF_MLP = 4
+"""Tensors [tokens, width of the MLP] that each layer keeps: gate, its activation, up projection, product."""
 
 
 class BuiltHere(EngineTable):
@@ -70,6 +72,10 @@ class TrainedHere(BuiltHere, TrainTable):
         to be busy with a matrix product."""
         elements = 2**26 if on_gpu else 2**24
         return self.logits_chunk_tokens or max(1, min(4096, elements // max(1, vocabulary)))
+
+    def mlp_tensors(self, facts: ModelFacts) -> int:
+        """As `KEPT_OF_MLP`, in the layers of this engine."""
+        return KEPT_OF_MLP
 
     def adds_gradients_in_place(self, dtype: DType) -> bool:
         """Whether a gradient may be added to what the engine holds as soon as it is computed: it is fp32, whole, and

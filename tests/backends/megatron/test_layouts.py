@@ -9,17 +9,16 @@ import pytest
 import torch
 from families import FAMILIES
 from torch import Tensor
-from train_helpers import MIXTRAL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backends.megatron.engine import model_map
 from backends.megatron.layouts import (
     Experts,
     Heads,
     Slot,
     fuse,
     layers_of_stage,
-    local_part,
+    own_part,
+    own_rows,
     padded_vocabulary,
     put_experts,
     source,
@@ -28,6 +27,7 @@ from backends.megatron.layouts import (
 )
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.sharded_weights import rank_slots
+from backends.megatron.weight_map import ModelMap
 from specs.errors import ModelError
 from specs.schema.engines.megatron_table import FAMILIES as TABLES
 
@@ -36,14 +36,19 @@ WIDE: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_k
 
 
 def model_of(family: str, **changes: Any) -> Any:
-    config = MIXTRAL if family == "mixtral" else FAMILIES[family].config
-    values = {**config, **WIDE, **changes}
+    values = {**FAMILIES[family].config, **WIDE, **changes}
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
     return model
+
+
+def local_part(whole: Tensor, slot: Slot, rank: int, ranks: int) -> Tensor:
+    """As a rank reads it: no rows but its own, into memory of its own."""
+    rows = own_rows(slot, len(whole), rank, ranks)
+    return own_part(whole[rows.start : rows.stop].clone(), slot, rank, ranks)
 
 
 def test_queries_lie_with_their_key_and_value() -> None:
@@ -73,6 +78,9 @@ def test_rows_that_no_rank_has_are_zeros() -> None:
     slot = Slot("", ("embed",), cut=0, padded=24)
     rows = torch.arange(1, 24)[:, None]
     assert local_part(rows, slot, 1, 2).flatten().tolist() == [*range(13, 24), 0]
+    alone = Slot("", ("embed",), cut=0, padded=8)  # five rows on four ranks: the last one has none
+    assert [list(own_rows(alone, 5, rank, 4)) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
+    assert local_part(rows[:5], alone, 3, 4).flatten().tolist() == [0, 0]
     parts = [local_part(rows, slot, rank, 2) for rank in range(2)]
     assert torch.equal(whole_tensor(parts, slot, 23), rows)
 
@@ -102,7 +110,7 @@ def test_stages_have_as_many_layers() -> None:
 
 def test_ranks_with_several_groups_of_layers_take_turns() -> None:
     """Two stages of two groups each: the first has layers 0 and 2, the second 1 and 3."""
-    ours = model_map(model_of("qwen3_moe"), "a model")
+    ours = ModelMap.of(model_of("qwen3_moe"), "a model")
     group = ModelGroup.__new__(ModelGroup)
     group.stages, group.stages_of_model, group.tensor_ranks, group.expert_rank, group.expert_ranks = 2, 4, 1, 1, 2
     group.own_stages = range(1, 4, 2)
@@ -119,7 +127,7 @@ def test_ranks_with_several_groups_of_layers_take_turns() -> None:
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 2), (4, 1), (1, 4), (4, 4)])
 def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int, stages: int) -> None:
     model = model_of(family, tie_word_embeddings=tied)
-    ours = model_map(model, "a model")
+    ours = ModelMap.of(model, "a model")
     weights: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     back: dict[str, Tensor] = {}
     elements, experts = 0, dict[str, list[list[Tensor]]]()
@@ -154,7 +162,7 @@ def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int
 
 def test_norms_lie_in_the_multiplication_behind_them_with_transformer_engine() -> None:
     """But before experts, whose tokens travel when they are normed. The rest is where it was, to the bit."""
-    local = model_map(model_of("qwen3_moe"), "a model")
+    local = ModelMap.of(model_of("qwen3_moe"), "a model")
     fused = replace(local, fused_norms=True)
     moved = {
         ours.parameter: theirs.parameter
@@ -174,7 +182,7 @@ def test_norms_lie_in_the_multiplication_behind_them_with_transformer_engine() -
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_a_layer_of_transformer_engine_by_name(family: str) -> None:
-    layer = replace(model_map(model_of(family), "a model"), fused_norms=True).slots(1, 4, 2)
+    layer = replace(ModelMap.of(model_of(family), "a model"), fused_norms=True).slots(1, 4, 2)
     names = {slot.parameter.removeprefix("decoder.layers.0."): slot for slot in layer if "layers" in slot.parameter}
     more = {"qwen2": {"self_attention.linear_qkv.bias"}, "llama": set[str]()}
     more["qwen3"] = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
@@ -192,6 +200,10 @@ def test_a_layer_of_transformer_engine_by_name(family: str) -> None:
     assert names["mlp.linear_fc1.weight"].weights[0] == "model.layers.1.mlp.gate_proj.weight"
 
 
+def test_each_family_with_a_table_is_tried() -> None:
+    assert {name for name, family in FAMILIES.items() if family.megatron} == set(TABLES)
+
+
 def test_a_weight_without_a_place_is_named() -> None:
     with pytest.raises(ModelError, match=r"no place for model\.layers\.0\.self_attn\.o_proj\.bias"):
-        model_map(model_of("llama", attention_bias=True), "a model")
+        ModelMap.of(model_of("llama", attention_bias=True), "a model")

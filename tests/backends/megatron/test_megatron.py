@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from families import FAMILIES
 from outcomes import Outcome, farthest, outcome
 from sharded_worker import EMPTY_STEP, MEGATRON, MEGATRON_ON_GPU, STEPS
 from stock_model import PROMPTS, TEMPERATURE, family_batch, stock_model, write_family
-from train_helpers import MIXTRAL, QWEN2, QWEN3_MOE, build_engine, train_config, weights_of, write_model
+from train_helpers import QWEN2, QWEN3_MOE, build_engine, train_config, weights_of, write_model
 
-from backends.megatron.engine import model_map
+from backends.megatron.weight_map import ModelMap
 from backends.protocol import Rank
 from rlctl.memory.activations import chunks_under_way
 from rlctl.models.model_tensors import tensors_of_config
@@ -52,10 +51,7 @@ RESUMED = [
     ("pipeline critic", "tensor critic"),
     ("data bf16", "tensor bf16"),
 ]
-AXES = {"llama": "4:tensor pipeline", "qwen2": "4:tensor pipeline", "qwen3": "4:tensor pipeline"}
-AXES |= {"qwen3_moe": "4:experts, tensor pipeline", "mixtral": "4:experts, tensor pipeline"}
-READ = list(AXES)
-CONFIGS = {**{name: family.config for name, family in FAMILIES.items()}, "mixtral": MIXTRAL}
+READ = [name for name, family in FAMILIES.items() if family.megatron]
 RESUMED_MIXED = [("4:experts, pipeline data", "experts, tensor")]
 
 
@@ -90,8 +86,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + resumed[: len(RESUMED)] + two)
     families = [
         {
-            "case": AXES[name],
-            "family": str(write_family(root / name / "model", name, CONFIGS[name])),
+            "case": FAMILIES[name].megatron,
+            "family": str(write_family(root / name / "model", name)),
             "out": str(root / name),
         }
         for name in READ
@@ -147,8 +143,8 @@ def test_placement_numbers_ranks_as_megatron_does(root: Path) -> None:
 def test_transformer_engines_names_are_those_that_megatron_knows(root: Path) -> None:
     """It renames its local layers' weights so, where a checkpoint goes from one to the other."""
     renamed = json.loads((root / "megatron_facts.json").read_text())["fused names"]
-    local = model_map(stock_model(root / "qwen2" / "model"), "a model")
-    fused = replace(local, fused_norms=True)
+    model = stock_model(root / "qwen2" / "model")
+    local, fused = (ModelMap.of(model, "a model", fused_norms=each) for each in (False, True))
     for ours, theirs in zip(local.slots(0, 1, 2), fused.slots(0, 1, 2), strict=True):
         name = ours.parameter
         for start, other in renamed.items():
@@ -218,7 +214,7 @@ def test_log_probs_are_those_of_transformers(root: Path, family: str) -> None:
     for rank in range(4):
         with np.load(root / family / f"rank{rank}.npz") as found:
             told_T[found["token_N"]] = found["logprob_N"]
-    assert CONFIGS[family]["num_hidden_layers"] == 2, "one layer in each stage"
+    assert FAMILIES[family].config["num_hidden_layers"] == 2, "one layer in each stage"
     for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         ids = torch.from_numpy(batch["tokens_T"][start:stop].astype(np.int64))
         with torch.no_grad():
@@ -231,7 +227,8 @@ def test_log_probs_are_those_of_transformers(root: Path, family: str) -> None:
 def test_the_plan_knows_what_a_rank_holds(root: Path) -> None:
     """The fullest of two tensor ranks in two stages; Megatron pads its flat gradients to whole blocks."""
     for family in READ:
-        table, tensors = MEGATRON[AXES[family]]["engine"], tensors_of_config(CONFIGS[family])
+        tried = FAMILIES[family]
+        table, tensors = MEGATRON[tried.megatron]["engine"], tensors_of_config(tried.config)
         assert tensors is not None
         parts = table.memory(HeldTrainer(tensors, "fp32", 4, "cpu", Optimizer()))
         planned = {part.name: part.nbytes for part in parts}

@@ -129,7 +129,7 @@ def test_stages_and_tensor_ranks_by_hand(planned: Any) -> None:
     assert part(plan, "actor", "gradients") == pytest.approx(4 * stage, rel=1e-3)
     assert part(plan, "actor", "master weights") == pytest.approx(4 * stage / 2, rel=1e-3)
     assert part(plan, "actor", "Adam moments") == pytest.approx(8 * stage / 2, rel=1e-3)
-    inside = 8192 * 2 * (3 * 8192 + 2 * 1024 + 4 * 28672) // 8 + 8192 * 2 * 4 * 128  # and cosines and sines
+    inside = 8192 * 2 * (3 * 8192 + 2 * 1024 + 3 * 28672) // 8 + 8192 * 2 * 4 * 128  # fused; cos, sin
     again = 8192 * 2 * 8192 * (4 + 2 * 2) + inside  # norms keep fp32 and twice bf16, whole
     assert part(plan, "actor", "activations") == 4 * (20 + 1) * row + again  # and what each sent on
     cut = planned(*seen[:2], "actor.engine.tensor_sequence_parallel=true", config=LLAMA_70B)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from typing import Any
 
 import pytest
@@ -83,9 +85,13 @@ def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
 def test_what_other_engines_do_is_refused() -> None:
     engine, spec = MegatronTable(), Spec.model_validate(raw_spec())
     section = ActorSection(engine=engine, devices=(0,), activation_offload=True, lora=Lora())
-    found = {problem.key: problem.message for problem in engine.problems(spec, "actor", section)}
-    assert found.keys() == {"actor.activation_offload", "actor.engine.kind"}
-    assert "keeps activations on the device" in found["actor.activation_offload"]
+    found = {problem.key: problem for problem in engine.problems(spec, "actor", section)}
+    assert found.keys() == {"actor.activation_offload", "actor.lora"}
+    assert "keeps activations on the device" in found["actor.activation_offload"].message
+    (instead,) = re.findall(r"set (actor.engine = \{.*\}): it trains adapters", found["actor.lora"].hint)
+    engine_instead = tomllib.loads(instead)["actor"]["engine"]
+    trains = Spec.model_validate(raw_spec(actor={"engine": engine_instead, "lora": {}}))
+    assert [*trains.actor.engine.problems(trains, "actor", trains.actor)] == []
 
 
 def test_transformer_engines_layers_are_refused_where_they_cannot_be() -> None:
