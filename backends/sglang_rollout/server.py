@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from backends.sglang_rollout.client import Client
@@ -43,23 +44,25 @@ class Server:
     @classmethod
     def start(cls, config: RolloutConfig) -> Server:
         """Returns when the server is healthy. Raises ModelError when it ends instead."""
-        key, port = secrets.token_urlsafe(24), _free_port()
+        key = secrets.token_urlsafe(24)
         folder = Path(tempfile.mkdtemp(prefix="rlctl-sglang-"))
         # Command lines can be read by every user of the host; a file of mode 0600 cannot.
         key_file = folder / "key.yaml"
         key_file.touch(mode=0o600)
         key_file.write_text(json.dumps({"api-key": key}))  # JSON is YAML
         launch = (sys.executable, "-m", "backends.sglang_rollout.server_process", str(os.getpid()), "--")
-        command = [*launch, "--config", str(key_file), *arguments(config, port)]
-        env = environment(folder)
-        # A session of its own, so that `stop` reaches SGLang's own children too.
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-        server = cls(process, Client(port, key), folder)
-        try:
-            server._wait_until_healthy()
-        except BaseException:
-            server.stop()
-            raise
+        with reserved_port() as port:
+            command = [*launch, "--config", str(key_file), *arguments(config, port)]
+            # A session of its own, so that `stop` reaches SGLang's own children too.
+            process = subprocess.Popen(
+                command, env=environment(folder), stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            server = cls(process, Client(port, key), folder)
+            try:
+                server._wait_until_healthy()
+            except BaseException:
+                server.stop()
+                raise
         key_file.unlink()
         return server
 
@@ -135,7 +138,11 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of loopback that nobody else is given meanwhile: the kernel deals out none that is bound. A server that
+    sets SO_REUSEADDR, as Python's and SGLang's do, may listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rlctl.processes.far_ranks import FarRank, NodeLine
-from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, RemoteNode, RolePlan, package_root
+from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan, package_root
 from specs.errors import Problem, SpecError
 from workers.watchdog import kill_marked, pids_marked, signal_group
 
@@ -77,6 +77,7 @@ class Launcher:
         self._home = dict(home)
         self._spawned = 0
         self._stores: list[Path] = []
+        self._ports: list[socket.socket] = []
         self._lines: dict[tuple[str, str], NodeLine] = {}  # (role, host) → the line to its ranks there
         self._unsure: dict[tuple[str, int], list[str]] = {}  # keys of far ranks that may live, though they were killed
         self._last_word = time.monotonic()
@@ -90,7 +91,7 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         more = ("--module", module) if module else ()
         env = self._environment(plan)
-        port = str(plan.meeting.port or _free_port()) if plan.world_size_of_group > 1 else ""
+        port = str(plan.meeting.port or self._reserve_port()) if plan.world_size_of_group > 1 else ""
         if plan.world_size_of_group > 1 and plan.nodes == 1:
             env["RLCTL_GROUP_STORE"] = str(self._make_store_folder() / plan.role)
         if plan.launcher == "python":
@@ -101,7 +102,8 @@ class Launcher:
                     self._start_far_rank(plan, node, rank, more)
             return
         env["RLCTL_LOG_DIR"] = str(folder)
-        command = (*(word.replace(FREE_PORT, port or str(_free_port())) for word in plan.command), *more)
+        meeting_port = port or str(self._reserve_port())
+        command = (*(word.replace(FREE_PORT, meeting_port) for word in plan.command), *more)
         log_path = folder / "launcher.log"
         if plan.launcher == "srun":
             env |= {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
@@ -118,6 +120,15 @@ class Launcher:
         Not in the run directory: that may be on a network file system, where locks are slow or missing."""
         self._stores.append(Path(tempfile.mkdtemp(prefix="rlctl-")))
         return self._stores[-1]
+
+    def _reserve_port(self) -> int:
+        """A port that the kernel gives to nobody else until `stop`, for it is bound. A store that sets SO_REUSEADDR, as
+        torch's do, may listen there."""
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((LOOPBACK, 0))
+        self._ports.append(held)
+        return int(held.getsockname()[1])
 
     def start_again(self, plan: RolePlan, rank: int, *, module: str = "", remark: str = "") -> None:
         """Start one replica again, after `kill`. Its log continues below a line with the `remark`."""
@@ -248,6 +259,8 @@ class Launcher:
             line.close()
         for folder in self._stores:
             shutil.rmtree(folder, ignore_errors=True)
+        for held in self._ports:
+            held.close()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for every started process to end by itself; False when some did not in time."""
@@ -406,9 +419,3 @@ def _place(plan: RolePlan, rank: int, port: str) -> dict[str, str]:
         return place
     group = {"RANK": str(rank), "WORLD_SIZE": str(plan.processes), "LOCAL_WORLD_SIZE": str(plan.processes)}
     return place | group | {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

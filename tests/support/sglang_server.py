@@ -10,7 +10,7 @@ SGLANG_TEST_FAULT names holds what is wrong with it at the moment, if anything:
 
     stale:NAME      does not load the weight NAME
     packed-head     computes with a copy of the head that a load does not fill
-    slow:TOKEN      answers prompts that begin with TOKEN late
+    slow:TOKEN      does not answer prompts that begin with TOKEN, for a minute or until it is mended
     version:X       says that it is version X
     die             ends in the middle of a /generate
 """
@@ -38,7 +38,7 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-SLOW_S = 1.0
+SLOW_S = 60.0
 GENERATE_FIELDS = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "token_ids_logprob"}
 SAMPLING_FIELDS = {"max_new_tokens", "temperature", "stop_token_ids", "sampling_seed"}
 
@@ -260,8 +260,9 @@ class Handler(BaseHTTPRequestHandler):
         asked = asked or [None] * len(prompts)
         if not len(prompts) == len(params) == len(asked) or not body["return_logprob"]:
             raise Refused("the parts of the batch differ in length, or no log-probs were asked for")
-        if self.model.fault == f"slow:{prompts[0][0]}":
-            time.sleep(SLOW_S)
+        until = time.monotonic() + SLOW_S
+        while self.model.fault == f"slow:{prompts[0][0]}" and time.monotonic() < until:
+            time.sleep(0.01)
         if self.model.fault == "die":
             os._exit(17)
         found = []

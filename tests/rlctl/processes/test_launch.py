@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_each_process_has_its_place_and_its_log(tmp_path: Path, monkeypatch: pyt
     alone.start(group)  # a launcher's variables in the driver's own environment do not leak
     assert alone.wait(30)
     assert tail(alone.log_path("actor", 0)) == "None None 0 None"
+
+
+def test_nobody_else_is_given_the_port_of_a_group(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {})
+    launcher.start(replace(_plan(SPEAKS, "MASTER_PORT", processes=2), world_size_of_group=2))
+    try:
+        assert launcher.wait(30)
+        (port,) = {int(tail(launcher.log_path("actor", rank))) for rank in (0, 1)}
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()  # sets SO_REUSEADDR, as torch's stores do
+    finally:
+        launcher.stop(grace_s=0.2)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", port))
 
 
 def test_another_interpreter_does_not_see_this_ones_site_packages(
