@@ -38,9 +38,22 @@ def crash(number, how, victim):
         while not (HERE / "journal").exists():
             time.sleep(0.01)
         return
-    sign = signal.SIGSTOP if how == "stop" else signal.SIGKILL
-    os.kill(int((HERE / f"pid{victim}").read_text()), sign)
-    time.sleep(0.3 if ROLE != "rollout" else 60)
+    pid = int((HERE / f"pid{victim}").read_text())
+    os.kill(pid, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    while moves(pid):
+        time.sleep(0.01)
+
+
+def moves(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZXTt"
+    except OSError:
+        return False
+
+
+def graded():
+    file = HERE / "graded"
+    return set(file.read_text().split()) if file.exists() else set()
 
 
 def wrap(owner, name):
@@ -62,10 +75,11 @@ def wrap(owner, name):
 
             def emit_and_crash(batch):
                 emit(batch)
-                sent.append(1)
+                sent.append(batch["id_B"])
                 for number, how, victim, parts in due:
                     if len(sent) == parts:
-                        time.sleep(0.3)  # the part has left
+                        while not {str(each) for ids in sent for each in ids} <= graded():
+                            time.sleep(0.01)
                         crash(number, how, victim)
 
             due_now = [one for one in due if one[3] == 0]
@@ -81,10 +95,23 @@ def wrap(owner, name):
     setattr(owner, name, method if name != "build" else staticmethod(method))
 
 
+def tell_what_is_graded(reward):
+    inner = reward.score
+
+    def score(self, call, emit):
+        with (HERE / "graded").open("a") as file:
+            print(*call.tensors["id_B"], file=file)
+        return inner(self, call, emit)
+
+    reward.score = score
+
+
 if "workers.node" in sys.orig_argv:  # a keeper with a thread forks nobody: a fork would not come through here
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 if ROLE == "rollout":
     (HERE / f"pid{RANK}").write_text(str(os.getpid()))
+if ROLE == "reward":
+    tell_what_is_graded(import_module("workers.roles.reward").Reward)
 for module, name, methods in json.loads((HERE / "engines.json").read_text()).get(ROLE, ()):
     for method in methods:
         wrap(getattr(import_module(module), name), method)
@@ -107,15 +134,15 @@ def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any]
     """Write what makes roles crash into `folder`; returns the options of `rlctl train` that put it on their path.
 
     A crash: `role`, `rank` and `method` of the engine in whose call number `call` (of its process; or a later one) it
-    happens, `parts` sent before, `times`, `how` ("kill", "stop", "sleep", "died", "other model", "late": it goes
-    on when another rank has been asked to generate), `victim` (a rollout
-    rank, when it is not this rank), `after` (the number of another crash that must have happened).
+    happens, `parts` sent and being graded before, `times`, `how` ("kill", "stop", "sleep", "died", "other model",
+    "late": it goes on when another rank has been asked to generate), `victim` (a rollout rank, when it is not this
+    rank), `after` (the number of another crash that must have happened).
     """
     folder.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(CODE)
     (folder / "crashes.json").write_text(json.dumps(crashes))
     (folder / "engines.json").write_text(json.dumps(engines))
-    return [part for role in ("actor", "rollout") for part in ("--set", f'{role}.env.PYTHONPATH="{folder}"')]
+    return [part for role in ("actor", "rollout", "reward") for part in ("--set", f'{role}.env.PYTHONPATH="{folder}"')]
 
 
 def happened(folder: Path) -> list[int]:

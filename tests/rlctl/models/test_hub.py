@@ -107,7 +107,7 @@ def test_a_hub_that_does_not_answer_is_a_warning(
 
 
 def test_what_did_not_come_in_time_is_not_missed(the_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "TOTAL_S", 1.0)
+    monkeypatch.setattr(hub, "TOTAL_S", 2.5)
     assert check(tmp_path, "org/slow-tokenizer", "data.system=Be brief.") == ([], [])
 
 
