@@ -115,6 +115,20 @@ def test_what_is_no_sentence(text: str) -> None:
     assert not is_sentence(text)
 
 
+def said_of_code(path: Path) -> str:
+    """Docstrings and comments of a file."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree(path)) if isinstance(node, documented)]
+    return "\n".join([*docstrings, *re.findall(r"#.*", (ROOT / path).read_text(encoding="utf-8"))])
+
+
+def test_test_files_that_comments_name_are_there() -> None:
+    known = {path.name for path in python_files("tests")}
+    named = {(str(path), name) for path in EVERYTHING for name in re.findall(r"\btest_\w+\.py", said_of_code(path))}
+    assert {name for _, name in named} & known, "none is named"
+    assert not {(path, name) for path, name in named if name not in known}
+
+
 # ── tests stand where what they test stands ───────────────────────────────────────────────────────
 
 

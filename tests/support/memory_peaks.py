@@ -1,4 +1,4 @@
-"""A process that measures the peaks of a micro-batch's forward and backward pass (`test_memory_estimates.py`).
+"""A process that measures the peaks of a micro-batch's forward and backward pass (`test_activations.py`).
 
 Started with MALLOC_MMAP_THRESHOLD_ small, so that resident memory follows what torch has allocated.
 """

@@ -1,4 +1,4 @@
-"""One rank that measures what train engines hold, tensor by tensor; started by torchrun (`test_memory_exact.py`)."""
+"""One rank that measures what train engines hold, tensor by tensor; started by torchrun (`test_held_model.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The vLLM rollout engine against Hugging Face's forward pass. What all rollout engines promise is tested in
-`test_contract_rollout.py`, with the same vLLM process."""
+`test_protocol_rollout.py`, with the same vLLM process."""
 
 from __future__ import annotations
 
