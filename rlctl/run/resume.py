@@ -1,7 +1,6 @@
 """What may differ between the attempts of one run, and whether a checkpoint is of this run's model.
 
-Both are decided from the spec, the manifest and `config.json`, before any process is started. docs/checkpoints.md says
-the same in words.
+Both are decided from the spec, the manifest and `config.json`, before any process is started.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from pydantic_core import PydanticCustomError
 from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import resolve_model
 from specs.errors import CheckpointError
+from specs.load.dotted_keys import differing_keys, value_at
 from specs.schema.engines.engine_registry import table_of
 from specs.schema.engines.engine_table import TrainTable
 from specs.schema.roles import ACTOR, ROLES
 from specs.schema.spec import RoleSection, Spec
 
 # How a run is watched, where it runs and how its models are held: not what it computes, to rounding.
-MAY_CHANGE = (
+_MAY_CHANGE = (
     *("run.steps", "run.dir", "run.start_timeout_s", "run.verb_timeout_s", "run.heartbeat_timeout_s"),
     *("run.stall_timeout_s", "run.colocate"),
     *("run.max_memory_growth_GiB", "checkpoint", "cluster", "eval", "tracking", "sync", "model.attn_implementation"),
@@ -45,18 +45,6 @@ _NOT_THE_MODEL = frozenset(
 )
 
 
-def differing_keys(before: Any, after: Any, prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two resolved specs."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted(before.keys() | after.keys())
-        return [
-            found
-            for key in keys
-            for found in differing_keys(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
-        ]
-    return [] if before == after else [prefix]
-
-
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], engine: TrainTable | None = None
 ) -> tuple[list[str], list[str]]:
@@ -66,21 +54,22 @@ def differences(
     refused: list[str] = []
     allowed: list[str] = []
     for key in differing_keys(before, after):
-        if _is_frozen(key) and (_at(before, f"{key}.model") or "") != (_at(after, f"{key}.model") or ""):
+        if _is_frozen(key) and (value_at(before, f"{key}.model") or "") != (value_at(after, f"{key}.model") or ""):
             key = f"{key}.model"  # the section came or went: what counts is the model that it names
-        line = f"{key}: {_show(_at(before, key))} → {_show(_at(after, key))}"
-        if _may_change(key) and engine is not None and not engine.resumes_reshaped and _is_of(key, _SHAPE):
+        line = f"{key}: {_show(value_at(before, key))} → {_show(value_at(after, key))}"
+        if may_change(key) and engine is not None and not engine.resumes_reshaped and _is_of(key, _SHAPE):
             refused.append(f"{line} (not known whether the engine {engine.kind} can go on so)")
         else:
-            (allowed if _may_change(key) else refused).append(line)
+            (allowed if may_change(key) else refused).append(line)
     return refused, allowed
 
 
-def _may_change(key: str) -> bool:
+def may_change(key: str) -> bool:
+    """Whether a resume takes another value of a dotted key. docs/checkpoints.md has a table of these."""
     role, _, own_key = key.partition(".")
     if _is_frozen(role):
         return own_key != "model"
-    return _is_of(key, MAY_CHANGE) or (role in ROLES and _is_of(own_key, _OF_A_ROLE))
+    return _is_of(key, _MAY_CHANGE) or (role in ROLES and _is_of(own_key, _OF_A_ROLE))
 
 
 def _is_frozen(role: str) -> bool:
@@ -90,13 +79,6 @@ def _is_frozen(role: str) -> bool:
 
 def _is_of(key: str, tables: Sequence[str]) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in tables)
-
-
-def _at(values: Any, key: str) -> Any:
-    """The value at a dotted key; all values at an empty one."""
-    for part in key.split(".") if key else ():
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values
 
 
 def _show(value: Any) -> str:
@@ -132,7 +114,7 @@ def check_fits(manifest: Mapping[str, Any], spec: Spec, spec_dir: Path) -> None:
         if what in manifest and (what == "lora" or (before and after)):
             for key in differing_keys(before, after):
                 name = f"{table}.{key}" if key else table
-                found.append(f"{name}: {_show(_at(before, key))} → {_show(_at(after, key))}")
+                found.append(f"{name}: {_show(value_at(before, key))} → {_show(value_at(after, key))}")
     if found:
         raise CheckpointError(
             f"the checkpoint of step {step} belongs to another model:\n" + "\n".join(f"  - {line}" for line in found),

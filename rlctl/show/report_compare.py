@@ -17,6 +17,7 @@ from rlctl.show.report_style import STYLE
 from rlctl.show.text_format import duration, html, number, share
 from specs.errors import RunDirError
 from specs.json_file import read_object
+from specs.load.dotted_keys import flattened
 
 COLOURS = 8  # of lines that can be told apart
 FINAL = 0.1  # share of a run's steps, its last ones, that a final value is the mean of
@@ -80,21 +81,12 @@ def render_comparison(runs: Sequence[ComparedRun]) -> str:
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Dotted key → its value in each run, where they are not all equal; None: it has none. Not their names."""
-    flat = [_flat(run.resolved) for run in runs]
+    flat = [flattened(run.resolved) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     told = {key: [values.get(key) for values in flat] for key in keys}
     return {
         key: values for key, values in told.items() if any(one != values[0] for one in values) and key != "run.name"
     }
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        named = {f"{prefix}.{name}".strip("."): inner for name, inner in value.items()}
-        return {key: one for name, inner in named.items() for key, one in _flat(inner, name).items()}
-    if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-        return {key: one for i, inner in enumerate(value) for key, one in _flat(inner, f"{prefix}.{i}").items()}
-    return {prefix: value}
 
 
 def _evaluations(runs: Sequence[ComparedRun]) -> dict[str, str]:

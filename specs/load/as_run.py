@@ -9,6 +9,7 @@ from typing import Any
 
 import tomli
 
+from specs.load.dotted_keys import value_at
 from specs.load.overrides import apply_overrides, fill_engine_kinds
 from specs.load.toml_text import bare, dumped, written
 
@@ -54,13 +55,14 @@ def _edited(text: str, before: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     for piece in pieces:
         if piece.path is None or piece.is_header:
             continue
-        old, new = _at(before, piece.path), _at(wanted, piece.path)
+        old, new = value_at(before, piece.path, _MISSING), value_at(wanted, piece.path, _MISSING)
         if new is _MISSING:
             piece.text = "".join(f"# {line}" for line in piece.text.splitlines(keepends=True))
         elif new != old:
             piece.text = _rewritten(piece.text, new)
     for table, name, value in _added(wanted, (), keys, tables):
-        if _at(before, (*table, name)) != value:  # an engine's kind may be filled in, and need not be written
+        # An engine's kind may be filled in, and need not be written.
+        if value_at(before, (*table, name), _MISSING) != value:
             _insert(pieces, table, f"{bare(name)} = {written(value)}\n")
     return "".join(piece.text for piece in pieces)
 
@@ -159,12 +161,3 @@ def _insert(pieces: list[_Piece], table: Path, line: str) -> None:
         return
     pieces.append(_Piece(f"\n[{'.'.join(bare(str(part)) for part in table)}]\n", table, is_header=True))
     pieces.append(_Piece(line, (*table, "")))
-
-
-def _at(values: Any, path: Path) -> Any:
-    for part in path:
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            return _MISSING
-    return values

@@ -18,6 +18,7 @@ from rlctl.show.metrics_file import read_metrics
 from rlctl.show.text_format import number
 from specs.errors import RunDirError
 from specs.json_file import read_object
+from specs.load.dotted_keys import value_at
 
 RESULTS = ("reward/mean", "rollout/length_mean", "rollout/finished")
 
@@ -57,8 +58,8 @@ def model_card(exported: Exported, folder: Path) -> str:
 def _metadata(exported: Exported, spec: Mapping[str, Any]) -> str:
     """The head that the hub reads: JSON values are YAML."""
     base = public_name(str(exported.about["model_path"]))
-    train = public_name(str(_at(spec, "data", "train") or ""))
-    kind = _at(spec, "algorithm", "kind")
+    train = public_name(str(value_at(spec, "data.train") or ""))
+    kind = value_at(spec, "algorithm.kind")
     values = {
         "base_model": base if "/" in base else None,
         "datasets": [train] if "/" in train else None,
@@ -79,22 +80,23 @@ def _use(exported: Exported, folder: Path) -> str:
 
 
 def _training(exported: Exported, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    terms = _at(spec, "reward", "terms") or []
-    section = _at(spec, exported.role) or _at(spec, "actor")
-    optimizer, lora = _at(section, "optimizer"), _at(section, "lora")
+    terms = value_at(spec, "reward.terms") or []
+    section = value_at(spec, exported.role) or value_at(spec, "actor")
+    versions = value_at(exported.about, "versions") or {}
+    optimizer, lora = value_at(section, "optimizer"), value_at(section, "lora")
     rows = {
         "base model": public_name(str(exported.about["model_path"])) or "local files",
-        "data": (public_name(str(_at(spec, "data", "train") or "")) or "local files") if spec else None,
-        "algorithm": _at(spec, "algorithm", "kind"),
+        "data": (public_name(str(value_at(spec, "data.train") or "")) or "local files") if spec else None,
+        "algorithm": value_at(spec, "algorithm.kind"),
         "reward": ", ".join(str(term.get("kind")) for term in terms if isinstance(term, Mapping)),
-        "samples per step": _product(_at(spec, "data", "prompts_per_step"), _at(spec, "algorithm", "group_size")),
-        "longest completion": _at(spec, "data", "max_response_tokens"),
-        "learning rate": _at(optimizer, "lr"),
-        "KL coefficient": _at(spec, "algorithm", "kl_coef"),
-        "LoRA": f"rank {_at(lora, 'rank')}, alpha {_at(lora, 'alpha')}" if lora else None,
-        "temperature": _at(spec, "rollout", "temperature"),
-        "seed": _at(spec, "run", "seed"),
-        "versions": ", ".join(f"{name} {found}" for name, found in (_at(exported.about, "versions") or {}).items()),
+        "samples per step": _product(value_at(spec, "data.prompts_per_step"), value_at(spec, "algorithm.group_size")),
+        "longest completion": value_at(spec, "data.max_response_tokens"),
+        "learning rate": value_at(optimizer, "lr"),
+        "KL coefficient": value_at(spec, "algorithm.kl_coef"),
+        "LoRA": f"rank {value_at(lora, 'rank')}, alpha {value_at(lora, 'alpha')}" if lora else None,
+        "temperature": value_at(spec, "rollout.temperature"),
+        "seed": value_at(spec, "run.seed"),
+        "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
     }
     return [(name, f"`{value}`") for name, value in rows.items() if value not in (None, "")]
 
@@ -141,12 +143,6 @@ def public_name(path: str) -> str:
 
 def _product(*numbers: Any) -> int | None:
     return numbers[0] * numbers[1] if all(isinstance(one, int) for one in numbers) else None
-
-
-def _at(values: Any, *keys: str) -> Any:
-    for key in keys:
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlctl.show.trackers.tracker import Attempt, Ended, Samples, Tracker, flat
+from rlctl.show.trackers.tracker import Attempt, Ended, Samples, Tracker, hyperparameters
 from specs.schema.tracker_tables import MLflow
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -52,7 +52,7 @@ class MLflowTracker(Tracker):
 
 
 def _parameters(config: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    known = [(_name(key), _text(value)) for key, value in flat(config).items()]
+    known = [(_name(key), _text(value)) for key, value in hyperparameters(config).items()]
     for start in range(0, len(known), _AT_ONCE):
         yield dict(known[start : start + _AT_ONCE])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from rlctl.show.trackers.tracker import Attempt, Ended, Samples, Tracker, flat
+from rlctl.show.trackers.tracker import Attempt, Ended, Samples, Tracker, hyperparameters
 from specs.schema.tracker_tables import TensorBoard
 
 
@@ -22,7 +22,7 @@ class TensorBoardTracker(Tracker):
         self._writer = SummaryWriter(str(attempt.run_dir / "tensorboard"), write_to_disk=True)
         known = {
             key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for key, value in flat(attempt.config).items()
+            for key, value in hyperparameters(attempt.config).items()
         }
         for summary in hparams(known, {"reward/mean": 0.0}):  # names the metric that runs are compared by
             self._writer.file_writer.add_summary(summary)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from specs.load.dotted_keys import flattened
+
 Ended = Literal["finished", "failed", "interrupted"]
 
 
@@ -57,18 +59,9 @@ class Tracker(ABC):
         """Write out what is pending."""
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A resolved spec as dotted keys, entries of lists by their number; keys without a value are left out."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            value = {str(number): item for number, item in enumerate(value)}
-        if isinstance(value, dict):
-            found |= flat(value, f"{key}.")
-        elif value not in (None, "", []):
-            found[key] = value
-    return found
+def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved spec by dotted keys; keys without a value are left out."""
+    return {key: value for key, value in flattened(config).items() if value not in (None, "", [], {})}
 
 
 def _flat_sample(step: int, sample: Mapping[str, Any]) -> dict[str, Any]:
