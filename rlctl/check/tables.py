@@ -177,10 +177,10 @@ def _add_groups(table: Table, role: str, mesh: str, section: RoleSection, groups
         if group is shown[-1] and len(shown) < len(groups):
             table.add_row("", "", f"… {len(groups) - len(shown)} more")
         whose = (role, mesh) if group is shown[0] else ("", "")
-        table.add_row(*whose, *_seats_row(section, group))
+        table.add_row(*whose, *_group_row(group))
 
 
-def _seats_row(section: RoleSection, group: RankGroup) -> tuple[str, str, str, str]:
+def _group_row(group: RankGroup) -> tuple[str, str, str, str]:
     places = []
     for node in group.nodes:
         devices = [rank.device for rank in group.ranks if rank.node == node and rank.device is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from specs.errors import Problem
@@ -10,6 +9,7 @@ from specs.schema.algorithms.algorithm import FunctionLoss
 from specs.schema.algorithms.algorithm_tables import GaeKeys
 from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.roles import ROLES
+from specs.schema.sections import same_source
 from specs.schema.spec import Spec
 from specs.schema.table import Table, no_effect
 from specs.text import show
@@ -32,7 +32,7 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
         message = f"not set: the teacher of {algorithm.kind} is then the actor's own start, and teaches it to stay"
         hint = "name a trained model with the actor's tokenizer, larger or better than the actor"
         yield Problem("ref.model", message, hint)
-    elif algorithm.advantage.needs_teacher and spec.ref is not None and _same_model(spec.ref.model, spec.model.path):
+    elif algorithm.advantage.needs_teacher and spec.ref is not None and same_source(spec.ref.model, spec.model.path):
         message = f"the actor's own start: it teaches the actor to stay as it is, and {algorithm.kind} learns nothing"
         hint = "name a trained model with the actor's tokenizer, larger or better than the actor"
         yield Problem("ref.model", message, hint, show(spec.ref.model))
@@ -47,10 +47,6 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
     if spec.rollout.max_staleness and algorithm.anchor == "trainer" and algorithm.correction is None:
         message = "nothing corrects that samples are of older weights (rollout.max_staleness > 0)"
         yield Problem("algorithm.anchor", message, "leave it out, or set algorithm.correction", show(algorithm.anchor))
-
-
-def _same_model(one: str, other: str) -> bool:
-    return os.path.normpath(one) == os.path.normpath(other)
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:

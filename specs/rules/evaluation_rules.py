@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.eval_sets import OF_ALL_SETS, EvalSection, EvalSet, Evaluation
-from specs.schema.sections import is_hub_data
+from specs.schema.sections import is_hub_data, same_source
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.text import show
@@ -52,16 +51,12 @@ def _source(one: Evaluation, spec: Spec) -> Iterator[Problem]:
             else f"{key} is empty, so rows of data.train are held out"
         )
         yield Problem(f"{one.key}.split", f"has no effect: {why}", "remove the key", show(one.split))
-    if _same_source(one.data, data.train) and (not is_hub_data(one.data) or one.split == data.split):
+    if same_source(one.data, data.train) and (not is_hub_data(one.data) or one.split == data.split):
         hint = f"leave {key} out to hold rows of data.train out"
         yield Problem(key, "these are the training prompts", hint, show(one.data))
     if not one.data and data.max_rows is not None and one.prompts >= data.max_rows:
         message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
         yield Problem(f"{one.key}.prompts", message, f"use fewer than {data.max_rows}", str(one.prompts))
-
-
-def _same_source(one: str, other: str) -> bool:
-    return one == other or (not is_hub_data(one) and bool(one) and os.path.normpath(one) == os.path.normpath(other))
 
 
 def _sampling(one: Evaluation) -> Iterator[Problem]:

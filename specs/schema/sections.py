@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
@@ -114,6 +115,11 @@ class DataSection(Table):
 def is_hub_data(source: str) -> bool:
     """Whether a data source is a hub id rather than a file or a built-in task."""
     return bool(source) and not source.startswith("builtin:") and not _is_data_path(source)
+
+
+def same_source(one: str, other: str) -> bool:
+    """Whether two keys name the same file, folder or hub id, as far as their text tells."""
+    return bool(one) and os.path.normpath(one) == os.path.normpath(other)
 
 
 def _is_data_path(source: str) -> bool:

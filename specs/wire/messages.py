@@ -64,11 +64,10 @@ UNCOUNTED_VERBS = frozenset({Verb.BUILD, Verb.OPEN_DATA, Verb.SAVE, Verb.LOAD})
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of the batch that a verb reads, and those that it adds."""
+    """Columns of the batch that a verb always reads, and those that it adds."""
 
     needs: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
 
 
 IDENTITY_COLUMNS = ("group_B", "rollout_B", "id_B", "row_B")  # of a sample, from its prompt to its loss
@@ -83,7 +82,7 @@ SAMPLE_COLUMNS = (
 
 COLUMNS: Mapping[Verb, Columns] = {
     Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
-    Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B"), optional=("greedy_B",)),
+    Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),  # and `greedy_B`
     Verb.SCORE: Columns(
         needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("reward_B", "scored_B")
     ),
@@ -92,15 +91,7 @@ COLUMNS: Mapping[Verb, Columns] = {
     Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
     Verb.VALUES: Columns(needs=("tokens_T", "loss_mask_T"), gives=("value_T",)),
     Verb.SCORES: Columns(needs=("tokens_T",), gives=("score_B",)),
-    Verb.UPDATE: Columns(
-        needs=("tokens_T", "loss_mask_T"),
-        # the loss says which (`AnyLoss.columns`)
-        optional=(
-            *("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T", "correction_T"),
-            "covariant_T",
-            *("value_T", "return_T"),
-        ),
-    ),
+    Verb.UPDATE: Columns(needs=("tokens_T", "loss_mask_T")),  # and what the loss says (`AnyLoss.columns`)
     Verb.PROBE: Columns(needs=("tokens_T",), gives=("logprob_T",)),
 }
 

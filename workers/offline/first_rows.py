@@ -64,7 +64,7 @@ def row_findings(config: DataConfig, codec: TextCodec) -> Iterator[Finding]:
         yield from _lost(key, table, codec)
         yield from _ends_inside(config, key, table, codec)
         if uses_chat(config.data, codec):
-            yield from _left_out(config, codec, table)
+            yield from _left_out(config, table)
         if not whole:
             yield from _later_rows(config, codec, key)
 
@@ -155,7 +155,7 @@ def _held_out(config: DataConfig) -> int:
 # ── what the template makes of them ─────────────────────────────────────────────────────────────────
 
 
-def _left_out(config: DataConfig, codec: TextCodec, table: PromptTable) -> Iterator[Finding]:
+def _left_out(config: DataConfig, table: PromptTable) -> Iterator[Finding]:
     """Text of messages that is not in the prompt, and parts of messages that are there as Python writes them."""
     given = [messages_of(prompt_of(row, config.data), config.data) for row in table.rows[:_RENDERED]]
     pairs = [(message, prompt) for messages, prompt in zip(given, table.prompts, strict=False) for message in messages]

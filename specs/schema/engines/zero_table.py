@@ -51,7 +51,7 @@ class ZeroTable(OwnModules):
     def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
         """What is wrong with its stage, with what it keeps on the host, and with its extra keys."""
         dtype = spec.dtype(role)
-        yield from _stage(role, section, dtype, self)
+        yield from _stage(role, dtype, self)
         yield from _offload(role, section, self)
         optimizer = getattr(section, "optimizer", None)
         device = "cuda" if section.devices else "cpu"
@@ -125,7 +125,7 @@ def _bucket(config: dict[str, Any]) -> int:
     return int(config["reduce_bucket_size"]) * FP32_BYTES
 
 
-def _stage(role: RoleName, section: RoleSection, dtype: DType, engine: ZeroTable) -> Iterator[Problem]:
+def _stage(role: RoleName, dtype: DType, engine: ZeroTable) -> Iterator[Problem]:
     key = f"{role}.engine.stage"
     if engine.kind == "zero3" and engine.stage != 3:
         hint = f'remove the key, or write {role}.engine.kind = "zero"'
