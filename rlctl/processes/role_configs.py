@@ -30,72 +30,86 @@ def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:
 def build_bodies(spec: Spec, spec_dir: Path, run_dir: Path) -> Mapping[RoleName, dict[str, Any]]:
     """Body of the `build` verb for every role of the run."""
     paths = model_paths(spec, spec_dir)
-
-    def model(role: RoleName, dtype: str) -> ModelConfig:
-        own_path = spec.model_path(role) != spec.model.path
-        return ModelConfig(
-            path=paths[role],
-            from_scratch=spec.model.from_scratch and not own_path and ROLES[role].head not in HEADS_OF_FILES,
-            seed=spec.run.seed,
-            dtype=dtype,
-            attn_implementation=spec.attention(role),
-            trust_remote_code=spec.model.trust_remote_code,
-            device="cuda" if spec.role(role).devices else "cpu",
-            max_sequence_tokens=spec.longest_tokens(role),
-            head=ROLES[role].head,
-        )
-
-    def trainer(role: RoleName, section: Any) -> TrainConfig:
-        return TrainConfig(
-            role=role,
-            model=model(role, section.dtype),
-            engine=section.engine,
-            optimizer=section.optimizer if ROLES[role].learns else None,
-            lora=getattr(section, "lora", None),
-            total_optimizer_steps=spec.optimizer_steps_of(role),
-            micro_batch_tokens=section.micro_batch_tokens,
-            sequence_parallel=section.sequence_parallel,
-            gradient_checkpointing=getattr(section, "gradient_checkpointing", False),
-            activation_offload=getattr(section, "activation_offload", False),
-            temperature=spec.rollout.temperature,
-        )
-
     configs: dict[RoleName, TrainConfig | RolloutConfig | DataConfig | RewardConfig] = {
-        DATA: DataConfig(
-            model_path=paths[DATA],
-            trust_remote_code=spec.model.trust_remote_code,
-            spec_dir=str(spec_dir),
-            data=spec.data,
-            evals=tuple(eval_source(one) for one in spec.evaluations),
-            needs_answer=compares_answer(spec.reward.terms),
-            tells_messages=spec.needs_reward_model,
-            needs_columns=judged_columns(spec.reward.terms),
-            row_columns=None
-            if reads_whole_rows(spec.reward.terms)
-            else tuple(dict.fromkeys((spec.data.answer_column, *judged_columns(spec.reward.terms)))),
-            seed=spec.run.seed,
-        ),
-        REWARD: RewardConfig(
-            model_path=paths[REWARD],
-            trust_remote_code=spec.model.trust_remote_code,
-            spec_dir=str(spec_dir),
-            reward=spec.reward,
-            answer_column=spec.data.answer_column,
-            max_response_tokens=spec.data.max_response_tokens,
-            run_dir=str(run_dir),
-            score_text=_score_text(spec, paths),
-        ),
-        ROLLOUT: RolloutConfig(
-            model=model(ROLLOUT, spec.rollout_dtype),
-            engine=spec.rollout.engine,
-            lora=spec.actor.lora if spec.rollout_applies_adapters else None,
-            max_prompt_tokens=spec.data.max_prompt_tokens,
-            max_response_tokens=spec.data.max_response_tokens,
-            stop=spec.rollout.stop,
-        ),
+        DATA: _data(spec, paths[DATA], spec_dir),
+        REWARD: _reward(spec, paths, spec_dir, run_dir),
+        ROLLOUT: _rollout(spec, paths[ROLLOUT]),
     }
-    configs |= {role: trainer(role, spec.role(role)) for role in spec.roles if ROLES[role].is_trainer}
+    configs |= {role: _trainer(spec, role, paths[role]) for role in spec.roles if ROLES[role].is_trainer}
     return {role: config.model_dump(mode="json") for role, config in configs.items()}
+
+
+def _data(spec: Spec, path: str, spec_dir: Path) -> DataConfig:
+    terms = spec.reward.terms
+    judged = judged_columns(terms)
+    return DataConfig(
+        model_path=path,
+        trust_remote_code=spec.model.trust_remote_code,
+        spec_dir=str(spec_dir),
+        data=spec.data,
+        evals=tuple(eval_source(one) for one in spec.evaluations),
+        needs_answer=compares_answer(terms),
+        tells_messages=spec.needs_reward_model,
+        needs_columns=judged,
+        row_columns=None if reads_whole_rows(terms) else tuple(dict.fromkeys((spec.data.answer_column, *judged))),
+        seed=spec.run.seed,
+    )
+
+
+def _reward(spec: Spec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: Path) -> RewardConfig:
+    return RewardConfig(
+        model_path=paths[REWARD],
+        trust_remote_code=spec.model.trust_remote_code,
+        spec_dir=str(spec_dir),
+        reward=spec.reward,
+        answer_column=spec.data.answer_column,
+        max_response_tokens=spec.data.max_response_tokens,
+        run_dir=str(run_dir),
+        score_text=_score_text(spec, paths),
+    )
+
+
+def _rollout(spec: Spec, path: str) -> RolloutConfig:
+    return RolloutConfig(
+        model=_model(spec, ROLLOUT, path, spec.rollout_dtype),
+        engine=spec.rollout.engine,
+        lora=spec.actor.lora if spec.rollout_applies_adapters else None,
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        max_response_tokens=spec.data.max_response_tokens,
+        stop=spec.rollout.stop,
+    )
+
+
+def _trainer(spec: Spec, role: RoleName, path: str) -> TrainConfig:
+    section: Any = spec.role(role)
+    return TrainConfig(
+        role=role,
+        model=_model(spec, role, path, section.dtype),
+        engine=section.engine,
+        optimizer=section.optimizer if ROLES[role].learns else None,
+        lora=getattr(section, "lora", None),
+        total_optimizer_steps=spec.optimizer_steps_of(role),
+        micro_batch_tokens=section.micro_batch_tokens,
+        sequence_parallel=section.sequence_parallel,
+        gradient_checkpointing=getattr(section, "gradient_checkpointing", False),
+        activation_offload=getattr(section, "activation_offload", False),
+        temperature=spec.rollout.temperature,
+    )
+
+
+def _model(spec: Spec, role: RoleName, path: str, dtype: str) -> ModelConfig:
+    own_path = spec.model_path(role) != spec.model.path
+    return ModelConfig(
+        path=path,
+        from_scratch=spec.model.from_scratch and not own_path and ROLES[role].head not in HEADS_OF_FILES,
+        seed=spec.run.seed,
+        dtype=dtype,
+        attn_implementation=spec.attention(role),
+        trust_remote_code=spec.model.trust_remote_code,
+        device="cuda" if spec.role(role).devices else "cpu",
+        max_sequence_tokens=spec.longest_tokens(role),
+        head=ROLES[role].head,
+    )
 
 
 def eval_source(one: Evaluation) -> EvalSource:

@@ -65,15 +65,7 @@ def export(
         raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
     about = _about(checkpoint, role)
     dtype, why = (dtype, "") if dtype else own_dtype(about)
-    if adapter_only and _head(role) != "lm":
-        raise UsageError("--adapter-only: beside its adapters the head learned", hint="leave it out: they are merged")
-    if adapter_only and not (folder / "adapter_config.json").is_file():
-        hint = "leave it out: the whole model was trained"
-        raise UsageError(f"--adapter-only: it was not trained with {role}.lora", hint=hint)
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
-    if public and not push_to_hub:
-        raise UsageError("--public: only with --push-to-hub", hint="add --push-to-hub NAME, or leave it out")
+    _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
     repo = find_repo(push_to_hub, public=public) if push_to_hub else None
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -90,19 +82,37 @@ def export(
         told = f"{out_dir} cannot be written: {error.strerror or error}"
         raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
     console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}, in {dtype}{why}")
-    by = "peft" if adapter_only else "transformers"
-    from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
-    console.print(
-        f"proven: loads in {by}{from_disk}, {proof['tensors']} tensors with the trainer's values, "
-        f"{proof['parameters']:,} parameters, "
-        + (f"{proof['values']} values" if proof["values"] else f"{proof['greedy_tokens']} greedy tokens")
-        + " the same"
-        + (f" ({proof['undecided_tokens']} near-ties left out)" if proof["undecided_tokens"] else "")
-    )
+    console.print(_proven(proof, adapter_only))
     if repo is not None:
         address = push(repo, out_dir, f"step {checkpoint.step} of {about['run']}, exported by rlctl {__version__}")
         console.print(f"pushed to {address} ({'public' if repo.public else 'private'})")
     return 0
+
+
+def _check_options(folder: Path, out_dir: Path, *, adapter_only: bool, push_to_hub: str, public: bool) -> None:
+    """Raises UsageError for options that do not fit together, or the role whose files are in `folder`."""
+    role = folder.name
+    if adapter_only and _head(role) != "lm":
+        raise UsageError("--adapter-only: beside its adapters the head learned", hint="leave it out: they are merged")
+    if adapter_only and not (folder / "adapter_config.json").is_file():
+        hint = "leave it out: the whole model was trained"
+        raise UsageError(f"--adapter-only: it was not trained with {role}.lora", hint=hint)
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise UsageError(f"{out_dir} already exists", hint="choose another folder; exports never overwrite")
+    if public and not push_to_hub:
+        raise UsageError("--public: only with --push-to-hub", hint="add --push-to-hub NAME, or leave it out")
+
+
+def _proven(proof: Mapping[str, Any], adapter_only: bool) -> str:
+    """The proof in a line."""
+    by = "peft" if adapter_only else "transformers"
+    from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
+    same = f"{proof['values']} values" if proof["values"] else f"{proof['greedy_tokens']} greedy tokens"
+    left_out = f" ({proof['undecided_tokens']} near-ties left out)" if proof["undecided_tokens"] else ""
+    return (
+        f"proven: loads in {by}{from_disk}, {proof['tensors']} tensors with the trainer's values, "
+        f"{proof['parameters']:,} parameters, {same} the same{left_out}"
+    )
 
 
 def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
