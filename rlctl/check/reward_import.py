@@ -55,13 +55,14 @@ _KILL_S = 5.0
 class Tried:
     """A reward function as it was called. `given`: parameter → what it gets. `own_answer`, `empty`: what it gave for
     the first row's own answer and for an empty completion, None where there was no row, or no number in time; the first
-    also where the row has no `data.answer_column`."""
+    also where the row has no `data.answer_column`, which `without_answer` names."""
 
     key: str
     path: str
     given: Mapping[str, str]
     own_answer: float | None = None
     empty: float | None = None
+    without_answer: str = ""
 
 
 def try_functions(
@@ -89,7 +90,8 @@ def try_functions(
                 errors.append(Problem(one.key, *said, show(one.path)))
                 continue
             call, problem, tries = _called(one, said, row)
-            tried.append(call)
+            answered = row is None or spec.data.answer_column in row.values
+            tried.append(call if answered else replace(call, without_answer=spec.data.answer_column))
             (errors if problem and problem.of_code else warnings).extend([problem.said] if problem else [])
             if not said or {OF_A_SAMPLE["completion"], ALL_COLUMNS} & set(said.values()):
                 warnings += _of_tries(spec, one, tries, said)

@@ -43,6 +43,9 @@ def _call_table(tried: Tried) -> Table:
     for what, value in (("the first row's own answer", tried.own_answer), ("an empty completion", tried.empty)):
         if value is not None:
             table.add_row("→", f"{number(value)} for {what}")
+    if tried.without_answer:
+        column = f'the rows have no column "{tried.without_answer}"'
+        table.add_row("→", f"not tried with a right answer: {column}; name theirs in data.answer_column")
     return table
 
 

@@ -264,7 +264,7 @@ def _few_rows(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
     counted = _count_rows(spec.data.train, spec_dir, step + held_out)
     found = [rows for rows in (counted, most) if rows is not None]
     rows = min(found, default=step + held_out) - held_out
-    if rows >= step:
+    if rows >= step or rows < 1:  # none are left for training: `held_out_problems` says so
         return
     cut = most is not None and (counted is None or most < counted)
     key, value = ("data.max_rows", str(most)) if cut else ("data.train", show(spec.data.train))

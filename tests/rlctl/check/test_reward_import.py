@@ -38,3 +38,4 @@ def test_what_is_shown_for_the_rows_own_answer_is_for_an_answer(tmp_path: Path) 
         case = {"set": changes | {"data.answer_column": column}, "files": files}
         (tried,) = examine(write_case(case, tmp_path), ()).tried
         assert (tried.own_answer, tried.empty) == (of_answer, 0.0)
+        assert tried.without_answer == ("" if of_answer else "answer")
