@@ -6,8 +6,18 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import TrainTable, engine_of
-from specs.schema.mesh import layer_groups, mesh_of, sequence_groups, straddling
+from specs.schema.mesh import (
+    EXPERT,
+    axis_of,
+    divisors,
+    expert_groups,
+    layer_groups,
+    mesh_of,
+    sequence_groups,
+    straddling,
+)
 from specs.schema.spec import Spec
+from specs.text import listed
 
 
 def straddling_warnings(spec: Spec) -> Iterator[Problem]:
@@ -21,6 +31,15 @@ def straddling_warnings(spec: Spec) -> Iterator[Problem]:
             )
             hint = f"use a divisor of {section.processes // section.nodes}, the processes of a node"
             yield Problem(f"{role}.sequence_parallel", message, hint, str(mesh.sequence))
+        if mesh is not None and (apart := straddling(expert_groups(section))):
+            every = expert_groups(section)
+            message = (
+                f"{len(apart)} of {len(every)} groups of {len(every[0].ranks)} ranks that share out experts sit on "
+                "more than one node, so tokens cross the network to experts and back, in every layer of them"
+            )
+            inside = listed(divisors(section.processes // section.nodes))
+            hint = f"expert_parallel × ranks of each expert = {inside} stays inside a node, if the experts fit"
+            yield Problem(f"{role}.engine.expert_parallel", message, hint, str(axis_of(section, EXPERT)))
         if not groups or mesh is None:
             continue
         every, per_node = layer_groups(section), section.processes // section.nodes

@@ -33,6 +33,8 @@ TENSOR, PIPELINE = "tensor", "pipeline"
 """The axes of an engine whose ranks hold a part of each layer, or some of the layers."""
 CONTEXT = "context"
 """The axis of an engine whose ranks hold the same of a model and compute a part of each row."""
+EXPERT, EXPERT_TENSOR = "expert", "expert tensor"
+"""The axes of an engine whose ranks share out the experts of a layer, or hold a part of each."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,15 @@ def sequence_groups(section: RoleSection) -> list[RankGroup]:
     """One entry per group of ranks that share samples; empty where each has its own."""
     mesh = mesh_of(section)
     return [] if mesh is None or mesh.sequence == 1 else _cut(list(_ranks(section, mesh)), mesh.sequence)
+
+
+def expert_groups(section: RoleSection) -> list[RankGroup]:
+    """One entry per group of neighbours that hold all experts of their layers together; empty where experts are not
+    shared out."""
+    mesh, shared = mesh_of(section), axis_of(section, EXPERT)
+    if mesh is None or shared == 1:
+        return []
+    return _cut(list(_ranks(section, mesh)), shared * axis_of(section, EXPERT_TENSOR))
 
 
 def straddling(groups: Sequence[RankGroup]) -> list[RankGroup]:

@@ -15,7 +15,7 @@ from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
 from specs.schema.engines.megatron_config import LOCAL, TRANSFORMER_ENGINE, megatron_config, megatron_problems
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
-from specs.schema.mesh import CONTEXT, Mesh, divisors
+from specs.schema.mesh import CONTEXT, EXPERT, EXPERT_TENSOR, Mesh, divisors
 from specs.schema.roles import RoleName
 from specs.text import listed, show
 
@@ -306,4 +306,4 @@ def mesh_axes(data: int, pipeline: int, tensor: int, experts: tuple[int, int], c
     axes = {"data": data, "pipeline": pipeline, "tensor": tensor}
     if context > 1:
         axes[CONTEXT] = context
-    return axes if experts == (1, tensor) else {**axes, "expert": experts[0], "expert tensor": experts[1]}
+    return axes if experts == (1, tensor) else {**axes, EXPERT: experts[0], EXPERT_TENSOR: experts[1]}

@@ -149,6 +149,19 @@ def test_stages_may_lie_on_several_nodes_and_tensor_ranks_may_not(plain_spec: Sp
     assert "use 1, 2 or 4" in warning.hint
 
 
+def test_experts_that_are_shared_out_across_nodes_are_warned_of(plain_spec: Spec) -> None:
+    """Their groups are neighbours, also where stages lie between copies."""
+    wide = actor(
+        MegatronTable(tensor_parallel=2, pipeline_parallel=2, expert_parallel=8, expert_tensor_parallel=1), 16, 4
+    )
+    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": wide}))
+    assert (warning.key, warning.value) == ("actor.engine.expert_parallel", "8")
+    assert "2 of 2 groups of 8 ranks that share out experts sit on more than one node" in warning.message
+    assert "expert_parallel × ranks of each expert = 1, 2 or 4 stays inside" in warning.hint
+    inside = MegatronTable(tensor_parallel=2, pipeline_parallel=2, expert_parallel=2, expert_tensor_parallel=2)
+    assert cross_field_warnings(plain_spec.model_copy(update={"actor": actor(inside, 16, 4)})) == []
+
+
 def test_crossing_groups_are_warned_of(plain_spec: Spec) -> None:
     section = actor(Fsdp2Table(), 16, nodes=2)
     (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": section}))
