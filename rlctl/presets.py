@@ -17,6 +17,10 @@ from specs.packages import environments, page
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
 _MORE = "raise --nodes here; actor and rollout spread over them"
+_GRADERS = """\
+        --set reward.nodes="$(wc -l <"$hosts")"
+        --set reward.processes="$(wc -l <"$hosts")"
+"""
 # Hosts of a job, those of the actor first; and in a heterogeneous job, whose parts may have other GPUs and partitions.
 _TOGETHER = """\
 scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/ slots={slots}/' >"$hosts"
@@ -101,6 +105,7 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
         "{far_gpus}": _gpus_per_node(far_gpus),
         "{bin}": '"$PWD/.venv/bin"' if elsewhere else shlex.quote(str(Path(sys.executable).parent)),
         "{replicas}": str(replicas),
+        "{graders}": _GRADERS if run.reward.nodes > 1 else "",
         "{slots}": str(max(each, gpus) if apart else max(each, replicas, gpus)),
         "{far_slots}": str(max(replicas, far_gpus)),
         "{shell}": json.dumps(step)[1:-1],

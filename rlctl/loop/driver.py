@@ -17,7 +17,7 @@ from rlctl.loop.clock import Clock
 from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
 from rlctl.loop.loss_columns import correction, covariance
-from rlctl.loop.recovery import SteadySync
+from rlctl.loop.recovery import SteadyGrading, SteadySync
 from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts, without_truncated
 from rlctl.loop.sample_queue import SampleQueue
@@ -94,12 +94,14 @@ class Driver:
         progress: Progress,
         spec_dir: Path = Path(),
         built: Mapping[RoleName, ModelBuilt] | None = None,
+        grading: SteadyGrading | None = None,
     ) -> None:
-        """`spec_dir`: where relative paths of the spec start. `built`: each role's model, as far as it is known."""
+        """`spec_dir`: where relative paths of the spec start. `built`: each role's model, as far as it is known.
+        `grading` brings back what is lost of the reward role; None: nothing does."""
         self.built = built or {}
         self.spec_dir = spec_dir
         self.spec, self.residency, self.sync, self.progress = spec, residency, sync, progress
-        self.gap_limits, self.window = gap_limits, window
+        self.gap_limits, self.window, self.grading = gap_limits, window, grading
         self.actor = groups["actor"]
         self.ref = groups.get("ref")
         self.learners = {role: groups[role] for role in spec.losses}
@@ -139,6 +141,7 @@ class Driver:
     def step(self, step: int) -> StepRecord:
         """Sample, grade, train, and send the weights where samples to come need them. `step` counts from 1."""
         self.clock.start()
+        self.restore_graders(step)
         self.sync.resend_if_asleep(step)
         with self.phase("rollout", step):
             drawn = self.queue.take(step)
@@ -154,6 +157,11 @@ class Driver:
         self.queue.trained()
         self.window.close()
         return self.record(step, batch, drawn.scored, updates, synced)
+
+    def restore_graders(self, step: int) -> None:
+        """Have those processes of the reward role grade again that are back."""
+        if self.grading is not None and self.grading.restore(step):
+            self.sampler.graders.hand_out()
 
     @contextmanager
     def phase(self, phase: Phase, step: int, doing: str = "") -> Iterator[None]:
@@ -195,6 +203,8 @@ class Driver:
         for role, reports in updates.items():
             self.note_skipped(role, metrics[f"{role}/skipped_updates"], len(reports), step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
+        if self.grading is not None:
+            metrics |= self.grading.metrics()
         return StepRecord(metrics, scored.samples)
 
     def note_skipped(self, role: RoleName, skipped: int, updates: int, step: int) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import first_valid
 from rlctl.loop.scores import late_scores
+from rlctl.loop.scores.graders import HOME, Graders, Grading
 from rlctl.processes.calls import RanksLost
 from specs.schema.metric import Metric
 from specs.schema.spec import RewardSection, Spec
@@ -75,6 +76,8 @@ class Sampler:
         back, with weights (rlctl/loop/recovery.py)."""
         self.score_model = score_model
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
+        self.graders = Graders(reward)
+        self.judged = any(term.graded_by == "judge" for term in spec.reward.terms)
         self.clock, self.restore = clock, restore
 
     def ask(self, position: int, count: int, step: int) -> Call:
@@ -137,12 +140,14 @@ class Generation:
         self.prompts, self.step, self.what, self.show = prompts, step, what, show
         self._sampling = sampling
         self._rollout, self._reward, self._restore = sampler.rollout, sampler.reward, sampler.restore
+        self._graders = sampler.graders
         self._clock, self._weights = sampler.clock, sampler.spec.reward
         self.sent_at = time.perf_counter()
         self.tell: Callable[[int, int], None] = lambda arrived, of: None  # completions that are here, of all
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
         self._parts: list[Batch] = []
-        self._grading: list[Call] = []
+        self._grading: list[Grading] = []
+        self._sent_to_judges: list[Call] | None = [] if sampler.judged else None
         self._score_model = sampler.score_model
         self._rendering: list[Call] = []  # for the reward model
         self._late: dict[str, LateScores] = {}  # of terms that are graded apart, for the first `_joined` parts
@@ -180,7 +185,7 @@ class Generation:
         if "greedy_B" in prompts:
             greedy_B = prompts["greedy_B"][np.argsort(prompts["id_B"], kind="stable")].astype(bool)
         with self._clock.grading():
-            answers = [call.result()[0] for call in self._grading]
+            answers = [grading.result() for grading in self._grading]
             self._wait_for_late(answers)
             scored = Scored.gather(self._parts, answers, list(self._late.values()), self._weights, greedy_B)
         drawn = Drawn(in_id_order(Batch.concat(self._parts)), scored)
@@ -191,13 +196,18 @@ class Generation:
         first, self._joined = self._joined, len(answers)
         new = answers[first:]
         found: dict[str, LateScores] = {}
-        if (model := self._score_model) is not None and new:
+        if not new:
+            return
+        id_B = np.concatenate([part["id_B"] for part in self._parts[first:]])
+        if (model := self._score_model) is not None:
             rendered = [call.result()[0] for call in self._rendering[first:]]
-            id_B = np.concatenate([part["id_B"] for part in self._parts[first:]])
             model.begin(self.step)
             found["model"] = late_scores.of_model(model, rendered, id_B, self.step)
-        if tickets := late_scores.tickets_of(new):
-            found["judges"] = late_scores.of_judges(self._reward, self.what, tickets, self.step)
+        if self._sent_to_judges is not None:
+            sent = [call.result()[0] for call in self._sent_to_judges[first:]]
+            scored_B = np.concatenate([answer.tensors["scored_B"] for answer in new]).astype(bool)
+            lost = id_B[~scored_B].tolist()
+            found["judges"] = late_scores.of_judges(self._reward, self.what, sent, lost, self.step)
         self._late |= {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}
 
     def _write_all(self) -> None:
@@ -229,10 +239,16 @@ class Generation:
         self.tell(arrived, len(self.prompts.batch))
         if arrived == len(self.prompts.batch):
             self.written_at = time.perf_counter()
-        self._grading.append(self._reward.post(Verb.SCORE, request, tensors=columns, step=self.step))
+        home = [HOME]
+        if self._sent_to_judges is not None:
+            judge = bodies.Judge(what=self.what, rows=request.rows)
+            self._sent_to_judges.append(
+                self._reward.post(Verb.JUDGE, judge, tensors=columns, step=self.step, ranks=home)
+            )
+        self._grading.append(self._graders.grade(request, columns, self.step))
         if self._score_model is not None:
             asked = bodies.Render(what=self.what, rows=request.rows)
-            self._rendering.append(self._reward.post(Verb.RENDER, asked, tensors=columns, step=self.step))
+            self._rendering.append(self._reward.post(Verb.RENDER, asked, tensors=columns, step=self.step, ranks=home))
 
 
 METRICS: tuple[Metric, ...] = (

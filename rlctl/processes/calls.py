@@ -35,7 +35,9 @@ class Call:
         tick: Callable[[], None],
         on_part: Callable[[Message], None] | None = None,
         ranks: Sequence[int] | None = None,
+        on_done: Callable[[Call], None] | None = None,
     ) -> None:
+        self.on_done = on_done
         self.verb, self.number, self.step, self.timeout_s = verb, number, step, timeout_s
         self.frames = frames  # as `ranks`; let go of once sent
         self.ranks = tuple(range(len(frames)) if ranks is None else ranks)

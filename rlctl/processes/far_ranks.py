@@ -38,6 +38,11 @@ class NodeLine:
     def ended(self) -> bool:
         return self.shell.poll() is not None
 
+    @property
+    def heard(self) -> bool:
+        """Whether the keeper has answered."""
+        return self._ready
+
     def say(self, message: Mapping[str, Any]) -> None:
         # A shell may read more than the script at once, so nothing follows it until the keeper has answered.
         self._waiting.append(json.dumps(message) + "\n")

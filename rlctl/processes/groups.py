@@ -37,14 +37,18 @@ from rlctl.processes.rank_processes import RankProcesses
 from rlctl.processes.rank_states import Place, RankState, RankStates
 from rlctl.processes.stall_watch import Stall, StallWatch, Waiting
 from specs.errors import Cause, ChannelError, RoleFailure
+from specs.schema.roles import ROLES
 from specs.wire.error_body import ErrorBody
 from specs.wire.heartbeat import FLIGHT_RECORDER, Activity, Moving
 from specs.wire.messages import Kind, Message, Verb, parse
 
 _TICK_S = 0.1
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
+_SEEK_S = 10.0  # between two looks for a host that could not be reached
 _STACKS_S = 0.3  # time for a rank without a sign of life to write where it is into its log
 _DUMP_S = 3.0  # for the others to do so and say that it is done
+# Roles whose ranks wait for each other in `JOINED_VERBS`.
+_IN_A_SYNC = frozenset(role.name for role in ROLES.values() if role.holds_model)
 
 
 class Terms(TypedDict, total=False):
@@ -56,11 +60,11 @@ class Terms(TypedDict, total=False):
 
 
 class Group:
-    """All ranks of one role. One verb is in flight at a time; further ones wait in line."""
+    """All ranks of one role. A rank serves one verb at a time; further ones wait in line."""
 
     def __init__(self, role: str, size: int, groups: Groups) -> None:
         self.role, self.processes = role, size  # of all that were asked for
-        self.line: deque[Call] = deque()  # the first is in flight
+        self.line: deque[Call] = deque()  # in the order in which they were posted, also those in flight
         self._groups = groups
         self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
         self._number = 0
@@ -77,6 +81,15 @@ class Group:
     def size(self) -> int:
         """How many take part."""
         return len(self.here)
+
+    @property
+    def ready(self) -> list[int]:
+        """Ranks that take part and are not lost, nor about to be built again."""
+        return self._groups.ranks.running(self.role)
+
+    @property
+    def in_flight(self) -> list[Call]:
+        return [call for call in self.line if call.sent]
 
     def call(self, verb: Verb, body: Bodies = None, tensors: Blobs = None, **terms: Unpack[Terms]) -> list[Message]:
         """Ask every rank and wait; answers by rank. A single body or tensors go to all of them, a list one to each.
@@ -95,24 +108,27 @@ class Group:
         timeout_s: float | None = None,
         ranks: Sequence[int] | None = None,
         on_part: Callable[[Message], None] | None = None,
+        on_done: Callable[[Call], None] | None = None,
     ) -> Call:
         """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line.
 
-        `on_part` gets each PART as it arrives, while the driver waits for whichever role. It may post, but not wait.
+        `on_part` gets each PART as it arrives, while the driver waits for whichever role. `on_done` gets the call when
+        every rank has answered, or will not. Both may post, but not wait.
         """
         groups = self._groups
         self._number += 1
         ranks = self.here if ranks is None else ranks
         frames = frames_by_rank(verb, self._number, len(ranks), body, tensors)
-        call = Call(verb, self._number, frames, step, timeout_s or groups.verb_timeout_s, groups.tick, on_part, ranks)
+        timeout_s = timeout_s or groups.verb_timeout_s
+        call = Call(verb, self._number, frames, step, timeout_s, groups.tick, on_part, ranks, on_done)
         self.line.append(call)
         self.send_next()
         return call
 
     def send_next(self) -> None:
-        """Send the first in line unless it is on its way."""
-        if self.line and not self.line[0].sent:
-            call, states = self.line[0], self._groups.ranks
+        """Send what is in line to ranks that serve nothing that was posted before it."""
+        while (call := self._next()) is not None:
+            states = self._groups.ranks
             lost = states.lost(self.role) + states.dropped(self.role) + states.late(self.role)
             self._groups.watch.moved()
             for rank, frames in zip(call.ranks, call.start(), strict=True):
@@ -121,23 +137,37 @@ class Group:
                 else:
                     self._groups.hub.send(self.role, rank, frames)
             if call.done:
-                self.drop()
+                self.drop(call)
+
+    def _next(self) -> Call | None:
+        taken: set[int] = set()
+        for call in self.line:
+            if not call.sent and taken.isdisjoint(call.ranks):
+                return call
+            taken.update(call.ranks)
+            if len(taken) >= self.processes:
+                return None
+        return None
+
+    def sent(self, number: int) -> Call | None:
+        """The verb of this number, if it is in flight."""
+        return next((call for call in self.line if call.number == number and call.sent), None)
 
     def take(self, rank: int, message: Message) -> None:
         """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""
-        if self.line and self.line[0].number == message.call:
-            self.line[0].take(rank, message)
+        if (call := self.sent(message.call)) is not None:
+            call.take(rank, message)
             self.used_GiB = max(self.used_GiB, float(message.body.get("used_GiB", 0.0)))
             if message.busy is not None:
                 self._groups.busy.append(message.busy)
-            if self.line[0].done:
-                self.drop()
+            if call.done:
+                self.drop(call)
         elif rank in self._postponed and self._postponed[rank].number == message.call:
             self._postponed[rank].take(rank, message)
 
     def postpone(self, rank: int) -> None:
         """Wait no longer for a rank's answer to the verb in flight, which may still come (`take_late`)."""
-        call = self.line[0]
+        call = next(call for call in self.in_flight if rank in call.missing)
         self._postponed[rank] = Call(
             call.verb, call.number, [[]], call.step, call.timeout_s, self._groups.tick, None, [rank]
         )
@@ -154,19 +184,26 @@ class Group:
 
     def lose(self, rank: int, number: int | None = None) -> None:
         """The verb in flight (only if it has this number) gets no answer from a rank."""
-        if self.line and self.line[0].sent and number in (None, self.line[0].number):
-            self.line[0].lose(rank)
-            if self.line[0].done:
-                self.drop()
+        for call in self.in_flight:
+            if number in (None, call.number) and rank in call.missing:
+                call.lose(rank)
+                if call.done:
+                    self.drop(call)
 
-    def settle(self) -> None:
-        """Wait until no verb is in flight or in line."""
-        while self.line:
+    def tick(self) -> None:
+        """Wait a moment for something to happen to any role. Raises RoleFailure."""
+        self._groups.tick()
+
+    def settle(self, ranks: Callable[[], Sequence[int]] | None = None) -> None:
+        """Wait until no verb is in flight or in line, or none for any of these `ranks`."""
+        while any(ranks is None or not set(ranks()).isdisjoint(call.ranks) for call in self.line):
             self._groups.tick()
 
-    def drop(self) -> None:
-        """The verb in flight is over."""
-        self.line.popleft()
+    def drop(self, call: Call) -> None:
+        """A verb in flight is over."""
+        self.line.remove(call)
+        if call.on_done is not None and call.done:
+            call.on_done(call)
         self.send_next()
 
 
@@ -212,6 +249,8 @@ class Groups:
         self._dropped_at = 0.0  # when a rank was dropped last: verbs sent before that may fail for its sake
         self._closed = False
         self._overdue = False  # a rank did not answer in time
+        self._sought: set[Place] = set()  # of hosts that could not be reached
+        self._sought_at = time.monotonic()
 
     def __getitem__(self, role: str) -> Group:
         return self._groups[role]
@@ -237,8 +276,16 @@ class Groups:
         chosen = [plan for plan in self.plan.roles if names is None or plan.role in names]
         for plan in chosen:
             self.hub.expect(plan.role, plan.processes)
-            self.launcher.start(plan, module=self._modules.get(plan.role, ""))
+            missing = {
+                rank: host for rank in range(plan.processes) if (host := plan.host_of(rank)) in self.plan.unreached
+            }
+            self.launcher.start(plan, module=self._modules.get(plan.role, ""), but=missing)
             self.ranks.started(plan.role, plan.processes)
+            self._sought |= {(plan.role, rank) for rank in missing}
+            for rank, host in missing.items():
+                told = f"is not there: {self.plan.unreached[host]}"
+                if not self._let_be_late(evidence := Evidence(plan.role, rank, Cause.OVERDUE, told)):
+                    raise self._failure(evidence)
         self._wait_for([(plan.role, rank) for plan in chosen for rank in range(plan.processes)])
 
     @contextmanager
@@ -247,7 +294,7 @@ class Groups:
         meanwhile are not waited for. Verbs in line go to the other ranks first: a new process could not answer them.
         Gives the ranks. They are running again when the block, in which they are built, ends; when it raises they are
         lost as before. Raises RoleFailure as `start` does."""
-        self._groups[role].settle()
+        self._groups[role].settle(lambda: self.ranks.lost(role))
         ranks = self.ranks.begin_restart(role)
         finished = False
         try:
@@ -268,7 +315,7 @@ class Groups:
     def take_in(self, role: str) -> Iterator[list[int]]:
         """Late ranks that have come, to be built in the block; at its end they take part. Those that are lost meanwhile
         do not, and when it raises none does."""
-        self._groups[role].settle()
+        self._groups[role].settle(lambda: self.come(role))
         ranks = self.come(role)
         self.ranks.begin_taking_in(role, ranks)
         finished = False
@@ -310,7 +357,7 @@ class Groups:
         """Whether the run goes on without a rank until it comes."""
         late = self.ranks.let_be_late((evidence.role, evidence.rank))
         if late:
-            self.ranks.policy.on_loss(evidence)
+            self.ranks.policy_of(evidence.role).on_loss(evidence)
         return late
 
     def tick(self, timeout_s: float = _TICK_S) -> None:
@@ -320,6 +367,7 @@ class Groups:
             self._handle(event)
             event = self.hub.next(0)
         self._check_exits()
+        self._seek()
         self._handle_losses()
         self._check_deadlines()
         self._check_progress()
@@ -338,7 +386,7 @@ class Groups:
         self._closed = True
         if polite and not self._overdue and not self.ranks.any_in(RankState.GONE):
             for late in [(role, rank) for role in self._groups for rank in self.ranks.late(role)]:
-                self.launcher.kill(*late)  # it may hear nothing yet
+                self.launcher.give_up(*late)  # it may hear nothing yet
             for role, rank in self.members:
                 self.hub.send(role, rank, Message(Kind.CALL, verb=Verb.CLOSE).frames())
             self.launcher.wait(grace_s)
@@ -387,7 +435,7 @@ class Groups:
 
     def _handle_error(self, role: str, rank: int, message: Message, error: ErrorBody) -> None:
         group = self._groups[role]
-        of_now = bool(group.line) and group.line[0].number == message.call
+        of_now = group.sent(message.call) is not None
         unbuilt = message.call == 0 or message.verb is Verb.BUILD
         if unbuilt and self.ranks[role, rank] is RankState.LATE:
             self._assess(from_error(role, rank, error, alone=True), unbuilt=True)
@@ -420,11 +468,22 @@ class Groups:
                 blame_s = LAUNCHER_GRACE_S if codes[rank] is None else _EXIT_GRACE_S
                 others = perhaps_first(codes, rank)
                 self._assess(from_rank_end(role, rank, codes[rank], others=others), _EXIT_GRACE_S, blame_s)
-        for started in self.launcher.started:
+        for started in [*self.launcher.started]:
             code = started.process.poll()
             if code is not None and started.mark not in self._ended:
                 self._ended.add(started.mark)
+                if (place := (started.role, started.ranks[0])) in self._sought:
+                    self.launcher.give_up(*place)
+                    continue
                 self._assess(from_end(started, code, self._ended_first.get(started.role, ())), _EXIT_GRACE_S)
+
+    def _seek(self) -> None:
+        """Look again and again for ranks of hosts that could not be reached, until they join."""
+        self._sought = {place for place in self._sought if place not in self.members}
+        if self._sought and time.monotonic() - self._sought_at > _SEEK_S:
+            self._sought_at = time.monotonic()
+            for role, rank in sorted(self._sought):
+                self.launcher.seek(self.plan.role(role), rank, module=self._modules.get(role, ""))
 
     def _assess(self, evidence: Evidence, grace_s: float = 0.0, blame_s: float = 0.0, *, unbuilt: bool = False) -> None:
         """Either the loss of a rank that will be started again or left out, which counts after `grace_s`, or a failure
@@ -439,13 +498,13 @@ class Groups:
             self.watch.moved()
             self._groups[evidence.role].lose(evidence.rank)
             if evidence.rank in self.ranks.dropped(evidence.role):
-                self._dropped_at = time.monotonic()
+                self._dropped_at = time.monotonic() if evidence.role in _IN_A_SYNC else self._dropped_at
                 self.hub.expect_no_more(evidence.role, evidence.rank)
-            self.ranks.policy.on_loss(evidence)
-        self._tell_of_loss(anew=bool(lost))
-        lines = [group.line[0] for group in self._groups.values() if group.line]
-        explained = any(call.lost or call.sent_before(self._dropped_at) for call in lines)
-        if self.ranks.any_in(RankState.LOST) or explained:
+            self.ranks.policy_of(evidence.role).on_loss(evidence)
+        self._tell_of_loss(anew=any(evidence.role in _IN_A_SYNC for evidence in lost))
+        calls = [call for group in self._groups.values() if group.role in _IN_A_SYNC for call in group.in_flight]
+        explained = any(call.lost or call.sent_before(self._dropped_at) for call in calls)
+        if self.ranks.any_in(RankState.LOST, roles=_IN_A_SYNC) or explained:
             for error, call in self._held.take_all():
                 self._groups[error.role].lose(error.rank, call)
         elif not self.ranks.any_in(RankState.LEAVING):
@@ -454,12 +513,12 @@ class Groups:
 
     def _tell_of_loss(self, *, anew: bool) -> None:
         """Let go those that would wait for a lost rank: the connection to a host whose network is down does not end."""
-        joined = [group for group in self._groups.values() if group.line and group.line[0].verb in JOINED_VERBS]
-        if not anew and not any(group.line[0].lost for group in joined):
+        flying = [(group, call) for group in self._groups.values() for call in group.in_flight]
+        joined = [(group, call) for group, call in flying if call.verb in JOINED_VERBS]
+        if not anew and not any(call.lost for _, call in joined):
             return
-        for group in joined:
-            call = group.line[0]
-            if call.sent and not call.told_of_loss:
+        for group, call in joined:
+            if not call.told_of_loss:
                 call.told_of_loss = True
                 for rank in call.missing:
                     self.hub.send(group.role, rank, Message(Kind.PEER_LOST, call=call.number).frames())
@@ -467,10 +526,11 @@ class Groups:
     def _check_deadlines(self) -> None:
         if self._blame.pending:
             return
-        for group in self._groups.values():
-            if group.line and group.line[0].overdue and not self._goes_on_without(group, group.line[0]):
-                call, waiting = group.line[0], self._waiting()
-                missing = {place: one for place, one in waiting.items() if place[0] == group.role}
+        flying = [(group, call) for group in self._groups.values() for call in group.in_flight]
+        for group, call in flying:
+            if call.overdue and not self._goes_on_without(group, call):
+                late = [(group.role, rank) for rank in call.missing]
+                missing = {place: one for place, one in self._waiting().items() if place in late}
                 self._overdue = True
                 stall = self.watch.chain(missing)
                 self._dump(missing)
@@ -485,7 +545,7 @@ class Groups:
         for rank in call.missing:
             told = f"was not built within {call.timeout_s:g} s"
             evidence = Evidence(group.role, rank, Cause.OVERDUE, told, hint="raise run.start_timeout_s")
-            if self.plan.colocated:
+            if self.plan.colocated and ROLES[group.role].holds_model:
                 if not self.ranks.failed(evidence, unbuilt=True):
                     return False
             elif self._let_be_late(evidence):
@@ -503,7 +563,7 @@ class Groups:
         return {
             (group.role, rank): Waiting(str(call.verb), call.number, call.step)
             for group in self._groups.values()
-            if group.line and (call := group.line[0]).sent
+            for call in group.in_flight
             for rank in call.missing
         }
 
@@ -550,13 +610,13 @@ class Groups:
     def _failure(self, evidence: Evidence) -> RoleFailure:
         role, rank = evidence.role, evidence.rank
         group = self._groups[role]
-        call = group.line[0] if group.line else None
+        call = next((call for call in group.in_flight if rank in call.missing), next(iter(group.in_flight), None))
         joined = (role, rank) in self.members
         verb = str(call.verb) if call else "" if joined else "start"
-        steps = [other.line[0].step for other in self._groups.values() if other.line]
+        steps = [call.step for other in self._groups.values() for call in other.in_flight[:1]]
         step = call.step if call else next((step for step in steps if step is not None), None)
         if call is not None and not evidence.permanent:
-            group.drop()
+            group.drop(call)
         log_path = self.launcher.log_path(role, rank)
         if evidence.log_name:
             log_path = log_path.with_name(evidence.log_name)

@@ -11,10 +11,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl import __version__
@@ -27,12 +27,13 @@ PROBE_TIMEOUT_S = 20.0
 CLOCKS_APART_S = 60.0  # longer than an answer takes
 HERE = 0  # number of the driver's host
 _ENDS_S = 5.0
+_ENTERED = "rlctl-shell"  # said by a shell on the host, before anything that may fail there
 
 
 @dataclass(frozen=True)
 class FarHost:
     """A host by its number in the run, its name, and the shell that leads there; one of the interpreters that roles
-    have there; `devices`: GPUs that they name."""
+    have there; `devices`: GPUs that they name; `files`: path → checksum of what they read beside models."""
 
     number: int
     name: str
@@ -40,6 +41,7 @@ class FarHost:
     python: str
     python_path: str
     devices: frozenset[int] = frozenset()
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,29 @@ class Circle:
     what: str
 
 
-def check_hosts(hosts: Sequence[FarHost], circles: Sequence[Circle], asked: Asked) -> None:
+def check_hosts(
+    hosts: Sequence[FarHost],
+    circles: Sequence[Circle],
+    asked: Asked,
+    may_lack: Callable[[frozenset[int]], bool] = lambda numbers: False,
+) -> dict[str, str]:
     """Raises SpecError with what keeps hosts from their part, all at once asked for at most PROBE_TIMEOUT_S, and then,
-    if nothing does, which of them do not reach one another."""
+    if nothing does, which of them do not reach one another. Where the run `may_lack` all hosts that cannot be reached:
+    the name of each of them, and why."""
     if not hosts:
-        return
+        return {}
     with ExitStack() as stack:
         doors = [stack.enter_context(_door(asked["address"], port)) for port in asked["ports"]]
         asked = {**asked, "ports": [door.getsockname()[1] for door in doors]}
         pool = stack.enter_context(ThreadPoolExecutor(len(hosts)))
         talks = [stack.enter_context(_Talk(host, asked)) for host in hosts]
         answers = [*pool.map(_Talk.answer, talks)]
-        problems = [problem for talk, answer in zip(talks, answers, strict=True) for problem in talk.problems(answer)]
-        known = {talk.host.number: (talk, answer) for talk, answer in zip(talks, answers, strict=True) if answer}
+        unreached = {talk.host.number: talk for talk in talks if talk.unreached}
+        if not may_lack(frozenset(unreached)):
+            unreached = {}
+        both = [(talk, said) for talk, said in zip(talks, answers, strict=True) if talk.host.number not in unreached]
+        problems = [problem for talk, answer in both for problem in talk.problems(answer)]
+        known = {talk.host.number: (talk, answer) for talk, answer in both if answer}
         problems = problems or one_machine([(talk.host, said) for _, (talk, said) in sorted(known.items())])
         if not problems:
             own = (asked["address"], asked["ports"][0])
@@ -70,6 +82,7 @@ def check_hosts(hosts: Sequence[FarHost], circles: Sequence[Circle], asked: Aske
             problems = _apart({number: talk for number, (talk, _) in known.items()}, doors_of, circles, pool)
     if problems:
         raise SpecError(problems)
+    return {talk.host.name: talk.unreached for talk in unreached.values()}
 
 
 def _door(address: str, port: int) -> socket.socket:
@@ -87,9 +100,15 @@ class _Talk:
         self.host, self.asked = host, asked
         self.words: list[str] = []  # what else was said
         self.broken: Problem | None = None
-        self._late = False
-        command = (host.python, "-m", "rlctl.processes.remote_check", json.dumps(asked))
-        script = remote_script({"PYTHONPATH": host.python_path, "PYTHONSAFEPATH": "1"}, command)
+        self.unreached = ""  # why there is no way to the host, or from it to this one
+        self._late = self._entered = False
+        command = (
+            host.python,
+            "-m",
+            "rlctl.processes.remote_check",
+            json.dumps({**asked, "files": dict(host.files)}),
+        )
+        script = f"echo {_ENTERED}\n" + remote_script({"PYTHONPATH": host.python_path, "PYTHONSAFEPATH": "1"}, command)
         try:
             self._process = subprocess.Popen(
                 host.shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -120,7 +139,10 @@ class _Talk:
     def answer(self) -> Answer | None:
         said: Answer | None = self._hear()
         if said is None:
-            self.broken = self._silent()
+            self.broken, reason = self._silent(), self._reason()
+            self.unreached = "" if self._entered else reason
+        elif said["dial"]:
+            self.unreached = f"it cannot reach this host: {said['dial']}"
         return said
 
     def cannot_reach(self, peers: Sequence[tuple[str, str, int]]) -> list[tuple[str, str]]:
@@ -147,16 +169,19 @@ class _Talk:
             for line in self._process.stdout:
                 if line.startswith(MARK):
                     return json.loads(line.removeprefix(MARK))
-                self.words += [line.strip()] if line.strip() else []
+                self._entered = self._entered or line.strip() == _ENTERED
+                self.words += [line.strip()] if line.strip() not in ("", _ENTERED) else []
         finally:
             timer.cancel()
         return None
 
-    def _silent(self) -> Problem:
+    def _reason(self) -> str:
         if self._late:
-            return _unusable(self.host, f"no answer within {PROBE_TIMEOUT_S:g} s", "")
-        code, said = self._process.wait(), self.words[-1] if self.words else "it said nothing"
-        return _unusable(self.host, f"exit code {code}: {said}", self.host.python)
+            return f"no answer within {PROBE_TIMEOUT_S:g} s"
+        return f"exit code {self._process.wait()}: {self.words[-1] if self.words else 'it said nothing'}"
+
+    def _silent(self) -> Problem:
+        return _unusable(self.host, self._reason(), "" if self._late else self.host.python)
 
     def _be_late(self) -> None:
         self._late = True
@@ -191,6 +216,9 @@ def problem_of(host: FarHost, answer: Answer, address: str, *, now: float | None
     if answer["different"]:
         message = f"{answer['different'][0]} is not on host {name}, or of another size"
         return Problem(key, message, "all hosts must read the same model: copy it anew, or share its folder", name)
+    if answer["changed"]:
+        message = f"{answer['changed'][0]} is not on host {name}, or another file than here"
+        return Problem(key, message, "all hosts must run the same functions: copy it anew, or share its folder", name)
     if answer["dial"]:
         hint = "write the address at which it finds this host as cluster.address, and open its ports to it"
         return Problem("cluster.address", f"{name} cannot reach it: {answer['dial']}", hint, f'"{address}"')

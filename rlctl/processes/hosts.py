@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rlctl.preflight.hostfile import read_hostfile
 from rlctl.processes.host_check import HERE, Circle, FarHost, check_hosts, interface_of, marked
 from rlctl.processes.placement import Plan, make_plan
-from rlctl.processes.remote_check import Asked, sizes_in
+from rlctl.processes.remote_check import Asked, checksum_of, sizes_in
 from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
-from specs.schema.roles import ROLES
+from specs.schema.rewards import Function
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.sections import ClusterSection
-from specs.schema.spec import Spec
+from specs.schema.spec import Dispensable, Spec
+from workers.grading.reward_sources import reward_sources
 from workers.network import address_towards
 
 
@@ -29,8 +33,24 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
         return make_plan(spec, spec_dir)
     plan = make_plan(spec, spec_dir, address=_own_address(spec, spec_dir))
     with marked(_written_to(spec, spec_dir, run_dir)) as files:
-        check_hosts(far_hosts_of(spec, plan), circles_of(spec, plan), _asked(spec, spec_dir, plan, files))
-    return plan
+        unreached = check_hosts(
+            far_hosts_of(spec, plan, spec_dir),
+            circles_of(spec, plan),
+            _asked(spec, spec_dir, plan, files),
+            partial(may_begin_without, spec),
+        )
+    return replace(plan, unreached=unreached)
+
+
+def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
+    """Whether the run can begin while these hosts (by their numbers) are missing."""
+    for role in spec.roles:
+        section = spec.role(role)
+        gone = len(hosts.intersection(section.hosts)) * (section.processes // section.nodes)
+        least = section.min_processes if isinstance(section, Dispensable) else None
+        if gone and (least is None or section.processes - gone < least):
+            return False
+    return True
 
 
 def _own_address(spec: Spec, spec_dir: Path) -> str:
@@ -42,8 +62,9 @@ def _own_address(spec: Spec, spec_dir: Path) -> str:
             address = socket.gethostbyname(target)
         elif cluster.hostfile:
             hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser())
-            target, key = hosts[1].name, "cluster.hostfile"
-            address = address_towards(target)
+            key = "cluster.hostfile"
+            ways = [(host.name, way) for host in hosts[1:] if (way := _way_to(host.name))]
+            target, address = ways[0] if ways else (hosts[1].name, address_towards(hosts[1].name))
         else:  # srun: the hosts of a job know each other's names
             target = socket.gethostname()
             address = socket.gethostbyname(target)
@@ -89,7 +110,25 @@ def _asked(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str]) -> Ask
         folders=[os.getcwd(), str(spec_dir)],
         shared=[*shared],
         models={path: sizes_in(path) for path in sorted(models) if os.path.isdir(path)},
+        files={},
     )
+
+
+def _way_to(host: str) -> str:
+    """This host's address on the way to another; empty where there is none."""
+    with suppress(OSError):
+        return address_towards(host)
+    return ""
+
+
+def _files_of(role: RoleName, spec: Spec, spec_dir: Path) -> dict[str, str]:
+    """Files of the user's own that ranks of a role run, with their checksums."""
+    paths = [*spec.algorithm.own_functions.values()] if ROLES[role].learns else []
+    if ROLES[role].holds == "scorer":
+        paths = [term.path for term in spec.reward.terms if isinstance(term, Function)]
+    files = [spec_dir / Path(path.rpartition(":")[0]).expanduser() for path in paths]
+    sources = {os.path.abspath(source) for file in files for source in reward_sources(file) if source.is_file()}
+    return {path: checksum_of(path) for path in sorted(sources)}
 
 
 def _written_to(spec: Spec, spec_dir: Path, run_dir: Path) -> list[str]:
@@ -99,12 +138,12 @@ def _written_to(spec: Spec, spec_dir: Path, run_dir: Path) -> list[str]:
     return [str(_existing(folder)) for folder in folders]
 
 
-def far_hosts_of(spec: Spec, plan: Plan) -> list[FarHost]:
+def far_hosts_of(spec: Spec, plan: Plan, spec_dir: Path) -> list[FarHost]:
     """Every host but this one, once for each interpreter that roles have there. The ranks of `srun` are on the hosts of
     the job in their order, which a step of one task finds by number."""
     found: dict[tuple[int, str], FarHost] = {}
     for role in sorted(plan.roles, key=lambda role: role.launcher == "srun"):  # those with hosts by name come first
-        hosts = spec.role(role.role).hosts
+        hosts, own = spec.role(role.role).hosts, _files_of(role.role, spec, spec_dir)
         far: list[tuple[int, str, tuple[str, ...]]]
         if role.launcher == "srun":
             step = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
@@ -114,7 +153,8 @@ def far_hosts_of(spec: Spec, plan: Plan) -> list[FarHost]:
         for number, name, shell in far:
             new = FarHost(number, name, shell, role.python, role.env["PYTHONPATH"])
             known = found.get((number, role.python), new)
-            found[number, role.python] = replace(known, devices=known.devices | set(role.devices))
+            devices, files = known.devices | set(role.devices), {**known.files, **own}
+            found[number, role.python] = replace(known, devices=devices, files=files)
     return [*found.values()]
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +82,9 @@ class Launcher:
         self._unsure: dict[tuple[str, int], list[str]] = {}  # keys of far ranks that may live, though they were killed
         self._last_word = time.monotonic()
 
-    def start(self, plan: RolePlan, *, module: str = "") -> None:
-        """Start a role's processes; returns at once. Logs go to `log_dir/<role>/rank<N>.log`.
+    def start(self, plan: RolePlan, *, module: str = "", but: Collection[int] = ()) -> None:
+        """Start a role's processes, `but` not these ranks of other hosts; returns at once. Logs go to
+        `log_dir/<role>/rank<N>.log`.
 
         `module` ("module:function") makes the role's handlers instead of `workers/roles/<role>.py`.
         """
@@ -99,7 +100,8 @@ class Launcher:
                 self._spawn_rank(plan, rank, more, env | _place(plan, rank, port))
             for node in plan.remote:
                 for rank in plan.ranks_of(node.node_rank):
-                    self._start_far_rank(plan, node, rank, more)
+                    if rank not in but:
+                        self._start_far_rank(plan, node, rank, more)
             return
         env["RLCTL_LOG_DIR"] = str(folder)
         meeting_port = port or str(self._reserve_port())
@@ -157,6 +159,24 @@ class Launcher:
             if left:
                 log.error("processes of %s rank %d that could not be ended: %s", role, rank, left)
             self.started.remove(started)
+
+    def seek(self, plan: RolePlan, rank: int, *, module: str = "") -> None:
+        """Start a rank on a host that may not be there yet. It may end at once; `give_up` forgets it then."""
+        if any(one.role == plan.role and one.ranks == (rank,) for one in self.started):
+            return
+        node = plan.remote_of(rank)
+        assert node is not None, f"{plan.role} rank {rank} is on this host"
+        self._start_far_rank(plan, node, rank, ("--module", module) if module else ())
+
+    def give_up(self, role: str, rank: int) -> None:
+        """Forget a rank that was sought, with the line to its host where nobody has answered there."""
+        for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
+            process = started.process
+            if isinstance(process, FarRank) and not process.line.heard:
+                process.line.give_up()
+                self.started.remove(started)
+            else:
+                self.kill(role, rank)
 
     def _spawn_rank(self, plan: RolePlan, rank: int, more: tuple[str, ...], env: Mapping[str, str]) -> None:
         log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"

@@ -98,11 +98,13 @@ class RolePlan:
 @dataclass(frozen=True)
 class Plan:
     """All roles in the order in which they start. `colocated`: trainers and rollouts take turns on their devices.
-    `address`: this host's, where ranks on other hosts find it; empty: there are none."""
+    `address`: this host's, where ranks on other hosts find it; empty: there are none. `unreached`: other hosts without
+    which the run begins, and why."""
 
     roles: tuple[RolePlan, ...]
     colocated: bool
     address: str = ""
+    unreached: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hosts(self) -> tuple[str, ...]:

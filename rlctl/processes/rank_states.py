@@ -11,7 +11,8 @@ that is only late is taken in when it comes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,7 +58,7 @@ _NEVER_CAME = (RankState.LATE, RankState.TAKEN_IN)
 @dataclass(frozen=True)
 class RestartPolicy:
     """Ranks of `role` are started again, at most `limit` times in all; `on_loss` hears of each loss, and of each rank
-    that is late. Role "": none.
+    that is late. Role "": none. `ranks`: only these; None: all.
 
     As long as `least` are left (None: never), a rank is dropped where no restart is left, where it cannot be built, or
     where it is one of those on other hosts (`far`) and gives no sign of life: its host may be gone."""
@@ -67,14 +68,21 @@ class RestartPolicy:
     on_loss: Callable[[Evidence], None] = lambda evidence: None
     least: int | None = None
     far: frozenset[int] = frozenset()
+    ranks: frozenset[int] | None = None
+
+    def covers(self, place: Place) -> bool:
+        return place[0] == self.role and (self.ranks is None or place[1] in self.ranks)
+
+
+_NO_POLICY = RestartPolicy()
 
 
 class RankStates:
     """Owner of the table. Others ask, and report what they saw; only this class changes a state."""
 
     def __init__(self) -> None:
-        self.policy = RestartPolicy()
-        self.restarts = 0  # begun so far and not broken off
+        self.restarts: Counter[str] = Counter()  # by role: begun so far and not broken off
+        self._policies: dict[str, RestartPolicy] = {}
         self._states: dict[Place, RankState] = {}
         self._leaving: dict[Place, tuple[Evidence, float]] = {}  # why, and until when messages may still arrive
         self._to_drop: set[Place] = set()  # of those that leave or have left
@@ -99,18 +107,28 @@ class RankStates:
         """Ranks of a role that take no part: dropped, late, or not yet taken in."""
         return sorted(self.dropped(role) + self.late(role) + self._ranks(role, RankState.TAKEN_IN))
 
-    def any_in(self, *states: RankState) -> bool:
-        return any(state in states for state in self._states.values())
+    def running(self, role: str) -> list[int]:
+        """Ranks of a role that can be asked now."""
+        return self._ranks(role, RankState.RUNNING)
 
-    @property
-    def restarts_used(self) -> int:
-        """Restarts so far, and those that are due."""
-        leaving = {place for place, state in self._states.items() if state in (RankState.LEAVING, RankState.LOST)}
-        return self.restarts + len(leaving - self._to_drop)
+    def any_in(self, *states: RankState, roles: Container[str] | None = None) -> bool:
+        """Whether a rank, of these roles (None: of all), is in one of these states."""
+        found = (role for (role, _), state in self._states.items() if state in states)
+        return any(roles is None or role in roles for role in found)
+
+    def restarts_used(self, role: str) -> int:
+        """Restarts of a role so far, and those that are due."""
+        going = (RankState.LEAVING, RankState.LOST)
+        leaving = {place for place, state in self._states.items() if place[0] == role and state in going}
+        return self.restarts[role] + len(leaving - self._to_drop)
+
+    def policy_of(self, role: str) -> RestartPolicy:
+        """What becomes of ranks of a role that are lost."""
+        return self._policies.get(role, _NO_POLICY)
 
     def allow_restarts(self, policy: RestartPolicy) -> None:
         """From now on the loss of a rank of the policy's role does not end the run."""
-        self.policy = policy
+        self._policies[policy.role] = policy
 
     def started(self, role: str, processes: int) -> None:
         """All ranks of a role were launched."""
@@ -135,7 +153,7 @@ class RankStates:
         state = self._states[place]
         if state in (RankState.LEAVING, RankState.LOST, RankState.DROPPED):
             return True  # more signs of the same loss
-        silent = evidence.cause is Cause.SILENT and evidence.rank in self.policy.far
+        silent = evidence.cause is Cause.SILENT and evidence.rank in self.policy_of(evidence.role).far
         drop = self._may_drop(place) and (silent or unbuilt or not self.may_restart(place))
         if drop:
             self._to_drop.add(place)
@@ -179,7 +197,7 @@ class RankStates:
         ranks = self.lost(role)
         for rank in ranks:
             self._move((role, rank), RankState.RESTARTING)
-        self.restarts += len(ranks)
+        self.restarts[role] += len(ranks)
         return ranks
 
     def end_restart(self, role: str, ranks: Sequence[int], *, finished: bool) -> None:
@@ -188,25 +206,28 @@ class RankStates:
         for rank in restarting:
             self._move((role, rank), RankState.RUNNING if finished else RankState.LOST)
         if not finished:
-            self.restarts -= len(restarting)
+            self.restarts[role] -= len(restarting)
 
     def remark(self, role: str) -> str:
         """What a failure of `role` should say about earlier restarts."""
-        if role != self.policy.role or not self.restarts:
+        policy, restarts = self.policy_of(role), self.restarts[role]
+        if not policy.role or not restarts:
             return ""
-        times = "once" if self.restarts == 1 else f"{self.restarts} times"
-        return f" ({role} ranks were started again {times} before; rollout.max_restarts = {self.policy.limit})"
+        times = "once" if restarts == 1 else f"{restarts} times"
+        return f" ({role} ranks were started again {times} before; {role}.max_restarts = {policy.limit})"
 
     def may_restart(self, place: Place) -> bool:
         """Whether the loss of this rank would be made good."""
-        of_policy = place[0] == self.policy.role and self.restarts_used < self.policy.limit
-        return of_policy and self._states[place] in (RankState.RUNNING, RankState.RESTARTING)
+        policy = self.policy_of(place[0])
+        allowed = policy.covers(place) and self.restarts_used(place[0]) < policy.limit
+        return allowed and self._states[place] in (RankState.RUNNING, RankState.RESTARTING)
 
     def _may_drop(self, place: Place) -> bool:
-        role, least, state = self.policy.role, self.policy.least, self._states[place]
+        policy, role, state = self.policy_of(place[0]), place[0], self._states[place]
+        least = policy.least
         if state in _NEVER_CAME:
             return True  # the others are enough already
-        if place[0] != role or least is None or state in (RankState.LEAVING, RankState.LOST, RankState.GONE):
+        if not policy.covers(place) or least is None or state in (RankState.LEAVING, RankState.LOST, RankState.GONE):
             return False
         taking_part = {one for one, now in self._states.items() if one[0] == role and now not in _NEVER_CAME}
         return len(taking_part - self._to_drop - {place}) >= least

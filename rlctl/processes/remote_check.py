@@ -10,6 +10,7 @@ Standard library only: a role's interpreter there need not have what the command
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -32,7 +33,8 @@ _READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 class Asked(TypedDict):
     """`address`, `ports`: where the driver's host listens. `interface`: the one that ranks use; empty, or none by that
     name: the one that leads there. `folders` must exist; `shared` are files that the driver has just made, each in a
-    folder to which this host writes too; `models` are folders, with the size of each of their files."""
+    folder to which this host writes too; `models` are folders, with the size of each of their files; `files`: path →
+    checksum (`checksum_of`)."""
 
     address: str
     ports: list[int]
@@ -40,12 +42,13 @@ class Asked(TypedDict):
     folders: list[str]
     shared: list[str]
     models: dict[str, dict[str, int]]
+    files: dict[str, str]
 
 
 class Answer(TypedDict):
     """`machine`: equal where two hosts are one. `missing` folders; `unshared`, `read_only`: folders of shared files;
-    `different`: models' files. `dial`: why the driver cannot be reached, or empty. `gpus`: None where it is not known.
-    `door`: where this host listens for its peers. `time`: seconds since 1970."""
+    `different`: models' files; `changed`: other files. `dial`: why the driver cannot be reached, or empty. `gpus`: None
+    where it is not known. `door`: where this host listens for its peers. `time`: seconds since 1970."""
 
     version: str
     machine: str
@@ -53,6 +56,7 @@ class Answer(TypedDict):
     unshared: list[str]
     read_only: list[str]
     different: list[str]
+    changed: list[str]
     dial: str
     gpus: int | None
     door: tuple[str, int]
@@ -74,6 +78,7 @@ def main(asked: Asked) -> None:
                 unshared=[os.path.dirname(path) for path in there if not os.path.exists(path)],
                 read_only=[os.path.dirname(path) for path in there if not os.access(os.path.dirname(path), os.W_OK)],
                 different=[name for folder, files in models.items() for name in differing(folder, files)],
+                changed=[path for path, checksum in asked["files"].items() if checksum_of(path) != checksum],
                 dial=dial or next(filter(None, (_dial(asked["address"], port) for port in asked["ports"])), ""),
                 gpus=gpu_count(),
                 door=(address, door.getsockname()[1]),
@@ -109,6 +114,13 @@ def sizes_in(folder: str) -> dict[str, int]:
     """Name and size in bytes of each file of a model's folder that is read of it."""
     files = [file for file in os.scandir(folder) if file.name.endswith(_READ) and file.is_file()]
     return {file.name: file.stat().st_size for file in files}
+
+
+def checksum_of(path: str) -> str:
+    """SHA-256 of a file's bytes; empty where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return ""
 
 
 def differing(folder: str, files: Mapping[str, int]) -> list[str]:

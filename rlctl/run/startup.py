@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits
-from rlctl.loop.recovery import LossWarnings, SteadySync, begin_with_fewer
+from rlctl.loop.recovery import Returns, SteadyGrading, SteadySync, begin_with_fewer, policy_for
 from rlctl.loop.residency import Residency, sleep_level
 from rlctl.loop.sync import WeightSync
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
@@ -21,8 +21,8 @@ from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import build_bodies
 from rlctl.run.run_dir import RunDir
 from rlctl.show.progress import Progress
-from specs.schema.roles import ACTOR, DATA, ROLES, ROLLOUT, RoleName, build_waves
-from specs.schema.spec import Spec
+from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, build_waves
+from specs.schema.spec import Dispensable, Spec
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import DataOpened
 from specs.wire.messages import Message, Verb
@@ -37,9 +37,14 @@ def start(
     """Start every process, build every model, and refuse to go on if one is not what was asked. Raises RoleFailure and
     AsBuiltError."""
     transport = plan_transport(spec, spec_dir, run.path, plan)
-    far = {rank: host for rank in range(spec.rollout.processes) if (host := plan.role(ROLLOUT).host_of(rank))}
-    on_loss = LossWarnings(groups, far, progress.warning)
-    begin_with_fewer(groups, spec.rollout.min_processes, on_loss)
+    dispensable = {role: spec.role(role) for role in spec.roles}
+    policies = {
+        role: policy_for(role, section, plan, groups, progress.warning)
+        for role, section in dispensable.items()
+        if isinstance(section, Dispensable)
+    }
+    for policy in policies.values():
+        begin_with_fewer(groups, policy)
     groups.start(spec.roles)
     bodies = build_bodies(spec, spec_dir, run.path)
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
@@ -55,29 +60,29 @@ def start(
     prepare(transport, run.path)
 
     def admit(late: AsBuilt) -> None:
-        others = [report for report in reports[ROLLOUT] if report.rank != late.rank]
-        as_built_check.check(spec, {**reports, ROLLOUT: [*others, late]}, expected)
-        reports[ROLLOUT] = [*others, late]
+        now = {**reports, late.role: [*(one for one in reports[late.role] if one.rank != late.rank), late]}
+        as_built_check.check(spec, now, expected)
+        reports[late.role] = now[late.role]
         as_built_check.write(reports, run.as_built, transport.describe())
 
+    def returns(role: RoleName) -> Returns:
+        return Returns(
+            groups,
+            policies[role],
+            body=bodies[role],
+            built=reports[role],
+            start_timeout_s=spec.run.start_timeout_s,
+            tell=progress.message,
+            admit=admit,
+        )
+
     progress.message(f"weight transport: {transport}")
-    sync = SteadySync(
-        groups,
-        residency,
-        _weights(spec, groups, residency, transport, reports),
-        body=bodies[ROLLOUT],
-        built=reports[ROLLOUT],
-        limit=spec.rollout.max_restarts,
-        least=spec.rollout.min_processes,
-        start_timeout_s=spec.run.start_timeout_s,
-        on_loss=on_loss,
-        tell=progress.message,
-        admit=admit,
-    )
+    sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), returns(ROLLOUT))
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
     limits = _gap_limits(spec, run, bodies, progress)
     built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
-    return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built)
+    grading = SteadyGrading(returns(REWARD))
+    return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
 
 
 def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> Reports:

@@ -55,11 +55,13 @@ def reward_section_problems(spec: Spec) -> Iterator[Problem]:
                 yield Problem(key, "is found in every completion, so that all score the same", hint, show(term.pattern))
     section = spec.reward
     for key, default, why in (
-        ("processes", 1, "the reward role is one process; reward.workers sets how many grade"),
-        ("launcher", "python", "the reward role is one process"),
+        ("processes", section.nodes, "the reward role is one process on each node; reward.workers sets how many grade"),
+        ("launcher", "python", "the reward role is one process on each node"),
         ("devices", (), "grading runs on the CPU"),
     ):
         if getattr(section, key) != default:
-            yield Problem(
-                f"reward.{key}", why, f"remove the key, or write {show(default)}", show(getattr(section, key))
-            )
+            hint = f"write {show(default)}" if section.nodes > 1 else f"remove the key, or write {show(default)}"
+            yield Problem(f"reward.{key}", why, hint, show(getattr(section, key)))
+    if section.nodes == 1:
+        for key in sorted({"max_restarts", "min_processes"} & section.model_fields_set):
+            yield no_effect(f"reward.{key}", section, "with reward.nodes = 1 no process is on another host")

@@ -27,7 +27,7 @@ def judge_problems(spec: Spec) -> Iterator[Problem]:
             yield from _score(key, term)
             yield from _keys(key, term, spec)
     if all(term.graded_by != "processes" for term in spec.reward.terms):
-        for name in ("workers", "timeout_s"):
+        for name in ("workers", "timeout_s", "nodes"):
             if name in spec.reward.model_fields_set:
                 yield no_effect(f"reward.{name}", spec.reward, "no term runs in the grading processes")
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.roles import ACTOR, ROLES, ROLLOUT, RoleName
-from specs.schema.spec import RoleSection, Spec
+from specs.schema.roles import ACTOR, REWARD, ROLES, ROLLOUT, RoleName
+from specs.schema.spec import Dispensable, RoleSection, Spec
 from specs.text import show
 
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|0\.0\.0\.0|\[?::1?\]?", re.IGNORECASE)
@@ -19,11 +19,11 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
     for role, section in sections:
         if section.nodes > 1:
             yield from _role(role, section)
-    least = spec.rollout.min_processes
-    if least is not None and least > spec.rollout.processes:
-        hint = f"use at most {spec.rollout.processes}, or raise rollout.processes"
-        message = f"rollout has {spec.rollout.processes} processes to begin with"
-        yield Problem("rollout.min_processes", message, hint, str(least))
+        least = section.min_processes if isinstance(section, Dispensable) else None
+        if least is not None and least > section.processes:
+            hint = f"use at most {section.processes}, or raise {role}.processes"
+            message = f"{role} has {section.processes} processes to begin with"
+            yield Problem(f"{role}.min_processes", message, hint, str(least))
     cluster = spec.cluster
     far = [section for _, section in sections if section.leaves_host]
     if cluster is not None:
@@ -86,7 +86,7 @@ def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     if not ROLES[role].spreads:
         yield Problem(key, f"the {role} role stays on the driver's host", "remove the key", value)
         return
-    if section.processes % section.nodes:
+    if section.processes % section.nodes and role != REWARD:  # whose processes are as many as its nodes
         message = f"{section.processes} processes cannot be shared evenly by {section.nodes} nodes"
         hint = f"use a multiple of {section.nodes}, e.g. {_next_multiple(section.processes, section.nodes)}"
         yield Problem(f"{role}.processes", message, hint, str(section.processes))

@@ -77,14 +77,18 @@ class Role:
 
     @property
     def together(self) -> bool:
-        """Whether its ranks compute together, and need a launcher on several hosts; else each is a replica of its
-        own."""
+        """Whether its ranks compute together, and need a launcher on several hosts; else each works by itself."""
         return self.is_trainer
 
     @property
     def spreads(self) -> bool:
         """Whether its section may name several hosts."""
-        return self.together or self.samples
+        return self.together or self.samples or self.holds == "scorer"
+
+    @property
+    def several(self) -> str:
+        """What messages call its ranks."""
+        return "replicas" if self.samples else "processes"
 
     @property
     def metrics(self) -> str:

@@ -104,6 +104,25 @@ class ModelRole(RoleSection):
         return self.micro_batch_tokens * self.sequence_parallel
 
 
+class Dispensable(RoleSection):
+    """A role whose ranks each work by themselves: the loss of one can be made good, or borne."""
+
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="How often processes that crashed or hang are started again before the run fails, in all and per "
+        "attempt; 0: never.",
+    )
+    min_processes: int | None = Field(
+        None,
+        ge=1,
+        description="Processes with which the run begins and still goes on. One that is not there within "
+        "`run.start_timeout_s`, or whose host cannot be reached, is taken in when it comes. One that cannot be built, "
+        "or started again (restarts used up, or its host silent), is left out until the next attempt. Unset: all are "
+        "needed.",
+    )
+
+
 class Optimizer(Table):
     """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
 
@@ -201,7 +220,7 @@ class RewardModelSection(ModelRole):
     )
 
 
-class RolloutSection(RoleSection):
+class RolloutSection(Dispensable):
     """The model that samples. It always holds the actor's weights."""
 
     engine: RolloutEngineTable = Field(TorchRolloutTable(), description="What samples.")
@@ -247,31 +266,19 @@ class RolloutSection(RoleSection):
         description="Steps that sampling may run ahead of learning; 0: each waits for the other. Else samples are "
         "drawn while the actor learns, with weights up to so many steps old; older ones are dropped and counted.",
     )
-    max_restarts: int = Field(
-        3,
-        ge=0,
-        description="How often replicas that crashed or hang are started again before the run fails, in all and per "
-        "attempt; 0: never.",
-    )
-    min_processes: int | None = Field(
-        None,
-        ge=1,
-        description="Replicas with which the run begins and still goes on. One that is not there within "
-        "`run.start_timeout_s` is taken in at the sync after it comes. One that cannot be built or started again "
-        "(restarts used up, or its host silent) is left out until the next attempt. Unset: all are needed.",
-    )
 
     @property
     def hosts(self) -> range:
         return range(self.first_node, self.first_node + self.nodes)
 
 
-class RewardSection(RoleSection):
-    """What grades the completions, in isolated processes. Its `python`, `env` and `threads`
-    hold for the role `data` too, which reads what `[data]` names."""
+class RewardSection(Dispensable):
+    """What grades the completions, in isolated processes of each of its `nodes`, from the driver's host on. Its
+    `python`, `env` and `threads` hold for the role `data` too, which reads what `[data]` names. `max_restarts` and
+    `min_processes` are about those on other hosts."""
 
     terms: tuple[RewardTermTable, ...] = Field(min_length=1, description="Terms of the weighted sum.")
-    workers: int = Field(2, ge=1, le=256, description="Isolated processes that run the terms.")
+    workers: int = Field(2, ge=1, le=256, description="Isolated processes that run the terms, on each node.")
     timeout_s: float = Field(10.0, gt=0, description="Seconds one completion may take to grade.")
     fallback: float = Field(
         0.0, ge=-MAX_SCORE, le=MAX_SCORE, description="Score of a completion whose grading raised, hung or crashed."
@@ -498,6 +505,8 @@ class Spec(Table):
             return own
         like, kind = self.role(role.inherits), self.section_class(role.name)
         shared = kind.model_fields.keys() & type(like).model_fields.keys()
+        if not role.spreads:  # it stays on the driver's host, wherever the other is
+            shared -= {"processes", "nodes"}
         return kind(**{name: getattr(like, name) for name in shared})
 
     def resolved(self) -> dict[str, Any]:

@@ -86,7 +86,6 @@ class Scores(Answer):
     failures: dict[str, int]  # cause → how many completions were lost to it
     first_failure: str = ""  # what the first of them died of, and the row it was about; empty: none, or judges'
     samples: list[dict[str, Any]]
-    ticket: int | None = None  # to ask the judges' grades of these samples with; None: there is no judge
 
 
 class Render(Body):
@@ -102,11 +101,23 @@ class Rendered(Answer):
     failures: dict[str, int]  # cause → how many are not among them
 
 
+class Judge(Body):
+    """Send completions of the prompts of `what`, which were made from `rows`, to the judges."""
+
+    what: What
+    rows: dict[str, Row]
+
+
+class SentToJudges(Answer):
+    ticket: int  # to ask for what they say with
+
+
 class AwaitJudges(Body):
-    """Wait for what the judges say of the samples of earlier `score` calls, in the order of their tickets."""
+    """Wait for what the judges say of the samples of earlier `judge` calls, in the order of their tickets."""
 
     what: What
     tickets: list[int]
+    lost: list[int]  # ids of samples that could not be graded otherwise
 
 
 class Judged(Answer):
@@ -305,6 +316,7 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.PROMPTS: (Prompts,),
     Verb.SCORE: (Score,),
     Verb.RENDER: (Render,),
+    Verb.JUDGE: (Judge,),
     Verb.AWAIT_JUDGES: (AwaitJudges,),
     Verb.GENERATE: (Generate,),
     Verb.SLEEP: (Sleep,),

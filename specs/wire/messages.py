@@ -32,6 +32,7 @@ class Verb(StrEnum):
     # reward
     SCORE = "score"
     RENDER = "render"  # samples as a reward model reads them: in its own tokens
+    JUDGE = "judge"  # send samples to the judges
     AWAIT_JUDGES = "await_judges"  # what judges say of samples that were sent to them while others were scored
     # rollout
     GENERATE = "generate"
@@ -87,6 +88,7 @@ COLUMNS: Mapping[Verb, Columns] = {
         needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("reward_B", "scored_B")
     ),
     Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("tokens_T", "id_B")),
+    Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B")),
     Verb.AWAIT_JUDGES: Columns(gives=("scored_B",)),
     Verb.LOGPROBS: Columns(needs=("tokens_T", "loss_mask_T"), gives=("logprob_T",)),
     Verb.VALUES: Columns(needs=("tokens_T", "loss_mask_T"), gives=("value_T",)),

@@ -15,6 +15,8 @@ AT_THE_SAME_TIME = (Verb.EXPORT_BUCKET, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET)  
 
 
 class LocalCall:
+    lost = ()
+
     def __init__(self, answers: list[Message], ranks: list[int]) -> None:
         self.answers, self.ranks = answers, ranks
 
@@ -49,13 +51,18 @@ class LocalGroup:
     def __init__(self, role: str, handlers: Sequence[Mapping[Verb, Any]]) -> None:
         self.role, self.handlers, self.verbs = role, handlers, []
         self.here = list(range(len(handlers)))
+        self.processes = len(handlers)
         self._threads = ThreadPoolExecutor(len(handlers))
 
     @property
     def size(self) -> int:
         return len(self.here)
 
-    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None, ranks=None):
+    @property
+    def ready(self) -> list[int]:
+        return self.here
+
+    def post(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, on_part=None, ranks=None, on_done=None):
         ranks = self.here if ranks is None else ranks
         self.verbs.append(verb)
         if isinstance(body, BaseModel):
@@ -72,7 +79,10 @@ class LocalGroup:
         ]
         if verb in AT_THE_SAME_TIME:
             return ThreadsCall([self._threads.submit(_answer, *one) for one in told], ranks)
-        return LocalCall([_answer(*one) for one in told], ranks)
+        call = LocalCall([_answer(*one) for one in told], ranks)
+        if on_done is not None:
+            on_done(call)
+        return call
 
     def call(self, verb, body=None, tensors=None, *, step=None, timeout_s=None, ranks=None) -> list[Message]:
         return self.post(verb, body, tensors, step=step, timeout_s=timeout_s, ranks=ranks).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,8 +41,8 @@ class LocalGroups(dict[str, LocalGroup]):
             lost=lambda role: (),
             dropped=lambda role: (),
             late=lambda role: (),
-            restarts=0,
-            policy=SimpleNamespace(least=spec.rollout.min_processes),
+            restarts=Counter(),
+            policy_of=lambda role: SimpleNamespace(least=spec.role(role).min_processes),
         )
 
     def come(self, role: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ def probe_groups(
     module: str = "probe_role",
     factory: str = "handlers",
     start: bool = True,
+    unreached: Mapping[str, str] | None = None,
     **limits: Any,
 ) -> Iterator[Groups]:
     """Groups, started unless that is left to the test; on leaving, nothing of them may be left running."""
     modules: dict[str, str] = {plan.role: f"{module}:{factory}" for plan in plans}
-    groups = Groups(Plan(plans, colocated=False), log_dir, modules=modules, **limits)
+    groups = Groups(Plan(plans, colocated=False, unreached=unreached or {}), log_dir, modules=modules, **limits)
     try:
         with groups:
             if start:

@@ -32,7 +32,8 @@ from workers.serve import Request as Call
 
 
 class Reward:
-    """The one rank of the reward role."""
+    """A rank of the reward role. The first one, on the driver's host, also asks judges and makes tokens for the reward
+    model."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -50,7 +51,8 @@ class Reward:
         config = self._config = call.body
         logs = Path(config.run_dir, "logs")
         logs.mkdir(parents=True, exist_ok=True)
-        self._failures = FailureLog(Path(config.run_dir, "reward_failures.jsonl"))
+        whose = f"_rank{self.rank.rank}" if self.rank.rank else ""  # no file has writers on two hosts
+        self._failures = FailureLog(Path(config.run_dir, f"reward_failures{whose}.jsonl"))
         setting = Setting(config.answer_column, config.max_response_tokens, config.spec_dir)
         terms = dict(enumerate(config.reward.terms))
         self._own = [number for number, term in terms.items() if term.graded_by == "processes"]
@@ -60,13 +62,14 @@ class Reward:
                 setting,
                 workers=config.reward.workers,
                 timeout_s=config.reward.timeout_s,
-                log_path=logs / "reward_output.log",
+                log_path=logs / f"reward_output{whose}.log",
                 numbers=self._own,
             )
-        if judges := {number: term for number, term in terms.items() if isinstance(term, Judge)}:
+        judges = {number: term for number, term in terms.items() if isinstance(term, Judge)}
+        if judges and not whose:
             self._judges = JudgePanel(judges, setting, Path(config.run_dir))
         self._codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)  # they start meanwhile
-        if config.score_text is not None:
+        if config.score_text is not None and not whose:
             self._score_texts = ScoreTexts(config.score_text, self._codec)
         if self._pool is not None:
             self._pool.wait_ready()
@@ -76,14 +79,12 @@ class Reward:
         """Have every sample graded. The body brings, under `rows`, the rows of these samples by number
         (`workers/roles/data.py`), and says in `what` whether they are of training or evaluation.
 
-        `term_<i>_B` is 0 where grading failed, and `scored_B` is 0 there. Terms of judges are not among them: they are
-        at the samples meanwhile, and `ticket` asks for what they say (`await_judges`).
+        `term_<i>_B` is 0 where grading failed, and `scored_B` is 0 there. Terms of judges are not among them (`judge`).
         """
         assert self._config is not None, "build comes first"
         batch = call.batch
         batch.require(COLUMNS[Verb.SCORE].needs, Verb.SCORE)
         requests, ids = self._requests(batch, call.body.rows), batch["id_B"].tolist()
-        ticket = self._judges.start(requests) if self._judges is not None else None
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
         grades = self._pool.grade(requests) if self._pool is not None else [Grade()] * len(requests)
@@ -91,13 +92,10 @@ class Reward:
         columns, grades = weigh(grades, weights, self._config.reward.fallback, self._own)
         wheres = [call.body.rows[str(request.row_key)].where for request in requests]
         self._record_failures(call.body.what, wheres, requests, grades, ids)
-        if ticket is not None:
-            self._awaited[ticket] = Awaited(ids, wheres, [bool(grade.cause) for grade in grades])
         body = {
             "failures": {cause: sum(grade.cause == cause for grade in grades) for cause in CAUSES},
             "first_failure": _first_failure(grades, wheres),
             "samples": self._examples(batch, requests, columns, call.body.samples),
-            "ticket": ticket,
         }
         return body, columns
 
@@ -121,17 +119,28 @@ class Reward:
         }
         return {"failures": {cause: sum(one.cause == cause for one in grades) for cause in MODEL_CAUSES}}, columns
 
+    def judge(self, call: Call[bodies.Judge], emit: Emit) -> Reply:
+        """Send samples to the judges, and do not wait."""
+        assert self._judges is not None, "no term is a judge's"
+        batch, rows = call.batch, call.body.rows
+        batch.require(COLUMNS[Verb.JUDGE].needs, Verb.JUDGE)
+        requests = self._requests(batch, rows)
+        ticket = self._judges.start(requests)
+        wheres = [rows[str(request.row_key)].where for request in requests]
+        self._awaited[ticket] = Awaited(batch["id_B"].tolist(), wheres)
+        return {"ticket": ticket}, {}
+
     def await_judges(self, call: Call[bodies.AwaitJudges], emit: Emit) -> Reply:
         """Wait for the judges' grades of earlier calls. `term_<i>_B` is 0 where one of them failed, and `scored_B`."""
         assert self._judges is not None, "no term is a judge's"
-        tickets = call.body.tickets
+        tickets, lost = call.body.tickets, frozenset(call.body.lost)
         waiting = amount(self._judges.waiting(tickets), "completion")
         activity.describe(f"judges' grades of {waiting}", "grade", counted=True)
         requests, rows = self._judges.collect(tickets)
         awaited = Awaited.joined([self._awaited.pop(ticket) for ticket in tickets])
         grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*rows, strict=True)]
         counted = [
-            Grade() if lost else grade for grade, lost in zip(grades, awaited.lost, strict=True)
+            Grade() if sample in lost else grade for grade, sample in zip(grades, awaited.ids, strict=True)
         ]  # a completion is lost once
         self._record_failures(call.body.what, awaited.wheres, requests, counted, awaited.ids)
         scored = np.array([not grade.cause for grade in grades], dtype=bool)
@@ -212,6 +221,7 @@ class Reward:
             Verb.BUILD: self.build,
             Verb.SCORE: self.score,
             Verb.RENDER: self.render,
+            Verb.JUDGE: self.judge,
             Verb.AWAIT_JUDGES: self.await_judges,
             Verb.CLOSE: self.close,
         }
@@ -220,17 +230,14 @@ class Reward:
 
 @dataclass(frozen=True)
 class Awaited:
-    """Samples that judges are at: their ids, where their rows stand, and which are lost already."""
+    """Samples that judges are at: their ids, and where their rows stand."""
 
     ids: list[int]
     wheres: list[str]
-    lost: list[bool]
 
     @staticmethod
     def joined(parts: Sequence[Awaited]) -> Awaited:
-        return Awaited(
-            *([item for part in parts for item in getattr(part, name)] for name in ("ids", "wheres", "lost"))
-        )
+        return Awaited(*([item for part in parts for item in getattr(part, name)] for name in ("ids", "wheres")))
 
 
 def weigh(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.loop.scores.graders import HOME
 from specs.schema.metric import Metric
 from specs.schema.rewards import MAX_SCORE
 from specs.wire import bodies
@@ -79,9 +80,13 @@ class ScoreModel:
     shares: Callable[[Batch], list[NDArray[np.int64]]]  # the sequences of each of its ranks
 
 
-def of_judges(reward: Group, asked: bodies.What, tickets: Sequence[int], step: int) -> LateScores:
-    """Wait for what the judges say of the samples of these tickets."""
-    (answer,) = reward.call(Verb.AWAIT_JUDGES, bodies.AwaitJudges(what=asked, tickets=list(tickets)), step=step)
+def of_judges(
+    reward: Group, asked: bodies.What, sent: Sequence[Message], lost_ids: Sequence[int], step: int
+) -> LateScores:
+    """Wait for what the judges say of samples that were sent to them. `lost_ids`: of those without a score already."""
+    tickets = [bodies.SentToJudges.of(answer).ticket for answer in sent]
+    asking = bodies.AwaitJudges(what=asked, tickets=tickets, lost=[*lost_ids])
+    (answer,) = reward.call(Verb.AWAIT_JUDGES, asking, step=step, ranks=[HOME])
     judged = bodies.Judged.of(answer)
     value_B = {int(name.split("_")[1]): column for name, column in answer.tensors.items() if name.startswith("term_")}
     return LateScores(value_B, answer.tensors["scored_B"].astype(bool), judged.failures, judged.counts)
@@ -106,12 +111,6 @@ def of_model(model: ScoreModel, rendered: Sequence[Message], id_B: NDArray[np.in
     tokens = sum(part.num_tokens for part in parts)
     counts = {"model_tokens": tokens, "model_s": time.perf_counter() - begin}
     return LateScores({model.number: value_B}, scored_B, failures, counts)
-
-
-def tickets_of(answers: Sequence[Message]) -> list[int]:
-    """What judges have still to say of graded samples."""
-    tickets = [bodies.Scores.of(answer).ticket for answer in answers]
-    return [ticket for ticket in tickets if ticket is not None]
 
 
 def add_up(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

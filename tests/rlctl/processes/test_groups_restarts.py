@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from probe_groups import probe_groups, role_plan, wait_until
 
-from rlctl.loop.recovery import LossWarnings, SteadySync, begin_with_fewer
+import rlctl.processes.groups
+from rlctl.loop.recovery import LossWarnings, Returns, SteadySync, begin_with_fewer
 from rlctl.loop.residency import Residency
 from rlctl.processes.calls import RanksLost
 from rlctl.processes.failures import Evidence
 from rlctl.processes.groups import Groups
+from rlctl.processes.placement import RemoteNode
 from rlctl.processes.rank_states import RankState, RestartPolicy
 from specs.errors import Interrupted, RoleFailure
 from specs.wire.messages import Verb
@@ -59,7 +61,7 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
         again = [answer.body["pid"] for answer in rollout.call(Verb.PING)]
         assert again[0] == first[0]
         assert again[1] != first[1]
-        assert groups.ranks.restarts == 1
+        assert groups.ranks.restarts["rollout"] == 1
         assert "rollout rank 1 is started again" in (tmp_path / "rollout" / "rank1.log").read_text()
 
         os.kill(again[0], signal.SIGKILL)  # idle
@@ -97,10 +99,9 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
     limits = {"verb_timeout_s": 10.0, "on_tick": on_tick}
     with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
         rollout, weights = groups["rollout"], None  # which it does not come to
-        told = LossWarnings(groups, {}, str)
-        sync = SteadySync(
-            groups, Residency(False, [rollout]), weights, body={}, built=[], limit=1, start_timeout_s=10, on_loss=told
-        )
+        policy = RestartPolicy("rollout", 1, LossWarnings(groups, {}, str))
+        returns = Returns(groups, policy, body={}, built=[], start_timeout_s=10)
+        sync = SteadySync(Residency(False, [rollout]), weights, returns)
         with pytest.raises(RanksLost):
             rollout.call(Verb.PING, {"do": "kill", "rank": 1})
         interrupts.append(Interrupted("now"))
@@ -108,7 +109,7 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
             sync.run()
         with pytest.raises(RanksLost) as caught:
             rollout.call(Verb.PING)
-        assert (caught.value.call.lost, groups.ranks.restarts) == ({1}, 0)
+        assert (caught.value.call.lost, groups.ranks.restarts["rollout"]) == ({1}, 0)
         assert restart(groups) == [1]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
         assert len(groups.launcher.started) == 2, "what had begun to start is gone"
@@ -207,7 +208,8 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path, "PROBE_GATE": str(gate)})
     with probe_groups(tmp_path, role_plan("actor", 1), plan, factory="gated", start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
-        begin_with_fewer(groups, 1, LossWarnings(groups, {2: "node-3"}, warnings.append))
+        told = LossWarnings(groups, {2: "node-3"}, warnings.append)
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({2})))
 
         def hurry() -> None:
             """The deadline passes as soon as the others are there."""
@@ -242,9 +244,40 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
         assert groups.hub._awaited == 0, "strangers find no door"
 
 
+def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rlctl.processes.groups, "_SEEK_S", 0.1)
+    warnings: list[str] = []
+    gate, plan = tmp_path / "gate", role_plan("rollout", 2)
+    shell = ("sh", "-c", f"echo knocked >>{tmp_path}/knocks; [ -e {gate} ] || exit 255; exec sh")
+    plan = replace(plan, nodes=2, remote=(RemoteNode("node-2", 1, shell, plan.command, plan.env),))
+    with probe_groups(tmp_path, plan, unreached={"node-2": "no answer within 20 s"}, start=False) as groups:
+        rollout, ranks = groups["rollout"], groups.ranks
+        told = LossWarnings(groups, {1: "node-2"}, warnings.append)
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({1})))
+        groups.start()
+        assert (ranks.late("rollout"), rollout.here) == ([1], [0])
+        assert (
+            "rollout rank 1 on node-2 is not there: no answer within 20 s. The run goes on with 1 of 2" in warnings[0]
+        )
+        knocks = tmp_path / "knocks"
+        assert wait_until(lambda: (groups.tick(), knocks.exists() and len(knocks.read_text().split()) > 2)[1])
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0]
+        gate.touch()
+        assert wait_until(lambda: (groups.tick(), groups.come("rollout") == [1])[1])
+        with groups.take_in("rollout") as came:
+            assert came == [1]
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
+        assert len(warnings) == 1
+        groups._sought_at = 0.0
+        groups.tick()
+        assert len([one for one in groups.launcher.started if one.ranks == (1,)]) == 1, "nobody looks for it any more"
+
+
 def test_too_few_replicas_do_not_begin(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("rollout", 2), factory="gated", start=False) as groups:
-        begin_with_fewer(groups, 2, LossWarnings(groups, {}, str))
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, LossWarnings(groups, {}, str), least=2))
         with pytest.raises(RoleFailure, match="no engine for rank 1") as failure:
             _begin(groups)
         assert failure.value.rank == 1

@@ -13,9 +13,9 @@ from small_spec import raw_spec
 
 from rlctl import __version__
 from rlctl.processes.host_check import FarHost, check_hosts, interface_of, marked, one_machine, problem_of
-from rlctl.processes.hosts import check_slurm, circles_of, far_hosts_of
+from rlctl.processes.hosts import check_slurm, circles_of, far_hosts_of, may_begin_without
 from rlctl.processes.placement import make_plan, package_root
-from rlctl.processes.remote_check import Answer, Asked, sizes_in, unreached
+from rlctl.processes.remote_check import Answer, Asked, checksum_of, sizes_in, unreached
 from specs.errors import SpecError
 from specs.schema.spec import Spec
 
@@ -23,7 +23,7 @@ FAR = FarHost(1, "b", ("sh",), sys.executable, str(package_root()))
 
 
 def said_of(host: FarHost, **changes: Any) -> str:
-    plain = Asked(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={})
+    plain = Asked(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={}, files={})
     with pytest.raises(SpecError) as caught:
         check_hosts([host], [], cast("Asked", {**plain, **changes}))
     return str(caught.value)
@@ -42,6 +42,43 @@ def test_a_host_without_a_folder(tmp_path: Path) -> None:
     assert f"host b has no folder {tmp_path / 'run'}" in said_of(FAR, folders=[str(tmp_path), str(tmp_path / "run")])
     model = tmp_path / "model"
     assert f"host b has no folder {model}" in said_of(FAR, models={str(model): {}})
+
+
+def test_a_host_with_other_code_of_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(completion): return 1.0\n")
+    checksum = checksum_of(str(file))
+    assert not said_of(replace(FAR, files={str(file): checksum})).count("another file")
+    file.write_text("def score(completion): return 2.0\n")
+    assert f"{file} is not on host b, or another file than here" in said_of(replace(FAR, files={str(file): checksum}))
+
+
+def test_a_host_without_which_a_run_may_begin() -> None:
+    """That its interpreter is missing is an error all the same: there is a way to it."""
+    closed = replace(FAR, number=2, name="c", shell=("sh", "-c", "echo no route to host; exit 255"))
+    asked = Asked(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={}, files={})
+    assert check_hosts([closed], [], asked, {2}.issuperset) == {"c": "exit code 255: no route to host"}
+    with pytest.raises(SpecError, match="host c cannot be used: exit code 255: no route to host"):
+        check_hosts([closed], [], asked, lambda hosts: False)
+    with pytest.raises(SpecError, match="host c cannot be used: exit code 127"):
+        check_hosts([replace(closed, shell=("sh",), python="/nowhere/bin/python")], [], asked, {2}.issuperset)
+
+
+def test_which_hosts_a_run_may_begin_without() -> None:
+    actor = {"nodes": 2, "processes": 2, "launcher": "srun"}
+    rollout = {"first_node": 1, "nodes": 3, "processes": 6, "min_processes": 2}
+    reward = {"terms": [{"kind": "exact_match"}], "nodes": 3, "processes": 3}
+
+    def may(*hosts: int, **more: Any) -> bool:
+        raw = raw_spec(actor=actor, rollout=rollout, reward={**reward, **more})
+        return may_begin_without(Spec.model_validate(raw), frozenset(hosts))
+
+    assert may()
+    assert may(3)
+    assert not may(1), "the actor's second"
+    assert not may(2), "all processes of the reward role are needed"
+    assert may(2, 3, min_processes=2)
+    assert not may(2, min_processes=3)
 
 
 def test_a_host_with_another_folder_under_the_same_name(tmp_path: Path) -> None:
@@ -85,7 +122,7 @@ def test_one_machine_under_two_names() -> None:
 )
 def test_an_answer_that_keeps_a_host_from_its_part(answer: dict[str, Any], words: str) -> None:
     host = replace(FAR, devices=frozenset(range(8)))
-    plain: dict[str, Any] = {name: [] for name in ("missing", "unshared", "read_only", "different")}
+    plain: dict[str, Any] = {name: [] for name in ("missing", "unshared", "read_only", "different", "changed")}
     plain |= {"version": __version__, "machine": "", "dial": "", "gpus": 8, "door": ("10.0.0.2", 1), "time": 1000.0}
     found = problem_of(host, cast("Answer", plain | answer), "10.0.0.1", now=1000.0)
     assert (words in str(found)) if words else found is None
@@ -111,7 +148,7 @@ def test_who_is_asked_and_who_must_reach_whom(tmp_path: Path) -> None:
     rollout = {"first_node": 2, "nodes": 2, "processes": 2, "devices": [3]}
     spec = Spec.model_validate(raw_spec(actor=actor, rollout=rollout, cluster=cluster, sync={"transport": "group"}))
     made = make_plan(spec, tmp_path, address="10.0.0.1")
-    asked = {host.number: host for host in far_hosts_of(spec, made)}
+    asked = {host.number: host for host in far_hosts_of(spec, made, tmp_path)}
     assert {number: (host.name, host.devices) for number, host in asked.items()} == {
         1: ("1 of the job", {0, 1}),
         2: ("c", {3}),
@@ -123,7 +160,7 @@ def test_who_is_asked_and_who_must_reach_whom(tmp_path: Path) -> None:
     spec = Spec.model_validate(
         raw_spec(actor={**actor, "launcher": "torchrun"}, rollout={**rollout, "first_node": 0}, cluster=cluster)
     )
-    (host,) = far_hosts_of(spec, make_plan(spec, tmp_path, address="10.0.0.1"))
+    (host,) = far_hosts_of(spec, make_plan(spec, tmp_path, address="10.0.0.1"), tmp_path)
     assert (host.name, host.devices) == ("b", {0, 1, 3})
 
 

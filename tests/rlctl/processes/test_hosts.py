@@ -42,10 +42,19 @@ IN_A_SYNC = [
     {"role": "rollout", "rank": 0, "method": "begin", "call": 1, "after": 0, "how": "sleep"},
 ]
 GROUP_READER = {"rollout": [["workers.transports.process_group", "GroupReader", ["begin", "receive"]]]}
+# As `exact_match` with `partial`, and it says so, by which one sees where it was called.
+OWN_REWARD = """
+def score(completion, answer):
+    print("graded", flush=True)
+    given, gold = completion.strip(), str(answer).strip()
+    return sum(a == b for a, b in zip(given, gold)) / max(len(given), len(gold), 1)
+"""
 APART = (
     *("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "rollout.first_node=1"),
     *("--set", "rollout.min_processes=1", "--set", "run.heartbeat_timeout_s=6"),
     *("--set", 'sync.transport="group"'),
+    *("--set", "reward.processes=3", "--set", "reward.nodes=3", "--set", "reward.min_processes=1"),
+    *("--set", 'reward.terms=[{kind="function", path="own_reward.py:score"}]'),
 )
 
 
@@ -123,7 +132,8 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
     hosts: Hosts, spec: Path, near: Path, tmp_path: Path
 ) -> None:
     """Weights go by a process group, of which each loss takes a member in the middle of a sync. That of the last
-    one has a gap in its ranks."""
+    one has a gap in its ranks. All three grade, until one of them is gone."""
+    (tmp_path / "own_reward.py").write_text(OWN_REWARD)
     run, plot = tmp_path / "run", tmp_path / "plot"
     process = train(hosts, spec, run, *SMALL, *APART, *crashing.install(plot, IN_A_SYNC, GROUP_READER))
     try:
@@ -139,9 +149,14 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
         process.kill()
     assert process.returncode == 0, output
     assert "weight transport: group" in output
-    assert "rollout rank 1 was lost" in output
+    assert f"rollout rank 1 on {hosts.third} was lost" in output
     assert f"rollout rank 0 on {hosts.there} is lost for good: no sign of life for " in output.replace("\n", " ")
-    assert (metrics(run)[-1]["rollout/restarts"], metrics(run)[-1]["rollout/dropped"]) == (1, 1)
+    assert f"reward rank 1 on {hosts.there} is lost for good: no sign of life for " in output.replace("\n", " ")
+    last = metrics(run)[-1]
+    assert [last[f"rollout/{name}"] for name in ("restarts", "dropped", "replicas")] == [1, 1, 1]
+    assert [last[f"reward/{name}"] for name in ("restarts", "dropped", "processes")] == [0, 1, 2]
+    for rank in ("", "_rank1", "_rank2"):
+        assert "graded" in (run / "logs" / f"reward_output{rank}.log").read_text()
     # All but the last, the gap: the last bits of a sampler's own log-probs depend on what else was in its batch.
     assert [line[:-1] for line in trajectory(run)] == [line[:-1] for line in trajectory(near)]
     wait_for(lambda: hosts.idle, 60, "the end of all hosts' processes")

@@ -312,6 +312,7 @@ def test_replicas_are_on_the_hosts_of_a_job(
     (tmp_path / "h").write_text("a slots=2\nb slots=2\n")
     if section:
         text = spec.read_text().replace("[rollout]\n", f"[rollout]\n{section}", 1)
+        text = text.replace("[reward]\n", "[reward]\nnodes = 2\nprocesses = 2\n", 1)
         spec.write_text(f"{text}\n[cluster]\nhostfile = 'h'\n")
     told = told_by(write_batch_script(spec, force=False), tmp_path, nodes, far=far)
     overrides = [word for flag, word in pairwise(told) if flag == "--set"]
@@ -320,6 +321,7 @@ def test_replicas_are_on_the_hosts_of_a_job(
     assert [node.host for node in rollout.remote] == hosts
     assert (rollout.nodes, actor.nodes) == (len(far) or len(nodes), len(nodes))
     assert rollout.processes == rollout.nodes * (2 if far else 1)
+    assert len(made.role("reward").remote) == (len([*nodes, *far]) - 1 if section else 0)
     for node in rollout.remote:
         assert node.shell[0] == "srun"
         assert node.shell[-2:] == (f"--nodelist={node.host}", "sh")

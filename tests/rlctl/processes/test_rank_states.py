@@ -203,7 +203,7 @@ def test_who_is_dropped(cause: Cause, far: set[int], limit: int, least: int | No
     ranks.failed(Evidence(*RANK, cause, ""))
     ranks.newly_lost()
     assert ranks[RANK] is after
-    assert ranks.restarts_used == (after is S.LOST), "what is dropped is no restart"
+    assert ranks.restarts_used("rollout") == (after is S.LOST), "what is dropped is no restart"
 
 
 @pytest.mark.parametrize("message", ["Connection closed by peer", "timed out", "SamplerDied", "ok", ""])
@@ -230,14 +230,16 @@ def test_restarts_are_counted_and_run_out() -> None:
     ranks = lose()
     other = Evidence("rollout", 0, Cause.SILENT, "")
     assert ranks.failed(other, grace_s=60)
-    assert (ranks.restarts_used, ranks.restarts, ranks.newly_lost()) == (2, 0, []), "in its grace it counts already"
+    assert (ranks.restarts_used("rollout"), ranks.restarts["rollout"], ranks.newly_lost()) == (2, 0, []), (
+        "in its grace it counts already"
+    )
     assert ranks.begin_restart("rollout") == [1]
     ranks.end_restart("rollout", [1], finished=False)
-    assert (ranks.restarts_used, ranks.restarts, ranks.remark("rollout")) == (2, 0, "")
+    assert (ranks.restarts_used("rollout"), ranks.restarts["rollout"], ranks.remark("rollout")) == (2, 0, "")
     ranks.begin_restart("rollout")
     assert ranks.failed(ENDED), "lost again: the third of three"
     ranks.end_restart("rollout", [1], finished=False)
-    assert (ranks[RANK], ranks.restarts) == (S.LEAVING, 1), "it was lost by itself, and that restart counts"
+    assert (ranks[RANK], ranks.restarts["rollout"]) == (S.LEAVING, 1), "it was lost by itself, and that restart counts"
     ranks.newly_lost()
     ranks.begin_restart("rollout")
     ranks.end_restart("rollout", [1], finished=True)

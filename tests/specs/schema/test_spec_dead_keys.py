@@ -53,6 +53,10 @@ AT_RUN_TIME = {
     "test_a_replica_that_is_lost_for_good_is_left_out",
     "rollout.max_restarts": "tests/rlctl/loop/test_recovery.py::"
     "test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever",
+    **{
+        f"reward.{key}": "tests/rlctl/loop/scores/test_graders.py::test_what_a_lost_one_had_goes_to_others"
+        for key in ("max_restarts", "min_processes")
+    },
     "rollout.top_p": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
     "rollout.top_k": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
     "algorithm.correction.level": "tests/rlctl/loop/loss_columns/test_correction.py::test_levels_by_hand",
@@ -93,12 +97,13 @@ AT_RUN_TIME = {
 # Keys that only ever take one value: any other is refused, and the refusal says why.
 ONE_VALUE = {
     "schema",
-    *("reward.launcher", "reward.processes", "reward.nodes", "reward.devices", "rollout.launcher"),
+    *("reward.launcher", "reward.devices", "rollout.launcher"),
     *("critic.engine.logits_chunk_tokens", "critic.engine.shard"),
     *("reward_model.engine.sync_every_micro_batch", "reward_model.engine.offload_optimizer"),
     *("reward_model.engine.stage", "reward_model.engine.logits_chunk_tokens", "reward_model.engine.shard"),
     *("ref.engine.sync_every_micro_batch", "ref.engine.offload_optimizer", "ref.engine.stage"),
-    # These repeat what processes and devices say; alone they cannot change.
+    # These repeat what others say; alone they cannot change.
+    *("reward.processes", "reward.nodes"),
     *("actor.engine.shard", "ref.engine.shard", "rollout.engine.tensor_parallel"),
 }
 

@@ -56,6 +56,10 @@ NAMED = {
     "RewardSection.workers": f"{REWARD}::test_workers_grade_side_by_side",
     "RewardSection.timeout_s": f"{REWARD}::test_failures_are_counted_and_saved",
     "RewardSection.fallback": f"{REWARD}::test_failures_are_counted_and_saved",
+    **{
+        f"RewardSection.{key}": "tests/rlctl/loop/scores/test_graders.py::test_what_a_lost_one_had_goes_to_others"
+        for key in ("max_restarts", "min_processes")
+    },
     "RewardSection.max_failed_share": "tests/rlctl/loop/scores/test_reward_failure_watch.py::"
     "test_a_step_that_loses_more_than_its_share_ends_the_run",
     **{

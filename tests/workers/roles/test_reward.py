@@ -86,6 +86,11 @@ class Role:
         needed = answers.only(COLUMNS[Verb.SCORE].needs)
         return self.call(Verb.SCORE, {"what": "train", "samples": 0, "rows": self.rows, **body}, dict(needed.columns))
 
+    def judge(self, answers: Batch) -> int:
+        """Their ticket."""
+        needed = answers.only(COLUMNS[Verb.JUDGE].needs)
+        return self.call(Verb.JUDGE, {"what": "train", "rows": self.rows}, dict(needed.columns)).body["ticket"]
+
 
 @pytest.fixture
 def role(tmp_path: Path) -> Iterator[Role]:
@@ -325,15 +330,16 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
         role.build([{**judge, "min_score": 0, "max_score": 1, "weight": 4.0}, own])
         role.call(Verb.OPEN_DATA)
         prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 2, "group_size": 2}).batch
+        first_ticket = role.judge(answered(prompts, codec, ["1", "22", "333", "4444"]))
         first = role.score(answered(prompts, codec, ["1", "22", "333", "4444"]), samples=1)
-        assert first.body["ticket"] is not None
         assert first.tensors["reward_B"].tolist() == [-0.5, -1.0, 0.0, 1.0]
         assert first.tensors["scored_B"].tolist() == [1, 1, 0, 1]
         assert set(first.tensors) == {"reward_B", "scored_B", "term_1_B"}
-        second = role.score(answered(prompts, codec, ["22", "22", "1", "1"]))
+        second_ticket = role.judge(answered(prompts, codec, ["22", "22", "1", "1"]))
         release.set()
-        tickets = [first.body["ticket"], second.body["ticket"]]
-        judged = role.call(Verb.AWAIT_JUDGES, {"what": "train", "tickets": tickets})
+        lost = prompts["id_B"][first.tensors["scored_B"] == 0].tolist()
+        tickets = [first_ticket, second_ticket]
+        judged = role.call(Verb.AWAIT_JUDGES, {"what": "train", "tickets": tickets, "lost": lost})
     assert judged.tensors["scored_B"].tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
     assert judged.tensors["term_0_B"].tolist() == [0.5, 0.25, 0, 0, 0.25, 0.25, 0.5, 0.5]
     assert first.body["failures"] == {"timeouts": 0, "crashes": 0, "exceptions": 1, "bad_values": 0}

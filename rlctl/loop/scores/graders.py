@@ -1,0 +1,79 @@
+"""Who grades what: samples go to whichever rank of the reward role has nothing to do, and from one that is lost to
+another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from specs.wire import bodies
+from specs.wire.messages import Message, Verb
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from rlctl.processes.calls import Call
+    from rlctl.processes.groups import Group
+
+HOME = 0  # the rank on the driver's host: it alone asks judges, and knows the reward model's tokens
+
+
+@dataclass(eq=False)
+class Grading:
+    """Samples to be graded."""
+
+    request: bodies.Score
+    columns: Mapping[str, NDArray[Any]]
+    step: int
+    group: Group
+    answer: Message | None = None
+
+    def result(self) -> Message:
+        """Wait for what is said of them. Raises RoleFailure when a rank fails that the run cannot go on without."""
+        while self.answer is None:
+            self.group.tick()
+        return self.answer
+
+
+class Graders:
+    """The ranks of the reward role. Each is at one part at a time, and gets the next when it has answered."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._waiting: deque[Grading] = deque()
+        self._at_work: set[int] = set()
+        self._last: list[int] = []  # ranks, those first that got their last part first
+
+    def grade(self, request: bodies.Score, columns: Mapping[str, NDArray[Any]], step: int) -> Grading:
+        """Have these samples graded; returns at once."""
+        grading = Grading(request, columns, step, self.group)
+        self._waiting.append(grading)
+        self.hand_out()
+        return grading
+
+    def hand_out(self) -> None:
+        """Give what is waiting to ranks that have nothing to do, also to those that have just come. Who has had nothing
+        for the longest time comes first."""
+        for rank in sorted(self.group.ready, key=self._turn):
+            if self._waiting and rank not in self._at_work:
+                self._send(rank, self._waiting.popleft())
+
+    def _turn(self, rank: int) -> int:
+        return self._last.index(rank) if rank in self._last else -1
+
+    def _send(self, rank: int, part: Grading) -> None:
+        self._at_work.add(rank)
+        self._last = [*(one for one in self._last if one != rank), rank]
+        on_done = partial(self._take, rank, part)
+        self.group.post(Verb.SCORE, part.request, part.columns, step=part.step, ranks=[rank], on_done=on_done)
+
+    def _take(self, rank: int, part: Grading, call: Call) -> None:
+        self._at_work.discard(rank)
+        if call.lost:
+            self._waiting.appendleft(part)
+        else:
+            (part.answer,) = call.result()
+        self.hand_out()
