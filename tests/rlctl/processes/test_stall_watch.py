@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hand_clock import HandClock
 from probe_groups import probe_groups, role_plan
 
 from rlctl.processes import stall_watch as module
@@ -25,17 +26,9 @@ GENERATE, UPDATE = Waiting("generate", 5, 3), Waiting("update", 9, 3)
 ROLLOUT, ACTOR, PEER = ("rollout", 3), ("actor", 0), ("actor", 1)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    clock = HandClock()
     monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -54,7 +47,7 @@ def updating(**more: object) -> Activity:
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def look_for(watch: StallWatch, clock: Clock, seconds: float, waiting: dict) -> list[module.Stall]:
+def look_for(watch: StallWatch, clock: HandClock, seconds: float, waiting: dict) -> list[module.Stall]:
     """As the driver does, several times a second."""
     found = []
     for _ in range(int(seconds)):
@@ -64,7 +57,7 @@ def look_for(watch: StallWatch, clock: Clock, seconds: float, waiting: dict) -> 
     return found
 
 
-def test_the_chain_names_who_is_waited_for(clock: Clock) -> None:
+def test_the_chain_names_who_is_waited_for(clock: HandClock) -> None:
     watch = StallWatch(40.0)
     watch.heard(ROLLOUT, generating(512, where="pump (server.py:7)"))
     (stall,) = look_for(watch, clock, 60, {ROLLOUT: GENERATE})
@@ -75,7 +68,7 @@ def test_the_chain_names_who_is_waited_for(clock: Clock) -> None:
     )
 
 
-def test_who_says_that_it_waits_is_not_to_blame(clock: Clock) -> None:
+def test_who_says_that_it_waits_is_not_to_blame(clock: HandClock) -> None:
     watch = StallWatch(5.0)
     watch.heard(ACTOR, updating(waits_for="the other ranks, in all_reduce"))
     watch.heard(PEER, updating(where="spin (x.py:1)"))
@@ -88,14 +81,14 @@ def test_who_says_that_it_waits_is_not_to_blame(clock: Clock) -> None:
     assert (stall.culprits, stall.is_circle) == ((ACTOR, PEER), True)
 
 
-def test_a_rank_that_never_took_its_verb_up_is_named(clock: Clock) -> None:
+def test_a_rank_that_never_took_its_verb_up_is_named(clock: HandClock) -> None:
     watch = StallWatch(5.0)
     watch.heard(ROLLOUT, generating(1, call=4))  # the one before
     (stall,) = look_for(watch, clock, 6, {ROLLOUT: GENERATE})
     assert stall.chain == "step 3 waits for rollout rank 3, which is in no verb, 6 s after generate was sent to it"
 
 
-def test_what_moves_anywhere_keeps_everybody_alive(clock: Clock) -> None:
+def test_what_moves_anywhere_keeps_everybody_alive(clock: HandClock) -> None:
     watch = StallWatch(5.0)
     for tokens in range(20):
         watch.heard(ROLLOUT, generating(tokens))
@@ -108,7 +101,7 @@ def test_what_moves_anywhere_keeps_everybody_alive(clock: Clock) -> None:
     assert not look_for(watch, clock, 5, {ROLLOUT: GENERATE}), "told once"
 
 
-def test_what_cannot_be_judged_is_not(clock: Clock) -> None:
+def test_what_cannot_be_judged_is_not(clock: HandClock) -> None:
     watch = StallWatch(5.0)
     watch.heard(ROLLOUT, generating(0, counted=False))
     assert not look_for(watch, clock, 60, {ROLLOUT: GENERATE, ACTOR: UPDATE})
@@ -117,7 +110,7 @@ def test_what_cannot_be_judged_is_not(clock: Clock) -> None:
     assert not look_for(watch, clock, 5, {ACTOR: UPDATE})
 
 
-def test_a_driver_that_was_stopped_blames_nobody(clock: Clock) -> None:
+def test_a_driver_that_was_stopped_blames_nobody(clock: HandClock) -> None:
     watch = StallWatch(10.0)
     assert not look_for(watch, clock, 3, {ACTOR: UPDATE})
     clock.now += 3600
@@ -125,7 +118,7 @@ def test_a_driver_that_was_stopped_blames_nobody(clock: Clock) -> None:
     assert look_for(watch, clock, 2, {ACTOR: UPDATE})
 
 
-def test_what_is_done_counts_on_over_a_restart(clock: Clock) -> None:
+def test_what_is_done_counts_on_over_a_restart(clock: HandClock) -> None:
     watch = StallWatch(10.0)
     watch.heard(ROLLOUT, generating(20))
     watch.forget(ROLLOUT)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hand_clock import HandClock
 from rich.console import Console
 
 from rlctl.show import progress as module
@@ -14,19 +15,9 @@ from rlctl.show.progress import Progress
 from specs.wire.heartbeat import Moving
 
 
-class Clock:
-    """Stands in for `time.monotonic`, so that tests wait for nothing."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    clock = HandClock()
     monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -51,13 +42,13 @@ def metrics(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "reward/mean": step / 100, "perf/tokens_per_s": 12_400.0, **times, **more}
 
 
-def run(bar: Progress, clock: Clock, steps: range, seconds: float) -> None:
+def run(bar: Progress, clock: HandClock, steps: range, seconds: float) -> None:
     for step in steps:
         clock.now += seconds
         bar.step(metrics(step, **{"time/wall_s": seconds}))
 
 
-def test_what_is_slow_shows_how_far_it_is(clock: Clock) -> None:
+def test_what_is_slow_shows_how_far_it_is(clock: HandClock) -> None:
     for live in (False, True):
         state = [Moving({"token": 500, "grade": 64}, ("token",))]
         target = console(120, terminal=live)
@@ -77,7 +68,7 @@ def test_what_is_slow_shows_how_far_it_is(clock: Clock) -> None:
             assert "nothing has moved for 0:33" in text_of(target)
 
 
-def test_plain_lines_name_what_matters(clock: Clock) -> None:
+def test_plain_lines_name_what_matters(clock: HandClock) -> None:
     target = console(terminal=False)
     with Progress(120, 0, "quickstart", target) as bar:
         run(bar, clock, range(1, 4), 2.0)
@@ -93,7 +84,7 @@ def test_plain_lines_name_what_matters(clock: Clock) -> None:
         assert part in lines[-1]
 
 
-def test_fast_steps_give_at_most_a_line_a_second_and_always_the_last(clock: Clock) -> None:
+def test_fast_steps_give_at_most_a_line_a_second_and_always_the_last(clock: HandClock) -> None:
     target = console(terminal=False)
     with Progress(1000, 0, "fast", target) as bar:
         run(bar, clock, range(1, 1001), 0.01)
@@ -102,7 +93,7 @@ def test_fast_steps_give_at_most_a_line_a_second_and_always_the_last(clock: Cloc
     assert lines[-1].startswith("step 1000/1000")
 
 
-def test_a_long_wait_is_told_in_plain_lines(clock: Clock) -> None:
+def test_a_long_wait_is_told_in_plain_lines(clock: HandClock) -> None:
     target = console(terminal=False)
     with Progress(10, 0, "x", target) as bar:
         bar.phase("build", "roles")
@@ -113,7 +104,7 @@ def test_a_long_wait_is_told_in_plain_lines(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
-def test_the_panel_fits_its_width_and_shows_everything(clock: Clock, width: int) -> None:
+def test_the_panel_fits_its_width_and_shows_everything(clock: HandClock, width: int) -> None:
     target = console(width, terminal=True)
     bar = Progress(120, 0, "quickstart", target)
     bar.evaluation(0, {"eval/heldout/reward_mean": 0.12, "eval/heldout/pass@1": 0.25, "eval/heldout/pass@8": 0.5})
@@ -137,7 +128,7 @@ def test_the_panel_fits_its_width_and_shows_everything(clock: Clock, width: int)
     assert "warning: odd [numbers]" in text_of(target)
 
 
-def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(clock: Clock) -> None:
+def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(clock: HandClock) -> None:
     bar = Progress(100, 0, "resumed", console(terminal=False))
     bar.start_at(90)
     assert bar.eta_s is None
@@ -146,7 +137,9 @@ def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(
     assert bar.eta_s == pytest.approx(5 * 2.0)
 
 
-def test_the_panel_is_not_redrawn_more_often_than_it_can_be_seen(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_is_not_redrawn_more_often_than_it_can_be_seen(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn = 0
     render = Progress.render
 
@@ -164,7 +157,7 @@ def test_the_panel_is_not_redrawn_more_often_than_it_can_be_seen(clock: Clock, m
     assert 10 <= drawn <= 10 / module.REDRAW_S + 2
 
 
-def test_missing_and_broken_numbers_are_dashes(clock: Clock) -> None:
+def test_missing_and_broken_numbers_are_dashes(clock: HandClock) -> None:
     target = console(terminal=False)
     with Progress(1, 0, "x", target) as bar:
         bar.step({"step": 1, "reward/mean": None})
