@@ -2,9 +2,8 @@
 
     .venv/bin/python scripts/bench_packing.py [--shape 7B] [--budget 16384] [--data FOLDER]
 
-Each batch of lengths goes to ranks and there into micro-batches, in two ways: with even tokens and first-fit
-decreasing, groups whole where no rank then has more than 1.1 of the average (what rlctl did before), and as it does.
-Printed, before → now:
+Each batch of lengths goes to ranks and there into micro-batches, in two ways. Plainly: even tokens and first-fit
+decreasing, groups whole where no rank then has more than 1.1 of the average. And as rlctl does. Printed, plain → rlctl:
 
 imbalance   FLOPs of the heaviest rank by the average of all (`specs/wire/model_flops.py`)
 lock step   FLOPs of the heaviest micro-batch of each round, added up, by the same average: what ranks take that wait
@@ -111,7 +110,7 @@ def make_batch(lengths: Lengths, seed: int = 0) -> Batch:
 # ── the two ways ──────────────────────────────────────────────────────────────────────────────────
 
 
-def before(batch: Batch, size: DecoderSize, ranks: int, budget: int) -> list[tuple[SequenceWork, Parts]]:
+def plain(batch: Batch, size: DecoderSize, ranks: int, budget: int) -> list[tuple[SequenceWork, Parts]]:
     """Even tokens, then first-fit decreasing of whole families."""
     length_B, (_, group_B) = batch["length_B"], np.unique(batch["group_B"], return_inverse=True)
     owner_B = _lightest(np.bincount(group_B, length_B), ranks)[group_B]
@@ -121,7 +120,7 @@ def before(batch: Batch, size: DecoderSize, ranks: int, budget: int) -> list[tup
     return [(work, _first_fit(work, budget)) for work in works]
 
 
-def now(batch: Batch, size: DecoderSize, ranks: int, budget: int) -> list[tuple[SequenceWork, Parts]]:
+def as_rlctl(batch: Batch, size: DecoderSize, ranks: int, budget: int) -> list[tuple[SequenceWork, Parts]]:
     works = [
         SequenceWork.of(batch.select(share), size=size) for share in shards(SequenceWork.of(batch, size=size), ranks)
     ]
@@ -225,7 +224,7 @@ def main() -> None:
     if args.data is not None:
         kinds["GSM8K"] = gsm8k(Path(args.data) / "gsm8k" / "train.jsonl")
     kinds |= {"long tail": long_tail, "two kinds": two_kinds, "even": even_lengths}
-    print(f"{args.shape}, at most {args.budget} tokens in a micro-batch; before → now, the mean of 5 batches\n")
+    print(f"{args.shape}, at most {args.budget} tokens in a micro-batch; plain → rlctl, the mean of 5 batches\n")
     print(
         "| lengths | groups × size | ranks | imbalance | lock step | rounds | idle | waste | sdpa |\n"
         + "|---" * 9
@@ -235,7 +234,7 @@ def main() -> None:
         for groups, members, ranks in ((16, 8, 2), (64, 8, 4), (64, 8, 8), (256, 4, 16), (128, 16, 64)):
             print(_line(name, draw, groups, members, ranks, size, args.budget))
     print("\nOne rank, 16,384 sequences; CPU time of one thread, ms\n")
-    print("| lengths | groups × size | micro-batches | to ranks | before | now |\n" + "|---" * 6 + "|")
+    print("| lengths | groups × size | micro-batches | to ranks | plain | rlctl |\n" + "|---" * 6 + "|")
     for name, draw in kinds.items():
         for groups, members in ((2048, 8), (16384, 1)):
             print(_timed(name, make_batch(draw(groups, members, 0)), groups, members, size, args.budget))
@@ -251,7 +250,9 @@ def _line(
     budget: int,
 ) -> str:
     batches = [make_batch(draw(groups, members, seed)) for seed in range(5)]
-    pair = [[Figures.of(batch, size, way(batch, size, ranks, budget)) for batch in batches] for way in (before, now)]
+    pair = [
+        [Figures.of(batch, size, way(batch, size, ranks, budget)) for batch in batches] for way in (plain, as_rlctl)
+    ]
 
     def cell(field: str, shown: str) -> str:
         means = [np.mean([getattr(figures, field) for figures in side]) for side in pair]
@@ -270,11 +271,11 @@ def _timed(name: str, batch: Batch, groups: int, members: int, size: DecoderSize
     shards(SequenceWork.of(batch, size=size), 8)
     shared = time.thread_time()
     _first_fit(SequenceWork.of(batch, size=size), budget)
-    former = time.thread_time()
+    plain_done = time.thread_time()
     work = SequenceWork.of(batch, size=size)
     parts = even_rows(work, budget, fewest_rows(work, budget), 0)
     done = time.thread_time()
-    spent = [f"{1000 * seconds:.0f}" for seconds in (shared - start, former - shared, done - former)]
+    spent = [f"{1000 * seconds:.0f}" for seconds in (shared - start, plain_done - shared, done - plain_done)]
     return f"| {name} | {groups} × {members} | {len(parts)} | " + " | ".join(spent) + " |"
 
 
