@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from backends.hf.hf_model import build_without_memory, describe
 from backends.hf.score_layer import score_names
 from backends.megatron import vocab_head
-from backends.megatron.megatron_start import has_fused_norms, start_megatron, stop_megatron
+from backends.megatron.megatron_start import has_fused_norms, import_megatron, start_megatron, stop_megatron
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.sharded_weights import MOMENTS, Kind, ShardedWeights
 from backends.megatron.weight_map import ModelMap
@@ -94,6 +94,11 @@ class MegatronTrainEngine(HfTrainEngine):
     def _held_dtype(cls, config: TrainConfig) -> DType:
         """Megatron makes the fp32 masters by itself."""
         return config.model.dtype
+
+    @classmethod
+    def import_code(cls, config: TrainConfig) -> None:
+        super().import_code(config)
+        import_megatron(config.model.device)
 
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:

@@ -17,8 +17,8 @@ from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.spec import DType
 
 
-def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> None:
-    """Join the ranks' group and cut it in Megatron's."""
+def import_megatron(device: str) -> None:
+    """Megatron-core, as it runs on this device. Raises ModelError where it is not installed."""
     if importlib.util.find_spec("megatron") is None:
         raise ModelError(
             "the engine megatron needs Megatron-core, which this interpreter does not have",
@@ -29,6 +29,12 @@ def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> 
         from backends.megatron import cpu_shim
 
         cpu_shim.install()
+    from backends.megatron import megatron_model  # noqa: F401
+
+
+def start_megatron(rank: Rank, device: str, table: MegatronTable, seed: int) -> None:
+    """Join the ranks' group and cut it in Megatron's. Raises ModelError where it is not installed."""
+    import_megatron(device)
     join_group(rank, device, even_alone=True)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

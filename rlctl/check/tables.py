@@ -20,7 +20,7 @@ from specs.packages import page
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
-from specs.schema.mesh import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
+from specs.schema.mesh import Mesh, RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
 from specs.schema.roles import ACTOR
 from specs.schema.spec import RoleSection, Spec
 
@@ -160,13 +160,20 @@ def _seats_table(spec: Spec) -> Table:
             if _shows_mesh(section):
                 table.add_row(name, "not known", "", _span(list(range(section.processes))), "", "")
             continue
-        meshes = [(f"replicate {mesh.replicate} × shard {mesh.shard}", shard_groups(section))]
+        meshes = [(_axes(section, mesh), shard_groups(section))]
         if shared := sequence_groups(section):
             of_samples = (f"data {len(shared)} × sequence {mesh.sequence}", shared)
             meshes = [*(meshes if _model_is_cut(section) else []), of_samples]
         for place, (said, groups) in enumerate(meshes):
             _add_groups(table, "" if place else name, said, section, groups)
     return table
+
+
+def _axes(section: RoleSection, mesh: Mesh) -> str:
+    """By the names that the role's engine has for them, where it has others."""
+    engine, two = engine_of(section), {"replicate": mesh.replicate, "shard": mesh.shard}
+    own = (engine.reported_mesh(section.processes) if engine is not None else None) or {}
+    return " × ".join(f"{axis} {ranks}" for axis, ranks in (own if own.keys() - two else two).items())
 
 
 def _model_is_cut(section: RoleSection) -> bool:

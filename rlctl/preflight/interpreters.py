@@ -200,7 +200,9 @@ def _foreign(role: RoleName, section: RoleSection, path: str) -> Iterator[Proble
         return
     if missing := [package for package in needed_packages(role, section) if not found.version(package)]:
         what = "package" if len(missing) == 1 else "packages"
-        yield Problem(key, f"lacks the {what} {', '.join(missing)}", _how_to_install(section, path, missing), value)
+        yield Problem(
+            key, f"lacks the {what} {', '.join(missing)}", _how_to_install(role, section, path, missing), value
+        )
     for clash in found.clashes():
         yield Problem(key, clash, f"install what fits there: {path} -m pip install …", value)
 
@@ -258,8 +260,11 @@ def _where_to_get(section: RoleSection) -> str:
     return _set_up(kind) if kind else f"leave it out to use {sys.executable}"
 
 
-def _how_to_install(section: RoleSection, path: str, missing: list[str]) -> str:
+def _how_to_install(role: RoleName, section: RoleSection, path: str, missing: list[str]) -> str:
     kind = _own_environment(section)
+    if not {*missing} & {*WORKER_PACKAGES, *_engine_packages(section)}:  # the launcher's
+        install = f"{path} -m pip install {' '.join(missing)}"
+        return f'set {role}.launcher = "torchrun", which needs nothing more, or {install}'
     if kind and (path == _made_by_setup(kind) or set(missing) & _of_this_engine_alone(section)):
         return _set_up(kind)
     return f"{path} -m pip install {' '.join(missing)}"

@@ -16,7 +16,7 @@ from rlctl.models.hub import hub_snapshot
 from rlctl.models.paths import resolve_model
 from specs.errors import CheckpointError
 from specs.load.dotted_keys import differing_keys, value_at
-from specs.schema.engines.engine_registry import table_of
+from specs.schema.engines.engine_registry import readers_of, table_of
 from specs.schema.engines.engine_table import TrainTable
 from specs.schema.roles import ACTOR, ROLES
 from specs.schema.spec import RoleSection, Spec
@@ -54,6 +54,8 @@ def differences(
     refused: list[str] = []
     allowed: list[str] = []
     for key in differing_keys(before, after):
+        if _is_of_another_kind(key, before, after):
+            continue
         if _is_frozen(key) and (value_at(before, f"{key}.model") or "") != (value_at(after, f"{key}.model") or ""):
             key = f"{key}.model"  # the section came or went: what counts is the model that it names
         line = f"{key}: {_show(value_at(before, key))} → {_show(value_at(after, key))}"
@@ -62,6 +64,14 @@ def differences(
         else:
             (allowed if may_change(key) else refused).append(line)
     return refused, allowed
+
+
+def _is_of_another_kind(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether a key came or went with the kind of an engine, whose own line says it all."""
+    section, engine, own = key.partition(".engine.")
+    kinds = [value_at(values, f"{section}.engine.kind") for values in (before, after)]
+    went = None in (value_at(before, key), value_at(after, key))
+    return bool(engine) and own != "kind" and went and None not in kinds and kinds[0] != kinds[1]
 
 
 def may_change(key: str) -> bool:
@@ -93,6 +103,7 @@ def about_model(spec: Spec, spec_dir: Path) -> dict[str, Any]:
     lora = spec.actor.lora
     return {
         "engine": spec.actor.engine.kind,
+        "resumes_as": readers_of(spec.actor.engine),
         "lora": None if lora is None else lora.model_dump(mode="json"),
         "model_config": _read_config(spec, spec_dir),
     }

@@ -12,6 +12,8 @@ from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import ModelRole, RewardModelSection, Spec
 from specs.text import listed
 
+_OTHERWISE = "context_parallel"  # the key of an engine that cuts rows itself
+
 
 def sharing_problems(spec: Spec) -> Iterator[Problem]:
     for role, section in spec.sections():
@@ -29,7 +31,10 @@ def _degree(role: RoleName, section: ModelRole) -> Iterator[Problem]:
         return
     if isinstance(engine, TrainTable) and engine.cuts_sequences is False:
         message = f"the ranks of the engine {engine.kind} cannot share samples"
-        yield Problem(key, message, "remove the key: each rank has its own", str(degree))
+        hint = "remove the key: each rank has its own"
+        if _OTHERWISE in type(engine).model_fields:
+            hint = f"remove the key; {role}.engine.{_OTHERWISE} = {degree} cuts every row across so many ranks"
+        yield Problem(key, message, hint, str(degree))
     elif isinstance(engine, TrainTable) and engine.cuts_sequences is None:
         message = f"not known: the engine {engine.kind} does not say whether its ranks can share samples"
         hint = f"remove the key, or take a version of {engine.kind} whose table sets cuts_sequences = True"

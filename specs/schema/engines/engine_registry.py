@@ -53,6 +53,16 @@ def own_kinds(family: foreign.Family) -> Mapping[str, type[EngineTable]]:
     return {kind: table for table in tables for kind in get_args(table.model_fields["kind"].annotation)}
 
 
+def readers_of(engine: TrainTable) -> list[str]:
+    """Kinds that can resume what this engine saves."""
+    same = [
+        kind
+        for kind, table in own_kinds("train").items()
+        if issubclass(table, TrainTable) and table.checkpoint_format == engine.checkpoint_format is not None
+    ]
+    return list(dict.fromkeys([engine.kind, *same]))
+
+
 def table_of(family: foreign.Family, kind: str) -> type[EngineTable] | None:
     """The table of an engine, rlctl's own or another package's; None for a kind that nobody brings."""
     return own_kinds(family).get(kind) or foreign.foreign_table(family, kind)

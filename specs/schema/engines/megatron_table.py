@@ -118,19 +118,7 @@ class MegatronTable(TrainedHere):
         yield from megatron_problems(self, spec.dtype(role), optimizer, role=role)
         yield from self._layer_problems(spec.dtype(role), role, section)
         if section.processes % self.group:
-            axes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
-            if self.context_parallel > 1:
-                axes["context_parallel"] = self.context_parallel
-            message = (
-                f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))}: groups of {self.group} ranks hold a "
-                f"model, but {role} has {section.processes} processes"
-            )
-            near = max(1, section.processes // self.group) * self.group
-            fitting = f"{role}.processes = {near} would fit"
-            if section.processes % (self.tensor_parallel * self.context_parallel) == 0:
-                stages = section.processes // (self.tensor_parallel * self.context_parallel)
-                fitting += f", or {role}.engine.pipeline_parallel = {listed(divisors(stages))}"
-            yield Problem(f"{role}.engine.tensor_parallel", message, fitting, str(self.tensor_parallel))
+            yield self._group_problem(role, section.processes)
         elif (ranks := section.processes // self.pipeline_parallel) % self.expert_group:
             message = (
                 f"expert_parallel × ranks of each expert = {self.expert_parallel} × {self.ranks_of_expert}: groups of "
@@ -154,6 +142,22 @@ class MegatronTable(TrainedHere):
             hint = f'set {role}.engine = {{ kind = "fsdp2" }}: it trains adapters on the same processes, and cuts the '
             hint += f"model across all of them; or remove {role}.lora"
             yield Problem(f"{role}.lora", message, hint)
+
+    def _group_problem(self, role: RoleName, processes: int) -> Problem:
+        """Axes that do not give the role's processes, with what would."""
+        axes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+        if self.context_parallel > 1:
+            axes["context_parallel"] = self.context_parallel
+        message = (
+            f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))}: groups of {self.group} ranks hold a "
+            f"model, but {role} has {processes} processes"
+        )
+        fitting = [f"{role}.processes = {max(1, processes // self.group) * self.group} would fit"]
+        for axis, degree in axes.items():
+            others = self.group // degree
+            if processes % others == 0:
+                fitting.append(f"{role}.engine.{axis} = {listed(divisors(processes // others))}")
+        return Problem(f"{role}.engine.tensor_parallel", message, ", or ".join(fitting), str(self.tensor_parallel))
 
     def _layer_problems(self, dtype: DType, role: RoleName, section: RoleSection) -> Iterator[Problem]:
         """TransformerEngine's layers, asked for where they cannot be."""
@@ -207,10 +211,10 @@ class MegatronTable(TrainedHere):
         stages = self.pipeline_parallel * self.virtual_pipeline
         if facts.layers % stages and not facts.layers % self.pipeline_parallel:
             each = facts.layers // self.pipeline_parallel
-            message = f"does not divide the {each} layers of a stage"
-            yield Problem(
-                f"{key}.virtual_pipeline", message, f"use {listed(divisors(each))}", show(self.virtual_pipeline)
-            )
+            message, hint = f"does not divide the {each} layers of a stage", f"use {listed(divisors(each))}"
+            if each == 1:
+                message, hint = "a stage has one layer", "remove the key"
+            yield Problem(f"{key}.virtual_pipeline", message, hint, show(self.virtual_pipeline))
         if facts.layers % self.pipeline_parallel:
             message = f"does not divide the model's {facts.layers} layers: every stage has as many"
             hint = f"use {listed(divisors(facts.layers))}"

@@ -83,6 +83,14 @@ def test_each_rank_says_its_axes(finished):
     assert {rank["python"] for role in of for rank in built[role]} == {str(PYTHON)}
 
 
+def test_the_library_does_not_count_as_what_a_role_holds(finished):
+    """Megatron-core's modules alone are 60 MB; the plan is of the model."""
+    _, run = finished
+    held = json.loads((run / "memory.json").read_text())
+    assert held["actor"]["used_GiB"] < held["actor"]["planned_GiB"] + 0.03
+    assert held["critic"]["used_GiB"] < held["critic"]["planned_GiB"] + 0.03
+
+
 def test_its_checkpoint_exports(finished, tmp_path):
     _, run = finished
     done = rlctl("export-checkpoint", run, tmp_path / "exported")

@@ -152,6 +152,12 @@ def test_who_sits_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 8–15 0 CPU" in lines
 
 
+def test_axes_have_the_names_that_their_engine_gives_them(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(spec, ("actor.engine.kind=megatron", "actor.processes=4", "actor.engine.tensor_parallel=2"), as_json=False)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "actor data 2 × pipeline 1 × tensor 2 0 0–1 0 CPU" in lines
+
+
 EIGHT = "[0,1,2,3,4,5,6,7]"
 OF_64 = (
     *("actor.nodes=8", "actor.processes=64", "actor.launcher=torchrun", "actor.engine.kind=fsdp2"),

@@ -22,6 +22,7 @@ from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, 
 from specs.errors import Problem
 from specs.load.load import load_spec
 from specs.schema.engines.megatron_table import MegatronTable
+from specs.schema.spec import ActorSection
 from specs.text import show
 
 VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
@@ -263,6 +264,16 @@ def test_elsewhere_what_this_machine_lacks_is_a_warning(tmp_path: Path) -> None:
         assert (sorted(problem.key for problem in errors), warnings) == (keys, [])
         errors, warnings = file_problems(spec, tmp_path, elsewhere=True)
         assert (errors, sorted(problem.key for problem in warnings)) == ([], keys)
+
+
+def test_what_a_launcher_alone_needs_is_not_said_to_come_with_an_engine() -> None:
+    made = interpreters._made_by_setup("megatron")
+    section = ActorSection(engine=MegatronTable(), launcher="deepspeed", python=made)
+    hint = interpreters._how_to_install("actor", section, made, ["deepspeed"])
+    assert hint == f'set actor.launcher = "torchrun", which needs nothing more, or {made} -m pip install deepspeed'
+    assert "setup-engine megatron" in interpreters._how_to_install(
+        "actor", section, made, ["deepspeed", "megatron-core"]
+    )
 
 
 def test_a_missing_torch_is_an_error_before_the_start(tmp_path: Path) -> None:

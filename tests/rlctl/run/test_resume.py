@@ -68,6 +68,19 @@ REFUSED = {
 }
 
 
+def test_another_engine_is_one_line(tmp_path):
+    """Not one more for each key that only one of the two has; for what both have, it is."""
+    spec = preset("megatron-cpu", tmp_path)
+    before = load_spec(spec, ["actor.engine.logits_chunk_tokens=32"]).resolved()
+    ddp = ["actor.engine.kind=ddp", "actor.engine.logits_chunk_tokens=64"]
+    refused, allowed = differences(before, load_spec(spec, ddp).resolved())
+    assert refused == []
+    assert sorted(allowed) == [
+        'actor.engine.kind: "megatron" → "ddp"',
+        "actor.engine.logits_chunk_tokens: 32 → 64",
+    ]
+
+
 @pytest.mark.parametrize("change", [*ALLOWED, *REFUSED])
 def test_what_may_change(tmp_path, change):
     spec = preset("quickstart", tmp_path)
@@ -114,7 +127,9 @@ def here(tmp_path):
 def test_a_checkpoint_fits_its_own_run_whatever_holds_it(here, tmp_path):
     spec_path, overrides = here
     manifest = {"step": 3, **about_model(load_spec(spec_path, overrides), tmp_path)}
-    for kind in ("ddp", "fsdp2", "zero", "zero3"):
+    kinds = ["ddp", "fsdp2", "zero", "zero3", "megatron"]
+    assert manifest["resumes_as"] == kinds
+    for kind in kinds:
         check_fits(manifest, load_spec(spec_path, [*overrides, f"actor.engine.kind={kind}"]), tmp_path)
     assert manifest["model_config"]["vocab_size"] == 15
 
@@ -145,6 +160,8 @@ def test_engines_without_a_common_format(here, tmp_path):
     spec_path, overrides = here
     spec = load_spec(spec_path, overrides)
     manifest = {"step": 3, **about_model(spec, tmp_path), "engine": "fake"}
+    fake = ("actor.engine.kind=fake", "rollout.engine.kind=fake")
+    assert about_model(load_spec(spec_path, [*overrides, *fake]), tmp_path)["resumes_as"] == ["fake"]
     with pytest.raises(CheckpointError, match="written by the train engine fake: ddp cannot read it"):
         check_fits(manifest, spec, tmp_path)
 

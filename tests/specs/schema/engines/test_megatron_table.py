@@ -50,6 +50,13 @@ GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_
             "divide the 3 layers of a stage",
             "use 1 or 3",
         ),
+        (
+            MODEL,
+            {"pipeline_parallel": 6, "virtual_pipeline": 2},
+            "virtual_pipeline",
+            "a stage has one layer",
+            "remove the key",
+        ),
         (MODEL, {"pipeline_parallel": 4}, "pipeline_parallel", "divide the model's 6 layers", "use 1, 2, 3 or 6"),
     ],
 )
@@ -80,6 +87,32 @@ def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
     assert (cut.mesh(8).replicate, cut.mesh(8).shard) == (2, 4)
     assert cut.reported_mesh(8) == {"data": 2, "pipeline": 1, "tensor": 2, "context": 2}
     assert cut.alone().mesh(1).ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("processes", "axes", "hint"),
+    [
+        (2, {"tensor_parallel": 4}, "actor.processes = 4 would fit, or actor.engine.tensor_parallel = 1 or 2"),
+        (
+            4,
+            {"tensor_parallel": 2, "context_parallel": 4},
+            "= 8 would fit, or actor.engine.tensor_parallel = 1, or actor.engine.context_parallel = 1 or 2",
+        ),
+        (
+            6,
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            "4 would fit, or actor.engine.tensor_parallel = 1 or 3, or",
+        ),
+        (5, {"tensor_parallel": 2, "pipeline_parallel": 2}, "actor.processes = 4 would fit"),
+    ],
+)
+def test_axes_that_do_not_give_the_processes_are_named_with_what_would(
+    processes: int, axes: dict[str, int], hint: str
+) -> None:
+    spec = Spec.model_validate(raw_spec())
+    section = ActorSection(engine=MegatronTable(**axes), processes=processes)
+    (found,) = section.engine.problems(spec, "actor", section)
+    assert hint in found.hint
 
 
 def test_what_other_engines_do_is_refused() -> None:
