@@ -101,6 +101,9 @@ def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
                 f"--from {text}: {run} has no checkpoint", hint="its checkpoint.every says when it saves"
             )
         step = found.step
+    elif step not in (there := checkpoints.steps_in(run / "checkpoints")):
+        hint = f"it has: {', '.join(map(str, there)) or 'none'}"
+        raise UsageError(f"--from {text}: {run} has no checkpoint of step {step}", hint=hint)
     if spec.run.steps <= step:
         hint = f"steps are counted on from there: raise run.steps above {step}, e.g. --set run.steps={2 * step}"
         raise UsageError(f"--from {text}: that is step {step}, and run.steps = {spec.run.steps}", hint=hint)
