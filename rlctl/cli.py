@@ -104,7 +104,8 @@ def init(
     if known is not None:
         typer.echo(f"wrote {known.write(path, force=force, elsewhere=elsewhere)}")
         starts = known.start(path)
-    typer.echo(f"\nnext: rlctl check-config {quoted}\n      {starts}")
+    there = " --target cluster" if elsewhere else ""
+    typer.echo(f"\nnext: rlctl check-config {quoted}{there}\n      {starts}")
 
 
 class ProbeLevel(StrEnum):

@@ -190,7 +190,8 @@ def test_for_a_cluster_what_is_missing_here_is_a_note(tmp_path, monkeypatch):
     for name, value in {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
     spec = "spec.toml"
-    assert rlctl("init", spec, "--preset", "grpo-8gpu-separate", "--target", "cluster", cwd=tmp_path).returncode == 0
+    made = rlctl("init", spec, "--preset", "grpo-8gpu-separate", "--target", "cluster", cwd=tmp_path)
+    assert "next: rlctl check-config spec.toml --target cluster\n" in made.stdout
     assert 'python = ".venv-vllm/bin/python"' in (tmp_path / spec).read_text()
     done = rlctl("check-config", spec, "--target", "cluster", "--strict", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
