@@ -404,9 +404,9 @@ def show_error(error: RlctlError) -> None:
     problems = error.problems if isinstance(error, SpecError) else [Problem("", error.message, error.hint)]
     if sys.stderr is None:
         return
-    outlet = SafeStdout(sys.stderr)  # the exit code must not depend on who still listens
+    stderr = SafeStdout(sys.stderr)  # the exit code must not depend on who still listens
     for index, problem in enumerate(problems):
-        print(("\n" if index else "") + problem_text("error", problem), file=outlet, flush=True)
+        print(("\n" if index else "") + problem_text("error", problem), file=stderr, flush=True)
 
 
 def problem_text(word: str, problem: object) -> str:

@@ -66,7 +66,7 @@ def rescore(path: Path, dtype: str, step: int | None, rows: int) -> None:
     if held != about["step"] - 1:
         print(f"note: the batch was drawn with the weights of step {about['step'] - 1}; updates since are in the gaps")
     print_table(batch, again_T, rows)
-    print(verdict(batch, again_T))
+    print(whose_are_off(batch, again_T))
 
 
 def read(path: Path) -> tuple[Batch, dict[str, Any]]:
@@ -119,7 +119,7 @@ def print_table(batch: Batch, again_T: np.ndarray, rows: int) -> None:
         )
 
 
-def verdict(batch: Batch, again_T: np.ndarray) -> str:
+def whose_are_off(batch: Batch, again_T: np.ndarray) -> str:
     mask_T = batch["loss_mask_T"] > 0
     sampler, trainer = (
         float(np.abs(batch[name] - again_T)[mask_T].mean()) for name in ("rollout_logprob_T", "trainer_logprob_T")

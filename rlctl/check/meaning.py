@@ -80,15 +80,17 @@ def hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
         remote = {node.node_rank: node.host for node in role.remote}
         for node, number in enumerate(spec.role(role.role).hosts):
             name = remote.get(node, "this host" if number == 0 else f"node {number}")
-            seats = {"ranks": list(role.ranks_of(node)), "devices": list(role.devices)}
-            found.setdefault(number, {"number": number, "host": name, "roles": {}})["roles"][role.role] = seats
+            held = {"ranks": list(role.ranks_of(node)), "devices": list(role.devices)}
+            found.setdefault(number, {"number": number, "host": name, "roles": {}})["roles"][role.role] = held
     return [found[number] for number in sorted(found)]
 
 
 def links(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
     """The ways that weights take, from the actor's rank 0 on this host: to which host, and how many replicas there."""
-    seats = [(place["host"], len(place["roles"].get(ROLLOUT, {"ranks": []})["ranks"])) for place in hosts(spec, plan)]
-    return [{"host": host, "replicas": count} for host, count in seats if count]
+    replicas = [
+        (place["host"], len(place["roles"].get(ROLLOUT, {"ranks": []})["ranks"])) for place in hosts(spec, plan)
+    ]
+    return [{"host": host, "replicas": count} for host, count in replicas if count]
 
 
 def placement(spec: Spec) -> dict[str, dict[str, Any]]:

@@ -66,7 +66,7 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
             out.print(_interpreters_table(findings.spec, listed))
             out.print()
         if any(_shows_mesh(findings.spec.role(name)) for name in findings.spec.roles):
-            out.print(_seats_table(findings.spec))
+            out.print(_groups_table(findings.spec))
             out.print()
         if any(findings.spec.role(name).leaves_host for name in findings.spec.roles):
             out.print(_hosts_table(findings.spec, findings.plan))
@@ -152,7 +152,7 @@ def _not_known(listed: Listed) -> list[str]:
     ]
 
 
-def _seats_table(spec: Spec) -> Table:
+def _groups_table(spec: Spec) -> Table:
     table = Table("role", "mesh", "group", "ranks", "node", "devices", box=None, pad_edge=False)
     for name in spec.roles:
         section, mesh = spec.role(name), mesh_of(spec.role(name))
@@ -219,9 +219,9 @@ def _hosts_table(spec: Spec, plan: Plan) -> Table:
     """Who sits where, host by host."""
     table = Table("host", "role", "ranks", "devices", box=None, pad_edge=False)
     for place in hosts(spec, plan):
-        for number_of_role, (role, seats) in enumerate(place["roles"].items()):
-            devices = f"GPU {_span(seats['devices'])}" if seats["devices"] else "CPU"
-            table.add_row("" if number_of_role else place["host"], role, _span(seats["ranks"]), devices)
+        for number_of_role, (role, held) in enumerate(place["roles"].items()):
+            devices = f"GPU {_span(held['devices'])}" if held["devices"] else "CPU"
+            table.add_row("" if number_of_role else place["host"], role, _span(held["ranks"]), devices)
     return table
 
 

@@ -221,11 +221,11 @@ def _print_place(out: Screen, place: Place) -> None:
         bar = f"{bar[:edge]}|{bar[edge:]}"
     parts = "  ".join(f"{_SHADES[i % len(_SHADES)]} {role} {n / GIB:.1f}" for i, (role, n) in enumerate(held.items()))
     whose = "" if place.kind == "GPU" else "host memory of "
-    out.print(Text.assemble(f"{whose}{name}: ", *_verdict(place)), soft_wrap=True)
+    out.print(Text.assemble(f"{whose}{name}: ", *_whether_it_fits(place)), soft_wrap=True)
     out.print(f"  {bar}  {place.fullest}: {parts} GiB\n", soft_wrap=True)
 
 
-def _verdict(place: Place) -> list[str | tuple[str, str]]:
+def _whether_it_fits(place: Place) -> list[str | tuple[str, str]]:
     """Words, with their style where they have one."""
     used = f"{place.peak / GIB:.1f}"
     open_ = f", and what {' and '.join(place.not_known)} holds is not known" if place.not_known else ""

@@ -207,8 +207,8 @@ def test_who_sits_on_which_host_and_where_weights_go(spec: Path, capsys: pytest.
     assert "from this host to 2 replicas on b, 2 replicas on c" in lines
     _, found = as_json(spec, capsys, *far)
     assert found["sync"]["to"] == [{"host": "b", "replicas": 2}, {"host": "c", "replicas": 2}]  # type: ignore[index]
-    seat = {"number": 2, "host": "c", "roles": {"rollout": {"ranks": [2, 3], "devices": []}}}
-    assert found["hosts"][2] == seat  # type: ignore[index]
+    third = {"number": 2, "host": "c", "roles": {"rollout": {"ranks": [2, 3], "devices": []}}}
+    assert found["hosts"][2] == third  # type: ignore[index]
 
 
 def test_who_shares_samples(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
