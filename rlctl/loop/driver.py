@@ -232,8 +232,8 @@ class Driver:
             self.said_lone = True
             least = self.spec.algorithm.advantage.min_group
             self.progress.warning(
-                f"step {step}: {groups} groups have fewer than {least} completions that could be graded: nothing to "
-                "compare with, so their advantages are 0. Said once; reward/lone_groups counts on"
+                f"step {step}: groups with fewer than {least} completions that could be graded: {groups}. With nothing "
+                "to compare, their advantages are 0. Said once; reward/lone_groups counts on"
             )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────

@@ -44,9 +44,20 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
         message = f"λ is 0 up to {1 / alpha:g} tokens, and a completion has {longest} at most"
         hint = f"use more than {1 / longest:.2g}, or leave it out for gae_lambda"
         yield Problem("algorithm.gae_length_alpha", message, hint, show(alpha))
+    yield from _critics_optimizer(spec)
     if spec.rollout.max_staleness and algorithm.anchor == "trainer" and algorithm.correction is None:
         message = "nothing corrects that samples are of older weights (rollout.max_staleness > 0)"
         yield Problem("algorithm.anchor", message, "leave it out, or set algorithm.correction", show(algorithm.anchor))
+
+
+def _critics_optimizer(spec: Spec) -> Iterator[Problem]:
+    """A section [critic] takes nothing from [actor], whose optimizer the critic has without one."""
+    critic, actor = spec.critic, spec.actor.optimizer
+    if critic is None or not spec.needs_critic or "optimizer" in critic.model_fields_set:
+        return
+    if critic.optimizer != actor:
+        message = f"not set, so that lr is {critic.optimizer.lr:g}; without [critic] it would be the actor's"
+        yield Problem("critic.optimizer", message, f"write optimizer = {{ lr = {actor.lr:g} }}, or what is meant")
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:

@@ -61,7 +61,7 @@ def test_a_broken_reward_is_told_in_the_run(tmp_path):
     assert (first["reward/mean"], first["reward/term_0"]) == (1.0, 1.0)
     assert first["reward/silent_groups"] == 1.0, "what was graded scores the same everywhere"
     assert 0 < first["reward/lone_groups"] <= 8
-    assert f"step 1: {first['reward/lone_groups']} groups have fewer than 2 completions that could be graded" in (
+    assert f"step 1: groups with fewer than 2 completions that could be graded: {first['reward/lone_groups']}." in (
         " ".join(done.stdout.split())
     )
     assert "name 'oops' is not defined" in (tmp_path / "run" / "reward_failures.jsonl").read_text()
