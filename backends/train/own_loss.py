@@ -44,6 +44,16 @@ def try_loss(path: str) -> list[float]:
     return [*loss_N.tolist(), *grad_N.tolist()]
 
 
+def wrong_sign(path: str) -> bool:
+    """Whether the loss falls as a good token becomes rarer, and as a bad one becomes more frequent: each where it was
+    sampled, at a ratio of 1. Raises OwnFunctionError."""
+    advantage_N = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    logprob_N = torch.linspace(-2.0, -0.1, 4).requires_grad_()
+    loss_N = own_loss(path, logprob_N, logprob_N.detach().clone(), advantage_N)
+    (grad_N,) = torch.autograd.grad(loss_N.sum(), logprob_N, allow_unused=True)
+    return grad_N is not None and bool((grad_N * advantage_N > 0).all())
+
+
 def _loss_and_gradient(path: str, count: int) -> tuple[Tensor, Tensor]:
     """Of the first so many tokens. Raises OwnFunctionError."""
     logprob_N = torch.linspace(-2.0, -0.1, 6)[:count].requires_grad_()

@@ -55,7 +55,9 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes += [not_here(problem) for problem in of_here]
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes, elsewhere=elsewhere)
-    warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
+    of_keys = cross_field_warnings(spec)
+    patterns = {one.key for one in of_keys if one.key.endswith(".pattern")}  # of which the rest may follow
+    warnings = [*of_keys, *(one for one in warnings if one.key not in patterns), *_run_dir(spec)]
     try:
         plan = make_plan(spec, spec_dir)
     except SpecError as error:

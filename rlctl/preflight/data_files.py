@@ -44,7 +44,7 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
     folder = model_folder(spec.model.path, spec_dir)
     if isinstance(folder, Path) and not sense[0]:
         told = {problem.key for problem in warnings}
-        more = [*rendered_warnings(spec, folder, template, looked), *token_warnings(spec, folder, looked)]
+        more = [*rendered_warnings(spec, folder, template, looked), *token_warnings(spec, folder, template, looked)]
         for problem in more:  # of a key that has been said something of, the rest may follow from it
             warnings += [problem] if problem.key not in told else []
             told.add(problem.key)

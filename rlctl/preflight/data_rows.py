@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 BYTES_LOOKED_AT = 8 << 20
 PARQUET_ROWS_LOOKED_AT = 10_000
 _BATCH_ROWS = 1000
-_DROPPED_TOLD = 50  # first rows of which one that is dropped is told: it may be all of them
+_DROPPED_TOLD = 50  # first rows of which it is told that some are dropped,
+_DROPPED_SHARE = 0.1  # where these are more than so many of them
 _NAME_COLUMNS = "name the columns with data.prompt_column, data.answer_column or data.template"
 _NAME_ANOTHER = "name the column that holds it, or make it text in the file"
 _REPAIR = 'fix the row, or set data.bad_rows = "drop"'
@@ -64,19 +65,25 @@ def look_at_rows(file: Path, spec: Spec, *, chat: bool, most: int | None = None)
     """Rows of a `.jsonl` or `.parquet` file, up to the first that is wrong. `chat`: whether a prompt may be a list of
     messages, for all that is known. `most`: rows that a run reads."""
     rows: list[Mapping[str, Any]] = []
-    drops = spec.data.bad_rows == "drop"
+    dropped: list[Fault] = []  # of the first rows
+    seen, drops = 0, spec.data.bad_rows == "drop"
     try:
         if _begins_as(file, LFS):
             return Looked((), Fault("a pointer of Git LFS, not the file itself", _PULL))
         found_rows = _jsonl(file, spec, chat) if file.suffix == ".jsonl" else _parquet(file, spec, chat)
-        for number, found in enumerate(islice(found_rows, most)):
+        for seen, found in enumerate(islice(found_rows, most), 1):
             if not isinstance(found, Fault):
                 rows.append(found)
-            elif not (found.of_a_row and drops and number >= _DROPPED_TOLD):
+            elif not (found.of_a_row and drops):
                 return Looked(tuple(rows), found)
+            elif seen <= _DROPPED_TOLD:
+                dropped.append(found)
+            if seen == _DROPPED_TOLD and len(dropped) > _DROPPED_SHARE * seen:
+                return Looked(tuple(rows), dropped[0])
     except OSError as error:
         return Looked((), Fault(f"cannot be read: {error.strerror or error}", _ANEW))
-    return Looked(tuple(rows))
+    many = len(dropped) > _DROPPED_SHARE * min(seen, _DROPPED_TOLD)
+    return Looked(tuple(rows), dropped[0] if many else None)
 
 
 def _begins_as(file: Path, text: str) -> bool:

@@ -17,7 +17,7 @@ from specs.schema.rewards import Regex
 from specs.schema.spec import Spec
 from specs.templates import render_template
 from specs.text import show
-from workers.data.chat_sense import MARKUP, Message, around_answer, longest_word, unwritten_header
+from workers.data.chat_sense import ASKED, MARKUP, Message, around_answer, longest_word, unwritten_header
 from workers.grading.pattern_example import example
 
 _ROWS = 32
@@ -92,7 +92,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 def _of_rows(spec: Spec, key: str, found: Looked, render: Rendering) -> Iterator[Problem]:
     """The first row that the template refuses, or rows whose text it leaves out."""
-    conversations = [_messages(row, spec) for row in found.rows[:_ROWS]]
+    conversations = [messages_of(row, spec) for row in found.rows[:_ROWS]]
     left_out = 0
     for messages in conversations:
         try:
@@ -112,6 +112,33 @@ def _of_rows(spec: Spec, key: str, found: Looked, render: Rendering) -> Iterator
         shown = show(render(conversations[0]), 60)
         message = f"the chat template leaves the messages' text out: a prompt is {shown}"
         yield Problem("model.path", message, "repair the chat template, or use the model's own", show(spec.model.path))
+    elif gone := [who for messages in conversations if (who := _unseen(render, messages))]:
+        yield from _not_all_seen(spec, key, gone, len(conversations))
+
+
+def _not_all_seen(spec: Spec, key: str, gone: Sequence[str], rows: int) -> Iterator[Problem]:
+    """Messages before the last one that a model never sees."""
+    if gone[0] == "system" and spec.data.system:
+        hint = "put its text into the user's message, with data.template, or use the model's own chat template"
+        yield Problem("data.system", "the chat template leaves it out", hint, show(spec.data.system))
+    else:
+        message = f"the chat template leaves out a {gone[0]} message in {len(gone)} of the first {rows} rows"
+        yield Problem(key, message, "put its text into the last message", source_of(key, spec))
+
+
+def _unseen(render: Rendering, messages: Sequence[Message]) -> str:
+    """Whose message, before the last one, the template leaves out; "" where it has all. Of what an assistant said, a
+    template may leave out the thoughts."""
+    for number, message in enumerate(messages[:-1]):
+        if message.get("role") not in ("system", "user") or not isinstance(message.get("content"), str):
+            continue
+        try:
+            text = render([*messages[:number], {**message, "content": ASKED}, *messages[number + 1 :]])
+        except Refused:
+            return ""
+        if ASKED not in text:
+            return str(message["role"])
+    return ""
 
 
 def _is_refused(render: Rendering, messages: Sequence[Message]) -> bool:
@@ -126,7 +153,8 @@ def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(str(message.get("role")) for message in messages)
 
 
-def _messages(row: Mapping[str, Any], spec: Spec) -> list[Message]:
+def messages_of(row: Mapping[str, Any], spec: Spec) -> list[Message]:
+    """What the template is given of a row."""
     data = spec.data
     prompt = render_template(data.template, row) if data.template else row[data.prompt_column]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -206,8 +234,24 @@ def _end_ids(folder: Path) -> set[int]:
 def _no_end(spec: Spec, folder: Path) -> Iterator[Problem]:
     """A model and a tokenizer that name no token that ends a completion."""
     kind = _object(folder / "tokenizer_config.json").get("tokenizer_class")
-    named = _end_ids(folder) or spec.rollout.stop or "eos_token" in _special_tokens(folder)
-    if not named and kind in _OF_ANY_MODEL and (folder / "tokenizer.json").is_file():
+    text, ids, tokens = _special_tokens(folder).get("eos_token"), _end_ids(folder), _tokens(folder)
+    hint, path = "put eos_token_id into its generation_config.json", show(spec.model.path)
+    if not (ids or spec.rollout.stop or text) and kind in _OF_ANY_MODEL and (folder / "tokenizer.json").is_file():
         message = "no token ends a completion: each has data.max_response_tokens tokens"
-        hint = "put eos_token_id into its generation_config.json"
-        yield Problem("model.path", message, hint, show(spec.model.path))
+        yield Problem("model.path", message, hint, path)
+    if not tokens:
+        return
+    if text and text not in tokens:
+        message = f"eos_token in tokenizer_config.json is {show(text)}, which is no token of tokenizer.json"
+        yield Problem("model.path", message, "use the tokenizer files that the model was trained with", path)
+    special = _named_special(folder)
+    plain = {number: one for one, number in tokens.items() if number in ids and one not in special}
+    if ids and len(plain) == len(ids) and text and text in tokens and tokens[text] not in ids:
+        number, one = next(iter(plain.items()))
+        message = f"eos_token_id {number} is {show(one)} in its tokenizer, which says {show(text)} ends a text"
+        yield Problem("model.path", message, "use the tokenizer and the config of one model", path)
+
+
+def _named_special(folder: Path) -> set[str]:
+    added = _object(folder / "tokenizer.json").get("added_tokens") or ()
+    return {*(one["content"] for one in added), *_special_tokens(folder).values()}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.eval_sets import OF_ALL_SETS, EvalSection, EvalSet, Evaluation
+from specs.schema.rewards import MAX_SCORE
 from specs.schema.sections import is_hub_data, same_source
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
@@ -72,9 +73,32 @@ def _sampling(one: Evaluation) -> Iterator[Problem]:
         yield Problem(f"{one.key}.top_p", why, "remove the key", str(one.top_p))
 
 
+def _range(one: Evaluation, spec: Spec) -> tuple[float, float] | None:
+    """The least and the best that passing is measured by; None where that is not known."""
+    terms = spec.reward.terms
+    if one.pass_term is not None:
+        if one.pass_term >= len(terms) or (best := terms[one.pass_term].right_score) is None:
+            return None
+        return 0.0, best
+    if any(term.right_score is None and not term.is_penalty for term in terms):
+        return None
+    weighted = [(term.weight * (term.right_score or 0.0), term.is_penalty) for term in terms]
+    least = -MAX_SCORE if any(penalty for _, penalty in weighted) else sum(min(value, 0.0) for value, _ in weighted)
+    return least, sum(max(value, 0.0) for value, _ in weighted)
+
+
 def _pass(one: Evaluation, spec: Spec) -> Iterator[Problem]:
-    """A term that there is not, or of which nobody knows when it passes."""
+    """A term that there is not, or of which nobody knows when it passes; a score that none or each has."""
     terms, key = spec.reward.terms, f"{one.key}.pass_term"
+    if one.pass_score is not None and (range_ := _range(one, spec)):
+        least, best = range_
+        of = "their weighted sum" if one.pass_term is None else f"reward.terms.{one.pass_term}"
+        if one.pass_score > best:
+            message = f"no completion passes: {of} is {best:g} at most"
+            yield Problem(f"{one.key}.pass_score", message, f"use at most {best:g}", show(one.pass_score))
+        elif one.pass_score <= least < best:
+            message = f"every completion passes: {of} is {least:g} at least"
+            yield Problem(f"{one.key}.pass_score", message, f"{best:g} is the best score", show(one.pass_score))
     if one.pass_term is None:
         return
     if one.pass_term >= len(terms):

@@ -15,10 +15,11 @@ from specs.text import show
 
 _COLDEST, _NARROWEST = 0.05, 0.05  # temperature and top_p below which one token is nearly all that can be drawn
 _NEARLY_ALL = 0.95  # top_p from which on log-probs lie less than 0.06 apart
-_HOTTEST = 10.0  # temperature above which tokens are drawn nearly as by lot
+_HOTTEST = 2.0  # temperature above which tokens are drawn nearly as by lot
 _LARGEST_LR = 0.1  # AdamW moves each weight by about lr per step; weights of a transformer are around 0.02
 _SMALLEST_LR = 1e-9
-_LEAST_DISCOUNT = 0.9  # γ below which 50 tokens leave less than 1 % of a reward
+_LEAST_LEFT = 0.05  # share of a reward that γ leaves the first of the most tokens
+_MOST_KL = 1.0  # nats a token: a model that was steered there says something else
 _START_S, _VERB_S, _GRADE_S = 5.0, 1.0, 0.05  # what importing torch, one request and one grade take at the least
 
 
@@ -192,10 +193,15 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
             yield Problem(key, message, "once or twice the rank is usual", show(lora.alpha))
         if lora.alpha > 1000 * lora.rank:
             yield Problem(key, times, "once or twice the rank is usual", show(lora.alpha))
-    discount = getattr(algorithm, "discount", 1.0)
-    if discount < _LEAST_DISCOUNT:
-        message = "a token that stands 50 tokens before the reward gets nothing of it"
+    discount, longest = getattr(algorithm, "discount", 1.0), spec.data.max_response_tokens
+    if discount**longest < _LEAST_LEFT:
+        message = f"the first of {longest} tokens gets {discount**longest:.1%} of the reward"
         yield Problem("algorithm.discount", message, "1.0 is usual", show(discount))
+    target = algorithm.kl_target
+    if target is not None and target > _MOST_KL:
+        message = "is a mean per token, and no policy that still writes sense is so far away: β would fall to nothing"
+        hint = "divide a target for whole completions by their tokens; 0.01 to 0.1 is usual"
+        yield Problem("algorithm.kl_target", message, hint, show(target))
     clip_high = getattr(algorithm, "clip_high", None)
     if clip_high is not None and clip_high > 10:
         yield Problem("algorithm.clip_high", "is a share, not a percentage", "0.2 is usual", show(clip_high))

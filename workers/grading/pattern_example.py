@@ -21,22 +21,26 @@ def example(pattern: str, inside: str, flags: int = re.DOTALL) -> str | None:
     except (re.error, RecursionError, OverflowError):
         return None
     for group in range(compiled.groups, -1, -1):
-        text = _written(tree, inside, group, {})
-        if text is not None and len(text) <= _LONGEST + len(inside) and compiled.search(text):
-            return text
+        for optional in (1, 0):
+            text = _written(tree, inside, group, {}, optional)
+            if text is not None and len(text) <= _LONGEST + len(inside) and compiled.search(text):
+                return text
     return None
 
 
-def _written(tree: Iterable[tuple[Any, Any]], inside: str, group: int, groups: dict[int, str]) -> str | None:
+def _written(
+    tree: Iterable[tuple[Any, Any]], inside: str, group: int, groups: dict[int, str], optional: int
+) -> str | None:
+    """`optional`: how often what may be left out is written."""
     text = ""
     for code, given in tree:
-        part = _one(code, given, inside, group, groups)
+        part = _one(code, given, inside, group, groups, optional)
         if part is None or len(text := text + part) > _LONGEST + len(inside):
             return None
     return text
 
 
-def _one(code: Any, given: Any, inside: str, group: int, groups: dict[int, str]) -> str | None:
+def _one(code: Any, given: Any, inside: str, group: int, groups: dict[int, str], optional: int) -> str | None:
     if code is codes.LITERAL:
         return chr(given)
     if code is codes.NOT_LITERAL:
@@ -47,20 +51,20 @@ def _one(code: Any, given: Any, inside: str, group: int, groups: dict[int, str])
         return _of_set(given)
     if code in (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT):
         least, most, tree = given
-        part = _written(tree, inside, group, groups)
-        return None if part is None else part * max(least, min(1, int(most)))
+        part = _written(tree, inside, group, groups, optional)
+        return None if part is None else part * max(least, min(optional, int(most)))
     if code is codes.SUBPATTERN:
         number, _, _, tree = given
-        text = inside if number is not None and number == group else _written(tree, inside, group, groups)
+        text = inside if number is not None and number == group else _written(tree, inside, group, groups, optional)
         if number is not None and text is not None:
             groups[number] = text
         return text
     if code is codes.BRANCH:
-        return _written(given[1][0], inside, group, groups)
+        return _written(given[1][0], inside, group, groups, optional)
     if code is codes.GROUPREF:
         return groups.get(given)
     if code is codes.ATOMIC_GROUP:
-        return _written(given, inside, group, groups)
+        return _written(given, inside, group, groups, optional)
     return ""  # places and what looks around: whether the text is found decides
 
 

@@ -205,7 +205,7 @@ def test_bad_rows_that_may_be_dropped_are_a_warning(tmp_path: Path) -> None:
 
 def test_columns_that_nothing_reads_may_be_missing(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"a": "x", "b": "y"}])
-    terms = "reward.terms=[{kind = 'regex', pattern = 'x'}]"
+    terms = "reward.terms=[{kind = 'regex', pattern = '7'}]"
     use = ("data.train=rows.jsonl", "data.prompts_per_step=1")
     assert check(tmp_path, *use, "data.template={a} {b}", terms) == ([], [])
     assert "no column 'c'" in only_error(tmp_path, "data.train=rows.jsonl", "data.template={a} {c}", terms)
