@@ -197,7 +197,7 @@ def train(
     print_result(run(spec, overrides or [], run_dir, resume, accept_changed_files, force=force, fork_of=fork_of))
 
 
-@app.command("eval")
+@app.command("eval", short_help="Evaluate a checkpoint or a model.")
 def evaluate(
     what: Annotated[
         str,
@@ -226,7 +226,7 @@ def evaluate(
     raise typer.Exit(run(what, spec, overrides or [], step=step, out=out, as_json=as_json))
 
 
-@app.command()
+@app.command(short_help="Train once for every combination of values.")
 def sweep(
     spec: SpecFile,
     overrides: Annotated[
@@ -253,7 +253,7 @@ def sweep(
     raise typer.Exit(run(spec, overrides or [], folder, jobs, dry_run))
 
 
-@app.command("plan")
+@app.command("plan", short_help="Say how much memory each role will take.")
 def plan(
     spec: SpecFile,
     overrides: Overrides = None,
@@ -277,7 +277,7 @@ def plan(
     )
 
 
-@app.command("report")
+@app.command("report", short_help="Write the page of a run, or compare runs.")
 def report(
     run_dirs: Annotated[
         list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.", show_default=False)
@@ -297,7 +297,7 @@ def report(
     raise typer.Exit(write(run_dirs, out))
 
 
-@app.command("export-checkpoint")
+@app.command("export-checkpoint", short_help="Turn a checkpoint into a model folder.")
 def export_checkpoint(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Model folder to write.", show_default=False)],
@@ -354,7 +354,7 @@ def export_checkpoint(
     raise typer.Exit(export(run_dir, out_dir, step, role, dtype, limits, adapter_only, push_to_hub, public))
 
 
-@app.command("setup-engine")
+@app.command("setup-engine", short_help="Add an engine that is not there yet.")
 def setup_engine(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="What to add: deepspeed, megatron or vllm.", show_default=False)
