@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rlctl.processes.groups import Groups
     from rlctl.processes.placement import Plan
 
+_FEWER = "`rollout.min_processes` is set"
 METRICS: tuple[Metric, ...] = (
     Metric(name="rollout/restarts", meaning="Replicas started anew, in this attempt so far."),
     Metric(
@@ -48,8 +49,8 @@ METRICS: tuple[Metric, ...] = (
         meaning="Bringing lost replicas back and taking late ones in, since the last step.",
     ),
     Metric(name="rollout/dropped", meaning="Replicas that are lost for good.", when="there are any"),
-    Metric(name="rollout/replicas", meaning="Replicas that take part.", when="`rollout.min_processes` is set"),
-    Metric(name="rollout/late", meaning="Replicas that may still come.", when="`rollout.min_processes` is set"),
+    Metric(name="rollout/replicas", meaning="Replicas that take part.", when=_FEWER),
+    Metric(name="rollout/late", meaning="Replicas that may still come.", when=_FEWER),
     Metric(
         name="reward/restarts",
         meaning="Processes of the reward role started anew, in this attempt so far.",

@@ -47,29 +47,30 @@ if TYPE_CHECKING:
 # What of `Scored` is no column.
 GRADED = ("failures", "terms", "samples", "counts", "thrown", "greedy", "completions", "first_failure", "zero_terms")
 
+_AHEAD = "`rollout.max_staleness` is not 0, or samples were too old"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="rollout/staleness_mean",
         unit="steps",
         meaning="How much older than the learning weights those were that sampled.",
-        when="`rollout.max_staleness` is not 0, or samples were too old",
+        when=_AHEAD,
     ),
     Metric(
         name="rollout/staleness_max",
         unit="steps",
         meaning="Of the oldest sample.",
-        when="`rollout.max_staleness` is not 0, or samples were too old",
+        when=_AHEAD,
     ),
     Metric(
         name="rollout/dropped_stale",
         meaning="Samples thrown away because they were too old.",
-        when="`rollout.max_staleness` is not 0, or samples were too old",
+        when=_AHEAD,
     ),
     Metric(
         name="rollout/overlap_s",
         unit="s",
         meaning="Of the update, in which samples of later steps were drawn.",
-        when="`rollout.max_staleness` is not 0, or samples were too old",
+        when=_AHEAD,
     ),
 )
 

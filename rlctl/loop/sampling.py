@@ -251,30 +251,32 @@ class Generation:
             self._rendering.append(self._reward.post(Verb.RENDER, asked, tensors=columns, step=self.step, ranks=home))
 
 
+_REFILLED = "with dynamic sampling"
+_GREEDY = "the baseline is greedy (`remax`)"
 METRICS: tuple[Metric, ...] = (
     Metric(name="reward/term_<i>", meaning="Mean of entry i of `reward.terms`, before its weight.", in_eval=True),
-    Metric(name="rollout/refills", meaning="How often prompts were drawn again.", when="with dynamic sampling"),
+    Metric(name="rollout/refills", meaning="How often prompts were drawn again.", when=_REFILLED),
     Metric(
         name="rollout/thrown_groups",
         unit="groups",
         meaning="Thrown away because all completions score the same.",
-        when="with dynamic sampling",
+        when=_REFILLED,
     ),
     Metric(
         name="reward/greedy_mean",
         meaning="Mean score of the greedy completions that the samples are compared with.",
-        when="the baseline is greedy (`remax`)",
+        when=_GREEDY,
     ),
     Metric(
         name="rollout/greedy_samples",
         meaning="How many greedy completions there were.",
-        when="the baseline is greedy (`remax`)",
+        when=_GREEDY,
     ),
     Metric(
         name="rollout/greedy_tokens",
         unit="tokens",
         meaning="Of the greedy completions.",
-        when="the baseline is greedy (`remax`)",
+        when=_GREEDY,
     ),
 )
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specs.wire.batch import Batch
 
 
+_LEARNS = "steps in which the role learns"
 METRICS: tuple[Metric, ...] = (
     Metric(name="step", meaning="Number of the step, from 1 on; 0 is the evaluation before the first."),
     Metric(
@@ -51,19 +52,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="<role>/lr",
         meaning="Learning rate of the step's last optimizer step.",
-        when="steps in which the role learns",
+        when=_LEARNS,
     ),
     Metric(
         name="<role>/skipped_updates",
         unit="optimizer steps",
         meaning="Left out because the gradient was not finite.",
-        when="steps in which the role learns",
+        when=_LEARNS,
     ),
     Metric(
         name="mem/<role>_peak_GiB",
         unit="GiB",
         meaning="The most that a rank held in an optimizer step, of its device, or on the CPU of its host.",
-        when="steps in which the role learns",
+        when=_LEARNS,
     ),
     Metric(
         name="perf/imbalance",

@@ -36,39 +36,40 @@ if TYPE_CHECKING:
 SHM = Transport("shm")
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
 
+_SYNCED = "a sync was due after the step"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="sync/verified",
         meaning="Always true: a sync whose checksums or probe disagree ends the run.",
-        when="a sync was due after the step",
+        when=_SYNCED,
     ),
-    Metric(name="sync/weights", meaning="Tensors that were sent.", when="a sync was due after the step"),
-    Metric(name="sync/bytes", unit="bytes", meaning="Their size.", when="a sync was due after the step"),
+    Metric(name="sync/weights", meaning="Tensors that were sent.", when=_SYNCED),
+    Metric(name="sync/bytes", unit="bytes", meaning="Their size.", when=_SYNCED),
     Metric(
         name="sync/sent_bytes",
         unit="bytes",
         meaning="What the transport carried: less than `sync/bytes` where changes alone are sent.",
-        when="a sync was due after the step",
+        when=_SYNCED,
     ),
     Metric(
         name="sync/GB_per_s",
         unit="GB/s",
         meaning="`sync/bytes` by the seconds of the move, with its checksums and without the probe.",
-        when="a sync was due after the step",
+        when=_SYNCED,
     ),
     Metric(
         name="sync/checksum_s",
         unit="s",
         meaning="That the actor's rank 0 and the slowest rollout spent on checksums; the two mostly at the same time.",
-        when="a sync was due after the step",
+        when=_SYNCED,
     ),
     Metric(
         name="sync/probe_gap",
         unit="nats",
         meaning="Largest difference of log-probs between actor and rollouts on the probe's tokens.",
-        when="a sync was due after the step",
+        when=_SYNCED,
     ),
-    Metric(name="sync/probe_s", unit="s", meaning="Both sides' probe.", when="a sync was due after the step"),
+    Metric(name="sync/probe_s", unit="s", meaning="Both sides' probe.", when=_SYNCED),
 )
 
 

@@ -25,63 +25,64 @@ from workers.grading.terms import Sample, Setting
 
 JUDGE_CAUSES = ("judge_timeouts", "judge_errors", "judge_replies", DOWN)
 COUNTS = ("requests", "retries", "cached", "prompt_tokens", "completion_tokens", "cost")
+_WITH_JUDGE = "a reward term is a judge"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="reward/failed_judge_timeouts",
         meaning="Completions without a score: the judge did not answer in time.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
     ),
     Metric(
         name="reward/failed_judge_errors",
         meaning="Completions without a score: the judge's server refused or failed.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
     ),
     Metric(
         name="reward/failed_judge_replies",
         meaning="Completions without a score: no score was found in the judge's reply.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
     ),
     Metric(
         name="reward/failed_judge_down",
         meaning="Completions without a score: the judge was taken to be down, and not asked.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
     ),
     Metric(
         name="reward/judge_requests",
         meaning="Requests to judges, tries again included.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
         in_eval=True,
     ),
     Metric(
         name="reward/judge_retries",
         meaning="Requests that were tries again.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
         in_eval=True,
     ),
     Metric(
         name="reward/judge_cached",
         meaning="Completions whose judgement was known already.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
         in_eval=True,
     ),
     Metric(
         name="reward/judge_prompt_tokens",
         unit="tokens",
         meaning="That judges say they read.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
         in_eval=True,
     ),
     Metric(
         name="reward/judge_completion_tokens",
         unit="tokens",
         meaning="That judges say they wrote.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
         in_eval=True,
     ),
     Metric(
         name="reward/judge_cost",
         meaning="What they cost at the prices of `reward.terms`, in the currency of those.",
-        when="a reward term is a judge",
+        when=_WITH_JUDGE,
         in_eval=True,
     ),
 )

@@ -17,16 +17,17 @@ from specs.wire.role_config import ScoreText
 from workers.grading.pool import Grade
 
 MODEL_CAUSES = ("model_overlong", "model_template")
+_WITH_MODEL = "a reward term is a model"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="reward/failed_model_overlong",
         meaning="Completions without a score: longer than `reward_model.max_sequence_tokens`.",
-        when="a reward term is a model",
+        when=_WITH_MODEL,
     ),
     Metric(
         name="reward/failed_model_template",
         meaning="Completions without a score: the reward model's chat template refuses them.",
-        when="a reward term is a model",
+        when=_WITH_MODEL,
     ),
 )
 

@@ -17,13 +17,15 @@ MAX_LOG_RATIO = 20.0
 MAX_EXCLUDED = 1e-3  # share of loss tokens whose log-prob may be no number; more is a broken model
 PARTS = 4  # of samples by their length
 Numbers = NDArray[np.float64]
+_CORRECTED = "with `algorithm.correction`"
+_ANCHORED = "log-probs of the trainer before the update are computed"
 METRICS: tuple[Metric, ...] = (
-    Metric(name="correction/weight_mean", meaning="Mean weight of a loss token.", when="with `algorithm.correction`"),
+    Metric(name="correction/weight_mean", meaning="Mean weight of a loss token.", when=_CORRECTED),
     Metric(
         name="correction/ess",
         unit="share",
         meaning="Effective sample size of the weights; 1: all weigh the same.",
-        when="with `algorithm.correction`",
+        when=_CORRECTED,
     ),
     Metric(
         name="correction/masked",
@@ -41,31 +43,31 @@ METRICS: tuple[Metric, ...] = (
         name="correction/not_finite",
         unit="tokens",
         meaning="Left out because the trainer's log-prob is no number.",
-        when="with `algorithm.correction`",
+        when=_CORRECTED,
     ),
     Metric(
         name="rollout/ess",
         unit="share",
         meaning="Effective sample size of the ratios trainer / sampler; 1: the two agree.",
-        when="log-probs of the trainer before the update are computed",
+        when=_ANCHORED,
     ),
     Metric(
         name="rollout/kl_sampler_trainer",
         unit="nats per token",
         meaning="Estimate of KL(sampler ‖ trainer) on the sampled tokens.",
-        when="log-probs of the trainer before the update are computed",
+        when=_ANCHORED,
     ),
     Metric(
         name="rollout/kl_trainer_sampler",
         unit="nats per token",
         meaning="Estimate of KL(trainer ‖ sampler) on the sampled tokens.",
-        when="log-probs of the trainer before the update are computed",
+        when=_ANCHORED,
     ),
     Metric(
         name="rollout/logprob_gap_length_q<n>",
         unit="nats",
         meaning="`rollout/logprob_gap` of a quarter of the samples by length, 1 the shortest.",
-        when="log-probs of the trainer before the update are computed",
+        when=_ANCHORED,
     ),
 )
 

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Drawn
     from specs.schema.eval_sets import Pass
 
+_EVALUATED = "steps with an evaluation"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="eval/<set>/reward_mean",
         meaning="Mean score of the set's completions, each term times its weight.",
-        when="steps with an evaluation",
+        when=_EVALUATED,
     ),
     Metric(
         name="eval/<set>/reward_stderr",
         meaning="Its standard error over the prompts; 0 of a single prompt.",
-        when="steps with an evaluation",
+        when=_EVALUATED,
     ),
     Metric(
         name="eval/<set>/pass@<k>",
@@ -40,15 +41,15 @@ METRICS: tuple[Metric, ...] = (
         name="eval/<set>/finished",
         unit="share",
         meaning="Completions that ended by themselves.",
-        when="steps with an evaluation",
+        when=_EVALUATED,
     ),
     Metric(
         name="eval/<set>/length_mean",
         unit="tokens",
         meaning="Mean length of the completions.",
-        when="steps with an evaluation",
+        when=_EVALUATED,
     ),
-    Metric(name="eval/<set>/failed", meaning="Completions that could not be graded.", when="steps with an evaluation"),
+    Metric(name="eval/<set>/failed", meaning="Completions that could not be graded.", when=_EVALUATED),
 )
 
 

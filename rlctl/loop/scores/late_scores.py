@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from specs.wire.messages import Message
 
 UNUSABLE = "bad_values"
+_WITH_MODEL = "a reward term is a model"
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="reward/model_tokens",
         unit="tokens",
         meaning="That the reward model read.",
-        when="a reward term is a model",
+        when=_WITH_MODEL,
         in_eval=True,
     ),
     Metric(
         name="reward/model_s",
         unit="s",
         meaning="Scoring by the reward model.",
-        when="a reward term is a model",
+        when=_WITH_MODEL,
         in_eval=True,
     ),
 )
