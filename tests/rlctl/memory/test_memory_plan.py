@@ -260,6 +260,7 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["plan", str(spec), "--gpu-GiB", "0", *sets]) == 2
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_model_that_is_not_here_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
