@@ -151,7 +151,10 @@ class Group:
 
     def sent(self, number: int) -> Call | None:
         """The verb of this number, if it is in flight."""
-        return next((call for call in self.line if call.number == number and call.sent), None)
+        for call in self.line:  # no generator: hundreds of answers come here
+            if call.number == number:
+                return call if call.sent else None
+        return None
 
     def take(self, rank: int, message: Message) -> None:
         """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""

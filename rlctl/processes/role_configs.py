@@ -20,6 +20,7 @@ from specs.wire.role_config import (
     ScoreText,
     TrainConfig,
 )
+from workers.grading.kept_sources import read_sources
 
 
 def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:
@@ -66,6 +67,7 @@ def _reward(spec: Spec, paths: Mapping[RoleName, str], spec_dir: Path, run_dir: 
         max_response_tokens=spec.data.max_response_tokens,
         run_dir=str(run_dir),
         score_text=_score_text(spec, paths),
+        sources=read_sources([term.model_dump() for term in spec.reward.terms], str(spec_dir)),
     )
 
 

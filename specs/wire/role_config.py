@@ -108,6 +108,9 @@ class RewardConfig(TextConfig):
     max_response_tokens: int
     run_dir: str
     score_text: ScoreText | None = None  # None: no reward model
+    sources: dict[
+        str, str
+    ]  # path → code of the terms as it was when the run started (`workers/grading/kept_sources.py`)
 
 
 # Of roles that hold a tokenizer instead of a model.

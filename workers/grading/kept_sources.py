@@ -1,7 +1,7 @@
 """Reward code as it was when the run started, for every grading process.
 
 A process that hung or crashed is replaced, hours later perhaps, when the file may have been edited for the next run.
-So the parent reads the files once, and each process imports from what it was given.
+So the driver reads the files once, and each process, on whichever host, imports from what it was given.
 """
 
 from __future__ import annotations

@@ -71,11 +71,13 @@ class GraderPool:
         log_path: Path,
         start_timeout_s: float = 120.0,
         numbers: Sequence[int] = (),
+        sources: Mapping[str, str] | None = None,
     ) -> None:
-        """`numbers`: those of the terms in `reward.terms`, where others than these processes grade some of them."""
+        """`numbers`: those of the terms in `reward.terms`, where others than these processes grade some of them.
+        `sources`: the terms' code (`read_sources`); None: as it is now."""
         self._numbers = tuple(numbers) or tuple(range(len(terms)))
         self.timeout_s, self.start_timeout_s, self.log_path = timeout_s, start_timeout_s, log_path
-        sources = read_sources(terms, setting.base)
+        sources = read_sources(terms, setting.base) if sources is None else dict(sources)
         hello = {"terms": [dict(term) for term in terms], "setting": asdict(setting), "sources": sources}
         self._hello = encode(hello)
         self._selector = selectors.DefaultSelector()

@@ -64,6 +64,7 @@ class Reward:
                 timeout_s=config.reward.timeout_s,
                 log_path=logs / f"reward_output{whose}.log",
                 numbers=self._own,
+                sources=config.sources,
             )
         judges = {number: term for number, term in terms.items() if isinstance(term, Judge)}
         if judges and not whose:

@@ -59,7 +59,8 @@ class Role:
         return parse(Message(Kind.ANSWER, answer_body, verb, 1, answer_tensors).frames())
 
     def build(self, terms: list[dict[str, Any]], **reward: Any) -> Message:
-        """Build both roles; the answer is the reward role's."""
+        """Build both roles; the answer is the reward role's. `then` happens before, when the run has started."""
+        then = reward.pop("then", lambda: None)
         path = reward.pop("model_path", DIGITS)
         raw = {
             "schema": 1,
@@ -76,6 +77,7 @@ class Role:
             "algorithm": {"kind": "grpo", "group_size": 2},
         }
         bodies = build_bodies(spec_from(raw), self.folder, self.folder / "run")
+        then()
         answer = self._call(self.reward, Verb.BUILD, bodies["reward"])
         self._call(self.data, Verb.BUILD, bodies["data"])
         return answer
@@ -312,6 +314,18 @@ def test_values_that_json_does_not_know_travel_as_text(tmp_path: Path) -> None:
     assert table.rows_of(np.zeros(3, np.int64), None) == {
         "0": {"where": "rows:1", "prompt": "p", "values": {"day": "2026-02-03", "answer": 1.5}}
     }
+
+
+def test_a_process_that_is_started_again_grades_by_the_code_of_the_start(
+    role: Role, codec: TextCodec, tmp_path: Path
+) -> None:
+    file, helper = tmp_path / "r.py", tmp_path / "r_helper.py"
+    file.write_text("import r_helper\ndef score(completion):\n    return r_helper.ONE\n")
+    helper.write_text("ONE = 1.0\n")
+    role.build([{"kind": "function", "path": "r.py:score"}], then=lambda: helper.write_text("ONE = 2.0\n"))
+    role.call(Verb.OPEN_DATA)
+    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
+    assert role.score(answered(prompts, codec, ["1", "22"])).tensors["reward_B"].tolist() == [1.0, 1.0]
 
 
 def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> None:
