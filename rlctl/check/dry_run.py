@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -106,7 +107,10 @@ def _env(env: Mapping[str, str]) -> list[str]:
 def _inherited(elsewhere: bool) -> list[str]:
     """What every role gets of this shell besides: its `env` wins. A value that may be a secret is not shown."""
     if elsewhere:
-        return ["[every role] also gets the environment of the shell that starts the run there"]
+        return [
+            "[every role] also gets the environment of the shell that starts the run there",
+            f"  {sys.executable} and PYTHONPATH stand for what rlctl has there; threads follow the cores there",
+        ]
     here = base_environment()
     shown = {name: value for name, value in sorted(here.items()) if name.startswith((*SHARED_PREFIXES, *_TELLING))}
     lines = [

@@ -227,6 +227,7 @@ def test_for_a_cluster_what_is_missing_here_is_a_note(tmp_path, monkeypatch):
     assert dry.returncode == 0, dry.stderr
     assert "note: not on this machine: rollout.python" in dry.stdout
     assert "the environment of the shell that starts the run there" in dry.stdout
+    assert f"{sys.executable} and PYTHONPATH stand for what rlctl has there" in dry.stdout
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     here = rlctl("train", spec, "--dry-run", cwd=tmp_path)
