@@ -197,8 +197,8 @@ class CriticSection(Learner):
 
     model: PathText = Field(
         "",
-        description="Another model's path, whose head is kept where it is of width 1 (a reward model, an exported "
-        "critic), else made anew; empty: the actor's own starting weights with a new head.",
+        description="Another model's path: its head of one output is kept (a reward model, an exported critic), and a "
+        "causal language model gets a new one; empty: the actor's own starting weights with a new head.",
     )
     engine: TrainEngineTable = Field(DdpTable(), description="How the critic is held.")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
+from local_run import local_run
 from running import preset
 from told_actor import drawn, driver_of
 
@@ -187,6 +188,16 @@ def test_the_driver_sends_the_weights_with_every_update(tmp_path: Path, anchor: 
     assert (set(want.values()) == {0.0, 1.0}) == (anchor == "sampler")
     assert 0 < driver.correction_metrics["correction/masked"] < 1
     assert ("old_logprob_T" in shares[0]) == (anchor == "auto")
+
+
+def test_a_band_that_leaves_little_is_told_once(tmp_path: Path) -> None:
+    narrow = 'algorithm.correction={mode="mask", low=0.999999, high=1.000001}'
+    with local_run(preset("fake", tmp_path), tmp_path / "run", narrow, "rollout.max_staleness=1") as run:
+        records = run.steps(4)
+    assert records[0].metrics["correction/masked"] < 0.5, "nothing has been learned yet"
+    assert records[-1].metrics["correction/masked"] > 0.5
+    (told,) = [line for line in run.said.warnings if "algorithm.correction" in line]
+    assert "is not within 0.999999 and 1" in told
 
 
 @pytest.mark.parametrize("table", ['{mode="mask"}', '{level="sequence", mode="mask"}', "{}"])
