@@ -263,9 +263,11 @@ def test_the_channel_listens_on_the_address_it_is_given_and_no_other() -> None:
 
 
 def test_a_driver_pod_enters_the_others(hosts: Hosts, tmp_path: Path) -> None:
-    """The script of a Kubernetes manifest, with hosts for pods and a kubectl that knows `exec` alone."""
+    """The script of a Kubernetes manifest, with hosts for pods and a kubectl that knows `exec` alone. Completions are
+    graded in all of them but one, which is not there."""
     spec, claim, bin_folder = preset("fake", tmp_path), tmp_path / "claim", tmp_path / "bin"
     text = spec.read_text().replace("[rollout]\n", "[rollout]\nprocesses = 2\nnodes = 2\nfirst_node = 1\n")
+    text = text.replace("[reward]\n", "[reward]\nprocesses = 4\nnodes = 4\nmin_processes = 3\n")
     spec.write_text(f'{text}\n[cluster]\nhostfile = "hosts"\n')
     manifest = write_manifest(spec, force=False).read_text()
     jobset = [*importlib.import_module("yaml").safe_load_all(manifest)][-1]  # comes with transformers
@@ -294,5 +296,7 @@ def test_a_driver_pod_enters_the_others(hosts: Hosts, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps_done(claim / "runs" / "fake") == 6
     built = json.loads((claim / "runs" / "fake" / "as_built.json").read_text())
-    assert len(built["rollout"]) == 2
+    assert [len(built[role]) for role in ("rollout", "reward")] == [2, 3]
+    assert "reward rank 3 on rlctl-fake-samplers-2 is not there: exit code 64" in done.stdout
+    assert metrics(claim / "runs" / "fake")[-1]["reward/processes"] == 3
     wait_for(lambda: hosts.idle, 60, "the end of all hosts' processes")
