@@ -28,6 +28,7 @@ from rlctl.models.paths import model_folder
 from rlctl.models.tokenizer_files import special_texts
 from rlctl.preflight.first_row import row_columns, trial_rows
 from rlctl.preflight.interpreters import own_path
+from rlctl.preflight.small_tokens import small_tokenizer
 from rlctl.processes.placement import package_root
 from specs.errors import Problem
 from specs.schema.rewards import Function
@@ -46,9 +47,11 @@ from workers.watchdog import kill_marked
 TIMEOUT_S = 20.0
 CALL_S = 5.0  # for a call: it may be slow, and then a probe says so
 _QUICK_S, _MORE_S = 0.3, 1.0  # two calls that cost nothing, and all those that follow them
+_SLOW_S = 3.0  # two first calls that may have loaded something
 _GROWTH_S, _LONG_S = 0.25, 2.0  # longer and longer completions together, and one of them
 MARK = "RLCTL_CHECK"  # in the environment of what a check starts, and of all that this starts in turn
 _KILL_S = 5.0
+_OTHER_SHARE = 0.1  # of rows whose right answer scores no more than a wrong one
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,14 @@ def try_functions(
             tried.append(call if answered else replace(call, without_answer=spec.data.answer_column))
             (errors if problem and problem.of_code else warnings).extend([problem.said] if problem else [])
             if not said or {OF_A_SAMPLE["completion"], ALL_COLUMNS} & set(said.values()):
-                warnings += _of_tries(spec, one, tries, said)
+                of_tries = [*_of_tries(spec, one, tries, said)]
+                warnings += of_tries
                 warnings += _of_growth(spec, one) if _all_given(one, tries) else ()
                 warnings += [*_kept_defaults(one, said, row), *_only_with_special(spec, spec_dir, one, tries)]
+                warnings += [
+                    *_only_too_long(spec, spec_dir, one, tries),
+                    *_of_other_rows(spec, one, tries, None if of_tries else said),
+                ]
             elif not problem:
                 message = f"{one.path.rpartition(':')[2]} is not given the completion: its score does not depend on it"
                 hint = "let it take completion, or leave the term out"
@@ -140,10 +148,22 @@ def _called(
         )
         hint = "return a number whatever the model writes, 0.0 for what cannot be read"
         return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code=False), ()
-    if None in numbers or time.monotonic() - began > _QUICK_S:
+    taken_s = time.monotonic() - began
+    if None in numbers or (taken_s > _QUICK_S and (taken_s > _SLOW_S or not _quick_again(one))):
         return call, None, ()
     first = [a_try(said, line) for said, line in zip(one.completions, lines, strict=False)]
     return call, None, [*first, *_more(one)]
+
+
+def _quick_again(one: _Importing) -> bool:
+    """Whether a call costs nothing once the first has loaded what it needs."""
+    assert one.process.stdin is not None
+    began = time.monotonic()
+    with suppress(subprocess.TimeoutExpired, BrokenPipeError):
+        one.process.stdin.write(encode(_job(one.sample, one.completions[:1])))
+        one.process.stdin.flush()
+        return bool(_next_line(one.process, CALL_S)) and time.monotonic() - began < _QUICK_S / 2
+    return False
 
 
 def _more(one: _Importing) -> Iterator[Try]:
@@ -176,17 +196,90 @@ def _of_tries(spec: Spec, one: _Importing, tries: Sequence[Try], given: Mapping[
     """Warnings about what a function gave."""
     if len(tries) < len(one.completions) and not (tries and tries[-1].failure):
         return
-    term, data, row = spec.reward.terms[one.index], spec.data, one.sample[1] if one.sample else {}
+    term, columns = spec.reward.terms[one.index], _columns(spec, one, given)
     alone = sum(other.weight != 0 for other in spec.reward.terms) == 1
+    for message, hint in trial_findings(one.path.rpartition(":")[2], tries, columns, weight=term.weight, alone=alone):
+        yield Problem(one.key, message, hint, show(one.path))
+
+
+def _columns(spec: Spec, one: _Importing, given: Mapping[str, str]) -> OfColumns:
+    data, row = spec.data, one.sample[1] if one.sample else {}
     asked = {*template_columns(data.template)} if data.template else {data.prompt_column}
-    columns = OfColumns(
+    return OfColumns(
         data.answer_column,
         frozenset(row) - asked,
         frozenset(name for name in row if f'column "{name}"' in given.values()),
         ALL_COLUMNS in given.values(),
     )
-    for message, hint in trial_findings(one.path.rpartition(":")[2], tries, columns, weight=term.weight, alone=alone):
-        yield Problem(one.key, message, hint, show(one.path))
+
+
+def _of_other_rows(
+    spec: Spec, one: _Importing, tries: Sequence[Try], given: Mapping[str, str] | None
+) -> Iterator[Problem]:
+    """Rows whose own answer, written as the first row's is where it scores best, gives no score, or scores no more
+    than the first row's. `given` is None where the scores have been found wrong already."""
+    own = one.completions[0].text
+    wrong = {each.completion.form: each.value for each in tries if not each.right and each.completion.form >= 0}
+    better = [each for each in tries if each.right and each.value is not None and each.completion.text.count(own) == 1]
+    better = [each for each in better if (each.value or 0.0) > (wrong.get(each.completion.form) or 0.0)]
+    if len(tries) < len(one.completions) or not own or not better or spec.reward.terms[one.index].weight <= 0:
+        return
+    form = max(better, key=lambda each: each.value or 0.0).completion.text
+    rows = [(row, gold) for row in one.rows[1:] if (gold := _gold(row, spec)) and gold != own]
+    scores = _scores_of_rows(spec, one, [(row, form.replace(own, gold), form) for row, gold in rows])
+    name, path = one.path.rpartition(":")[2], show(one.path)
+    pairs = list(zip(rows, scores, strict=False))
+    for (row, _), lines in pairs:
+        failed = [last_line(str(line["text"])) for line in lines if "t" not in line]
+        if failed and failed[0] not in {each.failure for each in tries}:
+            message = f"{name}, called with the answer of {_place(row)}, gives no score: {failed[0]}"
+            yield Problem(one.key, message, "let it read every row's answer as it stands in the data", path)
+        if failed:
+            return
+    if given is None:
+        return
+    low = [(row, gold, right) for (row, gold), (right, other) in pairs if right["t"][0] <= other["t"][0]]
+    if len(low) >= max(2.0, _OTHER_SHARE * len(pairs)) and _columns(spec, one, given).only_answer(tries):
+        row, gold, right = low[0]
+        message = f"{name} gives the right answer of {len(low)} of {len(pairs)} rows no more than a wrong one"
+        message += f", such as {show(gold, 40)} in {_place(row)}: {right['t'][0]:g}"
+        yield Problem(one.key, message, "let it read every row's answer as it stands in the data", path)
+
+
+def _place(row: DataRow) -> str:
+    return row.where.rpartition(os.sep)[2]
+
+
+def _scores_of_rows(
+    spec: Spec, one: _Importing, asked: Sequence[tuple[DataRow, str, str]]
+) -> Sequence[tuple[dict[str, Any], dict[str, Any]]]:
+    """What a row's two completions get, of as many rows as are graded within a second."""
+    rows = {str(number): (_plain_prompt(row, spec), row.values) for number, (row, _, _) in enumerate(asked)}
+    items = [[0, str(number), text, len(text)] for number, (_, *texts) in enumerate(asked) for text in texts]
+    lines: list[dict[str, Any]] = []
+    assert one.process.stdin is not None
+    until = time.monotonic() + _MORE_S
+    with suppress(subprocess.TimeoutExpired, BrokenPipeError, ValueError):
+        one.process.stdin.write(encode({"rows": rows, "items": items}))
+        one.process.stdin.flush()
+        for _ in items:
+            lines.append(json.loads(_next_line(one.process, max(0.0, until - time.monotonic()))))
+    return list(zip(lines[::2], lines[1::2], strict=False))
+
+
+def _only_too_long(spec: Spec, spec_dir: Path, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
+    """A function that likes right completions only where they are longer than a completion can be."""
+    folder, most = model_folder(spec.model.path, spec_dir), spec.data.max_response_tokens
+    wrong = max((each.value or 0.0 for each in tries if not each.right), default=0.0)
+    liked = [each.completion.text for each in tries if each.right and (each.value or 0.0) > wrong]
+    if not liked or not isinstance(folder, Path) or spec.reward.terms[one.index].weight <= 0:
+        return
+    if (tokenizer := small_tokenizer(folder)) is None:
+        return
+    fewest, text = min((len(tokenizer.encode(text, add_special_tokens=False).ids), text) for text in liked)
+    if fewest > most:
+        message = f"likes nothing shorter than {fewest} tokens, such as {show(text, 40)}, and a completion has {most}"
+        yield Problem(one.key, message, "raise data.max_response_tokens, or ask for less", show(one.path))
 
 
 def _only_with_special(spec: Spec, spec_dir: Path, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
@@ -238,6 +331,7 @@ class _Importing:
     mark: str  # NAME=value in the environment of the process
     sample: tuple[str, Mapping[str, Any]] | None  # prompt and row that it is called with
     completions: Sequence[Said]
+    rows: Sequence[DataRow] = ()  # of which the sample's is the first
 
 
 @dataclass(frozen=True)
@@ -265,7 +359,9 @@ def _start(spec: Spec, spec_dir: Path, index: int, term: Function, rows: Sequenc
     asked = f"{spec.data.system}\n{sample[0] if sample else ''}"
     likely = likely_completions(own, other=other, source=source, prompt=asked)
     completions = [Said(own or "", own is not None, OWN), Said(""), *likely]
-    one = _Importing(index, f"reward.terms.{index}.path", term.path, process, f"{MARK}={mark}", sample, completions)
+    one = _Importing(
+        index, f"reward.terms.{index}.path", term.path, process, f"{MARK}={mark}", sample, completions, rows
+    )
     _send(one, spec, spec_dir, term)
     return one
 

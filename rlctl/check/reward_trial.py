@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from specs.text import show
@@ -89,7 +90,7 @@ def trial_findings(
     elif alone and (found := next(_likes_wrong(name, tries, weight), None)):
         yield found
     elif alone and weight > 0:
-        yield from _never_better(name, tries, columns)
+        yield from islice(chain(_nothing_is_as_good(name, tries, columns), _never_better(name, tries, columns)), 1)
     yield from _beside_the_score(name, tries)
 
 
@@ -142,6 +143,20 @@ def _never_better(name: str, tries: Sequence[Try], columns: OfColumns) -> Iterat
     message = f"{name} gives none of {len(pairs)} right completions more than the same with another row's answer"
     shown = show(pairs[0][0].completion.text, 40)
     yield f"{message}, such as {shown}: {pairs[0][0].value:g}, and {pairs[0][1]:g}", "check how the two are compared"
+
+
+def _nothing_is_as_good(name: str, tries: Sequence[Try], columns: OfColumns) -> Iterator[Finding]:
+    """An empty completion, or one that says something else, gets as much as any right one, and others get less."""
+    right, lowest = [one.value or 0.0 for one in tries if one.right], min(one.value or 0.0 for one in tries)
+    others = [tries[1]]
+    if columns.only_answer(tries) and any(one.completion.form >= 0 and not one.right for one in tries):
+        others += [one for one in tries[2:] if not one.right and one.completion.form < 0]
+    for one in others:
+        if right and (one.value or 0.0) > max(lowest, 0.0) and (one.value or 0.0) >= max(right):
+            what = show(one.completion.text, 40) if one.completion.text else "an empty completion"
+            message = f"{name} gives {what} {one.value:g}, as much as the best of {len(right)} right completions"
+            yield message, "give what cannot be read less than what is right"
+            return
 
 
 def _likes_wrong(name: str, tries: Sequence[Try], weight: float) -> Iterator[Finding]:

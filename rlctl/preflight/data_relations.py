@@ -13,10 +13,11 @@ from typing import Any
 from rlctl.preflight.data_rows import Looked
 from rlctl.preflight.data_sense import all_text, source_of
 from specs.errors import Problem
-from specs.schema.rewards import ExactMatch, MathVerify, compares_answer
+from specs.schema.rewards import ExactMatch, MathVerify, Regex, compares_answer
 from specs.schema.row_values import gold_answer
 from specs.schema.spec import Spec
 from specs.text import show
+from workers.grading.pattern_example import example
 
 _FEW = 20  # rows below which nothing is concluded from what they have in common
 _MOST = 2000  # rows that are looked at
@@ -60,6 +61,7 @@ def relation_warnings(spec: Spec, looked: Mapping[str, Looked], template: str) -
             continue
         prompts = [all_text(row, spec) for row in rows]
         seen = [*_roles(rows, spec, template), *_too_long(prompts, rows, spec), *_stopped(rows, spec)]
+        seen += _only_at_once(prompts, spec)
         if len(rows) >= _FEW:
             seen += [*_again(prompts, rows, spec), *_cut_off(prompts), *_types(rows, spec), *_unseen(rows, spec)]
             seen += [*_shifted(prompts, rows, spec), *_other_column(prompts, rows, spec)]
@@ -173,6 +175,19 @@ def _other_column(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Sa
     if alone and all(_THINK.search(f"{spec.data.system}\n{prompt}") for prompt in prompts):
         message = "prompts ask to think first, and exact_match compares all that the completion says with the answer"
         yield "", message, "grade with math_verify, or with a function that reads the final answer"
+
+
+def _only_at_once(prompts: Sequence[str], spec: Spec) -> Iterator[Said]:
+    """Prompts that ask to think first, and a pattern that nothing may stand before."""
+    if not all(_THINK.search(f"{spec.data.system}\n{prompt}") for prompt in prompts):
+        return
+    for index, term in enumerate(spec.reward.terms):
+        text = example(term.pattern, "7") if isinstance(term, Regex) and term.weight > 0 else None
+        if not text or not isinstance(term, Regex) or "<" in text:
+            continue
+        if not re.search(term.pattern, f"So it is.\n{text}", re.DOTALL):
+            message = f"prompts ask to think first, and reward.terms.{index}.pattern lets nothing stand before it"
+            yield "", message, "leave the ^ out, or ask for the answer alone"
 
 
 def _unseen(rows: Rows, spec: Spec) -> Iterator[Said]:

@@ -22,6 +22,8 @@ _NO_VALUES = {"nan", "NaN", "NaT", "None", "null", "NULL", "<NA>"}  # as pandas 
 _SHARE = 0.1  # of rows from which on such a trace is no chance
 _MOJIBAKE = re.compile("\u00c3[\u0080-\u00bf]|\u00e2\u20ac|\u00c2[\u00a0-\u00bf]")
 _ESCAPED = re.compile(r"\\n(?![a-z])")
+_ENTITY = re.compile(r"&(?:amp|lt|gt|quot|apos|nbsp|#\d{2,5});")
+_PLACE = re.compile(r"(?<![\\\w}])\{(?:question|prompt|input|instruction|problem|query|context|text)\}")
 # Tokens by which templates of all families mark who speaks, as they stand in text.
 _MARKUP = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]")
 _SPEAKER = re.compile(r"user|assistant|system|im_|turn|header|INST", re.IGNORECASE)
@@ -95,6 +97,14 @@ def _misread(rows: Sequence[Mapping[str, Any]], spec: Spec) -> Iterator[tuple[st
             yield message, "leave out the rows that have no answer"
     if sum(_MOJIBAKE.search(text) is not None for text in texts) > _SHARE * len(texts):
         yield "prompts hold UTF-8 that was read as Latin-1, such as Ã© for é", "read the source as UTF-8"
+    if sum(_ENTITY.search(text) is not None for text in texts) > _SHARE * len(texts):
+        yield "prompts hold HTML's entities, such as &amp; for &", "write the text itself: html.unescape"
+    if all(_PLACE.search(text) for text in texts):
+        left = _PLACE.findall(texts[0])[0]
+        yield (
+            f"prompts hold {left}, where something was to be put in",
+            "fill it in, or use data.template",
+        )
     if all("\n" not in text and len(_ESCAPED.findall(text)) > 1 for text in texts):
         yield r"prompts hold \n as two characters, and no line break", "write the file with a library for JSON"
 

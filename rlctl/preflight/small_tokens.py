@@ -28,7 +28,7 @@ _AROUND = 4  # tokens that a tokenizer puts around a text
 def token_warnings(spec: Spec, folder: Path, template: str, looked: Mapping[str, Looked]) -> Iterator[Problem]:
     """Warnings about what does not fit, or cannot be written. `folder`: the model's; `template`: its chat template, ""
     where there is none."""
-    tokenizer = _loaded(folder / "tokenizer.json")
+    tokenizer = small_tokenizer(folder)
     if tokenizer is None:
         return
 
@@ -59,7 +59,9 @@ def token_warnings(spec: Spec, folder: Path, template: str, looked: Mapping[str,
                 yield from _answers(spec, key, golds, count, back)
 
 
-def _loaded(file: Path) -> Any | None:
+def small_tokenizer(folder: Path) -> Any | None:
+    """The tokenizer of a model's folder, as the library `tokenizers` has it; None of one that is large or broken."""
+    file = folder / "tokenizer.json"
     if not file.is_file() or file.stat().st_size > _MOST_BYTES:
         return None
     from tokenizers import Tokenizer
