@@ -62,9 +62,7 @@ def install() -> None:
     mode: Any = _CudaMeansCpu()
     mode.__enter__()
     _state.append(mode)
-    from megatron.core import jit
-
-    jit.disable_jit_fuser()  # else torch.compile makes C++ out of small functions
+    _import_without_compiling()
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -79,6 +77,17 @@ def install() -> None:
 
     mappings._gather_along_first_dim = _but_uneven(mappings._gather_along_first_dim, _gather_uneven)
     mappings._reduce_scatter_along_first_dim = _but_uneven(mappings._reduce_scatter_along_first_dim, _sum_uneven)
+
+
+def _import_without_compiling() -> None:
+    """Else torch.compile makes C++ out of small functions, anew for rows of other lengths. Megatron-core marks those of
+    modules that it imports at once before it can be told."""
+    compiled, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compiled
+    jit.disable_jit_fuser()
 
 
 def _but_uneven(even: Callable[..., Any], uneven: Callable[..., Any]) -> Callable[..., Any]:

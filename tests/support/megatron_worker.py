@@ -10,7 +10,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import make_megatron_options
 import sharded_worker
 from sharded_worker import MEGATRON
 from stock_model import PROMPTS, TEMPERATURE, family_batch
-from train_helpers import train_config, weights_of
+from train_helpers import VOCAB, grpo, scale_of, train_config, weights_of
 
 from backends.protocol import Rank, StepResult
 from backends.registry import train_engine
@@ -84,6 +84,28 @@ def measure(job: dict[str, Any], rank: Rank) -> None:
     (out / f"rank{rank.rank}.json").write_text(json.dumps(nbytes))
 
 
+def kept(job: dict[str, Any], rank: Rank) -> None:
+    """Job: `kept`: the folder of a model; `options` of Megatron-core; `out`. Bytes that autograd keeps of one row, less
+    weights, and its tokens."""
+    from memory_peaks import full_batch
+
+    given = {"engine": MegatronTable(megatron=job["options"]), "model": {"dtype": "bf16"}, "micro_batch_tokens": 1024}
+    engine: Any = train_engine("megatron").build(train_config(Path(job["kept"]), **given), rank)
+    weights = {weight.untyped_storage().data_ptr() for weight in engine.core.chunks[0].parameters()}
+    batch, storages = full_batch(1024, 64, VOCAB), dict[int, Any]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage  # which lives, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.forward_backward(batch, grpo(anchor="current"), scale_of(batch))
+    nbytes = sum(storage.nbytes() for storage in storages.values())
+    Path(job["out"]).write_text(json.dumps([nbytes, 1024 - 1024 // 64]))  # nothing is computed of last tokens
+
+
 def layers_of(case: str) -> AbstractContextManager[None]:
     """Where there is no GPU, TransformerEngine's are computed by Megatron-core's own."""
     if case not in MEGATRON or "transformer_impl" not in MEGATRON[case]["engine"].megatron:
@@ -138,16 +160,31 @@ def under_way() -> list[tuple[tuple[int, int, int], list[int]]]:
     return found
 
 
+def compiled() -> list[str]:
+    """Functions of Megatron-core that torch.compile would take when they are called."""
+    modules = [(name, module) for name, module in sys.modules.items() if name.startswith("megatron.core.")]
+    marked = {f"{name}.{key}" for name, module in modules for key, value in vars(module).items() if is_marked(value)}
+    return sorted(marked)
+
+
+def is_marked(value: Any) -> bool:
+    return isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
+
+
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
     if rank.rank == 0:
         jobs_file.with_name("megatron_options.py").write_text(make_megatron_options.source())
         facts = {"copies": copies_of_the_model(16), "fused names": fused_names(), "under way": under_way()}
+        facts["compiled"] = compiled()
         jobs_file.with_name("megatron_facts.json").write_text(json.dumps(facts))
     for job in given["jobs"]:
         if "family" in job:
             read_family(job, rank)
+            continue
+        if "kept" in job:
+            kept(job, rank)
             continue
         if "peak" in job:
             measure(job, rank)

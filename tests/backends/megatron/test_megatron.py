@@ -23,10 +23,12 @@ from train_helpers import QWEN2, QWEN3_MOE, build_engine, train_config, weights_
 
 from backends.megatron.weight_map import ModelMap
 from backends.protocol import Rank
-from rlctl.memory.activations import chunks_under_way
+from rlctl.memory.activations import Pass, chunks_under_way, learning_parts
 from rlctl.models.model_tensors import tensors_of_config
+from specs.model_facts import model_facts
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.held_model import HeldTrainer
+from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.mesh import shard_groups
 from specs.schema.spec import ActorSection, Optimizer
 
@@ -52,6 +54,14 @@ RESUMED = [
     ("data bf16", "tensor bf16"),
 ]
 READ = [name for name, family in FAMILIES.items() if family.megatron]
+# What a rank keeps of a row is counted: in bf16, with these models and options.
+WIDE = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
+KEPT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({**QWEN2, **WIDE}, {}),
+    "norms of queries and keys": ({**FAMILIES["qwen3"].config, **WIDE}, {}),
+    "activation fused": ({**QWEN2, **WIDE}, {"bias_activation_fusion": True}),
+    "experts": ({**FAMILIES["mixtral"].config, **WIDE}, {}),
+}
 RESUMED_MIXED = [("4:experts, pipeline data", "experts, tensor")]
 
 
@@ -83,7 +93,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     mixed = [{"case": case, "out": str(root / case), **mixture} for case in MIXED]
     two, four = ([job for job in mixed if job["case"].startswith("4:") is many] for many in (False, True))
-    launch(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + resumed[: len(RESUMED)] + two)
+    counted = [
+        {"kept": str(write_model(root / name / "model", config)), "options": options, "out": str(root / name / "kept")}
+        for name, (config, options) in KEPT.items()
+    ]
+    launch(root, 2, [{"case": case, "out": str(root / case)} for case in TWO] + resumed[: len(RESUMED)] + two + counted)
     families = [
         {
             "case": FAMILIES[name].megatron,
@@ -236,6 +250,37 @@ def test_the_plan_knows_what_a_rank_holds(root: Path) -> None:
         weights, gradients, moments = np.max(held, axis=0)
         assert (planned["weights"], planned["Adam moments"]) == (weights, moments)
         assert planned["gradients"] <= gradients <= planned["gradients"] + 4 * 64 * 40
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_plan_knows_what_layers_keep(root: Path, name: str) -> None:
+    """Of a layer to 5 %, where one tensor of the MLP's width more or less is 10 % or more."""
+    config, options = KEPT[name]
+    nbytes, tokens = json.loads((root / name / "kept").read_text())
+    facts, tensors = model_facts(config), tensors_of_config(config)
+    assert facts is not None
+    assert tensors is not None
+    table = MegatronTable(megatron=options)
+    work = Pass(
+        facts=facts,
+        config=config,
+        dtype="bf16",
+        device="cpu",
+        tokens=tokens,
+        logits_chunk=1,
+        attention="sdpa",
+        recomputed=0,
+        angles=table.angles_kept,
+        mlp_tensors=table.mlp_tensors(facts),
+        head_norms=tensors.norms_heads,
+    )
+    planned = next(part.nbytes for part in learning_parts(work) if part.name == "activations")
+    assert planned == pytest.approx(nbytes, rel=0.05)
+
+
+def test_on_the_cpu_nothing_of_megatron_is_compiled(root: Path) -> None:
+    """It would be C++ by the compiler of the machine, anew for rows of other lengths."""
+    assert json.loads((root / "megatron_facts.json").read_text())["compiled"] == []
 
 
 # ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────
