@@ -39,6 +39,7 @@ _CHARACTERS_A_TOKEN = 16  # more than text has on average in any vocabulary
 _THINK = re.compile(r"step[ -]by[ -]step|<think>|show (?:your|all|the) (?:work|steps)|explain your", re.IGNORECASE)
 _WORDS = re.compile(r"[^\W\d_]{4,}(?:[ ,.'-]+[^\W\d_]+)*")
 _CHOICE = re.compile(r"^\s*\(?([A-Za-z]|\d{1,2})[).:]\s+(.*)$", re.MULTILINE)
+_LETTER = re.compile(r"\b(?:letter|[Oo]nly (?:the )?(?:option|choice))\b")
 _SAME_MARKS = "write the answers as the choices are marked"
 _THOUGHT_TOKENS, _SHORT = 32, 40  # tokens, characters
 _SUM = re.compile(r"(?<![\d.])(-?\d{1,9})\s*([+\-*×x])\s*(-?\d{1,9})(?![\d.])")
@@ -162,6 +163,14 @@ def _other_column(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Sa
         if len(none) >= 0.9 * len(golds) and all(re.fullmatch(r"\d+|[A-Za-z]", gold) for gold in none):
             marks = ", ".join(mark for mark, _ in choices[0])
             yield "", f"column {column!r} holds {show(none[0])}, and the prompt's choices are {marks}", _SAME_MARKS
+        letters = [one for one in prompts if _LETTER.search(f"{spec.data.system}\n{one}")]
+        marked = [
+            any(gold.strip("(). ").casefold() == mark.casefold() for mark, _ in found)
+            for gold, found in zip(golds, choices, strict=True)
+        ]
+        if len(letters) == len(prompts) and not none and not any(marked):
+            message = f"column {column!r} holds a choice's text, such as {show(golds[0], 40)}, and prompts ask for"
+            yield "", f"{message} its letter", _SAME_MARKS
     asks = [sum(text.rstrip().endswith(("?", "？")) for text in texts) for texts in (golds, prompts)]
     if asks[0] >= 0.8 * len(golds) and asks[1] <= 0.2 * len(prompts):
         message = f"column {column!r} holds questions, such as {show(golds[0], 40)}, and the prompts none"

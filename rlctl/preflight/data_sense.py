@@ -26,6 +26,11 @@ _LEAKED = 0.25  # share of evaluation prompts among the training prompts above w
 _SENTENCE = 8  # words
 _WORKING = re.compile(r"\\boxed\{|\banswer is\b|\banswer:|</think>|<answer>", re.IGNORECASE)
 _FORMS = ("\\boxed{", "<answer>", "####")  # that an answer is written in
+_WRAPPED = {  # what an answer begins with, and the answer in it
+    "\\boxed{": re.compile(r"\$?\\boxed\{.*\}\$?", re.DOTALL),
+    "$": re.compile(r"\$[^$]+\$"),
+    "<": re.compile(r"<(\w+)>.*</\1>", re.DOTALL),
+}
 _BLOCK = 1 << 20
 _MOST_COMPARED = 1 << 28  # bytes of two files of one size; what follows is taken to be as equal
 
@@ -172,6 +177,9 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     elif _exact(spec) and (form := _asked_form(texts, golds, spec)):
         message = f"its prompts ask for {form}, and exact_match compares all that the completion says"
         yield Problem(key, message, "grade with math_verify, or with a function that reads the form", source)
+    elif _exact(spec) and (form := _unasked_form(texts, golds, spec)):
+        message = f"column {column!r} writes every answer as {form}, which no prompt asks for, and exact_match compares"
+        yield Problem(key, message, "write the answer alone into the column, or ask for the form", source)
     whole = [row[column] for row in rows if isinstance(row[column], float)]
     if whole and all(value.is_integer() for value in whole) and _exact(spec):
         message = f"column {column!r} is {whole[0]}, and only a completion that says so is right"
@@ -191,6 +199,15 @@ def _asked_form(texts: Sequence[str], golds: Sequence[str], spec: Spec) -> str:
     for form in _FORMS:
         if asked and all(form in text for text in asked) and not any(form in gold for gold in golds):
             return form
+    return ""
+
+
+def _unasked_form(texts: Sequence[str], golds: Sequence[str], spec: Spec) -> str:
+    """What every answer is written in, and no prompt shows; "" of none."""
+    asked = "\n".join([spec.data.system, *texts])
+    for form, whole in _WRAPPED.items():
+        if len(golds) >= _FEW and all(whole.fullmatch(gold) for gold in golds) and form not in asked:
+            return show(golds[0], 40)
     return ""
 
 

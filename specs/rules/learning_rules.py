@@ -202,7 +202,11 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
         message = "is a mean per token, and no policy that still writes sense is so far away: β would fall to nothing"
         hint = "divide a target for whole completions by their tokens; 0.01 to 0.1 is usual"
         yield Problem("algorithm.kl_target", message, hint, show(target))
-    clip_high = getattr(algorithm, "clip_high", None)
+    clip_low, clip_high = getattr(algorithm, "clip_low", None), getattr(algorithm, "clip_high", None)
+    written = {"clip_low", "clip_high"} <= algorithm.model_fields_set
+    if written and clip_low is not None and clip_high is not None and clip_low > clip_high:
+        message = f"leaves less room up than algorithm.clip_low down ({clip_low:g}): are they the wrong way round?"
+        yield Problem("algorithm.clip_high", message, "0.2 below and 0.28 above are usual", show(clip_high))
     if clip_high is not None and clip_high > 10:
         yield Problem("algorithm.clip_high", "is a share, not a percentage", "0.2 is usual", show(clip_high))
 
