@@ -35,7 +35,7 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes += [not_here(problem) for problem in of_here]
     if errors:
         raise SpecError(errors)
-    plan = make_plan(spec, spec_dir)
+    plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     for role in plan.roles:
         print("\n".join([*describe(role), *_library_configs(spec, role)]) + "\n")
     print("\n".join(_inherited(elsewhere)) + "\n")

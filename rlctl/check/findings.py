@@ -59,7 +59,7 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     patterns = {one.key for one in of_keys if one.key.endswith(".pattern")}  # of which the rest may follow
     warnings = [*of_keys, *(one for one in warnings if one.key not in patterns), *_run_dir(spec)]
     try:
-        plan = make_plan(spec, spec_dir)
+        plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     except SpecError as error:
         more = [problem for problem in error.problems if problem not in problems]
         return Findings([*problems, *more], warnings, spec, notes=notes, tried=tried, elsewhere=elsewhere)

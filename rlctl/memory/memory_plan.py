@@ -11,7 +11,6 @@ from rlctl.memory.activations import Pass, learning_parts, scoring_parts
 from rlctl.memory.places import Place, places_of
 from rlctl.memory.role_memory import RoleMemory
 from rlctl.memory.role_models import Model, find_model
-from rlctl.processes.placement import make_plan
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, MOMENTS, SAMPLING, SCORING, Moment, Part
 from specs.rules.attention_rules import AtHand, attention_of
 from specs.rules.transport_rules import choose_transport
@@ -53,8 +52,7 @@ class MemoryPlan:
 def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, may_build: bool = False) -> MemoryPlan:
     """`gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. `may_build`: a model of an unknown family
     is built without memory, in a process with torch. Raises SpecError where a model's shape cannot be found out."""
-    colocated = make_plan(spec, spec_dir, cores=1).colocated
-    roles = tuple(_roles(spec, spec_dir, colocated, gpu_GiB, may_build))
+    roles = tuple(_roles(spec, spec_dir, spec.colocated, gpu_GiB, may_build))
     return MemoryPlan(roles, tuple(places_of(spec, roles, gpu_GiB, host_GiB)))
 
 

@@ -49,7 +49,7 @@ def _build(spec: Spec, spec_dir: Path, folder: Folder, key: str) -> ModelTensors
 
 def _ask(spec: Spec, spec_dir: Path, request: str, made: Path) -> dict[str, tuple[int, ...]] | str:
     """Name → shape, or what went wrong."""
-    plan = make_plan(spec, spec_dir, cores=1).role(ACTOR)
+    plan = make_plan(spec, spec_dir, cores=1, elsewhere=True).role(ACTOR)
     environment = base_environment() | plan.env | {"PYTHONPATH": python_path(plan, made)}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = (plan.python, "-m", "workers.offline.shapes")

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from specs.errors import Problem, SpecError
+from rlctl.models.paths import not_found
+from specs.errors import NotHere, Problem, SpecError
 from specs.rules.node_rules import through_shell
 from specs.schema.spec import Spec
 from specs.text import show
@@ -22,14 +23,30 @@ class Host:
     slots: int
 
 
+def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Host]:
+    """Hosts that the spec's hostfile names; none without one, and none of one that is not on this machine when the run
+    is for machines `elsewhere`. Raises SpecError, which names line and text."""
+    if spec.cluster is None or not spec.cluster.hostfile:
+        return []
+    try:
+        return read_hostfile(spec_dir / Path(spec.cluster.hostfile).expanduser())
+    except FileNotFoundError:
+        problem = not_found("cluster.hostfile", "no such file", spec.cluster.hostfile)
+        if elsewhere and isinstance(problem, NotHere):
+            return []
+        raise SpecError([problem]) from None
+
+
 def read_hostfile(path: Path) -> list[Host]:
-    """Hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text."""
+    """Hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text, and
+    FileNotFoundError."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        hint = "a relative path starts at the spec file's folder"
-        raise SpecError([Problem("cluster.hostfile", f"cannot be read: {reason}", hint, f'"{path}"')]) from None
+        raise SpecError([Problem("cluster.hostfile", f"cannot be read: {reason}", value=f'"{path}"')]) from None
     hosts: dict[str, Host] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -52,9 +69,8 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     """What the hostfile lacks for this spec."""
     if spec.cluster is None or not spec.cluster.hostfile:
         return []
-    path = spec_dir / Path(spec.cluster.hostfile).expanduser()
     try:
-        hosts = read_hostfile(path)
+        hosts = hosts_of(spec, spec_dir)
     except SpecError as error:
         return error.problems
     problems = []
@@ -86,7 +102,7 @@ def hostfile_warnings(spec: Spec, spec_dir: Path) -> list[Problem]:
     if cluster is None or not cluster.hostfile or not any(through_shell(*one) for one in sections):
         return []
     try:
-        hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser())
+        hosts = hosts_of(spec, spec_dir)
     except SpecError:
         return []  # said as a problem
     used = {number for _, section in sections for number in section.hosts}

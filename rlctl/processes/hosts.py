@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlctl.preflight.hostfile import read_hostfile
+from rlctl.preflight.hostfile import hosts_of
 from rlctl.processes.host_check import HERE, Circle, FarHost, check_hosts, interface_of, marked
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.processes.remote_check import Asked, checksum_of, sizes_in
@@ -61,7 +61,7 @@ def _own_address(spec: Spec, spec_dir: Path) -> str:
         if target:
             address = socket.gethostbyname(target)
         elif cluster.hostfile:
-            hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser())
+            hosts = hosts_of(spec, spec_dir)
             key = "cluster.hostfile"
             ways = [(host.name, way) for host in hosts[1:] if (way := _way_to(host.name))]
             target, address = ways[0] if ways else (hosts[1].name, address_towards(hosts[1].name))

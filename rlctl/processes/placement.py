@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlctl.preflight.hostfile import Host, read_hostfile
+from rlctl.preflight.hostfile import Host, hosts_of
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
 from specs.schema.roles import ACTOR, ROLES, RoleName
@@ -115,14 +115,17 @@ class Plan:
         return next(plan for plan in self.roles if plan.role == name)
 
 
-def make_plan(spec: Spec, spec_dir: Path, *, cores: int | None = None, address: str = "") -> Plan:
+def make_plan(
+    spec: Spec, spec_dir: Path, *, cores: int | None = None, address: str = "", elsewhere: bool = False
+) -> Plan:
     """Plan a run of `spec`, whose relative paths start at `spec_dir`, on hosts with `cores` CPU cores each (unset: as
-    many as this process may use). `address` is this host's for other hosts (unset: `cluster.address`)."""
+    many as this process may use). `address` is this host's for other hosts (unset: `cluster.address`). `elsewhere`:
+    the hostfile may be on another machine than this, where hosts have their names from."""
     usable = cores or usable_cores()
     cluster = spec.cluster or ClusterSection()
     several = any(spec.role(name).leaves_host for name in spec.roles)
     beyond = (address or cluster.address or UNKNOWN_ADDRESS) if several else ""
-    hosts = read_hostfile(spec_dir / Path(cluster.hostfile).expanduser()) if cluster.hostfile else []
+    hosts = hosts_of(spec, spec_dir, elsewhere=elsewhere)
     at_once = 2 if _work_at_once(spec) else 1
     for_transport = _without_expandable_segments() if choose_transport(spec)[0] == "cuda_ipc" else {}
     planner = _Planner(spec_dir, usable, cluster, beyond, hosts, at_once, for_transport)

@@ -204,7 +204,7 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
         yield Problem("algorithm.kl_target", message, hint, show(target))
     clip_low, clip_high = getattr(algorithm, "clip_low", None), getattr(algorithm, "clip_high", None)
     written = {"clip_low", "clip_high"} <= algorithm.model_fields_set
-    if written and clip_low is not None and clip_high is not None and clip_low > clip_high:
+    if written and clip_low is not None and clip_high is not None and clip_high < clip_low < 1:  # 1: no bound
         message = f"leaves less room up than algorithm.clip_low down ({clip_low:g}): are they the wrong way round?"
         yield Problem("algorithm.clip_high", message, "0.2 below and 0.28 above are usual", show(clip_high))
     if clip_high is not None and clip_high > 10:

@@ -234,6 +234,13 @@ def test_for_a_cluster_what_is_missing_here_is_a_note(tmp_path, monkeypatch):
     assert "  env      NCCL_DEBUG=INFO" in here.stdout
     assert "  env      HF_TOKEN (not shown)" in here.stdout
     assert "hf_secret" not in here.stdout
+    nodes = ("actor.nodes=2", "actor.processes=8", "actor.engine.replicate=2", f'cluster.hostfile="{theirs}/hosts"')
+    far = [f"--set={one}" for one in nodes]
+    for command in (("check-config", spec), ("train", spec, "--dry-run")):
+        done = rlctl(*command, "--target", "cluster", *far, cwd=tmp_path)
+        assert f'note: not on this machine: cluster.hostfile = "{theirs}/hosts": no such file' in done.stdout, done
+        assert done.returncode == 0, done.stderr
+        assert f'error: cluster.hostfile = "{theirs}/hosts": no such file' in rlctl(*command, *far, cwd=tmp_path).stderr
     refused = rlctl("train", spec, "--target", "cluster", cwd=tmp_path)
     assert (refused.returncode, "only with --dry-run" in refused.stderr) == (2, True)
     plan = rlctl("plan", str(running.preset("quickstart", tmp_path)), "--target", "cluster", "--json", cwd=tmp_path)

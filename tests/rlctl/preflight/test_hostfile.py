@@ -33,8 +33,3 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str, words: str) -> None:
         read_hostfile(file)
     assert words in str(caught.value)
     assert "cluster.hostfile" in str(caught.value)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="cannot be read: No such file"):
-        read_hostfile(tmp_path / "none")
