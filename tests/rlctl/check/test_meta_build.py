@@ -212,12 +212,12 @@ def test_the_person_sees_asked_and_got(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("warm_children")
 def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stop text that is several tokens, and a reward that fails after the calls of a plain check and leaves servers
+    """A stop text that is several tokens, and a reward that fails in the role's process alone and leaves servers
     behind."""
-    source = "import subprocess\n\ndef score(prompt, completion, row):\n"
+    source = "import os, subprocess\n\ndef score(prompt, completion, row):\n"
     source += "    server = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
     source += "    open('pids', 'a').write(f'{server.pid}\\n')\n"
-    source += "    return row['truth'] if len(open('pids').readlines()) > 16 else 1.0\n"
+    source += "    return row['truth'] if 'RLCTL_GRADER' in os.environ else 1.0\n"
     (tmp_path / "rewards.py").write_text(source)
     reward = 'reward.terms=[{ kind = "function", path = "rewards.py:score" }]'
     code, found, _ = probe(capsys, preset("fake", tmp_path), 'rollout.stop=["12"]', reward)
@@ -227,7 +227,7 @@ def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.
     assert "is 2 tokens" in said["rollout.stop"]
     assert "KeyError: 'truth'" in said["reward.terms.0.path"]
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 36, "34 calls of the plain check; then for two rows"
+    assert len(pids) > 2
     assert all(ended(int(pid)) for pid in pids)
 
 
