@@ -203,6 +203,10 @@ def _lacking(shapes: Shapes, known: ModelTensors) -> Wrong | None:
     experts, which are stored one by one, are built as two tensors: `_other_experts` counts them."""
     names = [parameter.name for parameter in known.parameters]
     if any(".experts." in name for name in names):
+        stored = [name for name in shapes if ".experts." in name]
+        if stored and not any(name in names or _EXPERT.search(name) for name in stored):
+            message = f"its experts have other names than the model's: {stored[0]} is there, and no .experts.0."
+            return message, "what converted it left them by other names: convert it again, or take another copy"
         return None
     missing = [name for name in names if name not in shapes and name.partition(".")[2] not in shapes]
     if not missing:

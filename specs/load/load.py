@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import tomli
 from pydantic import ValidationError
 
 from specs.errors import Problem, SpecError
+from specs.load.dotted_keys import flattened
 from specs.load.explain import explain
 from specs.load.kind_change import Dropped
 from specs.load.overrides import apply_overrides
@@ -23,6 +24,8 @@ from specs.text import show
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+_SWALLOWED = re.compile(r"[\x08]|\x0c[A-Za-z]")  # of `\boxed` and `\frac` in double quotes
 
 
 def load_spec(path: Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda _: None) -> Spec:
@@ -65,7 +68,17 @@ class Parsed:
 def parse(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Parsed:
     """Tables to a spec, with every problem of keys, types, bounds and rules; `raw` may be changed."""
     problems, dropped = apply_overrides(raw, overrides)
-    return replace(_parsed(raw, problems), dropped=dropped)
+    return replace(_parsed(raw, [*problems, *_swallowed_backslashes(raw)]), dropped=dropped)
+
+
+def _swallowed_backslashes(raw: dict[str, Any]) -> Iterator[Problem]:
+    """Texts in which TOML has read a backslash and a letter, as of `\\boxed`, as a character that nobody writes."""
+    for key, value in flattened(raw).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (found := _SWALLOWED.search(text)):
+                letter = {"\b": "b", "\f": "f"}[found[0][0]]
+                message = f"TOML has read \\{letter} in it as a control character"
+                yield Problem(key, message, "write the text in single quotes, or the backslash twice", show(text))
 
 
 def _parsed(raw: dict[str, Any], problems: list[Problem]) -> Parsed:

@@ -20,7 +20,7 @@ from specs.schema.engines.held_model import (
     share_of_gpu,
 )
 from specs.schema.mesh import Mesh
-from specs.schema.roles import RoleName
+from specs.schema.roles import ACTOR, RoleName
 from specs.schema.table import no_effect
 from specs.text import listed, show
 
@@ -114,7 +114,13 @@ class VllmTable(RolloutTable):
         yield from _adapter_problems(spec, role, section, self)
 
     def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """fp32 that is not."""
+        """fp32 that is not, and memory that another role needs."""
+        shared = spec.gpus(role) & spec.gpus(ACTOR)
+        if shared and not spec.colocated and not self.kv_cache_GiB and self.gpu_memory_utilization > 0.6:
+            message = 'is of GPUs that the actor is on too, and with run.colocate = "never" neither makes room'
+            hint = "leave run.colocate out, give each GPUs of its own, or leave the actor more than it needs"
+            share = f"{self.gpu_memory_utilization:g}"
+            yield Problem(f"{role}.engine.gpu_memory_utilization", message, hint, share)
         if section.devices and spec.dtype(role) == "fp32":
             message = "vLLM's attention multiplies in TF32 on a GPU (flash attention takes no fp32), to about 1e-3"
             hint = f'set {role}.dtype = "bf16", or raise rollout.max_probe_gap and max_logprob_gap'

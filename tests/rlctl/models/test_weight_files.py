@@ -30,6 +30,17 @@ def test_the_experts_of_a_layer_are_counted(tmp_path: Path, count: int) -> None:
         assert [*found] == ([] if count == 4 else [wrong])
 
 
+def test_experts_by_other_names(tmp_path: Path) -> None:
+    write_weights(
+        tmp_path / "model.safetensors", {f"{LAYER}.down_proj.weight{number}": (32, 24) for number in range(4)}
+    )
+    ((said, hint),) = weight_problems(tmp_path, CONFIG)
+    assert (
+        said == f"its experts have other names than the model's: {LAYER}.down_proj.weight0 is there, and no .experts.0."
+    )
+    assert "convert it again" in hint
+
+
 @pytest.mark.parametrize(("outputs", "wrong"), [(0, ""), (1, ""), (3, "a critic's head has one output")])
 def test_a_critic_needs_no_head_in_the_files_and_none_of_another_width(
     tmp_path: Path, outputs: int, wrong: str
