@@ -25,7 +25,7 @@ from specs.text import show
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_SWALLOWED = re.compile(r"[\x08]|\x0c[A-Za-z]")  # of `\boxed` and `\frac` in double quotes
+_SWALLOWED = re.compile(r"(?<![\x00-\x1f])[\x08\x0c](?=[A-Za-z({\[])")  # of `\boxed` and `\frac` in double quotes
 
 
 def load_spec(path: Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda _: None) -> Spec:

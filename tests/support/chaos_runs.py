@@ -118,6 +118,7 @@ class Disturbed:
         self.spec = stage.spec
         self.pids: set[int] = set()
         self.memory: set[str] = set()  # names in /dev/shm that its processes had mapped
+        self.not_ours = set(os.listdir("/dev/shm"))
         self.terminal = -1
         self.code: int | None = None
         folder.mkdir(parents=True)
@@ -280,7 +281,8 @@ class Disturbed:
         self.code, self.line.seconds = driver.returncode, time.monotonic() - hit
         _wait(lambda: not pids_marked(self.mark), GONE_S)
         left = [_command(pid) for pid in pids_marked(self.mark)]
-        shared = [name for name in os.listdir("/dev/shm") if name in self.memory or self._is_ours(name)]
+        new = sorted(set(os.listdir("/dev/shm")) - self.not_ours)
+        shared = [name for name in new if name in self.memory or self._is_ours(name)]
         self.line.leftovers = "; ".join([*left, *shared])
         self._must_be(not self.line.leftovers, "leftovers")
         text = self._text()
