@@ -82,6 +82,7 @@ def try_functions(
             key = f"reward.terms.{index}.path"
             if isinstance(term, Function) and not {key, "reward.python"} & set(known):
                 started.append(_start(spec, spec_dir, index, term, rows))
+        folder = model_folder(spec.model.path, spec_dir) if started else None
         for one in started:
             try:
                 said = _said(one.process)
@@ -100,11 +101,12 @@ def try_functions(
                 of_tries = [*_of_tries(spec, one, tries, said)]
                 warnings += of_tries
                 warnings += _of_growth(spec, one) if _all_given(one, tries) else ()
-                warnings += [*_kept_defaults(one, said, row), *_only_with_special(spec, spec_dir, one, tries)]
-                warnings += [
-                    *_only_too_long(spec, spec_dir, one, tries),
-                    *_of_other_rows(spec, one, tries, None if of_tries else said),
-                ]
+                warnings += _kept_defaults(one, said, row)
+                if isinstance(folder, Path):
+                    liked = _liked(spec, one, tries)
+                    warnings += _only_with_special(one, liked, folder)
+                    warnings += _only_too_long(spec, one, liked, folder)
+                warnings += _of_other_rows(spec, one, tries, None if of_tries else said)
             elif not problem:
                 message = f"{one.path.rpartition(':')[2]} is not given the completion: its score does not depend on it"
                 hint = "let it take completion, or leave the term out"
@@ -267,29 +269,32 @@ def _scores_of_rows(
     return list(zip(lines[::2], lines[1::2], strict=False))
 
 
-def _only_too_long(spec: Spec, spec_dir: Path, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
-    """A function that likes right completions only where they are longer than a completion can be."""
-    folder, most = model_folder(spec.model.path, spec_dir), spec.data.max_response_tokens
+def _liked(spec: Spec, one: _Importing, tries: Sequence[Try]) -> list[str]:
+    """Right completions that a term of a reward scores above every wrong one."""
+    if spec.reward.terms[one.index].weight <= 0:
+        return []
     wrong = max((each.value or 0.0 for each in tries if not each.right), default=0.0)
-    liked = [each.completion.text for each in tries if each.right and (each.value or 0.0) > wrong]
-    if not liked or not isinstance(folder, Path) or spec.reward.terms[one.index].weight <= 0:
+    return [each.completion.text for each in tries if each.right and (each.value or 0.0) > wrong]
+
+
+def _only_too_long(spec: Spec, one: _Importing, liked: Sequence[str], folder: Path) -> Iterator[Problem]:
+    """A function that likes right completions only where they are longer than a completion can be. `folder`: the
+    model's."""
+    if not liked or (tokenizer := small_tokenizer(folder)) is None:
         return
-    if (tokenizer := small_tokenizer(folder)) is None:
-        return
+    most = spec.data.max_response_tokens
     fewest, text = min((len(tokenizer.encode(text, add_special_tokens=False).ids), text) for text in liked)
     if fewest > most:
         message = f"likes nothing shorter than {fewest} tokens, such as {show(text, 40)}, and a completion has {most}"
         yield Problem(one.key, message, "raise data.max_response_tokens, or ask for less", show(one.path))
 
 
-def _only_with_special(spec: Spec, spec_dir: Path, one: _Importing, tries: Sequence[Try]) -> Iterator[Problem]:
-    """A function that likes right completions only where they hold special tokens, which it is never given."""
-    folder = model_folder(spec.model.path, spec_dir)
-    texts = special_texts(folder) if isinstance(folder, Path) else set()
-    wrong = max((each.value or 0.0 for each in tries if not each.right), default=0.0)
-    liked = [each.completion.text for each in tries if each.right and (each.value or 0.0) > wrong]
+def _only_with_special(one: _Importing, liked: Sequence[str], folder: Path) -> Iterator[Problem]:
+    """A function that likes right completions only where they hold special tokens, which it is never given. `folder`:
+    the model's."""
+    texts = special_texts(folder) if liked else set()
     held = [[text for text in texts if text in completion] for completion in liked]
-    if liked and all(held) and spec.reward.terms[one.index].weight > 0:
+    if liked and all(held):
         message = f"rewards {', '.join(sorted(held[0]))}, special tokens of this tokenizer"
         hint = "mark the parts with text that is no special token, or make the tokens plain ones"
         yield Problem(one.key, f"{message}, and completions are read without them", hint, show(one.path))

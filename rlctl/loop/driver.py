@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from rlctl.show.progress import Progress
 
 
-MOST_MASKED = 0.5  # share of a step's loss tokens that a correction may leave out without a word
-
 Arrived = Callable[[Evaluation, int, int], None]  # of an evaluation, so many completions of all
 
 
@@ -123,7 +121,7 @@ class Driver:
         self.signals = SignalWatch(spec, lambda text: progress.warning(text))
         self.eval_prompts: dict[str, Prompts] = {}  # by evaluation
         self.correction_metrics: dict[str, float] = {}
-        self.said_skipped = self.said_no_signal = self.said_excluded = self.said_lone = self.said_masked = False
+        self.said_skipped = self.said_no_signal = self.said_excluded = False
 
     def _score_model(self, groups: Mapping[str, Group]) -> ScoreModel | None:
         """The model that a term of the reward asks, where there is one."""
@@ -201,8 +199,6 @@ class Driver:
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.signals.see(metrics, scored, step)
         self.note_no_signal(scored, step)
-        self.note_lone(metrics.get("reward/lone_groups", 0), step)
-        self.note_masked(metrics.get("correction/masked", 0.0), step)
         for role, reports in updates.items():
             self.note_skipped(role, metrics[f"{role}/skipped_updates"], len(reports), step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
@@ -227,28 +223,6 @@ class Driver:
             self.progress.warning(
                 f"step {step}: in every group all scores are equal, after {thrown.refills} refills too: nothing to "
                 "learn. Said once; rollout/thrown_groups and reward/silent_groups count on"
-            )
-
-    def note_lone(self, groups: int, step: int) -> None:
-        """Warn, once in an attempt, of groups with nothing to compare."""
-        if groups and not self.said_lone:
-            self.said_lone = True
-            least = self.spec.algorithm.advantage.min_group
-            self.progress.warning(
-                f"step {step}: groups with fewer than {least} completions that could be graded: {groups}. With nothing "
-                "to compare, their advantages are 0. Said once; reward/lone_groups counts on"
-            )
-
-    def note_masked(self, share: float, step: int) -> None:
-        """Warn, once in an attempt, of a correction that leaves little to learn from."""
-        table = self.spec.algorithm.correction
-        if table is not None and share > MOST_MASKED and not self.said_masked:
-            self.said_masked = True
-            low, high = table.band
-            self.progress.warning(
-                f"step {step}: algorithm.correction masks {share:.0%} of the loss tokens: the ratio trainer / sampler "
-                f"is not within {low:g} and {high:g}. Widen the band, or lower rollout.max_staleness. Said once; "
-                "correction/masked counts on"
             )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────

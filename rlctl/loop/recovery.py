@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rlctl.processes.placement import Plan
 
 _FEWER = "`rollout.min_processes` is set"
+_FAR_GRADERS = "`reward.nodes` is above 1"
 METRICS: tuple[Metric, ...] = (
     Metric(name="rollout/restarts", meaning="Replicas started anew, in this attempt so far."),
     Metric(
@@ -54,9 +55,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="reward/restarts",
         meaning="Processes of the reward role started anew, in this attempt so far.",
-        when="`reward.nodes` is above 1",
+        when=_FAR_GRADERS,
     ),
-    Metric(name="reward/processes", meaning="Processes of the reward role.", when="`reward.nodes` is above 1"),
+    Metric(name="reward/processes", meaning="Processes of the reward role.", when=_FAR_GRADERS),
     Metric(
         name="reward/dropped",
         meaning="Processes of the reward role that are lost for good.",
@@ -160,6 +161,13 @@ class Returns:
                 self._build_late(ranks, step, after)
             self._tell_of(ranks)
 
+    def metrics(self) -> dict[str, float | int]:
+        """Restarts of this attempt so far, and ranks that are lost for good, if there are any."""
+        told: dict[str, float | int] = {f"{self.role}/restarts": self.ranks.restarts[self.role]}
+        if dropped := self.ranks.dropped(self.role):
+            told[f"{self.role}/dropped"] = len(dropped)
+        return told
+
     def ask(self, verb: Verb, body: Body, ranks: Sequence[int], step: int | None) -> Sequence[Message]:
         """Answers of those that are not lost again."""
         call = self.groups[self.role].post(verb, body, step=step, timeout_s=self.start_timeout_s, ranks=ranks)
@@ -210,13 +218,8 @@ class SteadyGrading:
         return True
 
     def metrics(self) -> dict[str, float | int]:
-        group, ranks = self.returns.groups[REWARD], self.returns.ranks
-        if group.processes == 1:
-            return {}
-        told: dict[str, float | int] = {"reward/restarts": ranks.restarts[REWARD], "reward/processes": group.size}
-        if dropped := ranks.dropped(REWARD):
-            told["reward/dropped"] = len(dropped)
-        return told
+        group = self.returns.groups[REWARD]
+        return {} if group.processes == 1 else {**self.returns.metrics(), "reward/processes": group.size}
 
 
 class SteadySync:
@@ -267,9 +270,7 @@ class SteadySync:
     def take_metrics(self) -> dict[str, float | int]:
         """Restarts of this attempt so far, and seconds spent on them since the last call."""
         seconds, self._seconds = self._seconds, 0.0
-        told: dict[str, float | int] = {"rollout/restarts": self.ranks.restarts[ROLLOUT], "time/restart_s": seconds}
-        if dropped := self.ranks.dropped(ROLLOUT):
-            told["rollout/dropped"] = len(dropped)
+        told = {**self.returns.metrics(), "time/restart_s": seconds}
         if self.ranks.policy_of(ROLLOUT).least is not None:
             here = self.groups[ROLLOUT].size
             told |= {"rollout/replicas": here, "rollout/late": len(self.ranks.late(ROLLOUT))}

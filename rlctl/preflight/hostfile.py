@@ -28,25 +28,23 @@ def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Hos
     is for machines `elsewhere`. Raises SpecError, which names line and text."""
     if spec.cluster is None or not spec.cluster.hostfile:
         return []
+    path = spec_dir / Path(spec.cluster.hostfile).expanduser()
     try:
-        return read_hostfile(spec_dir / Path(spec.cluster.hostfile).expanduser())
+        return read_hostfile(path)
     except FileNotFoundError:
         problem = not_found("cluster.hostfile", "no such file", spec.cluster.hostfile)
         if elsewhere and isinstance(problem, NotHere):
             return []
         raise SpecError([problem]) from None
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """Hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text, and
-    FileNotFoundError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise SpecError([Problem("cluster.hostfile", f"cannot be read: {reason}", value=f'"{path}"')]) from None
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text, OSError and
+    UnicodeDecodeError."""
+    text = path.read_text(encoding="utf-8")
     hosts: dict[str, Host] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), start=1):

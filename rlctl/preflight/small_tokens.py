@@ -155,8 +155,8 @@ def _prompts(
 ) -> Iterator[Problem]:
     most = spec.data.max_prompt_tokens
     counts = [len(ids(row)) for row in rows]
-    if 2 * sum(tokens > most for tokens in counts) >= len(counts):
-        long = sum(tokens > most for tokens in counts)
+    long = sum(tokens > most for tokens in counts)
+    if 2 * long >= len(counts):
         message = f"{long} of the first {len(rows)} prompts are longer, and dropped: up to {max(counts)} tokens"
         yield Problem("data.max_prompt_tokens", message, "raise it, or shorten the prompts", str(most))
 

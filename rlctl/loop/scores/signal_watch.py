@@ -11,21 +11,24 @@ if TYPE_CHECKING:
     from rlctl.loop.sampling import Scored
     from specs.schema.spec import Spec
 
+MOST_MASKED = 0.5  # share of a step's loss tokens that a correction may leave out without a word
+
 
 class SignalWatch:
-    """Looks at the scores of the first step of an attempt, and at every step's completions until it has warned of
-    them."""
+    """Looks at the scores of the first step of an attempt; at every step's completions, groups and correction until it
+    has warned of them."""
 
     def __init__(self, spec: Spec, warn: Callable[[str], None]) -> None:
         self._spec, self._warn = spec, warn
-        self._seen_first = self._said_cut = False
+        self._seen_first = False
+        self._said: set[str] = set()  # metrics that it has warned of
 
     def see(self, metrics: Mapping[str, Any], scored: Scored, step: int) -> None:
         """`metrics`: the step's line."""
-        finished = metrics["rollout/finished"]
-        if finished < FEW_FINISH and not self._said_cut:
-            self._said_cut = True
-            self._warn(f"step {step}: {self._cut(finished)}")
+        for name, words in self._later(metrics):
+            if name not in self._said:
+                self._said.add(name)
+                self._warn(f"step {step}: {words} Said once; {name} counts on")
         if self._seen_first:
             return
         self._seen_first = True
@@ -33,13 +36,34 @@ class SignalWatch:
             for words in self._scores(metrics, scored):
                 self._warn(f"step {step}: {words}")
 
+    def _later(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """What may come at any step: the metric that tells of it, and words."""
+        if metrics["rollout/finished"] < FEW_FINISH:
+            yield "rollout/finished", self._cut(metrics["rollout/finished"])
+        if lone := metrics.get("reward/lone_groups", 0):
+            yield "reward/lone_groups", self._lone(lone)
+        table, masked = self._spec.algorithm.correction, metrics.get("correction/masked", 0.0)
+        if table is not None and masked > MOST_MASKED:
+            low, high = table.band
+            yield (
+                "correction/masked",
+                f"algorithm.correction masks {masked:.0%} of the loss tokens: the ratio trainer / sampler is not "
+                f"within {low:g} and {high:g}. Widen the band, or lower rollout.max_staleness.",
+            )
+
+    def _lone(self, groups: int) -> str:
+        least = self._spec.algorithm.advantage.min_group
+        return (
+            f"groups with fewer than {least} completions that could be graded: {groups}. With nothing to compare, "
+            "their advantages are 0."
+        )
+
     def _cut(self, finished: float) -> str:
         limit = self._spec.data.max_response_tokens
         return (
             f"{share(finished)} of the completions end by themselves, the others are cut off at "
             f"data.max_response_tokens = {limit}: what is graded is the beginning of an answer. Raise it, or see in "
-            "samples.jsonl (completion_raw) what the model writes instead of its end token. Said once; "
-            "rollout/finished counts on"
+            "samples.jsonl (completion_raw) what the model writes instead of its end token."
         )
 
     def _scores(self, metrics: Mapping[str, Any], scored: Scored) -> Iterator[str]:

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import crashing
@@ -102,19 +104,30 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@contextmanager
+def cable_to_be_cut(hosts: Hosts, process: subprocess.Popen[str]) -> Iterator[Callable[[float], str]]:
+    """Gives what cuts it and returns what the run says until it ends, within so many seconds."""
+
+    def cut(within_s: float) -> str:
+        hosts.plug(hosts.there, "down")
+        return process.communicate(timeout=within_s)[0]
+
+    try:
+        yield cut
+    finally:
+        hosts.plug(hosts.there, "up")
+        process.kill()
+
+
 def test_trainers_and_replicas_on_two_hosts_train_as_on_one_until_a_cable_is_cut(
     hosts: Hosts, spec: Path, near: Path, tmp_path: Path
 ) -> None:
     """In turns. The trainers need one another: the run ends, and names the host."""
     run = tmp_path / "far"
     process = train(hosts, spec, run, *SMALL, *FAR, *COLOCATED, "--set", "run.steps=100000")
-    try:
+    with cable_to_be_cut(hosts, process) as cut:
         wait_for(lambda: steps_done(run) >= 3 or process.poll() is not None, 150, "the third step")
-        hosts.plug(hosts.there, "down")
-        output = process.communicate(timeout=100)[0]
-    finally:
-        hosts.plug(hosts.there, "up")
-        process.kill()
+        output = cut(100)
     assert process.returncode == 1, output
     assert f"actor rank 1 on {hosts.there}" in output
     assert "no sign of life for " in output
@@ -136,17 +149,13 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
     (tmp_path / "own_reward.py").write_text(OWN_REWARD)
     run, plot = tmp_path / "run", tmp_path / "plot"
     process = train(hosts, spec, run, *SMALL, *APART, *crashing.install(plot, IN_A_SYNC, GROUP_READER))
-    try:
+    with cable_to_be_cut(hosts, process) as cut:
         wait_for(lambda: len(replicas_of(run)) == 2 or process.poll() is not None, 150, "both replicas")
         replicas = replicas_of(run)
         there = [replicas[f"rlctl-rollout{rank}"] in left_in(host) for rank, host in enumerate(hosts.names[1:])]
         assert there == [True, True]
         wait_for(lambda: crashing.happened(plot) == [1, 1] or process.poll() is not None, 200, "the group's forming")
-        hosts.plug(hosts.there, "down")
-        output = process.communicate(timeout=150)[0]
-    finally:
-        hosts.plug(hosts.there, "up")
-        process.kill()
+        output = cut(150)
     assert process.returncode == 0, output
     assert "weight transport: group" in output
     assert f"rollout rank 1 on {hosts.third} was lost" in output
