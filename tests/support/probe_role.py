@@ -46,16 +46,19 @@ def sync_handlers(rank: Rank) -> Mapping[Verb, Handler]:
 
 def graders(rank: Rank) -> Mapping[Verb, Handler]:
     """They give each sample its id for a score, and note in PROBE_FOLDER whose parts these were. The second ends at
-    its second part; the third waits at its first for the gate."""
+    its second part; the others wait at theirs until it has. The third waits at its first for the gate."""
     folder, seen = Path(os.environ["PROBE_FOLDER"]), []
 
     def score(message: Message, emit: Emit) -> Reply:
         seen.append(message)
         id_B = message.tensors["id_B"]
-        if rank.rank == 1 and len(seen) == 2 and not (folder / "died").exists():
+        if rank.rank == 1 and len(seen) > 1 and not (folder / "died").exists():
             (folder / "died").write_text(str(id_B[0]))
             os.kill(os.getpid(), signal.SIGKILL)
-        while rank.rank == 2 and not (folder / "gate").exists():
+        wanted = [folder / "gate"] if rank.rank == 2 else []
+        if rank.rank != 1 and len(seen) > 1:
+            wanted.append(folder / "died")
+        while not all(file.exists() for file in wanted):
             time.sleep(0.02)
         with (folder / f"graded_by_{rank.rank}").open("a") as file:
             file.write(f"{id_B[0]}\n")
