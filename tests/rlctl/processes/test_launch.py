@@ -82,6 +82,7 @@ def test_each_process_has_its_place_and_its_log(tmp_path: Path, monkeypatch: pyt
     launcher = Launcher(tmp_path, {"HOME_": "here"})
     launcher.start(replace(group, processes=2, world_size_of_group=2))
     assert launcher.wait(30)
+    launcher.stop(grace_s=0.2)
     assert [tail(launcher.log_path("actor", rank)) for rank in (0, 1)] == ["0 2 0 here", "1 2 1 here"]
     alone = Launcher(tmp_path / "alone", {})
     alone.start(group)  # a launcher's variables in the driver's own environment do not leak
