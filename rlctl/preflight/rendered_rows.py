@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.models.end_tokens import GENERATION
 from rlctl.models.paths import read_object
+from rlctl.models.tokenizer_files import TokenTable, token_table
 from rlctl.preflight.data_rows import Looked
 from rlctl.preflight.data_sense import source_of
 from specs.errors import Problem
@@ -35,7 +36,8 @@ class Refused(Exception):
 def rendered_warnings(spec: Spec, folder: Path, template: str, looked: Mapping[str, Looked]) -> Iterator[Problem]:
     """Warnings: transformers itself has the last word, in `--probe` and the run. `folder`: the model's; `template`: its
     chat template, "" where there is none."""
-    yield from _no_end(spec, folder)
+    tokens = token_table(folder)
+    yield from _no_end(spec, folder, tokens)
     if spec.data.chat == "never" or not template:
         return
     try:
@@ -44,7 +46,7 @@ def rendered_warnings(spec: Spec, folder: Path, template: str, looked: Mapping[s
         return
     for key, found in looked.items():
         yield from _of_rows(spec, key, found, render)
-    yield from _of_template(spec, folder, render)
+    yield from _of_template(spec, folder, render, tokens)
 
 
 def rendering(template: str, folder: Path) -> Rendering:
@@ -166,7 +168,7 @@ def messages_of(row: Mapping[str, Any], spec: Spec) -> list[Message]:
 # ── around an answer ──────────────────────────────────────────────────────────────────────────────
 
 
-def _of_template(spec: Spec, folder: Path, render: Rendering) -> Iterator[Problem]:
+def _of_template(spec: Spec, folder: Path, render: Rendering, tokens: TokenTable | None) -> Iterator[Problem]:
     """What an answer begins and ends with."""
 
     def softly(messages: Sequence[Message]) -> str | None:
@@ -182,14 +184,14 @@ def _of_template(spec: Spec, folder: Path, render: Rendering) -> Iterator[Proble
         yield Problem("model.path", message, hint, path)
     after, before = around_answer(softly)
     if (mark := MARKUP.match(after.lstrip())) and mark[0].startswith("<"):
-        yield from _end_of_turn(spec, folder, mark[0], before)
+        yield from _end_of_turn(spec, folder, mark[0], before, tokens)
     prompt = softly([{"role": "user", "content": "?"}])
     if prompt and (begun := _TAG.search(prompt)):
         yield from _begun(spec, begun[0].strip())
 
 
-def _end_of_turn(spec: Spec, folder: Path, mark: str, before: str) -> Iterator[Problem]:
-    path, tokens = show(spec.model.path), _tokens(folder)
+def _end_of_turn(spec: Spec, folder: Path, mark: str, before: str, tokens: TokenTable | None) -> Iterator[Problem]:
+    path = show(spec.model.path)
     if tokens is None:
         return
     if mark not in tokens:
@@ -197,7 +199,7 @@ def _end_of_turn(spec: Spec, folder: Path, mark: str, before: str) -> Iterator[P
             message = f"the chat template ends an answer with {show(mark)}, which is no token of the tokenizer"
             yield Problem("model.path", message, "use the model's own chat template", path)
         return
-    ends = {text for text, number in tokens.items() if number in _end_ids(folder)}
+    ends = {text for number in _end_ids(folder) if (text := tokens.text_of(number))}
     ends |= {*spec.rollout.stop, _special_tokens(folder).get("eos_token", "")}
     if ends - {""} and mark not in ends:
         message = f"the chat template ends an answer with {show(mark)}, which ends no completion"
@@ -215,43 +217,27 @@ def _begun(spec: Spec, tag: str) -> Iterator[Problem]:
                 yield Problem(f"reward.terms.{index}.pattern", message, hint, show(term.pattern))
 
 
-def _tokens(folder: Path) -> dict[str, int] | None:
-    """Text → id of the tokenizer's tokens; None where they are not read."""
-    tokenizer = _object(folder / "tokenizer.json")
-    try:
-        vocabulary = tokenizer["model"]["vocab"]
-        known = vocabulary if isinstance(vocabulary, dict) else {pair[0]: n for n, pair in enumerate(vocabulary)}
-        return {**known, **{one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}}
-    except (KeyError, TypeError, IndexError):
-        return None
-
-
 def _end_ids(folder: Path) -> set[int]:
     found = [_object(folder / name).get("eos_token_id") for name in ("config.json", GENERATION)]
     return {one for value in found for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)}
 
 
-def _no_end(spec: Spec, folder: Path) -> Iterator[Problem]:
+def _no_end(spec: Spec, folder: Path, tokens: TokenTable | None) -> Iterator[Problem]:
     """A model and a tokenizer that name no token that ends a completion."""
     kind = _object(folder / "tokenizer_config.json").get("tokenizer_class")
-    text, ids, tokens = _special_tokens(folder).get("eos_token"), _end_ids(folder), _tokens(folder)
+    text, ids = _special_tokens(folder).get("eos_token"), _end_ids(folder)
     hint, path = "put eos_token_id into its generation_config.json", show(spec.model.path)
     if not (ids or spec.rollout.stop or text) and kind in _OF_ANY_MODEL and (folder / "tokenizer.json").is_file():
         message = "no token ends a completion: each has data.max_response_tokens tokens"
         yield Problem("model.path", message, hint, path)
-    if not tokens:
+    if tokens is None:
         return
     if text and text not in tokens:
         message = f"eos_token in tokenizer_config.json is {show(text)}, which is no token of tokenizer.json"
         yield Problem("model.path", message, "use the tokenizer files that the model was trained with", path)
-    special = _named_special(folder)
-    plain = {number: one for one, number in tokens.items() if number in ids and one not in special}
-    if ids and len(plain) == len(ids) and text and text in tokens and tokens[text] not in ids:
+    special = {*tokens.added_texts, *_special_tokens(folder).values()}
+    plain = {number: one for number in ids if (one := tokens.text_of(number)) is not None and one not in special}
+    if ids and len(plain) == len(ids) and text and text in tokens and tokens.id_of(text) not in ids:
         number, one = next(iter(plain.items()))
         message = f"eos_token_id {number} is {show(one)} in its tokenizer, which says {show(text)} ends a text"
         yield Problem("model.path", message, "use the tokenizer and the config of one model", path)
-
-
-def _named_special(folder: Path) -> set[str]:
-    added = _object(folder / "tokenizer.json").get("added_tokens") or ()
-    return {*(one["content"] for one in added), *_special_tokens(folder).values()}

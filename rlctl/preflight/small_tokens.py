@@ -1,5 +1,5 @@
 """What a tokenizer makes of prompts, answers, stop texts and patterns, where its file is small enough to be loaded in
-passing. Of a larger one `--probe` says the same."""
+passing. Of a larger one single tokens are looked for in the file; `--probe` says the rest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlctl.models.tokenizer_files import TokenTable, token_table
 from rlctl.preflight.data_rows import Looked
 from rlctl.preflight.data_sense import all_text, source_of
 from rlctl.preflight.rendered_rows import Refused, messages_of, rendering
@@ -22,6 +23,7 @@ from workers.grading.pattern_example import example
 _MOST_BYTES = 1 << 20
 _ROWS = 64
 _REFUSED_S = 0.1  # for rows behind one another, where one that is too long is refused
+_ONE_TOKEN = "rollout.stop takes texts of exactly one token"
 _AROUND = 4  # tokens that a tokenizer puts around a text
 
 
@@ -30,6 +32,8 @@ def token_warnings(spec: Spec, folder: Path, template: str, looked: Mapping[str,
     where there is none."""
     tokenizer = small_tokenizer(folder)
     if tokenizer is None:
+        if (table := token_table(folder)) is not None:
+            yield from _by_table(spec, table, looked, plain=not template or spec.data.chat == "never")
         return
 
     def count(text: str) -> int:
@@ -72,11 +76,30 @@ def small_tokenizer(folder: Path) -> Any | None:
         return None
 
 
+def _by_table(spec: Spec, table: TokenTable, looked: Mapping[str, Looked], *, plain: bool) -> Iterator[Problem]:
+    """What can be told of a large tokenizer without building it. `plain`: prompts are no conversations."""
+    special = [text for text in table.added_texts if table.is_special(text)]
+
+    def back(text: str) -> str:
+        for one in special:
+            text = text.replace(one, "")
+        return text
+
+    for text in spec.rollout.stop:
+        if not table.says(text) and "Lowercase" not in repr(table.head.get("normalizer")):
+            yield Problem("rollout.stop", f"{show(text)} is no token of the model's tokenizer", _ONE_TOKEN, show(text))
+    yield from _patterns(spec, lambda text: 0, back)
+    for key, found in looked.items():
+        prompts = [all_text(row, spec) for row in found.rows[:_ROWS]]
+        if plain and prompts and (begin := table.begins_with) and all(text.startswith(begin) for text in prompts):
+            yield _twice(spec, key, begin)
+
+
 def _stops(spec: Spec, count: Callable[[str], int], back: Callable[[str], str]) -> Iterator[Problem]:
     for text in spec.rollout.stop:
         if count(text) != 1 or back(text) not in (text.strip(), ""):
             message = f"{show(text)} is {count(text)} tokens of the model's tokenizer, not one"
-            yield Problem("rollout.stop", message, "rollout.stop takes texts of exactly one token", show(text))
+            yield Problem("rollout.stop", message, _ONE_TOKEN, show(text))
 
 
 def _written(spec: Spec, folder: Path, template: str) -> Callable[[Mapping[str, Any]], str]:
@@ -146,8 +169,12 @@ def _begun_twice(
     if all(len(two) == 2 and two[0] == two[1] for two in begun) and len({tuple(two) for two in begun}) == 1:
         token = tokenizer.id_to_token(begun[0][0])
         if not tokenizer.decode([begun[0][0]]):  # a special token, and no word that stands there twice
-            message = f"prompts begin with {show(token)}, and the tokenizer puts another before them"
-            yield Problem(key, message, "leave it out of the prompts", source_of(key, spec))
+            yield _twice(spec, key, token)
+
+
+def _twice(spec: Spec, key: str, token: str) -> Problem:
+    message = f"prompts begin with {show(token)}, and the tokenizer puts another before them"
+    return Problem(key, message, "leave it out of the prompts", source_of(key, spec))
 
 
 def _prompts(
