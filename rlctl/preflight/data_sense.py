@@ -23,6 +23,7 @@ _FEW = 4  # rows below which nothing is concluded from what they have in common
 _MANY = 30  # rows from which on a single answer is no chance
 _COMPARED = 50  # rows whose answers are looked at
 _LEAKED = 0.25  # share of evaluation prompts among the training prompts above which it is said
+_HELD_OUT, _HELD_OUT_UNASKED = 1 / 2, 2 / 3  # shares of rows that evaluation takes, where the spec says how many
 _SENTENCE = 8  # words
 _WORKING = re.compile(r"\\boxed\{|\banswer is\b|\banswer:|</think>|<answer>", re.IGNORECASE)
 _FORMS = ("\\boxed{", "<answer>", "####")  # that an answer is written in
@@ -43,7 +44,7 @@ def sense_problems(spec: Spec, spec_dir: Path, looked: Mapping[str, Looked]) -> 
     warnings = [*_few_rows(spec, spec_dir), *_holds_answer(spec, looked)]
     warnings += [problem for key, found in looked.items() for problem in _one_prompt(key, found, spec)]
     warnings += [problem for key, found in looked.items() for problem in _one_answer(key, found, spec)]
-    warnings += _few_held_out(spec, spec_dir)
+    warnings += [*_most_held_out(spec, spec_dir), *_few_held_out(spec, spec_dir)]
     if not errors:
         warnings += _same_prompts(spec, looked)
     return errors, warnings
@@ -287,6 +288,20 @@ def _few_rows(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
     key, value = ("data.max_rows", str(most)) if cut else ("data.train", show(spec.data.train))
     message = f"has {rows} rows to train on, and a step draws {step}: it sees prompts twice"
     yield Problem(key, message, "lower data.prompts_per_step, and raise algorithm.group_size", value)
+
+
+def _most_held_out(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
+    """An evaluation that takes more of the rows than it leaves to train on."""
+    held = next((one for one in spec.evaluations if not one.data), None)
+    if held is None:
+        return
+    counted, most = _count_rows(spec.data.train, spec_dir, 2 * held.prompts), spec.data.max_rows
+    rows = min((one for one in (counted, most) if one is not None), default=2 * held.prompts)
+    share = _HELD_OUT if "prompts" in held.given else _HELD_OUT_UNASKED
+    if share * rows < held.prompts < rows:
+        message = f"takes {held.prompts} of the {rows} rows of data.train, and leaves {rows - held.prompts} to train on"
+        hint = f"a tenth is usual, or name another source in {held.key}.data"
+        yield Problem(f"{held.key}.prompts", message, hint, str(held.prompts))
 
 
 def _few_held_out(spec: Spec, spec_dir: Path) -> Iterator[Problem]:

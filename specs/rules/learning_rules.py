@@ -18,6 +18,7 @@ _NEARLY_ALL = 0.95  # top_p from which on log-probs lie less than 0.06 apart
 _HOTTEST = 2.0  # temperature above which tokens are drawn nearly as by lot
 _LARGEST_LR = 0.1  # AdamW moves each weight by about lr per step; weights of a transformer are around 0.02
 _SMALLEST_LR = 1e-9
+_MOST_SHRUNK, _MOST_DECAY = 0.1, 0.5  # share of a weight that a step takes, and what no recipe has
 _LEAST_LEFT = 0.05  # share of a reward that γ leaves the first of the most tokens
 _MOST_KL = 1.0  # nats a token: a model that was steered there says something else
 _START_S, _VERB_S, _GRADE_S = 5.0, 1.0, 0.05  # what importing torch, one request and one grade take at the least
@@ -66,6 +67,11 @@ def _learning_rate(spec: Spec) -> Iterator[Problem]:
         if optimizer.betas[0] > optimizer.betas[1]:
             message = "the gradient is averaged for longer than its square: are they the wrong way round?"
             yield Problem(f"{role}.optimizer.betas", message, "[0.9, 0.999] is usual", show(optimizer.betas))
+        shrinks, decay = lr * optimizer.weight_decay, optimizer.weight_decay
+        if shrinks > _MOST_SHRUNK or decay > _MOST_DECAY:
+            far = "is what is lost, as a share times lr, not what is kept"
+            message = f"takes {shrinks:.0%} a step" if shrinks > _MOST_SHRUNK else far
+            yield Problem(f"{role}.optimizer.weight_decay", message, "0.0 to 0.1 is usual", show(decay))
         if optimizer.schedule != "constant" and optimizer.min_lr_ratio == 1:
             message = f'schedule = "{optimizer.schedule}" ends where it begins: lr never falls'
             yield Problem(f"{role}.optimizer.min_lr_ratio", message, "0.0 or 0.1 is usual", "1.0")
@@ -145,7 +151,6 @@ def _only_short(spec: Spec) -> Iterator[Problem]:
 def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     """Numbers of another order of magnitude than any that is in use: a slip of the pen, or a percentage."""
     algorithm, optimizer, rollout = spec.algorithm, spec.actor.optimizer, spec.rollout
-    shrinks = optimizer.lr * optimizer.weight_decay
     for key, value, far, message, usual in (
         ("algorithm.kl_coef", algorithm.kl_coef, algorithm.kl_coef > 10, "leaves the reward no weight", "0.001"),
         (
@@ -163,7 +168,6 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
             "1",
         ),
         ("actor.optimizer.eps", optimizer.eps, optimizer.eps > 1e-3, "is larger than most gradients", "1e-8"),
-        ("actor.optimizer.weight_decay", optimizer.weight_decay, shrinks > 0.1, f"takes {shrinks:.0%} a step", "0.01"),
         (
             "actor.optimizer.max_grad_norm",
             optimizer.max_grad_norm,
