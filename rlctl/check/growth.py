@@ -30,9 +30,11 @@ Slow = tuple[str, float, float]  # a completion, the seconds that it took, and t
 def slowest_growth(
     seconds: Callable[[str], float | None], *, max_tokens: int, limit_s: float, until_s: float
 ) -> Slow | None:
-    """The first completion that takes long, where one of `max_tokens` would take more than `limit_s`. `seconds`: of a
-    completion, None where it does not end. `until_s`: after which no more are tried."""
-    deadline, full, before = time.monotonic() + until_s, max_tokens * _TOKEN, dict[int, tuple[int, float]]()
+    """The first completion that takes long, where one of `max_tokens` would take more than `limit_s`. `seconds`: of the
+    processor for a completion, None where it does not end. `until_s`: so many of them together, or four times as many
+    of the clock, after which no more are tried."""
+    deadline, full, before = time.monotonic() + 4 * until_s, max_tokens * _TOKEN, dict[int, tuple[int, float]]()
+    spent = 0.0
     for length in _lengths(min(full, _LONGEST)):
         for number, text in enumerate(_texts(length)):
             if (one := seconds(text)) is None:
@@ -40,7 +42,8 @@ def slowest_growth(
             if one > _SLOW_S and number in before and (at_full := _at(full, len(text), one, *before[number])) > limit_s:
                 return text, one, at_full
             before[number] = (len(text), one)
-            if time.monotonic() > deadline:
+            spent += one
+            if spent > until_s or time.monotonic() > deadline:
                 return None
     return None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.check.reward_import import MARK
+from rlctl.check.trial_process import MARK
 from rlctl.models.hub import HubFolder, bring, hub_snapshot, look_up, offline
 from rlctl.preflight.file_problems import has_nvidia_driver
 from rlctl.processes.launch import base_environment, python_path

@@ -1,20 +1,13 @@
 """Reward functions, imported and called as a run would do it: in a process of their own, by the very code that grades.
 Each is called for the first row of the data, with the row's own answer and with an empty completion, and, if that was
 quick, with completions such as a policy writes.
-
-The file is the person's: it may print, hang, exit or crash. What it writes to its output is lost, no bytecode is left
-behind, and everything that it started ends with it.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
-import secrets
-import selectors
-import signal
-import subprocess
-import sys
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,35 +15,41 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.check.answer_places import only_at_the_start, within_numbers
 from rlctl.check.growth import said_of, slowest_growth
-from rlctl.check.reward_trial import OfColumns, Try, a_try, trial_findings
+from rlctl.check.reward_trial import OfColumns, Try, a_try, better_than_others, trial_findings
+from rlctl.check.trial_process import NoGrade, TrialProcess, job_of
+from rlctl.models.chat_template import chat_template_of
+from rlctl.models.hub import Folder
 from rlctl.models.paths import model_folder
 from rlctl.models.tokenizer_files import special_texts
+from rlctl.preflight.data_relations import ASKS_TO_THINK
 from rlctl.preflight.first_row import row_columns, trial_rows
-from rlctl.preflight.interpreters import own_path
 from rlctl.preflight.small_tokens import small_tokenizer
-from rlctl.processes.placement import package_root
 from specs.errors import Problem
-from specs.schema.rewards import Function
+from specs.schema.rewards import Function, compares_answer
 from specs.schema.row_values import gold_answer
 from specs.schema.spec import Spec
 from specs.templates import render_template, template_columns
 from specs.text import show
 from workers.data.row_source import DataRow
-from workers.grading.grader_process import encode
 from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.signatures import ALL_COLUMNS, DEFAULT, OF_A_SAMPLE, REFERENCE
 from workers.grading.terms import Setting
 from workers.grading.trial_completions import OWN, Said, likely_completions
-from workers.watchdog import kill_marked
 
 TIMEOUT_S = 20.0
 CALL_S = 5.0  # for a call: it may be slow, and then a probe says so
 _QUICK_S, _MORE_S = 0.3, 1.0  # two calls that cost nothing, and all those that follow them
 _SLOW_S = 3.0  # two first calls that may have loaded something
 _GROWTH_S, _LONG_S = 0.25, 2.0  # longer and longer completions together, and one of them
-MARK = "RLCTL_CHECK"  # in the environment of what a check starts, and of all that this starts in turn
-_KILL_S = 5.0
+_PLACES_S = 0.5  # calls that tell where it looks for the answer
+_ROOM_TOKENS, _SHORT = 128, 40  # tokens that leave room for thoughts, and characters of an answer that they lead to
+_AT_ONCE = re.compile(
+    r"\b(?:only|just|nothing else|directly|immediately|no (?:explanation|reasoning|words)"
+    r"|without (?:explanation|\w+ing))\b",
+    re.IGNORECASE,
+)
 _OTHER_SHARE = 0.1  # of rows whose right answer scores no more than a wrong one
 
 
@@ -74,6 +73,7 @@ def try_functions(
     """(errors, warnings, calls) of importing the reward functions and calling them; keys in `known` have been found
     wrong already."""
     started: list[_Importing] = []
+    judging: list[_Judging] = []
     errors, warnings, tried = [], [], []
     rows = trial_rows(spec, spec_dir)
     row = rows[0] if rows else None
@@ -85,8 +85,8 @@ def try_functions(
         folder = model_folder(spec.model.path, spec_dir) if started else None
         for one in started:
             try:
-                said = _said(one.process)
-            except subprocess.TimeoutExpired:
+                said = one.process.given(TIMEOUT_S)
+            except NoGrade:
                 hint = "a run gives it longer; load what is large when score is first called"
                 warnings.append(Problem(one.key, f"still being imported after {TIMEOUT_S:g} s", hint, show(one.path)))
                 continue
@@ -107,13 +107,15 @@ def try_functions(
                     warnings += _only_with_special(one, liked, folder)
                     warnings += _only_too_long(spec, one, liked, folder)
                 warnings += _of_other_rows(spec, one, tries, None if of_tries else said)
+                judging += [] if of_tries else [(one, said, tries)]
             elif not problem:
                 message = f"{one.path.rpartition(':')[2]} is not given the completion: its score does not depend on it"
                 hint = "let it take completion, or leave the term out"
                 warnings.append(Problem(one.key, message, hint, show(one.path)))
+        warnings += _of_places(spec, folder, judging, [one.key for one in warnings])
     finally:
         for one in started:
-            _end(one)
+            one.process.end()
     return errors, warnings, tried
 
 
@@ -125,10 +127,12 @@ def _called(
     if row is None:
         return call, None, ()
     lines: list[dict[str, Any]] = []
-    began = time.monotonic()
-    with suppress(subprocess.TimeoutExpired, ValueError):
-        for _ in range(2):
-            lines.append(json.loads(_next_line(one.process, CALL_S)))
+    began, slow = time.monotonic(), False
+    try:
+        for line in one.process.grades(CALL_S):
+            lines.append(line)
+    except NoGrade as no_grade:
+        slow = no_grade.slow
     failed = [line for line in lines if "t" not in line]
     if len(failed) == 2:
         name = one.path.rpartition(":")[2]
@@ -139,7 +143,7 @@ def _called(
         return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code), ()
     numbers = [line["t"][0] if "t" in line else None for line in lines] + [None] * (2 - len(lines))
     call = replace(call, own_answer=numbers[0] if one.completions[0].right else None, empty=numbers[1])
-    if len(lines) < 2 and time.monotonic() - began >= CALL_S:
+    if slow:
         message = f"{one.path.rpartition(':')[2]}, called with the first row, gives no score within {CALL_S:g} s"
         hint = "a run grades every completion of a step: make it quicker, or raise reward.workers and reward.timeout_s"
         return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code=False), ()
@@ -159,34 +163,22 @@ def _called(
 
 def _quick_again(one: _Importing) -> bool:
     """Whether a call costs nothing once the first has loaded what it needs."""
-    assert one.process.stdin is not None
     began = time.monotonic()
-    with suppress(subprocess.TimeoutExpired, BrokenPipeError):
-        one.process.stdin.write(encode(_job(one.sample, one.completions[:1])))
-        one.process.stdin.flush()
-        return bool(_next_line(one.process, CALL_S)) and time.monotonic() - began < _QUICK_S / 2
+    with suppress(NoGrade):
+        next(one.graded(one.completions[:1], CALL_S))
+        return time.monotonic() - began < _QUICK_S / 2
     return False
 
 
-def _more(one: _Importing) -> Iterator[Try]:
+def _more(one: _Importing) -> Sequence[Try]:
     """Calls with likely completions, as many as begin within a second. The last one may end the process, or hang."""
-    completions = one.completions[2:]
-    assert one.process.stdin is not None
-    until = time.monotonic() + _MORE_S
+    completions, tries = one.completions[2:], list[Try]()
     try:
-        one.process.stdin.write(encode(_job(one.sample, completions)))
-        one.process.stdin.flush()
-        for said in completions:
-            if time.monotonic() > until:
-                return
-            if not (line := _next_line(one.process, CALL_S)):
-                yield Try(said, None, "the process ended")
-                return
-            yield a_try(said, json.loads(line))
-    except subprocess.TimeoutExpired:
-        yield Try(said, None, f"it took more than {CALL_S:g} s")
-    except (BrokenPipeError, ValueError):
-        return
+        for line in one.graded(completions, CALL_S, _MORE_S):
+            tries.append(a_try(completions[len(tries)], line))
+    except NoGrade as why:
+        tries.append(Try(completions[len(tries)], None, str(why)))
+    return tries
 
 
 def _all_given(one: _Importing, tries: Sequence[Try]) -> bool:
@@ -221,12 +213,10 @@ def _of_other_rows(
     """Rows whose own answer, written as the first row's is where it scores best, gives no score, or scores no more
     than the first row's. `given` is None where the scores have been found wrong already."""
     own = one.completions[0].text
-    wrong = {each.completion.form: each.value for each in tries if not each.right and each.completion.form >= 0}
-    better = [each for each in tries if each.right and each.value is not None and each.completion.text.count(own) == 1]
-    better = [each for each in better if (each.value or 0.0) > (wrong.get(each.completion.form) or 0.0)]
-    if len(tries) < len(one.completions) or not own or not better or spec.reward.terms[one.index].weight <= 0:
+    better = better_than_others(tries, own)
+    if len(tries) < len(one.completions) or not better or spec.reward.terms[one.index].weight <= 0:
         return
-    form = max(better, key=lambda each: each.value or 0.0).completion.text
+    form = better[0].completion.text
     rows = [(row, gold) for row in one.rows[1:] if (gold := _gold(row, spec)) and gold != own]
     scores = _scores_of_rows(spec, one, [(row, form.replace(own, gold), form) for row, gold in rows])
     name, path = one.path.rpartition(":")[2], show(one.path)
@@ -248,6 +238,46 @@ def _of_other_rows(
         yield Problem(one.key, message, "let it read every row's answer as it stands in the data", path)
 
 
+def _of_places(
+    spec: Spec, folder: Folder | None, judging: Sequence[_Judging], known: Collection[str]
+) -> Iterator[Problem]:
+    """Where the only term that knows what is right looks for the answer. Of keys in `known` something was said."""
+    terms = spec.reward.terms
+    reading = [(*one, better) for one in judging if (better := _by_answer(spec, *one))]
+    judged = any(term.weight > 0 and (term.graded_by != "processes" or compares_answer([term])) for term in terms)
+    if len(reading) != 1 or judged or reading[0][0].key in known:
+        return
+    one, _, tries, better = reading[0]
+    own = one.completions[0].text
+    others = [each.completion.text for each in tries if not each.right and each.completion.form == OWN]
+
+    def scores(texts: Sequence[str]) -> Sequence[float] | None:
+        lines: list[dict[str, Any]] = []
+        with suppress(NoGrade):
+            lines += one.graded([Said(text) for text in texts], _LONG_S, _PLACES_S)
+        values = [line["t"][0] for line in lines if "t" in line]
+        return values if len(values) == len(texts) else None
+
+    name, golds = one.path.rpartition(":")[2], [gold for row in one.rows if (gold := _gold(row, spec))]
+    found = [*within_numbers(name, better, golds, scores)]
+    prompts = [f"{spec.data.system}\n{_plain_prompt(row, spec)}" for row in one.rows]
+    asked = all(ASKS_TO_THINK.search(prompt) for prompt in prompts)
+    room = spec.data.max_response_tokens >= _ROOM_TOKENS and not all(_AT_ONCE.search(prompt) for prompt in prompts)
+    chat = spec.data.chat != "never" and folder is not None and bool(chat_template_of(folder).text)
+    if not found and others and len(own) <= _SHORT and (asked or (room and chat)):
+        stops = spec.rollout.stop
+        found = [*only_at_the_start(name, better, own, others[0], scores, asked=asked, stops=stops)]
+    yield from (Problem(one.key, message, hint, show(one.path)) for message, hint in found)
+
+
+def _by_answer(spec: Spec, one: _Importing, given: Mapping[str, str], tries: Sequence[Try]) -> list[Try]:
+    """Right completions that it likes better than the same with another row's answer, which nothing else tells."""
+    if not _all_given(one, tries) or spec.reward.terms[one.index].weight <= 0:
+        return []
+    reads = _columns(spec, one, given).only_answer(tries)
+    return better_than_others(tries, one.completions[0].text) if reads else []
+
+
 def _place(row: DataRow) -> str:
     return row.where.rpartition(os.sep)[2]
 
@@ -256,16 +286,11 @@ def _scores_of_rows(
     spec: Spec, one: _Importing, asked: Sequence[tuple[DataRow, str, str]]
 ) -> Sequence[tuple[dict[str, Any], dict[str, Any]]]:
     """What a row's two completions get, of as many rows as are graded within a second."""
-    rows = {str(number): (_plain_prompt(row, spec), row.values) for number, (row, _, _) in enumerate(asked)}
-    items = [[0, str(number), text, len(text)] for number, (_, *texts) in enumerate(asked) for text in texts]
+    job = job_of([((_plain_prompt(row, spec), row.values), texts) for row, *texts in asked])
     lines: list[dict[str, Any]] = []
-    assert one.process.stdin is not None
-    until = time.monotonic() + _MORE_S
-    with suppress(subprocess.TimeoutExpired, BrokenPipeError, ValueError):
-        one.process.stdin.write(encode({"rows": rows, "items": items}))
-        one.process.stdin.flush()
-        for _ in items:
-            lines.append(json.loads(_next_line(one.process, max(0.0, until - time.monotonic()))))
+    with suppress(NoGrade):
+        for line in one.process.graded(job, _MORE_S, _MORE_S):
+            lines.append(line)
     return list(zip(lines[::2], lines[1::2], strict=False))
 
 
@@ -313,11 +338,8 @@ def _of_growth(spec: Spec, one: _Importing) -> Iterator[Problem]:
     limit_s = spec.reward.timeout_s
 
     def seconds(text: str) -> float | None:
-        with suppress(subprocess.TimeoutExpired, ValueError, BrokenPipeError):
-            assert one.process.stdin is not None
-            one.process.stdin.write(encode(_job(one.sample, [Said(text)])))
-            one.process.stdin.flush()
-            return float(json.loads(_next_line(one.process, _LONG_S))["seconds"])
+        with suppress(NoGrade):
+            return float(next(one.graded([Said(text)], _LONG_S))["seconds"])
         return None
 
     longest = spec.data.max_response_tokens
@@ -332,11 +354,20 @@ class _Importing:
     index: int  # of the term
     key: str
     path: str
-    process: subprocess.Popen[bytes]
-    mark: str  # NAME=value in the environment of the process
+    process: TrialProcess
     sample: tuple[str, Mapping[str, Any]] | None  # prompt and row that it is called with
     completions: Sequence[Said]
     rows: Sequence[DataRow] = ()  # of which the sample's is the first
+
+    def graded(
+        self, completions: Sequence[Said], each_s: float, within_s: float = math.inf
+    ) -> Iterator[dict[str, Any]]:
+        """The grades of completions of the sample (`TrialProcess.grades`)."""
+        assert self.sample is not None
+        return self.process.graded(job_of([(self.sample, [one.text for one in completions])]), each_s, within_s)
+
+
+_Judging = tuple[_Importing, Mapping[str, str], Sequence[Try]]  # what its parameters get, and all calls
 
 
 @dataclass(frozen=True)
@@ -348,14 +379,7 @@ class _Failed:
 
 
 def _start(spec: Spec, spec_dir: Path, index: int, term: Function, rows: Sequence[DataRow]) -> _Importing:
-    mark = secrets.token_hex(8)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RLCTL_")} | spec.reward.env
-    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(package_root()), env.get("PYTHONPATH", "")) if part)
-    env[MARK] = mark
-    python = own_path(spec.reward, spec_dir) or sys.executable
-    command = [python, "-B", "-P", "-m", "workers.grading.child", str(os.getpid())]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=env, start_new_session=True)
+    process = TrialProcess(spec, spec_dir)
     row = rows[0] if rows else None
     sample = None if row is None else (_plain_prompt(row, spec), row.values)
     own, *others = [_gold(one, spec) for one in rows] or [None]
@@ -364,9 +388,7 @@ def _start(spec: Spec, spec_dir: Path, index: int, term: Function, rows: Sequenc
     asked = f"{spec.data.system}\n{sample[0] if sample else ''}"
     likely = likely_completions(own, other=other, source=source, prompt=asked)
     completions = [Said(own or "", own is not None, OWN), Said(""), *likely]
-    one = _Importing(
-        index, f"reward.terms.{index}.path", term.path, process, f"{MARK}={mark}", sample, completions, rows
-    )
+    one = _Importing(index, f"reward.terms.{index}.path", term.path, process, sample, completions, rows)
     _send(one, spec, spec_dir, term)
     return one
 
@@ -388,17 +410,8 @@ def _send(one: _Importing, spec: Spec, spec_dir: Path, term: Function) -> None:
     columns = row_columns(spec, spec_dir)
     setting = Setting(spec.data.answer_column, spec.data.max_response_tokens, str(spec_dir), columns)
     hello = {"terms": [term.model_dump(mode="json")], "setting": asdict(setting), "trial": True}
-    assert one.process.stdin is not None
-    with suppress(BrokenPipeError):
-        one.process.stdin.write(encode(hello))
-        if one.sample is not None:
-            one.process.stdin.write(encode(_job(one.sample, one.completions[:2])))
-        one.process.stdin.flush()
-
-
-def _job(sample: tuple[str, Mapping[str, Any]] | None, completions: Sequence[Said]) -> dict[str, Any]:
-    items = [[number, "0", one.text, len(one.text)] for number, one in enumerate(completions)]
-    return {"rows": {"0": sample}, "items": items}
+    first = None if one.sample is None else job_of([(one.sample, [said.text for said in one.completions[:2]])])
+    one.process.begin(hello, first)
 
 
 def _plain_prompt(row: DataRow, spec: Spec) -> str:
@@ -412,44 +425,3 @@ def _plain_prompt(row: DataRow, spec: Spec) -> str:
         return prompt
     messages = prompt if isinstance(prompt, list) else []
     return "\n".join(str(one.get("content", "")) for one in messages if isinstance(one, dict))
-
-
-def _said(process: subprocess.Popen[bytes]) -> Mapping[str, str] | tuple[str, str]:
-    """What each parameter gets, or what is wrong and a hint, by the grader's first line. The process may go on: its
-    threads and children need not end. Raises TimeoutExpired."""
-    try:
-        message = json.loads(_next_line(process, TIMEOUT_S))
-        return message["given"][0] if "ready" in message else (str(message["error"]), str(message["hint"]))
-    except (ValueError, KeyError, TypeError):
-        code = process.wait(_KILL_S)
-        how = f"kills the process ({signal.Signals(-code).name})" if code < 0 else f"ends the process (status {code})"
-        return f"importing it {how}", "import it with python to see why"
-
-
-def _next_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """What the process writes up to a line break, or its end; what follows is left in the pipe."""
-    assert process.stdout is not None
-    line, deadline = b"", time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise subprocess.TimeoutExpired(process.args, timeout_s)
-            byte = os.read(process.stdout.fileno(), 1)
-            if not byte:
-                break
-            line += byte
-    return line
-
-
-def _end(one: _Importing) -> None:
-    """The process, and what it has started, in sessions of their own too."""
-    process = one.process
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    kill_marked(one.mark, _KILL_S)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(BrokenPipeError):
-                pipe.close()

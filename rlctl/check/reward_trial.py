@@ -66,6 +66,15 @@ def a_try(completion: Said, line: Mapping[str, Any]) -> Try:
     return Try(completion, value, failure, **lists, seconds=line.get("seconds", 0.0))
 
 
+def better_than_others(tries: Sequence[Try], own: str) -> list[Try]:
+    """Right completions, saying the row's `own` answer once, that score above the same with another row's; best
+    first."""
+    wrong = {one.completion.form: one.value or 0.0 for one in tries if not one.right and one.completion.form >= 0}
+    right = [one for one in tries if one.right and own and one.completion.text.count(own) == 1]
+    better = {one.completion: one for one in right if (one.value or 0.0) > wrong.get(one.completion.form, 0.0)}
+    return sorted(better.values(), key=lambda one: -(one.value or 0.0))
+
+
 def trial_findings(
     name: str, tries: Sequence[Try], columns: OfColumns, *, weight: float, alone: bool
 ) -> Iterator[Finding]:

@@ -61,6 +61,24 @@ def likely_completions(
     return [*right, *twins, *wrong, *(Said(answer, True, OWN), wrong[0]) * _AGAIN]
 
 
+def longer_numbers(number: str) -> tuple[str, str]:
+    """Whole numbers that end, and that begin, with the digits of another one."""
+    sign = "-" if number.startswith("-") else ""
+    return f"{sign}3{number.removeprefix('-')}", f"{number}5"
+
+
+def with_thoughts(text: str, answer: str, thoughts: str) -> Iterator[str]:
+    """The text with thoughts before its answer, wherever they may stand: in front of all, and behind what may begin a
+    part of it."""
+    end = text.rindex(answer)
+    yield f"{thoughts}\n{text}"
+    yield f"{thoughts} {text}"
+    for place in re.finditer(r"[>:\n]\s*", text[:end]):
+        yield f"{text[: place.end()]}{thoughts}\n{text[place.end() :]}"
+    if text.startswith("{"):
+        yield f'{{"reasoning": "{thoughts}", {text[1:]}'
+
+
 def right_forms(answer: str, *, source: str = "", prompt: str = "") -> Iterator[str]:
     """The answer in forms that are in use, that the prompt shows, and that patterns in the source ask for."""
     yield from (form.format(answer) for form in _FORMS)

@@ -103,7 +103,7 @@ def test_a_reward_that_starts_threads_and_servers_is_no_alarm_and_leaves_nothing
 
 
 def test_without_functions_no_process_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.check.reward_import.subprocess.Popen", lambda *_, **__: pytest.fail("started a process"))
+    monkeypatch.setattr("rlctl.check.trial_process.subprocess.Popen", lambda *_, **__: pytest.fail("started a process"))
     assert try_functions(spec_from(base()), folder) == ([], [], [])
     with pytest.raises(pytest.fail.Exception):
         try_functions(spec_from(edited(base(), FUNCTION)), folder)

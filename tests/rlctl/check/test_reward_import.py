@@ -39,3 +39,24 @@ def test_what_is_shown_for_the_rows_own_answer_is_for_an_answer(tmp_path: Path) 
         (tried,) = examine(write_case(case, tmp_path), ()).tried
         assert (tried.own_answer, tried.empty) == (of_answer, 0.0)
         assert tried.without_answer == ("" if of_answer else "answer")
+
+
+LATE = """import time
+
+def score(completion, answer):
+    if len(completion) > 1000:
+        time.sleep(0.6)
+    return float(completion == answer)
+"""
+
+
+def test_a_call_that_was_not_waited_for_is_no_answer_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_import, "_LONG_S", 0.3)
+    changes = {"data.max_response_tokens": 400, "model.path": "./model", "actor.micro_batch_tokens": 8192}
+    terms = {"reward.terms": [{"kind": "function", "path": "r.py:score"}]}
+    model = {"config.json": {"max_position_embeddings": 512}}
+    found = examine(write_case({"set": changes | terms, "model": model, "files": {"r.py": LATE}}, tmp_path), ())
+    (said,) = found.warnings
+    assert "does not end for a completion of" in said.message
