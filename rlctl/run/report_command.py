@@ -20,13 +20,15 @@ def report(run_dirs: Sequence[Path], out: Path | None) -> int:
         if not (run_dir / "resolved.json").is_file():
             raise RunDirError(f"{run_dir} is no run", hint="name run directories, as `rlctl train` makes them")
     screen = Screen()
-    if len(run_dirs) == 1 and out is None:
+    if len(run_dirs) == 1:
         (run_dir,) = run_dirs
         running = is_running(run_dir)
-        written = write_report(run_dir, running=running)
+        written = write_report(run_dir, running=running, target=out)
         if written is None:
-            raise RlctlError(f"{run_dir / 'report.html'} cannot be written", hint="name another file with --out")
-        screen.print(f"wrote {written}" + ("; the run goes on, and writes it again" if running else ""), soft_wrap=True)
+            page = out or run_dir / "report.html"
+            raise RlctlError(f"{page} cannot be written", hint="name another file with --out")
+        goes_on = "; the run goes on" + ("" if out else ", and writes it again") if running else ""
+        screen.print(f"wrote {written}{goes_on}", soft_wrap=True)
         return 0
     runs = read_runs(run_dirs)
     headings, rows = finals(runs)

@@ -13,7 +13,14 @@ Series = Mapping[str, Sequence[Point]]
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
+COLORS = 8  # that lines and bands can be told apart by
 MAX_POINTS = 300  # a longer series is averaged into that many buckets
+PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
+# Where lines may be: once on a page, for all of its charts.
+PLOT_AREA = (
+    f'<svg class="hidden" aria-hidden="true"><clipPath id="plot"><rect x="{LEFT - 4}" y="{TOP - 4}" '
+    f'width="{WIDTH - LEFT - RIGHT + 8}" height="{PLOT_HEIGHT + 8}"/></clipPath></svg>'
+)
 FLAT = 0.02  # of the values' size: the least that the height of a picture stands for
 SMOOTH_FROM = 40  # from so many points on, a moving average lies over the raw line
 
@@ -25,14 +32,14 @@ def line_chart(title: str, series: Series, *, unit: str = "") -> str:
         return ""
     values = [y for points in drawn.values() for _, y in points]
     axes = Axes(_steps(drawn), nice_range(min(values), max(values)))
-    body = [axes.grid()]
+    body = []
     for index, (name, points) in enumerate(drawn.items()):
-        long = len(points) >= SMOOTH_FROM
-        body.append(axes.line(points, f"s{index}{' raw' if long else ''}", name))
+        long, css = len(points) >= SMOOTH_FROM, f"s{index % COLORS}"
+        body.append(axes.line(points, f"{css} raw" if long else css, name))
         if long:
-            body.append(axes.line(moving_average(points), f"s{index}", f"{name}, smoothed", drawn_for=""))
+            body.append(axes.line(moving_average(points), css, f"{name}, smoothed", told=False))
         elif len(points) <= 2:
-            body += [axes.dot(point, f"s{index}") for point in points]
+            body += [axes.dot(point, css) for point in points]
     latest = {name: points[-1][1] for name, points in series.items() if points}
     return _figure(title, unit, latest, "".join(body), axes)
 
@@ -49,9 +56,9 @@ def stacked_chart(title: str, series: Series, *, unit: str = "") -> str:
         floor = [below + y for below, (_, y) in zip(floor, points, strict=True)]
         tops[name] = floor
     axes = Axes(_steps(drawn), nice_range(0.0, max(floor)))
-    body, below = [axes.grid()], [0.0] * len(steps)
+    body, below = [], [0.0] * len(steps)
     for index, (name, top) in enumerate(tops.items()):
-        body.append(axes.band(steps, below, top, f"b{index}", name))
+        body.append(axes.band(steps, below, top, f"b{index % COLORS}", name, drawn[name]))
         below = top
     latest = {name: points[-1][1] for name, points in series.items() if points}
     return _figure(title, unit, latest, "".join(body), axes, bands=True)
@@ -77,41 +84,54 @@ class Axes:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{tick:.6g}</text>')
-        for step in (self.x0, (self.x0 + self.x1) / 2, self.x1):
-            anchor = {self.x0: "start", self.x1: "end"}.get(step, "middle")
+        for step in sorted({math.ceil(self.x0), round((self.x0 + self.x1) / 2), math.floor(self.x1)}):
+            anchor = "start" if step == self.x0 else "end" if step == self.x1 else "middle"
             at = f'x="{self.x(step):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}"'
-            parts.append(f'<text class="tick step" {at}>{step:.0f}</text>')
+            parts.append(f'<text class="tick" {at}>{step}</text>')
         return "".join(parts)
 
-    def line(self, points: Sequence[Point], css: str, label: str, drawn_for: str | None = None) -> str:
-        """`drawn_for`: the name by which the pointer tells its values; empty: it does not."""
-        name = html(label if drawn_for is None else drawn_for)
-        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
-        about = f'class="line {css}" data-name="{name}"'
+    def line(self, points: Sequence[Point], css: str, label: str, *, told: bool = True) -> str:
+        """`told`: whether the pointer tells its values."""
+        path = " ".join(f"{self.x(x):.2f},{self.y(y):.2f}" for x, y in points)
+        about = f'class="line {css}"' + (_told(points) if told else "")
         return f'<polyline {about} points="{path}"><title>{html(label)}</title></polyline>'
 
     def dot(self, point: Point, css: str) -> str:
         return f'<circle class="dot {css}" cx="{self.x(point[0]):.1f}" cy="{self.y(point[1]):.1f}" r="3"/>'
 
-    def band(self, steps: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, label: str) -> str:
-        upper = [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(steps, high, strict=True)]
-        lower = [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(steps, low, strict=True)]
+    def band(
+        self, steps: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, label: str,
+        told: Sequence[Point],
+    ) -> str:  # fmt: skip
+        """`told`: the values that the pointer tells: those of the band alone."""
+        upper = [f"{self.x(x):.2f},{self.y(y):.2f}" for x, y in zip(steps, high, strict=True)]
+        lower = [f"{self.x(x):.2f},{self.y(y):.2f}" for x, y in zip(steps, low, strict=True)]
         path = " ".join([*upper, *reversed(lower)])
-        return f'<polygon class="band {css}" points="{path}"><title>{html(label)}</title></polygon>'
+        about = f'class="band {css}"' + _told(told)
+        return f'<polygon {about} points="{path}"><title>{html(label)}</title></polygon>'
+
+
+def _told(points: Sequence[Point]) -> str:
+    """The values of a series, for the pointer."""
+    values = " ".join(f"{x:.7g},{y:.4g}" for x, y in points)
+    return f' data-values="{values}"'
 
 
 def _figure(title: str, unit: str, latest: Mapping[str, float], body: str, axes: Axes, *, bands: bool = False) -> str:
     kind = "b" if bands else "s"
     legend = "".join(
-        f'<span class="key"><i class="{kind}{index}"></i>{html(name)} <b>{number(value)}</b></span>'
+        f'<span class="key"><i class="{kind}{index % COLORS}"></i>{html(name)} <b>{number(value)}</b></span>'
         for index, (name, value) in enumerate(latest.items())
     )
     heading = f"{html(title)}<small>{html(unit)}</small>" if unit else html(title)
-    bar = f'<line class="bar" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    ranges = "" if bands else f' data-x="{axes.x0},{axes.x1}" data-y="{axes.y0},{axes.y1}"'
-    frame = f'{ranges} data-frame="{LEFT},{WIDTH - RIGHT},{TOP},{HEIGHT - BOTTOM}"'
-    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}"{frame} role="img" aria-label="{html(title)}">{body}{bar}</svg>'
-    return f"<figure><figcaption>{heading}</figcaption>{picture}<p class=tip></p><p>{legend}</p></figure>"
+    bar = (
+        f'<line class="bar" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/><rect class="picked" y="{TOP}" height="{PLOT_HEIGHT}"/>'
+    )
+    ranges = f'data-x="{axes.x0},{axes.x1}" data-y="{axes.y0},{axes.y1}"'
+    frame = f'{ranges} data-frame="{LEFT},{WIDTH - RIGHT},{TOP},{HEIGHT - BOTTOM}" data-flat="{FLAT}"'
+    shapes = f'{axes.grid()}<g clip-path="url(#plot)">{body}</g>{bar}'
+    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {frame} role="img" aria-label="{html(title)}">{shapes}</svg>'
+    return f"<figure><figcaption>{heading}<span class=tip></span></figcaption>{picture}<p>{legend}</p></figure>"
 
 
 def _steps(series: Series) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rlctl.show import eval_keys
 from rlctl.show.charts import Point, line_chart, stacked_chart
@@ -53,15 +54,15 @@ WARNINGS_SHOWN = 50
 _LARGEST = 1e300  # of a number: sums and spans of these are numbers, too
 
 
-def write_report(run_dir: Path, *, running: bool = False) -> Path | None:
-    """(Re)write `run_dir/report.html` atomically; files that are missing leave their part out. `running`: an attempt
-    goes on, and the page loads itself again.
+def write_report(run_dir: Path, *, running: bool = False, target: Path | None = None) -> Path | None:
+    """(Re)write `target`, or `run_dir/report.html`, atomically; files that are missing leave their part out. `running`:
+    an attempt goes on; it writes `run_dir/report.html` again, so that page loads itself again.
 
     Returns its path, or None where the disk refuses: the report is made again on the next occasion, and the
     error that a person must see is the run's own.
     """
-    target = run_dir / "report.html"
-    return target if write_page(target, render(run_dir, running=running)) else None
+    target = target or run_dir / "report.html"
+    return target if write_page(target, render(run_dir, running=running, target=target)) else None
 
 
 def write_page(target: Path, text: str) -> bool:
@@ -77,8 +78,9 @@ def write_page(target: Path, text: str) -> bool:
     return True
 
 
-def render(run_dir: Path, *, running: bool = False) -> str:
-    """The page as text."""
+def render(run_dir: Path, *, running: bool = False, target: Path | None = None) -> str:
+    """The page as text. `target`: where it will be, for its links; else the run directory."""
+    folder = (target.parent if target else run_dir).absolute()
     note = ""
     try:
         records: Records = read_metrics(run_dir / "metrics.jsonl")
@@ -89,7 +91,7 @@ def render(run_dir: Path, *, running: bool = False) -> str:
     title = html(run.get("name", run_dir.name))
     journal = read_journal(run_dir)
     parts = [
-        f"<header><h1>{title}</h1>{_links(run_dir)}</header>{note}",
+        f"<header><h1>{title}</h1>{_links(run_dir, folder)}</header>{note}",
         _state(journal, records, running),
         _summary(records, run),
         _warnings(journal),
@@ -100,14 +102,15 @@ def render(run_dir: Path, *, running: bool = False) -> str:
         _memory(_read_json(run_dir / "memory.json"), records),
         _attempts(journal, _read_json(run_dir / "forked_from.json")),
     ]
-    return page(title, STYLE, "".join(parts), refresh_s=REFRESH_S if running else 0)
+    return page(title, STYLE, "".join(parts), refresh_s=REFRESH_S if running and folder == run_dir.absolute() else 0)
 
 
 # ── parts of the page ─────────────────────────────────────────────────────────────────────────────
 
 
-def _links(run_dir: Path) -> str:
-    links = [f'<a href="{name}">{name}</a>' for name in FILES if (run_dir / name).exists()]
+def _links(run_dir: Path, folder: Path) -> str:
+    there = "" if folder == run_dir.absolute() else quote(os.path.relpath(run_dir.absolute(), folder)) + "/"
+    links = [f'<a href="{html(there)}{name}">{name}</a>' for name in FILES if (run_dir / name).exists()]
     return f"<nav>{' · '.join(links)}</nav>"
 
 

@@ -46,7 +46,7 @@ def _section(samples: Sequence[Sample], title: str, name: str) -> str:
     kinds = chosen(samples)
     rows = [_row(samples[index], kinds[index]) for index in sorted(kinds)]
     inputs = "".join(
-        f"<input type=radio name={name} id={name}-{_css(kind)}{' checked' if kind == 'all' else ''}>"
+        f"<input type=radio name={name} id={name}-{_css(kind)}{' checked data-all' if kind == 'all' else ''}>"
         f"<label for={name}-{_css(kind)}>{kind}</label>"
         for kind in ("all", *KINDS)
     )

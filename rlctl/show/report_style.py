@@ -44,8 +44,10 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
 .failed { border: 1px solid var(--bad); border-radius: 10px; padding: 2px 16px 10px; margin: 16px 0; }
 .failed h2 { margin: 10px 0; color: var(--bad); } .state { color: var(--soft); }
 .warnings { padding-left: 18px; } .filter input { margin: 0 4px 0 0; } .filter label { margin-right: 14px; }
-.tip { min-height: 1.5em; font-size: 12px; color: var(--soft); font-variant-numeric: tabular-nums; }
-svg { touch-action: pan-y; cursor: crosshair; } .bar { stroke: var(--soft); stroke-width: .7; display: none; }
+.tip { float: right; font-size: 12px; font-weight: 400; color: var(--soft); font-variant-numeric: tabular-nums; }
+svg { touch-action: pan-y; cursor: crosshair; user-select: none; }
+svg.hidden { position: absolute; width: 0; height: 0; } .picked { fill: var(--soft); opacity: .15; display: none; }
+.bar { stroke: var(--soft); stroke-width: .7; display: none; }
 .line.s4 { stroke: var(--c4); } .line.s5 { stroke: var(--c5); } .line.s6 { stroke: var(--c6); }
 .line.s7 { stroke: var(--c7); } .dot.s4 { fill: var(--c4); } .dot.s5 { fill: var(--c5); } .dot.s6 { fill: var(--c6); }
 .dot.s7 { fill: var(--c7); } i.s4 { background: var(--c4); } i.s5 { background: var(--c5); }

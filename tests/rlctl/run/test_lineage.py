@@ -158,4 +158,8 @@ def test_a_report_can_be_written_of_a_run_that_was_killed(whole: Path, tmp_path:
     assert main(["report", str(run), str(whole), "--out", str(tmp_path / "both.html")]) == 0
     assert "2 runs" in (tmp_path / "both.html").read_text()
     assert "unfinished" in capsys.readouterr().out
+    assert main(["report", str(run), "--out", str(tmp_path / "one.html")]) == 0
+    page = (tmp_path / "one.html").read_text()
+    assert "Ended after step 6 without a word" in page, "the page of that run, and no comparison of one"
+    assert 'href="killed/metrics.jsonl"' in page, "links lead into the run directory"
     assert main(["report", str(tmp_path)]) == 2

@@ -127,7 +127,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     (script,) = re.findall(r"<script>(.*?)</script>", source, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in source, "the policy lets this one script run, and no other"
-    assert not re.search(r"https?://|url\(|@import", source)
+    assert not re.search(r"https?://|url\((?!#)|@import", source)
 
 
 class Tags(HTMLParser):
@@ -276,7 +276,7 @@ def test_the_page_says_how_the_run_ended(tmp_path: Path, end: dict | None, runni
     assert ("Failed" in text, "Ended after" in text) == ("Failed" in told, "Ended after" in told)
     assert "actor rank 0: &lt;died&gt;" in text or not end or "error" not in end or end["outcome"] != "failed"
     assert "all &lt;completions&gt; score 0" in text
-    assert ('http-equiv="refresh"' in source) is running
+    assert ('http-equiv="refresh"' in source) is ('data-refresh="15"' in source) is running
 
 
 def test_attempts_and_forks_are_listed(tmp_path: Path) -> None:
@@ -311,39 +311,72 @@ def test_best_worst_and_cut_off_samples_can_be_picked() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
-def test_the_pointer_tells_the_values_of_a_chart() -> None:
+def test_the_pointer_tells_the_values_of_a_chart_and_a_drag_zooms() -> None:
     """The script of the page, in node, with as much of a browser as it needs."""
-    chart = line_chart("Loss", {"actor": [(1.0, 0.5), (2.0, 0.25), (3.0, 1.0)], "critic": [(1.0, 2.0), (3.0, 4.0)]})
-    attributes = dict(re.findall(r'data-(\w+)="([^"]*)"', chart))
-    lines = re.findall(r'data-name="([^"]*)" points="([^"]*)"', chart)
+    steps = range(1, 31)
+    chart = line_chart(
+        "Loss",
+        {"actor": [(x, 0.123456 if x < 21 else 5 + x / 1e3) for x in steps], "critic": [(1.0, 9.0), (30.0, 9.0)]},
+    )
+    shapes = [
+        (kind, re.findall(r'([a-z0-9-]+)="([^"]*)"', found)) for kind, found in re.findall(r"<(\w+) ([^>]*)", chart)
+    ]
+    (latest,) = [re.findall(r"<b>(.*?)</b>", chart)]
     browser = (
-        f"const drawn = {json.dumps(lines)}, data = {json.dumps(attributes)};"
+        f"const found = {json.dumps(shapes)}, latest = {json.dumps(latest)};"
         + """
-const listeners = {}, bar = {style: {}, setAttribute() {}}, tip = {}, steps = [{}, {}, {}];
-const lines = drawn.map(([name, points]) => ({dataset: {name}, points, getAttribute() { return this.points; },
-  setAttribute(_, value) { this.points = value; }}));
-const svg = {dataset: data, parentNode: {querySelector: () => tip}, viewBox: {baseVal: {width: 460}},
-  querySelector: () => bar, querySelectorAll: what => what === 'polyline' ? lines : steps,
-  getBoundingClientRect: () => ({left: 0, width: 460}), addEventListener(name, does) { listeners[name] = does; }};
-const document = {querySelectorAll: () => [svg]};
+const element = (kind, attributes) => ({kind, attributes, style: {}, children: [], listeners: {},
+  dataset: Object.fromEntries(Object.entries(attributes).filter(([name]) => name.startsWith('data-'))
+    .map(([name, value]) => [name.slice(5), value])),
+  getAttribute(name) { return this.attributes[name]; },
+  setAttribute(name, value) { this.attributes[name] = String(value); },
+  appendChild(child) { this.children.push(child); return child; }, replaceChildren() { this.children = []; },
+  insertBefore(child) { return this.appendChild(child); }, setPointerCapture() {},
+  addEventListener(name, does) { this.listeners[name] = does; }});
+const all = found.map(([kind, attributes]) => element(kind, Object.fromEntries(attributes)));
+const svg = all.find(one => one.dataset.x), tip = {}, told = latest.map(textContent => ({textContent}));
+const has = (one, name) => (one.attributes.class || '').split(' ').includes(name);
+const asked = {'polyline, polygon': one => ['polyline', 'polygon'].includes(one.kind),
+  circle: one => one.kind === 'circle', '[data-values]': one => one.dataset.values,
+  '.grid, .tick': one => has(one, 'grid') || has(one, 'tick'), '.bar': one => has(one, 'bar'),
+  '.picked': one => has(one, 'picked')};
+svg.querySelectorAll = what => all.filter(asked[what]);
+svg.querySelector = what => all.find(asked[what]);
+svg.getBoundingClientRect = () => ({left: 0, width: 460});
+svg.viewBox = {baseVal: {width: 460}};
+svg.parentNode = {querySelector: () => tip, querySelectorAll: () => told};
+const parent = element('g', {});
+all.forEach(one => { one.parentNode = one.parentNode || parent; });
+const document = {body: {dataset: {}}, querySelectorAll: () => [svg], createElementNS: (_, kind) => element(kind, {})};
 """
     )
     asks = """
-const event = clientX => ({clientX, preventDefault() {}}), middle = (52 + 448) / 2, said = [];
-listeners.pointermove(event(middle)); said.push(tip.textContent);
-listeners.pointerdown(event(middle)); listeners.pointerup(event(448));
-said.push(steps.map(step => step.textContent).join(' '));
-listeners.pointermove(event(52)); said.push(tip.textContent);
-listeners.dblclick(); said.push(steps.map(step => step.textContent).join(' '));
+const event = clientX => ({clientX, preventDefault() {}}), at = step => 52 + (step - 1) / 29 * (448 - 52), said = {};
+const says = () => [tip.textContent, ...told.map(one => one.textContent)];
+const own = parent.children[0];
+const marks = () => own.children.filter(one => one.kind === 'text').map(one => one.textContent);
+svg.listeners.pointermove(event(at(12.2))); said.moved = says();
+svg.listeners.pointerleave(event(0)); said.left = says();
+svg.listeners.pointerdown(event(at(21.3))); svg.listeners.pointermove(event(at(28)));
+said.picked = all.find(asked['.picked']).style.display;
+svg.listeners.pointerup(event(at(28.8))); said.zoomed = marks();
+svg.listeners.pointermove(event(52)); said.moved_again = says();
+svg.listeners.dblclick(); said.out = marks();
+svg.listeners.pointerdown(event(at(21.3))); svg.listeners.pointerup(event(at(21.3))); said.clicked = marks();
 console.log(JSON.stringify(said));
 """
     done = subprocess.run(["node", "-e", browser + SCRIPT + asks], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    moved, zoomed, moved_again, out = json.loads(done.stdout)
-    assert moved.startswith("step 2: actor 0.25")
-    assert zoomed == "2 3 3"
-    assert moved_again.startswith("step 2: actor 0.25")
-    assert out == "1 2 3"
+    said = json.loads(done.stdout)
+    assert said["moved"] == ["step 12", "0.1235", "9 at 1"], "the values of that step, or of the nearest that has one"
+    assert said["left"] == ["", "5.03", "9"], "the latest values"
+    assert said["picked"] == "block"
+    *values, first, middle, last = map(float, said["zoomed"])
+    assert (first, middle, last) == (21, 25, 29), "whole steps"
+    assert 4.9 < values[0] <= 5.021, "the height fits what is seen"
+    assert 5.029 <= values[-1] < 5.11
+    assert said["moved_again"] == ["step 21", "5.021", "9 at 30"]
+    assert said["out"] == said["clicked"] == []
 
 
 # ── several runs ──────────────────────────────────────────────────────────────────────────────────
@@ -404,9 +437,20 @@ def test_a_browser_opens_the_page_of_a_long_run_at_once(tmp_path: Path) -> None:
         assert min(opened_s) < 2.0, opened_s
         box = chromium.run("(({x, y, width, height}) => [x + width / 2, y + height / 2])"
                            "(document.querySelector('svg[data-x]').getBoundingClientRect())")  # fmt: skip
+        figure = "document.querySelector('svg[data-x]').parentNode"
+        said = f"[...{figure}.querySelectorAll('.tip, .key b')].map(one => one.textContent)"
+        latest = chromium.run(said)
         chromium.move("mouseMoved", *box)
-        told = chromium.run("document.querySelector('svg[data-x]').parentNode.querySelector('.tip').textContent")
-        assert re.match(r"step \d+: train [01]", told), told
+        step, train = chromium.run(said)[:2]
+        assert re.fullmatch(r"step [45]\d\d", step), step
+        assert float(train) == pytest.approx(1 - math.exp(-int(step.split()[1]) / 30), abs=0.02)
+        wide = chromium.run(f"{figure}.querySelector('polyline').getBBox().width")
+        chromium.move("mousePressed", *box, button="left", clickCount=1)
+        chromium.move("mouseMoved", box[0] + 40, box[1], buttons=1)
+        chromium.move("mouseReleased", box[0] + 40, box[1], button="left", clickCount=1)
+        assert chromium.run(f"{figure}.querySelector('polyline').getBBox().width") > 4 * wide
+        chromium.move("mouseMoved", 1, 1)
+        assert chromium.run(said)[1:] == latest[1:]
         rows = "[...document.querySelectorAll('.filter tr:not(.head)')].filter(row => row.offsetHeight).length"
         every = chromium.run(rows)
         chromium.run("document.getElementById('samples-truncated').click()")
