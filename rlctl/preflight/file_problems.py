@@ -42,6 +42,8 @@ from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Learner, RoleSection, Spec
 from specs.text import show
 
+_NO_GPU = "leave it out to run on the CPU; of a run elsewhere, `check-config --target cluster` makes it a note"
+
 
 def file_problems(
     spec: Spec,
@@ -233,10 +235,7 @@ def _devices(spec: Spec) -> list[Problem]:
     if has_nvidia_driver():
         return _too_few_gpus([(role, section) for role, section in asked if 0 in section.hosts])
     message = "this machine has no NVIDIA driver"
-    return [
-        Problem(f"{role}.devices", message, "leave it out to run on the CPU", show(section.devices))
-        for role, section in asked
-    ]
+    return [Problem(f"{role}.devices", message, _NO_GPU, show(section.devices)) for role, section in asked]
 
 
 def _too_few_gpus(asked: Sequence[tuple[RoleName, RoleSection]]) -> list[Problem]:
@@ -244,7 +243,7 @@ def _too_few_gpus(asked: Sequence[tuple[RoleName, RoleSection]]) -> list[Problem
     if os.environ.get("CUDA_VISIBLE_DEVICES") or not asked or (count := gpu_count()) is None:
         return []
     has = f"this host, {socket.gethostname()}, has {count} GPU{'' if count == 1 else 's'}, and number"
-    hint = f"use numbers below {count}" if count else "leave it out to run on the CPU"
+    hint = f"use numbers below {count}" if count else _NO_GPU
     return [
         Problem(f"{role}.devices", f"{has} {max(section.devices)} is asked for", hint, show(section.devices))
         for role, section in asked

@@ -17,6 +17,7 @@ from specs.load.explain import explain
 from specs.load.kind_change import Dropped
 from specs.load.overrides import apply_overrides
 from specs.load.repair import repaired
+from specs.packages import page
 from specs.rules.all_rules import cross_field_problems
 from specs.schema.engines.foreign import tuples
 from specs.schema.spec import SCHEMA_VERSION, Spec
@@ -25,6 +26,7 @@ from specs.text import show
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+_OTHER_FORMATS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Python", ".sh": "a script"}
 _SWALLOWED = re.compile(r"(?<![\x00-\x1f])[\x08\x0c](?=[A-Za-z({\[])")  # of `\boxed` and `\frac` in double quotes
 
 
@@ -116,6 +118,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise SpecError(f"{path}: not UTF-8 (byte {error.start})", hint="save the file as UTF-8") from None
     except tomli.TOMLDecodeError as error:
+        if other := _OTHER_FORMATS.get(path.suffix.lower()):
+            hint = f"`rlctl init SPEC.toml` writes one; {page('coming-from.md')} has the keys of TRL and verl"
+            raise SpecError(f"{path}: {other}, and a spec is TOML", hint=hint) from None
         raise SpecError(_syntax(path, text, str(error)), hint=_syntax_hint(text, str(error))) from None
     except RecursionError:
         raise SpecError(f"{path}: not a spec: brackets within brackets, hundreds deep", hint="flatten it") from None

@@ -289,6 +289,10 @@ def test_interpreters_must_be_there_and_executable(tmp_path: Path) -> None:
 def test_gpus_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool) -> None:
     monkeypatch.setattr("rlctl.preflight.file_problems.has_nvidia_driver", lambda: driver)
     spec = spec_from(raw_spec(), ["actor.devices=[0]"])
-    found = [Problem("actor.devices", "this machine has no NVIDIA driver", "leave it out to run on the CPU", "[0]")]
-    assert file_problems(spec, tmp_path) == ([], [] if driver else found)
-    assert file_problems(spec, tmp_path, starting=True) == ([] if driver else found, [])
+    errors, warnings = file_problems(spec, tmp_path)
+    assert errors == []
+    assert [(one.key, one.message, one.value) for one in warnings] == (
+        [] if driver else [("actor.devices", "this machine has no NVIDIA driver", "[0]")]
+    )
+    assert all("run on the CPU" in one.hint and "--target cluster" in one.hint for one in warnings)
+    assert file_problems(spec, tmp_path, starting=True) == (warnings, [])

@@ -68,9 +68,17 @@ def test_broken_toml_names_line_and_column(tmp_path: Path, text: str, place: str
 
 def test_files_that_are_no_specs(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"\n')
-    for name, words in (("none.toml", "no such file"), (".", "a folder"), ("latin.toml", "not UTF-8")):
+    (tmp_path / "grpo.yaml").write_text("beta: 0.04\n")
+    for name, words in (
+        ("none.toml", "no such file"),
+        (".", "a folder"),
+        ("latin.toml", "not UTF-8"),
+        ("grpo.yaml", "YAML, and a spec is TOML"),
+    ):
         with pytest.raises(SpecError, match=words):
             load_spec(tmp_path / name)
+    with pytest.raises(SpecError, match=r"keys of TRL and verl"):
+        load_spec(tmp_path / "grpo.yaml")
 
 
 def test_the_run_directory_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
