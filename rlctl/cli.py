@@ -25,10 +25,30 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _complete_key(begun: str) -> list[str]:
+    """Keys of a spec, for the shell's completion."""
+    from specs.load.keys import leaves
+
+    return [key for key in leaves() if key.startswith(begun)]
+
+
+def _complete_preset(begun: str) -> list[str]:
+    from rlctl.presets import presets
+
+    return [name for name in presets() if name.startswith(begun)]
+
+
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a TOML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. run.steps=10. Repeatable.", show_default=False),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a key, e.g. run.steps=10. Repeatable.",
+        show_default=False,
+        autocompletion=_complete_key,
+    ),
 ]
 
 
@@ -67,7 +87,12 @@ def init(
     spec: Annotated[
         Path | None, typer.Argument(metavar="SPEC", help="File to write; default: PRESET.toml.", show_default=False)
     ] = None,
-    preset: Annotated[str, typer.Option(help="Which preset to write; default: quickstart.", show_default=False)] = "",
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="Which preset to write; default: quickstart.", show_default=False, autocompletion=_complete_preset
+        ),
+    ] = "",
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     launcher: Annotated[
@@ -236,6 +261,7 @@ def sweep(
             metavar="KEY=VALUE[,VALUE…]",
             help="Change a key in all runs; several values make a run for each, in all combinations. Repeatable.",
             show_default=False,
+            autocompletion=_complete_key,
         ),
     ] = None,
     folder: Annotated[

@@ -101,6 +101,13 @@ def walk(table: type[Table] = Spec, prefix: str = "") -> Iterator[tuple[str, typ
             yield from walk(sub, f"{prefix}{name}.N." if is_list(annotation) else f"{prefix}{name}.")
 
 
+def leaves() -> list[str]:
+    """Every dotted key that holds a value and no table, in the order of the schema."""
+    keys = dict.fromkeys(key for key, _ in walk())
+    parents = {key.rpartition(".")[0] for key in keys}
+    return [key for key in keys if key not in parents and f"{key}.N" not in parents]
+
+
 @cache
 def homes() -> dict[str, tuple[str, ...]]:
     """Last part of a key → every dotted key that ends so."""

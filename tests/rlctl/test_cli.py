@@ -51,6 +51,24 @@ def test_init_writes_a_spec_that_passes_and_never_overwrites(tmp_path: Path) -> 
     assert (tmp_path / "spec.toml").read_text().startswith("# A tiny model")
 
 
+@pytest.mark.parametrize(
+    ("begun", "offered"),
+    [
+        ("rlctl che", {"check-config"}),
+        ("rlctl init --preset quick", {"quickstart"}),
+        ("rlctl train a.toml --set actor.optimizer.l", {"actor.optimizer.lr"}),
+        ("rlctl sweep a.toml --set run.se", {"run.seed"}),
+    ],
+)
+def test_the_shell_completes_commands_presets_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str, offered: set[str]
+) -> None:
+    asked = {"_RLCTL_COMPLETE": "complete_bash", "COMP_WORDS": begun, "COMP_CWORD": str(len(begun.split()) - 1)}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert set(rlctl(cwd=tmp_path).stdout.split()) == offered
+
+
 def test_init_names_presets(tmp_path: Path) -> None:
     listed = rlctl("init", "--list", cwd=tmp_path)
     assert listed.returncode == 0
