@@ -48,6 +48,10 @@ def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
     if spec.rollout.max_staleness and algorithm.anchor == "trainer" and algorithm.correction is None:
         message = "nothing corrects that samples are of older weights (rollout.max_staleness > 0)"
         yield Problem("algorithm.anchor", message, "leave it out, or set algorithm.correction", show(algorithm.anchor))
+    if algorithm.correction is not None and algorithm.correction.level == "token" and spec.loss.sequence_columns:
+        message = f"weighs each token by itself; the ratio and the clip of {algorithm.kind} are a whole completion's"
+        hint = "set it to geometric, the mean that the loss takes, or to sequence"
+        yield Problem("algorithm.correction.level", message, hint, show("token"))
 
 
 def _critics_optimizer(spec: Spec) -> Iterator[Problem]:

@@ -182,6 +182,13 @@ def test_lonely_and_equal_groups_give_no_signal(table):
     assert of(table, [], []).shape == (0,)
 
 
+def test_a_lone_score_is_one_of_the_steps_and_no_difference_from_a_group():
+    # 5, 1 and 3: unbiased variance 4
+    assert of(GroupRelative(scale="batch"), [5.0, 1.0, 3.0], [1, 2, 2]) == pytest.approx([0, -0.5, 0.5], abs=1e-6)
+    pair = of(GroupCentredWhitened(), [1.0, 3.0], [2, 2])
+    assert of(GroupCentredWhitened(), [5.0, 1.0, 3.0], [1, 2, 2]).tolist() == [0.0, *pair]
+
+
 @pytest.mark.parametrize("table", tables_of(AdvantageTable))
 def test_every_advantage_table_has_its_function(table):
     assert (table in ADVANTAGES) != (table in TOKEN_ADVANTAGES)
