@@ -98,7 +98,7 @@ def init(
     launcher: Annotated[
         str,
         typer.Option(
-            help="slurm: write a batch script beside the spec too. kubernetes: a JobSet manifest; without --preset, a "
+            help="slurm: write a batch script beside the spec too. kubernetes: a JobSet manifest. Without --preset a "
             "SPEC that exists is kept.",
             show_default=False,
         ),
@@ -121,7 +121,7 @@ def init(
     if known is not None and not force:
         presets.refuse_existing(known.file_of(path))  # before the spec is written: both or neither
     elsewhere = target == Machine.cluster or launcher == "kubernetes"
-    if not (launcher == "kubernetes" and not preset and path.exists()):
+    if not (known is not None and not preset and path.exists()):
         presets.write_preset(preset or "quickstart", path, force=force, elsewhere=elsewhere)
         typer.echo(f"wrote {path}")
     quoted = shlex.quote(str(path))

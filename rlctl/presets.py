@@ -18,8 +18,8 @@ PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
 _MORE = "raise --nodes here; actor and rollout spread over them"
 _GRADERS = """\
-        --set reward.nodes="$(wc -l <"$hosts")"
-        --set reward.processes="$(wc -l <"$hosts")"
+    --set reward.nodes="$(wc -l <"$hosts")" \\
+    --set reward.processes="$(wc -l <"$hosts")" \\
 """
 # Hosts of a job, those of the actor first; and in a heterogeneous job, whose parts may have other GPUs and partitions.
 _TOGETHER = """\
@@ -29,7 +29,14 @@ _APART = """\
 scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | sed 's/$/ slots={slots}/' >"$hosts"
 trainers=$(wc -l <"$hosts") first=$(wc -l <"$hosts")
 scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | sed 's/$/ slots={far_slots}/' >>"$hosts"
-samplers=$(($(wc -l <"$hosts") - first))"""
+samplers=$(($(wc -l <"$hosts") - first))
+# A step is in one part of the job: that of its host.
+FAR_HOSTS=" $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | tr '\\n' ' ') "
+export FAR_HOSTS"""
+_STEP = "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist={host} sh"
+_STEP_IN_ITS_PART = 'case "$FAR_HOSTS" in *" {host} "*) part=1;; *) part=0;; esac; exec ' + _STEP.replace(
+    "srun", "srun --het-group=$part", 1
+)
 _SECOND = """\
 #
 # The second part of the job: hosts of the replicas, which may be others.
@@ -89,9 +96,9 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     apart = rollout.first_node >= actor.nodes
     each, replicas = actor.processes // actor.nodes, rollout.processes // rollout.nodes
     named = {place for role in run.roles for place in run.gpus(role)}
-    far_gpus = len({gpu for node, gpu in named if node in rollout.hosts}) if apart else 0
-    gpus = len({gpu for node, gpu in named if not (apart and node in rollout.hosts)})
-    step = ["--overlap", *(["--het-group=1"] if apart else []), "--nodes=1", "--ntasks=1", "--cpu-bind=none"]
+    far_gpus = _gpus_up_to({gpu for node, gpu in named if apart and node in rollout.hosts})
+    gpus = _gpus_up_to({gpu for node, gpu in named if not (apart and node in rollout.hosts)})
+    shell = ["sh", "-c", _STEP_IN_ITS_PART] if apart else _STEP.split()
     values = {
         "{second}": _SECOND if apart else "",
         "{hosts}": _APART if apart else _TOGETHER,
@@ -108,7 +115,8 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
         "{graders}": _GRADERS if run.reward.nodes > 1 else "",
         "{slots}": str(max(each, gpus) if apart else max(each, replicas, gpus)),
         "{far_slots}": str(max(replicas, far_gpus)),
-        "{shell}": json.dumps(step)[1:-1],
+        "{shell}": json.dumps(shell),
+        "{run}": shlex.quote(str(run.run.place)),
     }
     text = BATCH_TEMPLATE.read_text(encoding="utf-8").replace("{spec}", shlex.quote(spec.name))
     for word, value in values.items():
@@ -116,6 +124,11 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     target = LAUNCHERS["slurm"].file_of(spec)
     _write(target, text, force=force)
     return target
+
+
+def _gpus_up_to(numbers: set[int]) -> int:
+    """How many GPUs a host must give, so that these numbers are among them: they count from 0 in a job."""
+    return max(numbers, default=-1) + 1
 
 
 def _gpus_per_node(count: int) -> str:

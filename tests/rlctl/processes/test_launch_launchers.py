@@ -269,14 +269,20 @@ def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path
     assert '--launcher "mpi"' in again.stderr
 
 
-def told_by(script: Path, folder: Path, nodes: list[str], *options: str, far: tuple[str, ...] = ()) -> list[str]:
-    """What a batch script tells rlctl in a job on these nodes; with `far`, those of its second part."""
+def told_by(
+    script: Path, folder: Path, nodes: list[str], *options: str, far: tuple[str, ...] = (), **more: str
+) -> list[str]:
+    """What a batch script tells rlctl in a job on these nodes; with `far`, those of its second part. The environment of
+    rlctl is left in `folder`."""
     lists = {"n[0-9]": nodes, "far[0-9]": far}
     cases = "".join(f"'show hostnames {name}') printf '%s\\n' {' '.join(those)};;\n" for name, those in lists.items())
-    for name, says in (("rlctl", 'printf "%s\\n" "$@"'), ("scontrol", f'case "$*" in\n{cases}*) exit 1;;\nesac')):
+    for name, says in (
+        ("rlctl", f'printf "%s\\n" "$@"; env -0 >{folder}/environment'),
+        ("scontrol", f'case "$*" in\n{cases}*) exit 1;;\nesac'),
+    ):
         (folder / name).write_text(f"#!/bin/sh\n{says}\n")
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-9]"}
+    job = {"SLURM_JOB_NUM_NODES": str(len(nodes)), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-9]", **more}
     if far:
         job |= {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n[0-9]"}
         job |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "far[0-9]"}
@@ -322,27 +328,60 @@ def test_replicas_are_on_the_hosts_of_a_job(
     assert (rollout.nodes, actor.nodes) == (len(far) or len(nodes), len(nodes))
     assert rollout.processes == rollout.nodes * (2 if far else 1)
     assert len(made.role("reward").remote) == (len([*nodes, *far]) - 1 if section else 0)
-    for node in rollout.remote:
-        assert node.shell[0] == "srun"
-        assert node.shell[-2:] == (f"--nodelist={node.host}", "sh")
-        assert ("--het-group=1" in node.shell) == bool(far)
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0") if line)
+    for node in [*rollout.remote, *made.role("reward").remote]:
+        srun = subprocess.run(node.shell, env=env, capture_output=True, text=True, check=True).stdout.split()
+        assert srun[-2:] == [f"--nodelist={node.host}", "sh"]
+        part = [f"--het-group={int(node.host in far)}"] if far else []
+        assert [option for option in srun if "het" in option] == part
     script = (tmp_path / "quickstart.sbatch").read_text()
     assert len(asked_of_slurm(script)) == (2 if far else 1)
     for option in ("--partition", "--account"):
         assert script.count(f"##SBATCH {option}=NAME") == len(asked_of_slurm(script))
 
 
+def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
+    script = write_batch_script(preset("quickstart", tmp_path), force=False)
+    assert "--resume" not in told_by(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1"), "nothing was begun"
+    run = tmp_path / "runs" / "quickstart"
+    run.mkdir(parents=True)
+    (run / "resolved.json").touch()  # `RunDir.resolved`
+    assert "--resume" not in told_by(script, tmp_path, ["n0"])
+    assert "--resume" in told_by(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")
+
+
+def test_a_job_on_one_host_needs_none_of_the_specs_others(tmp_path: Path) -> None:
+    script = write_batch_script(preset("megatron-70b-64gpu", tmp_path), force=False)
+    told = told_by(script, tmp_path, ["n0"])
+    assert {"rollout.nodes=1", "rollout.processes=1", "actor.nodes=1", "actor.processes=8"} <= {*told}
+
+
+def test_a_spec_of_ones_own_is_kept(tmp_path: Path) -> None:
+    spec = preset("quickstart", tmp_path)
+    spec.write_text(spec.read_text().replace("[rollout]\n", "[rollout]\nfirst_node = 1\n", 1))
+    (tmp_path / "hosts").write_text("a\nb\n")
+    own = spec.read_text() + '\n[cluster]\nhostfile = "hosts"\n'
+    spec.write_text(own)
+    for force in ((), ("--force",)):
+        made = rlctl("init", spec.name, "--launcher", "slurm", *force, cwd=tmp_path)
+        assert made.returncode == 0, made.stderr
+        assert spec.read_text() == own
+    assert len(asked_of_slurm((tmp_path / "quickstart.sbatch").read_text())) == 2
+
+
 def test_the_parts_of_a_job_ask_for_what_their_roles_name(tmp_path: Path) -> None:
     spec = preset("quickstart", tmp_path)
-    (tmp_path / "h").write_text("a slots=8\nb slots=8\nc slots=2\n")
-    text = spec.read_text().replace("[rollout]\n", "[rollout]\nfirst_node = 2\nprocesses = 2\ndevices = [0, 1]\n", 1)
+    (tmp_path / "h").write_text("a slots=8\nb slots=8\nc slots=4\n")
+    text = spec.read_text().replace("[rollout]\n", "[rollout]\nfirst_node = 2\nprocesses = 2\ndevices = [1, 2]\n", 1)
     actor = "[actor]\nnodes = 2\nprocesses = 8\nlauncher = 'torchrun'\ndevices = [0, 1, 2, 3]\n"
     spec.write_text(f"{text.replace('[actor]', actor, 1)}\n[cluster]\nhostfile = 'h'\n")
     trainers, samplers = asked_of_slurm(write_batch_script(spec, force=False).read_text())
     assert {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--mem=0", "--exclusive"} <= {*trainers}
-    assert {"--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=2", "--mem=0", "--exclusive"} <= {*samplers}
+    assert {"--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=3", "--mem=0", "--exclusive"} <= {*samplers}
     told_by(tmp_path / "quickstart.sbatch", tmp_path, ["n0", "n1"], far=("f0",))
-    assert (tmp_path / "quickstart.7.hosts").read_text() == "n0 slots=4\nn1 slots=4\nf0 slots=2\n"
+    assert (tmp_path / "quickstart.7.hosts").read_text() == "n0 slots=4\nn1 slots=4\nf0 slots=3\n"
 
 
 def test_a_batch_script_in_the_way_leaves_no_spec_either(tmp_path: Path) -> None:
