@@ -24,6 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rlctl.loop.sample_queue import SampleQueue
 
+STALENESS = (0, 1, 2, 4)
+WORTH = 1.05  # a change that makes a step less than so much faster is none
+
 
 @dataclass(frozen=True)
 class Times:
@@ -116,10 +119,45 @@ def schedule(times: Times, replicas: int, staleness: int, steps: int = 60) -> di
     }
 
 
+def advice(times: Times, replicas: int) -> str:
+    """What to change, the least that is worth it first, and what then still waits."""
+    now = schedule(times, replicas, 0)["step_s"]
+
+    def faster(replicas: int, staleness: int) -> float:
+        return now / schedule(times, replicas, staleness)["step_s"]
+
+    staleness = 0
+    for more in STALENESS[1:]:
+        if faster(replicas, more) < WORTH * faster(replicas, staleness):
+            break
+        staleness = more
+    gained, left = faster(replicas, staleness), schedule(times, replicas, staleness)
+    said = (
+        f"rollout.max_staleness = {staleness}: {gained:.2f}× as fast as now"
+        if staleness
+        else "no staleness is worth it"
+    )
+    said += f"; trainers then wait {left['trainer_idle']:.0%} of the time, rollouts {left['rollout_idle']:.0%}"
+    if (twice := faster(2 * replicas, staleness)) > WORTH * gained:
+        return f"{said}. With {2 * replicas} replicas {twice:.2f}×"
+    half = replicas // 2
+    if half and gained < WORTH * faster(half, staleness):
+        return f"{said}. {half} replica{'s' * (half > 1)} would do: {faster(half, staleness):.2f}×"
+    return f"{said}. More replicas add nothing"
+
+
 def times_of(run: Path, replicas: int) -> Times:
-    """Medians of a run's steps, the first apart."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if step.get("step", 0) > 1]
+    """Medians of a run's steps, the first apart. Raises SystemExit where they do not tell."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        resolved = json.loads((run / "resolved.json").read_text())
+    except OSError as error:
+        raise SystemExit(f"--run {run}: {error.filename}: {error.strerror}") from None
+    if resolved["rollout"]["max_staleness"]:
+        raise SystemExit(f"--run {run}: it ran ahead (rollout.max_staleness above 0), so its times overlap")
+    steps = [step for step in map(json.loads, lines) if step.get("step", 0) > 1]
+    if not steps:
+        raise SystemExit(f"--run {run}: it has no step after the first, which is not counted")
 
     def middle(key: str) -> float:
         return statistics.median(step[key] for step in steps)
@@ -137,14 +175,19 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     args = parser.parse_args()
     given = Times(args.rollout_s * args.replicas, args.train_s, args.sync_s)
+    if not args.run and min(args.rollout_s, args.train_s) <= 0:
+        parser.error("name a --run, or --rollout-s and --train-s of a step")
+    if args.replicas < 1:
+        parser.error("--replicas: at least 1")
     times = times_of(args.run, args.replicas) if args.run else given
     print("replicas  staleness   step_s   against now   rollouts idle   trainers idle")
     now = schedule(times, args.replicas, 0)["step_s"]
     for replicas in sorted({max(1, args.replicas // 2), args.replicas, 2 * args.replicas}):
-        for staleness in (0, 1, 2, 4):
+        for staleness in STALENESS:
             found = schedule(times, replicas, staleness)
             idle = f"{found['rollout_idle']:>13.0%}   {found['trainer_idle']:>13.0%}"
-            print(f"{replicas:>8}  {staleness:>9}  {found['step_s']:>7.2f}  {now / found['step_s']:>11.2f}×  {idle}")
+            print(f"{replicas:>8}  {staleness:>9}  {found['step_s']:>7.3g}  {now / found['step_s']:>11.2f}×  {idle}")
+    print(advice(times, args.replicas))
 
 
 if __name__ == "__main__":
