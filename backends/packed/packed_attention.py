@@ -71,6 +71,11 @@ def sdpa_by_layout(
             f"attention of {type(module).__name__} uses {', '.join(refused)}, which sdpa does not compute",
             hint='set model.attn_implementation = "eager"',
         )
+    if attention_mask is not None and attention_mask.numel() > 1:  # what the layout gave to the model has one element
+        raise ModelError(
+            f"{type(module).__name__} makes masks of its own, which sdpa does not see on packed rows",
+            hint='set model.attn_implementation = "eager"',
+        )
     assert not kwargs.get("dropout"), "dropout is switched off when a model is built"
     assert kwargs.get("is_causal") is not False, "only causal attention is packed"
     assert getattr(module, "is_causal", True), "only causal attention is packed"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from backends.hf.attention_choice import functions_called, in_effect
+from backends.hf.attention_choice import attention_modules, functions_called, in_effect
 from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput, can_share_prompts, packed_row
 from backends.packed.packing import MicroBatch
@@ -25,6 +26,7 @@ from specs.errors import ModelError
 Run = Callable[[PackedInput, RowCopies | None, None], Tensor]
 _LENGTHS = (5, 9, 3, 4)
 _PARENTS = (-1, -1, 1, 1)  # the last two segments are completions of the second
+_WINDOW = 4  # tokens: less than most of these sequences have
 
 
 @torch.no_grad()
@@ -41,9 +43,17 @@ def verify_packing(
 
     `run` is `Policy.forward` through the engine; all ranks call this together. `computes_in`: precision of the forward
     pass, where that is not the parameters' own. Catches models that mix sequences of a row (state space layers, biases
-    that depend on the place in the row), models whose logits are not simply head(hidden), and layers outside attention
-    that need rows of other ranks. Raises ModelError, of a group on all its ranks.
+    that depend on the place in the row), models whose logits are not simply head(hidden), sliding windows that one of
+    the two does not see, and layers outside attention that need rows of other ranks. Raises ModelError, of a group on
+    all its ranks.
     """
+    with _short_windows(model):
+        _verify_packing(run, model, device, group, computes_in)
+
+
+def _verify_packing(
+    run: Run, model: PreTrainedModel, device: torch.device, group: SequenceGroup, computes_in: torch.dtype | None
+) -> None:
     share = can_share_prompts(model)
     whole = _test_row(model.config.get_text_config().vocab_size, share_prompts=share)
     dtype = computes_in or model.dtype
@@ -162,6 +172,24 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = "flex_attention"
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Sliding windows that these short sequences outgrow. Masks read them from the configuration, layers have them too,
+    and a model may hand them on from one of both alone."""
+    text: PretrainedConfig = model.config.get_text_config()
+    layers = list(attention_modules(model))
+    holders: dict[int, Any] = {id(each): each for each in (text, *(layer.config for layer in layers), *layers)}
+    found = [(each, getattr(each, "sliding_window", None)) for each in holders.values()]
+    windows = [(each, window) for each, window in found if isinstance(window, int) and window > _WINDOW]
+    for each, _ in windows:
+        each.sliding_window = _WINDOW
+    try:
+        yield
+    finally:
+        for each, window in windows:
+            each.sliding_window = window
 
 
 def _prefix(parent: int) -> range:

@@ -85,6 +85,16 @@ def test_softcap_is_refused_where_it_would_be_ignored(tmp_path: Path) -> None:
         packed_and_single(tmp_path, GEMMA2, "sdpa")
 
 
+def test_masks_of_the_models_own_are_refused_where_they_would_be_ignored() -> None:
+    """Sparse attention combines what it is given with what it chooses."""
+    rows = torch.zeros(1, 4, 5, 8)
+    layout = PackedLayout([2, 3])
+    with use_layout(layout):
+        packed_attention.sdpa_by_layout(torch.nn.Module(), rows, rows, rows, layout.mask)
+        with pytest.raises(ModelError, match="Module makes masks of its own"):
+            packed_attention.sdpa_by_layout(torch.nn.Module(), rows, rows, rows, torch.zeros(1, 1, 5, 5))
+
+
 def assert_equals_dense(layout: PackedLayout, seen: torch.Tensor, window: int | None) -> None:
     """Outputs and gradients of `layout` are those of dense attention with the mask `seen` [T, T]."""
     heads, kv_heads, dim = 4, 2, 8

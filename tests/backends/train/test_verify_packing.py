@@ -1,10 +1,15 @@
-"""A model that an engine has made itself: packed rows against single sequences."""
+"""Packed rows against single sequences: of a model that an engine has made itself, and of one with long windows."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from families import LLAMA_LIKE
 from torch import Tensor
+from train_helpers import GEMMA3, MISTRAL_WINDOW, build_engine, train_config, write_model
 
 from backends.packed.packing import MicroBatch
 from backends.train.verify_packing import verify_own_packing
@@ -33,3 +38,39 @@ def test_a_model_that_mixes_the_sequences_of_a_row_is_refused() -> None:
     verify_own_packing(sums_of_sequences, "A", vocabulary=9, dtype=torch.float32, scores=False)
     with pytest.raises(ModelError, match=r"A gives other logits on packed sequences than one by one"):
         verify_own_packing(sums_of_rows, "A", vocabulary=9, dtype=torch.float32, scores=False)
+
+
+# Longer than any sequence that a start tries.
+WINDOW = {"sliding_window": 100, "max_position_embeddings": 128}
+# Its masks have the window, and its attention does not hand it on.
+QWEN2_MOE: dict[str, Any] = {
+    **LLAMA_LIKE,
+    **WINDOW,
+    "model_type": "qwen2_moe",
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+def build(folder: Path, config: dict[str, Any], attention: str) -> Any:
+    return build_engine(train_config(write_model(folder, config), model={"attn_implementation": attention}))
+
+
+def test_a_window_that_attention_is_not_told_is_refused_however_long_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"Qwen2MoeForCausalLM gives other logits on packed sequences"):
+        build(tmp_path, QWEN2_MOE, "sdpa")
+    engine = build(tmp_path, QWEN2_MOE, "eager")
+    assert engine.policy.model.config.sliding_window == 100, "windows are what they were"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("config", [MISTRAL_WINDOW, GEMMA3], ids=lambda config: config["model_type"])
+def test_windows_that_attention_is_told_are_taken_whole(tmp_path: Path, config: dict[str, Any], attention: str) -> None:
+    model = build(tmp_path, {**config, **WINDOW}, attention).policy.model
+    layers = [layer.self_attn for layer in model.base_model.layers]
+    found = {getattr(each, "sliding_window", None) for each in (model.config, *layers)}
+    assert found - {None} == {100}
