@@ -61,12 +61,14 @@ def test_init_writes_a_spec_that_passes_and_never_overwrites(tmp_path: Path) -> 
     ],
 )
 def test_the_shell_completes_commands_presets_and_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str, offered: set[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], begun: str, offered: set[str]
 ) -> None:
     asked = {"_RLCTL_COMPLETE": "complete_bash", "COMP_WORDS": begun, "COMP_CWORD": str(len(begun.split()) - 1)}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
-    assert set(rlctl(cwd=tmp_path).stdout.split()) == offered
+    with pytest.raises(SystemExit):  # the shell's process ends there
+        main([])
+    assert set(capsys.readouterr().out.split()) == offered
 
 
 def test_init_names_presets(tmp_path: Path) -> None:
