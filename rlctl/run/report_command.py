@@ -37,7 +37,7 @@ def report(run_dirs: Sequence[Path], out: Path | None) -> int:
         table.add_row(*row)
     screen.print(table)
     target = out or Path("comparison.html")
-    if not write_page(target, render_comparison(runs)):
+    if not write_page(target, render_comparison(runs, target)):
         raise RlctlError(f"{target} cannot be written", hint="name another file with --out")
     screen.print(f"\nwrote {target}", soft_wrap=True)
     return 0

@@ -84,7 +84,7 @@ def _write_comparison(page: Path, run_dirs: Sequence[Path]) -> None:
     """One page of the runs that made a step. It can be made again with `rlctl report`."""
     begun = [run_dir for run_dir in run_dirs if outcome(run_dir).step]
     if begun:
-        page.write_text(render_comparison(read_runs(begun)), encoding="utf-8", errors="replace")
+        page.write_text(render_comparison(read_runs(begun), page), encoding="utf-8", errors="replace")
 
 
 # ── which runs ────────────────────────────────────────────────────────────────────────────────────

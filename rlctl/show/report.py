@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from rlctl.show import eval_keys
 from rlctl.show.charts import Point, line_chart, stacked_chart
 from rlctl.show.journal import read_journal
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report_samples import evaluation_sections, samples_section
-from rlctl.show.report_script import page
+from rlctl.show.report_script import link, page
 from rlctl.show.report_style import STYLE
 from rlctl.show.text_format import TIMES, count, counted, duration, html, number, replicas, share, time_name
 from specs.errors import RunDirError
@@ -109,8 +108,8 @@ def render(run_dir: Path, *, running: bool = False, target: Path | None = None) 
 
 
 def _links(run_dir: Path, folder: Path) -> str:
-    there = "" if folder == run_dir.absolute() else quote(os.path.relpath(run_dir.absolute(), folder)) + "/"
-    links = [f'<a href="{html(there)}{name}">{name}</a>' for name in FILES if (run_dir / name).exists()]
+    files = {name: run_dir.absolute() / name for name in FILES}
+    links = [f'<a href="{link(file, folder)}">{name}</a>' for name, file in files.items() if file.exists()]
     return f"<nav>{' · '.join(links)}</nav>"
 
 

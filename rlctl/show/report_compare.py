@@ -12,7 +12,7 @@ from rlctl.show.charts import Point, line_chart
 from rlctl.show.journal import read_journal
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report import CHARTS, Records, points
-from rlctl.show.report_script import page
+from rlctl.show.report_script import link, page
 from rlctl.show.report_style import STYLE
 from rlctl.show.text_format import duration, html, number, share
 from specs.errors import RunDirError
@@ -36,6 +36,7 @@ class ComparedRun:
     """A run as it is compared: by a name that no other of them has."""
 
     name: str
+    path: Path
     records: Records
     resolved: Mapping[str, Any]
     outcome: str
@@ -59,7 +60,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[ComparedRun]:
             raise RunDirError(f"{run_dir} is no run: its resolved.json {error}", hint=hint) from None
         ends = [line for line in read_journal(run_dir) if line["event"] in ("start", "end")]
         outcome = str(ends[-1].get("outcome", "unfinished")) if ends else "–"
-        runs.append(ComparedRun(name, read_metrics(run_dir / "metrics.jsonl"), resolved, outcome))
+        runs.append(ComparedRun(name, run_dir.absolute(), read_metrics(run_dir / "metrics.jsonl"), resolved, outcome))
     return runs
 
 
@@ -72,11 +73,23 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [f"{path.name} ({index})" for index, path in enumerate(paths, start=1)]
 
 
-def render_comparison(runs: Sequence[ComparedRun]) -> str:
-    """The page as text."""
+def render_comparison(runs: Sequence[ComparedRun], target: Path) -> str:
+    """The page as text. `target`: where it will be, for its links to the runs' own pages."""
     title = html(f"{len(runs)} runs")
-    parts = [f"<header><h1>{title}</h1></header>", _finals(runs), _differences(runs), _charts(runs)]
+    folder = target.absolute().parent
+    parts = [
+        f"<header><h1>{title}</h1>{_links(runs, folder)}</header>",
+        _finals(runs),
+        _differences(runs),
+        _charts(runs),
+    ]
     return page(title, STYLE, "".join(parts))
+
+
+def _links(runs: Sequence[ComparedRun], folder: Path) -> str:
+    pages = {run.name: run.path / "report.html" for run in runs}
+    links = [f'<a href="{link(page, folder)}">{html(name)}</a>' for name, page in pages.items() if page.exists()]
+    return f"<nav>{' · '.join(links)}</nav>"
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:

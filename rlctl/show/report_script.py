@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+from pathlib import Path
+from urllib.parse import quote
 
 from rlctl.show.charts import PLOT_AREA
+from rlctl.show.text_format import html
 
 SCRIPT = """
 const make = (kind, parent, attributes, text) => {
@@ -120,3 +124,8 @@ def page(title: str, style: str, body: str, *, refresh_s: int = 0) -> str:
     about = f' data-refresh="{refresh_s}"' if refresh_s else ""
     inside = f"{PLOT_AREA}{body}<script>{SCRIPT}</script>"
     return f"<!doctype html><html lang=en><head>{head}</head><body{about}>{inside}</body></html>\n"
+
+
+def link(target: Path, folder: Path) -> str:
+    """An address of a file on a page in `folder`."""
+    return html(quote(os.path.relpath(target, folder)))

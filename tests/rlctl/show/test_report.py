@@ -404,7 +404,9 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
     assert [row["end"] for row in table] == ["unfinished", "done"]
     last = [1 - math.exp(-step / 30) for step in (19, 20)]
     assert table[0]["reward"] == f"{sum(last) / 2:.3f}"
-    source = render_comparison(runs)
+    (tmp_path / "low" / "run" / "report.html").touch()
+    source = render_comparison(runs, tmp_path / "a page.html")
+    assert '<a href="low/run/report.html">low/run</a></nav>' in source, "a link to each page that is there"
     (path,) = re.findall(r'aria-label="Reward"(.*?)</svg>', source)
     assert path.count("<polyline") == 3, "a line of each run, and a smoothed one of the longer"
     assert "actor.optimizer.lr" in source
