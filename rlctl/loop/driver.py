@@ -117,11 +117,10 @@ class Driver:
             self._score_model(groups),
         )
         self.queue = SampleQueue(spec, self.sampler)
-        self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, lambda text: progress.warning(text))
-        self.signals = SignalWatch(spec, lambda text: progress.warning(text))
+        self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, progress.warning)
+        self.signals = SignalWatch(spec, progress.warning)
         self.eval_prompts: dict[str, Prompts] = {}  # by evaluation
         self.correction_metrics: dict[str, float] = {}
-        self.said_skipped = self.said_no_signal = self.said_excluded = False
 
     def _score_model(self, groups: Mapping[str, Group]) -> ScoreModel | None:
         """The model that a term of the reward asks, where there is one."""
@@ -148,7 +147,7 @@ class Driver:
         self.reward_failures.see(drawn.scored, step)
         with self.phase("train", step):
             batch = self.add_model_columns(drawn.batch, step)
-            batch = self.add_correction(batch, step)
+            batch = self.add_correction(batch)
             batch = self.add_advantages(batch, drawn.scored)
             finite_check.check_batch(batch, drawn.scored.reward_B, step)
             updates = self.update(batch, step)
@@ -198,32 +197,10 @@ class Driver:
         metrics |= self.kl.after_step(metrics, rollouts, learned="actor" in updates)
         metrics |= self.queue.take_metrics(batch, step, self.clock.span("train"))
         self.signals.see(metrics, scored, step)
-        self.note_no_signal(scored, step)
-        for role, reports in updates.items():
-            self.note_skipped(role, metrics[f"{role}/skipped_updates"], len(reports), step)
         metrics |= self.gap_limits.note(metrics, step) | self.residency.take_memory() | self.sync.take_metrics()
         if self.grading is not None:
             metrics |= self.grading.metrics()
         return StepRecord(metrics, scored.samples)
-
-    def note_skipped(self, role: RoleName, skipped: int, updates: int, step: int) -> None:
-        """Warn, once in an attempt, of an optimizer step that was left out."""
-        if skipped and not self.said_skipped:
-            self.said_skipped = True
-            self.progress.warning(
-                f"step {step}: {skipped} of {updates} optimizer steps of the {role} left out, the gradient was not "
-                f"finite. Said once; {role}/skipped_updates counts on"
-            )
-
-    def note_no_signal(self, scored: Scored, step: int) -> None:
-        """Warn, once in an attempt, of a step for which dynamic sampling found nothing to learn from."""
-        thrown = scored.thrown
-        if thrown is not None and not thrown.signal and not self.said_no_signal:
-            self.said_no_signal = True
-            self.progress.warning(
-                f"step {step}: in every group all scores are equal, after {thrown.refills} refills too: nothing to "
-                "learn. Said once; rollout/thrown_groups and reward/silent_groups count on"
-            )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
@@ -241,18 +218,12 @@ class Driver:
             wanted["ref_logprob_T"] = self.logprobs_of(self.actor, adapters=False)
         return batch.with_columns(**self.compute(wanted, batch, step))
 
-    def add_correction(self, batch: Batch, step: int) -> Batch:
+    def add_correction(self, batch: Batch) -> Batch:
         """The batch with the off-policy weights, where there are any. The gap's limits hold all the same (`update`)."""
         table = self.spec.algorithm.correction
         if table is None:
             return batch
         batch, excluded = correction.without_non_numbers(batch)
-        if excluded and not self.said_excluded:
-            self.said_excluded = True
-            self.progress.warning(
-                f"step {step}: {excluded} tokens left out, the actor's log-prob is no number. Said once; "
-                "correction/not_finite counts on"
-            )
         column_T, metrics = correction.correct(table, batch, self.spec.ratio_against)
         self.correction_metrics = {**metrics, "correction/not_finite": excluded}
         return batch.with_columns(correction_T=column_T)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from local_group import LocalGroup
+from local_run import Said
 from running import preset
 
 from rlctl.loop.driver import Driver, UpdateWindow
@@ -67,4 +68,4 @@ def driver_of(tmp_path: Path, *overrides: str) -> tuple[Driver, Actor]:
     }
     budget = SimpleNamespace(broken_by=lambda gap: False)
     steady = SimpleNamespace(restore=None)
-    return Driver(spec, groups, Residency(False, [rollout]), steady, budget, UpdateWindow(), None), actor
+    return Driver(spec, groups, Residency(False, [rollout]), steady, budget, UpdateWindow(), Said()), actor

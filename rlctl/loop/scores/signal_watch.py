@@ -1,4 +1,4 @@
-"""Warns of what a step's scores and completions cannot teach, while it can still be put right."""
+"""Warns of a step that teaches little or nothing, while it can still be put right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlctl.show.text_format import FEW_FINISH, number, share
+from specs.schema.roles import ROLES
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Scored
@@ -15,8 +16,7 @@ MOST_MASKED = 0.5  # share of a step's loss tokens that a correction may leave o
 
 
 class SignalWatch:
-    """Looks at the scores of the first step of an attempt; at every step's completions, groups and correction until it
-    has warned of them."""
+    """Looks at the scores of an attempt's first step, and at every step's metrics until it has warned of each."""
 
     def __init__(self, spec: Spec, warn: Callable[[str], None]) -> None:
         self._spec, self._warn = spec, warn
@@ -25,7 +25,7 @@ class SignalWatch:
 
     def see(self, metrics: Mapping[str, Any], scored: Scored, step: int) -> None:
         """`metrics`: the step's line."""
-        for name, words in self._later(metrics):
+        for name, words in self._later(metrics, scored):
             if name not in self._said:
                 self._said.add(name)
                 self._warn(f"step {step}: {words} Said once; {name} counts on")
@@ -36,8 +36,15 @@ class SignalWatch:
             for words in self._scores(metrics, scored):
                 self._warn(f"step {step}: {words}")
 
-    def _later(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def _later(self, metrics: Mapping[str, Any], scored: Scored) -> Iterator[tuple[str, str]]:
         """What may come at any step: the metric that tells of it, and words."""
+        for role in self._spec.losses:
+            if skipped := metrics.get(name := f"{ROLES[role].metrics}skipped_updates", 0):
+                yield name, f"{skipped} optimizer steps of the {role} left out: the gradient was not finite."
+        if excluded := metrics.get("correction/not_finite", 0):
+            yield "correction/not_finite", f"{excluded} tokens left out: the actor's log-prob is not finite."
+        if scored.thrown is not None and not scored.thrown.signal:
+            yield "reward/silent_groups", self._silent(scored.thrown.refills)
         if metrics["rollout/finished"] < FEW_FINISH:
             yield "rollout/finished", self._cut(metrics["rollout/finished"])
         if lone := metrics.get("reward/lone_groups", 0):
@@ -50,6 +57,10 @@ class SignalWatch:
                 f"algorithm.correction masks {masked:.0%} of the loss tokens: the ratio trainer / sampler is not "
                 f"within {low:g} and {high:g}. Widen the band, or lower rollout.max_staleness.",
             )
+
+    @staticmethod
+    def _silent(refills: int) -> str:
+        return f"in every group all scores are equal, after {refills} refills too: nothing to learn."
 
     def _lone(self, groups: int) -> str:
         least = self._spec.algorithm.advantage.min_group

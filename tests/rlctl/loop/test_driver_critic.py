@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
+from local_run import Said
 from running import preset
 from told_actor import STEPPED, drawn
 
@@ -57,7 +58,7 @@ def ppo_driver(
     residency = Residency(False, [others["rollout"]], devices=devices)
     limits = SimpleNamespace(broken_by=lambda gap: False)
     steady = SimpleNamespace(restore=None)
-    return Driver(spec, learners.groups | others, residency, steady, limits, UpdateWindow(), None)
+    return Driver(spec, learners.groups | others, residency, steady, limits, UpdateWindow(), Said())
 
 
 def test_values_return_to_their_tokens_and_both_learn_from_the_same_samples(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import bigram_folder, local_run
+from local_run import Said, bigram_folder, local_run
 from running import preset
 from told_actor import GROUPS, LIMIT, RANKS, SIZE, drawn, driver_of
 
@@ -55,7 +55,7 @@ def test_the_reference_is_asked_and_of_an_actor_with_adapters_the_model_below_th
         "reward": LocalGroup("reward", [{}]),
     }
     driver = Driver(
-        spec, groups, Residency(False, [rollout]), SimpleNamespace(restore=None), None, UpdateWindow(), None
+        spec, groups, Residency(False, [rollout]), SimpleNamespace(restore=None), None, UpdateWindow(), Said()
     )
     batch, _ = drawn()
     names = [name for name in batch.columns if name != "old_logprob_T"]

@@ -93,7 +93,7 @@ def test_a_run_without_any_signal_goes_on_and_says_so_once(tmp_path: Path) -> No
         assert record.metrics["actor/loss"] == 0.0
     assert [line for line in run.said.warnings if "nothing to learn" in line] == [
         "step 1: in every group all scores are equal, after 2 refills too: nothing to learn. Said once; "
-        "rollout/thrown_groups and reward/silent_groups count on"
+        "reward/silent_groups counts on"
     ]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
+from local_run import Said
 from running import preset
 
 from rlctl.loop.driver import Driver, UpdateWindow
@@ -85,7 +86,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_optimizer_step(tmp_path: P
     window = UpdateWindow()
     sync = SimpleNamespace(restore=None)
     residency = Residency(False, [groups["rollout"]])
-    driver = Driver(load_spec(preset("fake", tmp_path), []), groups, residency, sync, limits, window, None)
+    driver = Driver(load_spec(preset("fake", tmp_path), []), groups, residency, sync, limits, window, Said())
     with pytest.raises(NotFiniteError, match=r"step 3: loss is nan in the update\. Worst sample: id 42"):
         driver.update(batch_of(), 3)
     assert actor.verbs == [Verb.UPDATE, Verb.LOGPROBS]

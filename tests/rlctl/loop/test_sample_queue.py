@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
+from local_run import Said
 from running import preset
 
 from rlctl.loop.clock import Clock
@@ -186,8 +187,7 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
         holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None, restore=None
     )
     groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
-    progress = SimpleNamespace(phase=lambda phase, doing: None)
-    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), progress)
+    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), Said())
     driver.evaluate(3)
     driver.evaluate(3)
     assert [what for what, _ in roles.log] == ["sync", "sample", "sample"]
@@ -209,7 +209,7 @@ def test_only_samples_drawn_ahead_are_compared_with_their_sampler(tmp_path: Path
     groups = {"actor": actor, "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
     budget = SimpleNamespace(broken_by=lambda gap: False)
     steady = SimpleNamespace(restore=None)
-    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, budget, UpdateWindow(), None)
+    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, budget, UpdateWindow(), Said())
     batch = driver.queue.take(1).batch
     driver.update(batch.with_columns(advantage_T=np.zeros(batch.num_tokens, np.float32)), 1)
     assert sent == [bool(most)]

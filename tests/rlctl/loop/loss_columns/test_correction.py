@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from local_group import LocalGroup
-from local_run import local_run
+from local_run import Said, local_run
 from running import preset
 from told_actor import drawn, driver_of
 
@@ -177,7 +177,7 @@ def test_the_driver_sends_the_weights_with_every_update(tmp_path: Path, anchor: 
     batch, scored = drawn()
     old_T = np.random.default_rng(1).normal(0, 0.5, batch.num_tokens).astype(np.float32)
     batch = Batch({**batch.columns, "old_logprob_T": old_T})
-    learned = driver.add_advantages(driver.add_correction(batch, 1), scored)
+    learned = driver.add_advantages(driver.add_correction(batch), scored)
     driver.update(learned, 1)
     want = dict(zip(batch["tokens_T"].tolist(), learned["correction_T"].tolist(), strict=True))
     shares = [share for told in actor.told for share, _ in told]
@@ -214,12 +214,12 @@ def test_a_gap_over_its_limit_stops_the_run_whatever_the_correction_would_do(tmp
     }
     limits = GapLimits(*spec.logprob_gaps, tmp_path, {}, lambda text: None)
     driver = Driver(
-        spec, groups, Residency(False, [rollout]), SimpleNamespace(restore=None), limits, UpdateWindow(), None
+        spec, groups, Residency(False, [rollout]), SimpleNamespace(restore=None), limits, UpdateWindow(), Said()
     )
     batch, scored = drawn()
     columns = {name: column for name, column in batch.columns.items() if name != "old_logprob_T"}
     broken = Batch({**columns, "old_logprob_T": batch["rollout_logprob_T"] - 4, "row_B": batch["id_B"]})
-    learned = driver.add_advantages(driver.add_correction(broken, 1), scored)
+    learned = driver.add_advantages(driver.add_correction(broken), scored)
     with pytest.raises(LogprobGapError, match="disagree about the sampled tokens"):
         driver.update(learned, 1)
     assert asked == []

@@ -42,8 +42,12 @@ def test_silent_groups_are_told_where_groups_are_compared() -> None:
     (line,) = said_of({"reward/silent_groups": 1.0})
     assert "in every group all completions score the same" in line
     assert said_of({"reward/silent_groups": 1.0}, algorithm={"kind": "reinforce++"}) == []
-    thrown = replace(GRADED, thrown=Thrown(1, 4, 0, []))
-    assert said_of({"reward/silent_groups": 1.0}, scored=thrown) == [], "dynamic sampling has its own words"
+    some, none = (replace(GRADED, thrown=Thrown(1, 4, signal, [])) for signal in (1, 0))
+    assert said_of({"reward/silent_groups": 1.0}, scored=some) == []
+    (line,) = said_of({"reward/silent_groups": 1.0}, {}, scored=none)
+    assert line.startswith(
+        "step 1: in every group all scores are equal, after 1 refills too: nothing to learn. Said once"
+    )
 
 
 def test_a_term_that_never_scores_is_named_unless_zero_is_its_best() -> None:
@@ -64,6 +68,15 @@ def test_completions_that_never_end_are_told_once_at_any_step(finished: float, t
     if said:
         assert said[0].startswith("step 2: ")
         assert f"data.max_response_tokens = {base()['data']['max_response_tokens']}" in said[0]
+
+
+def test_what_was_left_out_is_told_once_with_the_metric_that_counts_on() -> None:
+    step = {"actor/skipped_updates": 2, "correction/not_finite": 3}
+    assert said_of({"actor/skipped_updates": 0}, step, step) == [
+        "step 2: 2 optimizer steps of the actor left out: the gradient was not finite. Said once; "
+        "actor/skipped_updates counts on",
+        "step 2: 3 tokens left out: the actor's log-prob is not finite. Said once; correction/not_finite counts on",
+    ]
 
 
 def test_terms_of_which_all_counted_values_are_zero() -> None:
