@@ -53,7 +53,7 @@ def _unmapped(status: Mapping[str, int]) -> int:
 
 
 def _held_by_started(process: int) -> Iterator[int]:
-    """Of each descendant. One that ends meanwhile counts nothing."""
+    """Bytes that descendants hold. One that ends meanwhile counts nothing."""
     for listed in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, listed.read_text().split()):

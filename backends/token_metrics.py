@@ -32,7 +32,7 @@ class TokenValues:
 
 @dataclass(frozen=True)
 class ValueTokens:
-    """Of a value loss. Detached; each is [N]."""
+    """What metrics of a value loss read. Detached; each is [N]."""
 
     loss_N: Array  # weighted: their sum is the rank's share of the global loss
     value_N: Array
@@ -55,7 +55,7 @@ SOURCES: Mapping[str, Callable[[Any], Array]] = {
 
 
 def token_values(names: Iterable[str], tokens: TokenValues | ValueTokens) -> list[Array]:
-    """Of each name its [N]. Raises RlctlError for one that has no function."""
+    """Name → values [N]. Raises RlctlError for one that has no function."""
     names = list(names)
     if missing := [name for name in names if name not in SOURCES]:
         raise RlctlError(

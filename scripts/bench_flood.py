@@ -147,7 +147,7 @@ def read_on(line: socket.socket) -> None:
 
 
 def numbers(run: Path) -> list[tuple[object, ...]]:
-    """Of each step so far; a last line may still be in the writing."""
+    """The metrics of each step so far; a last line may still be in the writing."""
     with suppress(OSError):
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         found = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -118,7 +118,7 @@ def full_batch(count: int, vocabulary: int) -> Any:
 
 
 def grown_bytes(work: Callable[[], object]) -> int:
-    """By how much the peak of this process rises above what it holds now."""
+    """How far the peak of this process rises above what it holds now."""
     gc.collect()
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

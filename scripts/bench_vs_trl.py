@@ -66,7 +66,7 @@ WORKS = {
 
 @dataclass
 class Timings:
-    """Of the steps after the warm-up."""
+    """Times of the steps after the warm-up."""
 
     step_s: list[float] = field(default_factory=list)
     generate_s: list[float] = field(default_factory=list)

@@ -94,7 +94,7 @@ def sharing_degrees(heads: int, kv_heads: int) -> list[int]:
 
 
 def mlp_width(facts: ModelFacts, config: Mapping[str, Any]) -> int:
-    """Of the MLP that a token meets in a layer; of a mixture, of all experts that it visits."""
+    """Width of the MLP that a token meets in a layer; of a mixture, of all experts that it visits."""
     if not facts.experts:
         return facts.intermediate_size or 4 * facts.hidden_size
     inner = int(config.get("moe_intermediate_size") or facts.intermediate_size)

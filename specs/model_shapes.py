@@ -33,7 +33,7 @@ def takes_adapters(layer: str, *, mixture: bool) -> bool:
 
 
 def is_mixture(parameters: Iterable[str]) -> bool:
-    """By the names of its parameters."""
+    """Whether it is a mixture of experts, by the names of its parameters."""
     return any(".experts." in name for name in parameters)
 
 

@@ -130,8 +130,8 @@ def _follow_the_driver(role: str, index: int) -> None:
 
 
 def _see_own_device(local_rank: int) -> None:
-    """Of the role's GPUs on this host, leave this rank its share visible: to every engine they count from 0. The share
-    is one GPU, or those that a replica is cut across."""
+    """Leaves visible only this rank's share of the role's GPUs on this host: to every engine they count from 0. The
+    share is one GPU, or those that a replica is cut across."""
     if (asked := os.environ.get("RLCTL_DEVICES")) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = asked
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]

@@ -64,7 +64,7 @@ class FakeTerms:
 
 
 def fake_policy_loss(logprob_N: Column, entropy_N: Column, columns: FakeColumns, loss: Loss) -> FakeTerms:
-    """As `backends.train.losses.policy_loss`."""
+    """The same as `backends.train.losses.policy_loss`, in numpy with written-out derivatives."""
     trainer_N = logprob_N if columns.old_logprob_N is None else columns.old_logprob_N
     anchor_N = columns.rollout_logprob_N if loss.anchor == "sampler" else trainer_N
     policy = fake_loss(loss)(logprob_N, anchor_N, columns, loss)
@@ -271,7 +271,7 @@ def fake_loss(loss: Loss) -> Callable[..., FakePolicyLoss]:
 
 
 def fake_sequence_columns(batch: Batch, loss: Loss, logprobs: Callable[[], NDArray[np.float32]]) -> dict[str, Column]:
-    """As `backends.train.losses.sequence_columns`."""
+    """The same as `backends.train.losses.sequence_columns`, in numpy."""
     if loss.anchor == "current":
         return {name: np.zeros(len(batch)) for name in loss.sequence_columns}
     function = FAKE_SEQUENCE_COLUMNS.get(type(loss))

@@ -204,7 +204,7 @@ class MegatronTrainEngine(HfTrainEngine):
         return torch.cat(self.group.of_all_tensor_ranks(padded_NV), dim=1)[:, : self.map.vocabulary].contiguous()
 
     def _last_logits(self, sequences: list[list[int]]) -> Tensor:
-        """Of each sequence's last token, on every rank."""
+        """Logits of each sequence's last token, on every rank."""
         lengths = [len(sequence) for sequence in sequences]
         tokens_T = np.concatenate(sequences).astype(np.int64)
         positions_T = np.concatenate([np.arange(length) for length in lengths])

@@ -42,7 +42,7 @@ Learned = Callable[[Tensor, int], LossResult]
 
 
 def _of_class(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `options` that a configuration of Megatron-core has."""
+    """The `options` that a configuration of Megatron-core has."""
     own = {field.name for field in fields(config)}
     return {name: value for name, value in options.items() if name in own}
 

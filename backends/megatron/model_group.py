@@ -108,7 +108,7 @@ class ModelGroup:
 
 
 def _gathered(part: Tensor, group: Any) -> list[Tensor]:
-    """Of all ranks of the group, in their order. Contiguous: gloo mixes up what is not."""
+    """The tensors of all ranks of the group, in their order. Contiguous: gloo mixes up what is not."""
     if group.size() == 1:
         return [part]
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]

@@ -204,8 +204,8 @@ def _name_what_is_missing() -> None:
 
 
 def _experts(text: Any, experts: Experts, table: MegatronTable) -> dict[str, Any]:
-    """Of a router that takes the likeliest experts, as many for every token, and drops none. There is no auxiliary
-    loss, as in the other engines."""
+    """Options of a router that takes the likeliest experts, as many for every token, and drops none. There is no
+    auxiliary loss, as in the other engines."""
     _name_what_is_missing()
     chosen = text.num_experts_per_tok
     normalised = getattr(text, "norm_topk_prob", True)  # Mixtral always does so, and has no such key
@@ -277,7 +277,7 @@ def _layer(config: TransformerConfig, experts: Experts | None) -> Any:
 
 
 def inverse_frequency(model: PreTrainedModel) -> Tensor:
-    """Of the model's rotary embedding, scaling of long contexts included. Raises ModelError where that also scales
+    """The model's rotary frequencies, scaling of long contexts included. Raises ModelError where that also scales
     attention itself."""
     rope: Any = model.base_model.rotary_emb
     if float(rope.attention_scaling) != 1.0:

@@ -144,7 +144,7 @@ class ShardedWeights:
         return whole
 
     def names_here(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that are read from this stage."""
+        """The weights of `names` that are read from this stage."""
         group = self.group
         return [name for name in names if self.map.stage_of(name, group.stages_of_model) in group.own_stages]
 
@@ -169,12 +169,12 @@ class ShardedWeights:
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Of all of a rank's groups of layers; a name begins with the group's number."""
+    """Parameters of all of a rank's groups of layers; a name begins with the group's number."""
     return dict(nn.ModuleList(chunks).named_parameters())
 
 
 def rank_slots(model_map: ModelMap, group: ModelGroup) -> list[Slot]:
-    """Of this rank's groups of layers, with its own experts; parameters are named as by `named_parameters`."""
+    """Slots of this rank's groups of layers, with its own experts; parameters are named as by `named_parameters`."""
     experts = model_map.experts.of_rank(group.expert_rank, group.expert_ranks) if model_map.experts else None
     return [
         replace(slot, parameter=f"{chunk}.{slot.parameter}")

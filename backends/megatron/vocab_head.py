@@ -46,7 +46,8 @@ class VocabPart:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Of whole rows, and what of them lies in this rank. `above_NV`: logits / temperature, less the row's largest."""
+    """The softmax of whole rows, as far as they lie in this rank. `above_NV`: logits / temperature, less the row's
+    largest."""
 
     above_NV: Tensor
     log_N: Tensor  # of the sum of their exponentials, over all ranks

@@ -72,8 +72,8 @@ class ModelMap:
         return "model.layers.0.self_attn.q_norm.weight" in self.names
 
     def slots(self, stage: int, stages: int, tensor_ranks: int, experts: range | None = None) -> list[Slot]:
-        """Of one pipeline stage, in the order of the model. A tied head is the embedding's, once more, on the last
-        stage. `experts`: those of this rank; None: all."""
+        """Slots of one pipeline stage, in the order of the model. A tied head is the embedding's, once more, on the
+        last stage. `experts`: those of this rank; None: all."""
         if experts is None:
             experts = range(self.experts.count if self.experts else 0)
         found = []
@@ -123,7 +123,7 @@ class ModelMap:
         yield Slot(f"{ours}.mlp.router.weight", (f"{theirs}.mlp.gate.weight",))
 
     def slots_of_experts(self, name: str) -> list[Slot]:
-        """Of each expert, for one tensor of all of a layer."""
+        """Each expert's slot, for a tensor that holds all experts of a layer."""
         assert self.experts is not None
         make = self.experts.fc1 if name.endswith(GATE_UP) else self.experts.fc2
         return [make("", name, expert) for expert in range(self.experts.count)]

@@ -71,7 +71,7 @@ def additive_masks(model: PreTrainedModel, rows: PackedRows) -> Tensor | dict[st
 
 
 def block_masks(model: PreTrainedModel, rows: PackedRows) -> BlockMask | dict[str, BlockMask]:
-    """The same for flex_attention, which leaves out blocks that nobody sees."""
+    """The masks for flex_attention, which leaves out blocks that nobody sees."""
 
     def make(window: int | None) -> BlockMask:
         return create_block_mask(rows.sees(window), None, None, rows.length, rows.length, device=rows.device)

@@ -106,7 +106,7 @@ class MicroBatches(Sequence[MicroBatch]):
 
     @property
     def flops(self) -> float:
-        """Of all of them, forward and backward."""
+        """FLOPs of all samples, forward and backward."""
         return sum(self._work.flops(part) for part in self._parts)
 
 

@@ -37,8 +37,8 @@ class Comparison:
 
     @classmethod
     def of(cls, expected: Tensor, actual: Tensor, dtype: torch.dtype) -> Comparison:
-        """Of logits [T, V], as a model of `dtype` gave them. The gap is that of the worst position: the mean over the
-        tokens that are likeliest there, where the model puts its mass and the logits are largest."""
+        """The gap of logits [T, V], as a model of `dtype` gave them. The gap is that of the worst position: the mean
+        over the tokens that are likeliest there, where the model puts its mass and the logits are largest."""
         count = min(LIKELIEST, expected.shape[-1])
         largest = float(expected.float().abs().max())
         expected, actual = (logits.float().log_softmax(-1) for logits in (expected, actual))

@@ -400,7 +400,7 @@ class HfTrainEngine(TrainEngine):
         )
 
     def _no_columns(self, loss: AnyLoss) -> TokenColumns | ValueColumns:
-        """Of `NOTHING`: its loss and all its gradients are zero."""
+        """The columns of `NOTHING`: its loss and all its gradients are zero."""
         zero_N = torch.zeros(1, device=self.device)
         if not isinstance(loss, Loss):
             return ValueColumns(zero_N, zero_N, zero_N)

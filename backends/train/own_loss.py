@@ -55,7 +55,7 @@ def wrong_sign(path: str) -> bool:
 
 
 def _loss_and_gradient(path: str, count: int) -> tuple[Tensor, Tensor]:
-    """Of the first so many tokens. Raises OwnFunctionError."""
+    """Loss and gradient of the first so many tokens. Raises OwnFunctionError."""
     logprob_N = torch.linspace(-2.0, -0.1, 6)[:count].requires_grad_()
     anchor_N = logprob_N.detach() + torch.tensor([0.5, 0.0, -0.5, 0.0, 0.1, -0.1])[:count]
     loss_N = own_loss(path, logprob_N, anchor_N, torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -2.0])[:count])

@@ -84,8 +84,8 @@ class ShardingManager:
     # ── random numbers ────────────────────────────────────────────────────────────────────────────
 
     def states(self) -> States:
-        """Of the group's generators, as they are while it is not entered; nothing for a rank alone. The names say how
-        large the group is: in another one they would not be the same on all ranks."""
+        """States of the group's generators, as they are while it is not entered; nothing for a rank alone. The names
+        say how large the group is: in another one they would not be the same on all ranks."""
         return {f"{self.group.size}.{name}": state for name, state in self._states.items()}
 
     def restore(self, states: States) -> None:

@@ -98,7 +98,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sum_of_run(words_W: Tensor, start: int) -> Tensor:
-    """Of words that are the weight's from `start` on: whole blocks together, and what is left at both ends."""
+    """The sum of words that are the weight's from `start` on: whole blocks together, and what is left at both ends."""
     first, last = start // BLOCK_WORDS, (start + len(words_W)) // BLOCK_WORDS
     low_B, high_R = _keys(words_W.device, last + 1)
     before = min(-start % BLOCK_WORDS, len(words_W))
@@ -117,8 +117,8 @@ def _sum_of_run(words_W: Tensor, start: int) -> Tensor:
 
 
 def _sum_of_runs(words_RW: Tensor, start_R: Tensor) -> Tensor:
-    """Of runs of equal length, each of which is the weight's from its own `start` on. Keys are looked up word by word:
-    a few times slower than one run."""
+    """The sum of runs of equal length, each of which is the weight's from its own `start` on. Keys are looked up word
+    by word: a few times slower than one run."""
     device, width = words_RW.device, words_RW.shape[1]
     low_B, high_R = _keys(device, (int(start_R.max()) + width) // BLOCK_WORDS + 1)
     total = torch.zeros((), dtype=torch.int64, device=device)

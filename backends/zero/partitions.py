@@ -96,7 +96,7 @@ class Partitions(ABC):
 
 
 def full_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Of a parameter that may be partitioned."""
+    """Shape of a parameter that may be partitioned."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 

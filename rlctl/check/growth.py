@@ -68,7 +68,7 @@ def _texts(length: int) -> Iterator[str]:
 
 
 def slow_pattern(pattern: str, *, max_tokens: int, limit_s: float) -> Slow | None:
-    """The same of a search for a pattern, also behind the beginning of what it is found in."""
+    """The same for a search with a pattern, also behind the beginning of a match."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error:  # which is said elsewhere

@@ -238,7 +238,7 @@ class _Child:
             self._process.communicate()
 
     def answers(self, timeout_s: float) -> dict[RoleName, Probed]:
-        """By role. One that the process did not come to has an `error`."""
+        """Answers by role. A role that the process did not reach has an `error`."""
         output = errors = ""
         if not self._failure:
             try:

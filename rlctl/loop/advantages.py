@@ -34,7 +34,7 @@ class Scored:
     tokens_R: NDArray[np.int64]
 
     def group_mean_R(self, weight_R: NDArray[Any] | None = None) -> Scores:
-        """Of each rollout the mean score of its group, each weighing 1 unless said otherwise; 0 where none weighs."""
+        """Mean score of each rollout's group, weighted where `weight_R` is given; 0 where all weights are 0."""
         sum_G = np.bincount(self.group_R, self.score_R if weight_R is None else self.score_R * weight_R)
         weight_G = np.bincount(self.group_R, weight_R)
         return np.asarray((sum_G / np.where(weight_G == 0, 1, weight_G))[self.group_R], dtype=np.float64)

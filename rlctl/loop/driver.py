@@ -158,7 +158,7 @@ class Driver:
         return self.record(step, batch, drawn.scored, updates, synced)
 
     def restore_graders(self, step: int) -> None:
-        """Have those processes of the reward role grade again that are back."""
+        """Let restarted processes of the reward role grade again."""
         if self.grading is not None and self.grading.restore(step):
             self.sampler.graders.hand_out()
 

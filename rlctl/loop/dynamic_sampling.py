@@ -14,7 +14,7 @@ from rlctl.loop.sampling import Drawn, Scored, Thrown
 
 
 def signal_of(group_B: NDArray[Any], rollout_B: NDArray[Any], scored: Scored) -> NDArray[np.bool_]:
-    """Of each sample whether the rollouts of its group that could be graded differ in score."""
+    """For each sample, whether the graded rollouts of its group differ in score."""
     groups = GradedGroups.of(group_B, rollout_B, scored.reward_B, scored.scored_B)
     return np.isin(group_B, groups.group_G[groups.differ_G])
 

@@ -31,7 +31,7 @@ _STOPPED = "The run stopped before it learned from these samples"
 
 
 def check_batch(batch: Batch, reward_B: NDArray[np.float32], step: int) -> None:
-    """Of the loss tokens of a batch that is about to be learned from, and of the scores. Raises NotFiniteError."""
+    """Checks scores and loss tokens before anything is learned from them. Raises NotFiniteError."""
     for name, (what, hint) in CHECKED.items():
         if name in batch:
             bad_T = ~np.isfinite(batch[name]) & (batch["loss_mask_T"] > 0)
@@ -66,7 +66,7 @@ def of_update(found: str, batch: Batch, trainer_logprob_T: NDArray[np.floating[A
 
 
 def of_value_update(found: str, batch: Batch) -> NotFiniteError:
-    """The same of a critic's mini-batch. The sample to blame is the one whose return is furthest from its value."""
+    """The same for a critic's mini-batch. The sample to blame is the one whose return is furthest from its value."""
     error_T = np.abs(batch["return_T"].astype(np.float64) - batch["value_T"])
     token = int(np.argmax(np.where(batch["loss_mask_T"] > 0, error_T, 0.0)))
     sample = int(np.searchsorted(batch.offsets, token, side="right")) - 1

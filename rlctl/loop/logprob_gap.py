@@ -34,7 +34,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Gap:
-    """Of sampled tokens, in nats."""
+    """The gap over sampled tokens, in nats."""
 
     mean: float
     largest: float

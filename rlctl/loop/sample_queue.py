@@ -187,7 +187,7 @@ class SampleQueue:
             self._request_prompts(min(self.max_staleness, self.spec.run.steps - last), step)
 
     def _request_prompts(self, batches: int, step: int) -> None:
-        """Those to send out next: drawn while others are sampled, so that nobody waits for them."""
+        """Prompts to send out next, drawn while others are sampled, so that nobody waits for them."""
         self._prompts = None
         if batches > 0:
             self._prompts = (self.position, batches, self._ask(batches, step))

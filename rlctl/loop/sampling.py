@@ -335,8 +335,8 @@ class Scored:
         reward: RewardSection,
         greedy_B: NDArray[np.bool_] | None = None,
     ) -> Scored:
-        """Of what the reward role answered for each part, and of the terms that came `late`. `greedy_B`, in the order
-        of ids: samples that the means of terms leave out."""
+        """Joins what the reward role answered for each part, and of the terms that came `late`. `greedy_B`, in the
+        order of ids: samples that the means of terms leave out."""
         order = np.argsort(np.concatenate([part["id_B"] for part in parts]), kind="stable")
         id_B, rollout_B = (np.concatenate([part[name] for part in parts])[order] for name in ("id_B", "rollout_B"))
         columns = {

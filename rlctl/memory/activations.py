@@ -69,7 +69,7 @@ class Pass:
 
 
 def learning_parts(work: Pass) -> Iterator[Part]:
-    """Of a forward pass with its backward pass, on the stage that holds most."""
+    """What a forward and a backward pass hold, on the stage that holds most."""
     stages = [list(_stage_parts(work, stage)) for stage in range(work.stages)]
     yield from max(stages, key=lambda parts: sum(part.nbytes for part in parts if not part.host))
     if mask := _mask_bytes(work):
@@ -110,7 +110,7 @@ def _stage_parts(work: Pass, stage: int) -> Iterator[Part]:
 
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
-    """Of a forward pass alone: log-probs."""
+    """What a forward pass alone holds: log-probs."""
     yield Part("forward pass", max(_forward_bytes(work), _scored_bytes(work)), _LEARN)
 
 
@@ -142,13 +142,14 @@ def _layer_bytes(work: Pass) -> int:
 
 
 def _scores(work: Pass) -> int:
-    """That eager attention computes for each token: with all tokens of the row, whoever sees them. Ranks that share a
-    row have fewer heads of more tokens."""
+    """Scores that eager attention computes for each token: with all tokens of the row, whoever sees them. Ranks that
+    share a row have fewer heads of more tokens."""
     return work.facts.heads // work.tensor * work.row if work.attention == "eager" else 0
 
 
 def _mask_bytes(work: Pass) -> int:
-    """Of eager attention, for each kind of layers: made once for a micro-batch, on every rank of the whole row."""
+    """The masks of eager attention, one for each kind of layer: made once for a micro-batch, on every rank of the whole
+    row."""
     if work.attention != "eager":
         return 0
     kinds = len({*(work.config.get("layer_types") or ())}) or 1

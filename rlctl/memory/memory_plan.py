@@ -39,7 +39,7 @@ class MemoryPlan:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Those that the run has: only one with a reward model scores apart."""
+        """The phases that the run has: only one with a reward model scores apart."""
         scores = any(ROLES[role.role].holds == "score_model" for role in self.roles)
         return tuple(moment for moment in MOMENTS if scores or moment not in SCORING)
 

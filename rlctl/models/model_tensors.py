@@ -195,7 +195,7 @@ def tensors_on_disk(folder: Path, *, tied: bool) -> ModelTensors | None:
 
 
 def tensors_of_shapes(shapes: Mapping[str, Shape], source: str) -> ModelTensors:
-    """Of names and shapes alone: layers and linear layers are told by name and form."""
+    """From names and shapes alone: layers and linear layers are told by name and form."""
     return ModelTensors(tuple(_stored(name, shape) for name, shape in shapes.items()), source)
 
 

@@ -147,5 +147,5 @@ def _zeros(matrices: list[_Tensor]) -> tuple[list[Wrong], list[Wrong]]:
 
 
 def _rows_nobody_uses(tensor: _Tensor) -> bool:
-    """Of an embedding, rows of tokens that no tokenizer has: less than half of it."""
+    """Whether an embedding's zeros can be rows of tokens that no tokenizer has: less than half of it."""
     return any(part in tensor.name for part in _OF_TOKENS) and len(tensor.empty) < tensor.full

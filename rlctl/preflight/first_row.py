@@ -14,8 +14,8 @@ _OTHERS = 20
 
 
 def first_rows(spec: Spec, spec_dir: Path) -> list[DataRow]:
-    """Of `data.train`, then of what the run is evaluated on. Sources on a hub, which are not read here, and those that
-    cannot be read are left out."""
+    """The first row of `data.train`, then of each evaluation set. Sources on a hub, which are not read here, and those
+    that cannot be read are left out."""
     sources = [spec.data.train, *(one.data for one in spec.evaluations if one.data)]
     rows = []
     for source in sources:

@@ -13,7 +13,7 @@ USUAL_GPU_GIB = 80.0
 
 
 def gpu_memory_GiB() -> tuple[float, str]:
-    """Of the smallest GPU here, and where that is from."""
+    """Memory of the smallest GPU here, and where the number is from."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
@@ -28,7 +28,7 @@ def usual_gpu_GiB(why: str) -> tuple[float, str]:
 
 
 def host_memory_GiB() -> float:
-    """Of this machine, or of the container that it is; 0 where it cannot be asked."""
+    """Memory of this machine, or of the container that it is; 0 where it cannot be asked."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

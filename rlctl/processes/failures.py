@@ -104,7 +104,7 @@ class HeldErrors:
         return [(error, call) for error, call, _ in held]
 
     def take_due(self) -> list[Evidence]:
-        """Those that no loss followed in time."""
+        """Errors that no loss followed in time."""
         now = time.monotonic()
         due = [error for error, _, until in self._held if now >= until]
         self._held = [held for held in self._held if now < held[2]]

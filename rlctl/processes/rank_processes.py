@@ -52,7 +52,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _exit_code(process: psutil.Process) -> int | None:
-    """Of a process that nobody has waited for yet, from proc_pid_stat(5)."""
+    """Exit code of a process that nobody has waited for yet, from proc_pid_stat(5)."""
     try:
         if not process.is_running():
             return None

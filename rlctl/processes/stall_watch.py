@@ -98,8 +98,8 @@ class StallWatch:
         return all(activity is None or activity.counted for activity in said)
 
     def chain(self, waiting: Mapping[Place, Waiting]) -> Stall:
-        """Of these, at least one: who computes, or does nothing at all, is waited for by those who say that they
-        wait."""
+        """The stall of these ranks, at least one. The culprits are those that wait for nobody; where each waits for
+        another, all of them."""
         said = {place: self.of(place, one) for place, one in waiting.items()}
         idle = {place: one for place, one in said.items() if one is None or not one.waits_for}
         culprits = idle or said

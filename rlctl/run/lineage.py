@@ -28,7 +28,7 @@ class SpecSource:
 
 
 def spec_source(named: Path, *, resume: bool) -> SpecSource:
-    """Of a spec file, or, at a resume, of a run directory: the spec of its newest attempt. Raises UsageError or
+    """The spec in a file, or, at a resume, in a run directory: that of its newest attempt. Raises UsageError or
     RunDirError."""
     if not (named / "resolved.json").is_file():
         return SpecSource(named, named.absolute().parent)

@@ -320,7 +320,8 @@ def _disk_error(run_dir: Path, file: str, error: OSError) -> RlctlError:
 
 
 def run_dir_warnings(spec: Spec) -> list[Problem]:
-    """At most one: about the folder `run.dir/run.name`, as seen from here. Nothing is taken, made or changed."""
+    """At most one warning, about the folder `run.dir/run.name`, as seen from here. Nothing is taken, made or
+    changed."""
     run = RunDir(spec.run.place)
     value = f'"{spec.run.name}"'
     try:
@@ -368,6 +369,6 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """By its manifest's being there: whether it is whole, `train` finds out. 0: there is none."""
+    """Step of the newest checkpoint with a manifest; `train` finds out whether it is whole. 0: there is none."""
     steps = (step for step in steps_in(folder) if (step_path(folder, step) / "manifest.json").is_file())
     return max(steps, default=0)

@@ -99,7 +99,7 @@ def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> 
 
 
 def _answers(call: Call) -> list[Message]:
-    """By rank, of those that the run begins with."""
+    """Answers by rank, of the ranks that the run begins with."""
     try:
         return call.result()
     except RanksLost:

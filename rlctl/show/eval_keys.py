@@ -31,7 +31,7 @@ def split(key: str) -> tuple[str, str]:
 
 
 def solved(metrics: Iterable[str]) -> list[str]:
-    """Those of the metrics that are a pass@k, from the smallest k on."""
+    """The pass@k among the metrics, smallest k first."""
     found = [metric for metric in metrics if metric.startswith(SOLVED) and metric.removeprefix(SOLVED).isdecimal()]
     return sorted(dict.fromkeys(found), key=lambda metric: int(metric.removeprefix(SOLVED)))
 

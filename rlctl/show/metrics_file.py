@@ -95,7 +95,7 @@ def truncate_after(path: Path, step: int) -> int:
 
 
 def truncate_samples_after(path: Path, step: int, warn: Warn) -> None:
-    """The same of `samples.jsonl`. Nothing depends on a sample: lines that cannot be read go, with a warning."""
+    """The same for `samples.jsonl`. Nothing depends on a sample: lines that cannot be read go, with a warning."""
     kept, bad = [], 0
     for line in _lines(path)[0]:
         try:

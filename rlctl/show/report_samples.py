@@ -20,7 +20,7 @@ KINDS = ("first", "last", "best", "worst", "random", "truncated", "not graded")
 
 
 def samples_section(path: Path, title: str = "Samples", name: str = "samples") -> str:
-    """Of a file of samples; empty where there are none. `name`: of its filter, once on a page."""
+    """Section for a file of samples; empty where there are none. `name`: of its filter, once on a page."""
     try:
         samples = read_samples(path)
     except RunDirError as error:

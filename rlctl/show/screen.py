@@ -61,7 +61,7 @@ class Screen(Console):
 
 
 def _visible_text(text: Text) -> Text:
-    """The same, with its styles, before it is laid out: a number is longer than what it stands for."""
+    """The text made visible, with its styles, before it is laid out: an escape is longer than what it stands for."""
     if visible(text.plain) == text.plain:
         return text
     shown = text.blank_copy()

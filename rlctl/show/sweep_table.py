@@ -49,7 +49,7 @@ class Outcome:
 
 
 def outcome(run_dir: Path) -> Outcome:
-    """Of a run directory, as far as it came."""
+    """What the run in a directory has reached so far."""
     try:
         records = read_metrics(run_dir / "metrics.jsonl")
     except RunDirError:

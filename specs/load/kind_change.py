@@ -53,8 +53,8 @@ def drop_keys_of_old_kinds(file: dict[str, Any], raw: dict[str, Any], set_paths:
 
 
 def _tables_of(path: Path, raw: dict[str, Any], node: dict[str, Any]) -> tuple[type[Table], ...]:
-    """Of the kind that `node` names; none where another package brings that kind and cannot be used, which is said when
-    the spec is read."""
+    """Tables of the kind that `node` names; none where another package brings that kind and cannot be used, which is
+    said when the spec is read."""
     try:
         return chosen_tables(tables_at(path, raw), node)
     except PydanticCustomError:

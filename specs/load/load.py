@@ -41,7 +41,7 @@ def load_spec(path: Path, overrides: Sequence[str] = (), note: Callable[[str], N
 
 
 def spec_from(raw: dict[str, Any], overrides: Sequence[str] = (), note: Callable[[str], None] = lambda _: None) -> Spec:
-    """As `load_spec`, from parsed tables; `raw` may be changed."""
+    """`load_spec` from parsed tables; `raw` may be changed."""
     parsed = parse(raw, overrides)
     for dropped in parsed.dropped:
         note(str(dropped))

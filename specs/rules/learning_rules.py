@@ -80,7 +80,7 @@ def _learning_rate(spec: Spec) -> Iterator[Problem]:
 
 
 def optimizers(spec: Spec) -> Iterator[tuple[RoleName, Optimizer]]:
-    """Of roles that have a section."""
+    """Optimizers of the roles that have a section."""
     for role, section in spec.sections():
         optimizer = getattr(section, "optimizer", None)
         if isinstance(optimizer, Optimizer):

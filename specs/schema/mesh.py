@@ -167,7 +167,7 @@ def expert_groups(section: RoleSection) -> list[RankGroup]:
 
 
 def straddling(groups: Sequence[RankGroup]) -> list[RankGroup]:
-    """Those whose ranks sit on more than one node: what they exchange for every layer crosses the network."""
+    """Groups whose ranks sit on more than one node: what they exchange for every layer crosses the network."""
     return [group for group in groups if len(group.nodes) > 1]
 
 

@@ -329,7 +329,7 @@ class Spec(Table):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the actor."""
+        """Optimizer steps of the actor."""
         return self.optimizer_steps_of(ACTOR)
 
     def optimizer_steps_of(self, role: RoleName) -> int:

@@ -27,7 +27,7 @@ class Reply:
 
 
 def request_key(url: str, content: bytes) -> str:
-    """Of a request: the address and every byte that is sent, without the key."""
+    """Hash of a request: its address and every byte that is sent, without the API key."""
     return hashlib.sha256(url.encode() + b"\0" + content).hexdigest()
 
 
@@ -95,7 +95,7 @@ class JudgeCache:
 
 
 def _key(line: bytes) -> bytes:
-    """Of a whole record; empty for anything else."""
+    """The key of a whole record; empty for anything else."""
     if not line.endswith(b"\n"):
         return b""
     try:

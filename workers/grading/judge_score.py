@@ -75,7 +75,7 @@ def _found(table: Mapping[str, Any], text: str) -> str | int | float:
 
 
 def _value(text: str, key: str) -> str | int | float:
-    """Of the JSON object that the text is, perhaps between the marks of a code block."""
+    """The value in the JSON object that the text is, perhaps between the marks of a code block."""
     fenced = _FENCE.match(text.strip())
     try:
         value = json.loads(fenced[1] if fenced else text)[key]

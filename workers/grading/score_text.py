@@ -58,7 +58,7 @@ class ScoreTexts:
             )
 
     def tokens(self, samples: Sequence[Told]) -> list[list[int] | Grade]:
-        """Of each sample its tokens, or why it has none."""
+        """Each sample's tokens, or why it has none."""
         found: list[list[int] | Grade] = []
         texts = [self._text(sample) for sample in samples]
         whole = [text for text in texts if isinstance(text, str)]

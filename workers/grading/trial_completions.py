@@ -47,9 +47,9 @@ class Said:
 def likely_completions(
     answer: str | None, *, other: str | None = None, source: str = "", prompt: str = ""
 ) -> list[Said]:
-    """Of a row with this answer, besides the answer itself and nothing at all. `other`: another row's answer, which is
-    written in the same forms; `source`: of the file that grades; `prompt`: what the policy is asked. Some come
-    more than once."""
+    """Completions to try for a row with this answer, besides the answer itself and an empty one. `other`: another row's
+    answer, which is written in the same forms; `source`: of the file that grades; `prompt`: what the policy is asked.
+    Some come more than once."""
     wrong = [Said(text) for text in _WRONG]
     if answer is None:
         return [*wrong, *(wrong[0],) * _AGAIN]

@@ -53,7 +53,7 @@ class Segment:
 
     @classmethod
     def of(cls, descriptor: int, nbytes: int) -> Segment:
-        """Of an open file, which is closed here; the mapping keeps it."""
+        """Maps an open file, which is closed here; the mapping keeps it."""
         segment = cls(descriptor, nbytes)
         segment._close_file()
         return segment

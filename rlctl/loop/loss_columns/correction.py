@@ -88,7 +88,7 @@ class LogRatios:
         return LogRatios(lr_N, batch.sequence_T[at_N], at_N, len(batch))
 
     def log_ratios(self, level: str) -> Numbers:
-        """Of each token: its own; or of its sample the sum, or for `geometric` the mean."""
+        """Each token's log-ratio: its own, its sample's sum, or (`geometric`) its sample's mean."""
         if level == "token":
             return self.lr_N
         of_B: Numbers = np.bincount(self.sample_N, self.lr_N, self.samples).astype(np.float64)

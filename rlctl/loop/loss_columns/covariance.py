@@ -49,7 +49,7 @@ def _in_band(loss: ClipCovLoss, covariance_N: Numbers, rng: np.random.Generator)
 
 
 def _largest(loss: KlCovLoss, covariance_N: Numbers, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Those with the largest (eq. 13); of equal ones the first."""
+    """The tokens with the largest (eq. 13); of equal ones the first."""
     return np.argsort(-covariance_N, kind="stable")[: _count(loss.covariance_share, covariance_N)]
 
 

@@ -95,12 +95,12 @@ def ks(samples: int) -> list[int]:
 
 
 def chance_of_one(n: int, c: int, k: int) -> float:
-    """That at least one of k completions, drawn without putting back from n of which c passed, has passed."""
+    """Chance that at least one of k completions passes, drawn without replacement from n of which c passed."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def standard_error(value_R: NDArray[Any], group_R: NDArray[Any]) -> float:
-    """Of the mean, over prompts: completions of one prompt are not independent. 0 of a single prompt."""
+    """Standard error of the mean, over prompts: completions of one prompt are not independent. 0 for one prompt."""
     _, of_R = np.unique(group_R, return_inverse=True)
     mean_P = np.bincount(of_R, weights=value_R) / np.bincount(of_R)
     return float(mean_P.std(ddof=1) / math.sqrt(len(mean_P))) if len(mean_P) > 1 else 0.0

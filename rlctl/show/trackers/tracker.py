@@ -33,7 +33,8 @@ class Samples:
 
     @staticmethod
     def of(step: int, samples: Sequence[Mapping[str, Any]]) -> Samples:
-        """Of lines of `samples.jsonl`. Columns are those that any of them has; each term of the reward has its own."""
+        """A table of lines of `samples.jsonl`. Columns are those that any of them has; each term of the reward has its
+        own."""
         flat = [_flat_sample(step, sample) for sample in samples]
         columns = tuple(dict.fromkeys(name for sample in flat for name in sample))
         return Samples(columns, tuple(tuple(sample.get(name) for name in columns) for sample in flat))

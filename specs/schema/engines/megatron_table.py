@@ -77,7 +77,7 @@ class MegatronTable(TrainedHere):
 
     @property
     def ranks_of_expert(self) -> int:
-        """That each expert is cut across."""
+        """Ranks that each expert is cut across."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
     @property
@@ -260,8 +260,8 @@ class MegatronTable(TrainedHere):
         return 6 if facts.experts else 5
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
-        """Of the stage that holds most: the first has the embedding, the last the head, which is the embedding once
-        more where they are tied. Experts have data ranks of their own."""
+        """Memory of the stage that holds most: the first has the embedding, the last the head, which is the embedding
+        once more where they are tied. Experts have data ranks of their own."""
         layers = 1 + max((p.layer for p in held.tensors.parameters if p.layer is not None), default=0)
         stages = [self._stage(held.tensors.parameters, stage, layers) for stage in range(self.pipeline_parallel)]
         most, experts = max(stages, key=sum)
