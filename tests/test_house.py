@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WINGS = ("rlctl", "workers", "backends", "specs")
 ROOM_FILES = 20  # the most that one takes in at a glance
-SHARED_NAMES = {"__init__.py", "engine.py"}  # each engine has its folder, with its class in `engine.py`
+# Each engine has its folder, with its class in `engine.py`; pytest has a folder's fixtures in its `conftest.py`.
+SHARED_NAMES = {"__init__.py", "engine.py", "conftest.py"}
 # Test files that are named after no module or folder beside them, and why.
 ODD_TESTS = {
     "tests/test_house.py": "the whole source tree",

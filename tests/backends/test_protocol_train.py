@@ -11,18 +11,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from train_helpers import (
-    ENGINES,
-    QWEN2,
-    build_engine,
     grpo,
     gspo,
     largest_gap,
     make_batch,
     make_grouped_batch,
     scale_of,
-    train_config,
     weights_of,
-    write_model,
 )
 
 from backends import activity, token_metrics
@@ -47,12 +42,6 @@ SPLIT = [grpo(**FULL, loss_aggregation=aggregation) for aggregation in AGGREGATI
     ClipCovLoss(anchor="trainer", corrected=True),
     KlCovLoss(anchor="trainer", kl_coef=0.1),
 ]
-
-
-@pytest.fixture(params=list(ENGINES))
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    folder = write_model(tmp_path / "model", QWEN2)
-    return lambda **changes: build_engine(train_config(folder, request.param, **changes))
 
 
 def learn(engine: TrainEngine, steps: int, first: int = 0, loss: Loss = SPLIT[0]) -> list[float]:

@@ -4,22 +4,16 @@ Off the mask every per-token column is NaN here, so that whoever reads it there 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from train_helpers import (
-    ENGINES,
-    QWEN2,
     VOCAB,
-    build_engine,
     grpo,
     gspo,
     largest_gap,
     scale_of,
-    train_config,
     weights_of,
-    write_model,
 )
 
 from backends.protocol import LossScale, TrainEngine
@@ -33,12 +27,6 @@ PER_TOKEN = ("advantage_T", "rollout_logprob_T", "old_logprob_T", "ref_logprob_T
 
 # Stretches of a sample after its prompt: completions by their length, tool replies by minus theirs.
 ROLLOUTS = [(3, -2, 2), (1, -1, 1, -3, 4), (2, -4), (5,), (-2, 3), (-3,), (1, -1, 1, -1, 1)]
-
-
-@pytest.fixture(params=list(ENGINES))
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    folder = write_model(tmp_path / "model", QWEN2)
-    return lambda **changes: build_engine(train_config(folder, request.param, **changes))
 
 
 def several_turns(seed: int = 0, prompts: int = 2) -> Batch:

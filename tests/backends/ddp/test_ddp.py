@@ -55,11 +55,6 @@ def engine_of(folder: Path, **changes: Any) -> DdpTrainEngine:
     return engine
 
 
-@pytest.fixture
-def qwen2(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", QWEN2)
-
-
 def learn(engine: DdpTrainEngine, steps: int = STEPS, **algorithm: Any) -> list[float]:
     history = []
     for step in range(steps):

@@ -44,11 +44,6 @@ MODELS = {"qwen2": QWEN2, "llama": LLAMA, "gpt2": GPT2, "gemma2": GEMMA2, "gemma
 MODELS["experts one by one"] = FAMILIES["qwen3_moe"].config
 
 
-@pytest.fixture
-def qwen2(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", QWEN2)
-
-
 def saved_model(folder: Path, config: dict[str, Any] = QWEN2, shard_bytes: str = "5GB") -> Path:
     """Weights on disk as transformers writes them."""
     drawn = write_model(folder / "config", config)

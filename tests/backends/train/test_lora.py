@@ -50,11 +50,6 @@ def engine_of(folder: Path, lora: Lora | None = LORA, **changes: Any) -> DdpTrai
     return engine
 
 
-@pytest.fixture
-def qwen2(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", QWEN2)
-
-
 def adapters_of(engine: HfTrainEngine) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.policy.model.named_parameters() if is_adapter(name)}
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rollout_helpers import make_prompts
-from test_vllm_adapters import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, sync, sync_on_device, trainer_of
 from train_helpers import learn
 from vllm_process import RemoteVllm, VllmProcess, needs_vllm
+from vllm_syncing import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, sync, sync_on_device
 
 from backends.train.engine import HfTrainEngine
 from specs.errors import SamplerDied, SyncError
@@ -29,22 +28,10 @@ def cut_config() -> RolloutConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"tensor_parallel": 2})})
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[VllmProcess]:
-    process = VllmProcess()
-    yield process
-    process.close()
-
-
 @pytest.fixture
 def engine(process: VllmProcess) -> RemoteVllm:
     """As just started: no model, no adapters."""
     return RemoteVllm(process, cut_config())
-
-
-@pytest.fixture(scope="module")
-def trainer() -> HfTrainEngine:
-    return trainer_of()
 
 
 def test_parts_of_every_weight_and_adapter_arrive(trainer: HfTrainEngine, engine: RemoteVllm) -> None:

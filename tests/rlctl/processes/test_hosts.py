@@ -63,8 +63,6 @@ APART = (
 @pytest.fixture(scope="module")
 def hosts():
     with some_hosts() as made:
-        if made is None:
-            pytest.skip("this process may not make network namespaces")
         yield made
 
 

@@ -352,13 +352,6 @@ def is_section(key: str, table: type[Table]) -> bool:
 KEYS = {(key, table.__name__): table for key, table in walk() if key == "reward.terms" or not is_section(key, table)}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
-    (tmp_path / "more_hosts").write_text("c slots=4\nd slots=4\n")
-    return tmp_path
-
-
 @pytest.mark.parametrize(("key", "owner"), KEYS, ids=[f"{key}-{owner}" for key, owner in KEYS])
 def test_every_key_changes_something(key: str, owner: str, folder: Path) -> None:
     if key in AT_RUN_TIME:

@@ -296,13 +296,6 @@ def handed_whole() -> set[str]:
     return found | {table.__name__ for table in tables_of(Spec.model_fields["algorithm"].annotation)}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
-    (tmp_path / "more_hosts").write_text("c slots=4\nd slots=4\n")
-    return tmp_path
-
-
 def keys_that_travel() -> list[tuple[str, str]]:
     whole = handed_whole()
     return [

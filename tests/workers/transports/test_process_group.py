@@ -52,8 +52,6 @@ class Script:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     with some_hosts() as made:
-        if made is None:
-            pytest.skip("this process may not make network namespaces")
         yield made
 
 
