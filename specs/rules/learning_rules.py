@@ -4,8 +4,10 @@ that destroys the model, deadlines that nothing can meet."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from re import _parser  # type: ignore[attr-defined]
+from typing import Any
 
 from specs.errors import Problem
 from specs.schema.rewards import ExactMatch, MathVerify, Overlong, Regex
@@ -33,6 +35,10 @@ def learning_warnings(spec: Spec) -> Iterator[Problem]:
     yield from _pays_failure(spec)
     yield from _only_short(spec)
     yield from _far_from_usual(spec)
+    yield from _adapters_scale(spec)
+    yield from _rewards_reach(spec)
+    yield from _kl_target(spec)
+    yield from _clip(spec)
     yield from _deadlines(spec)
 
 
@@ -148,48 +154,38 @@ def _only_short(spec: Spec) -> Iterator[Problem]:
         yield Problem("reward.terms", message, "add a term that grades the answer", 'kind = "overlong"')
 
 
+_NO_REWARD = "leaves the reward no weight"
+_ROUNDING = "is smaller than the rounding of float32, so that no step passes"
+_FLOAT32 = 1e-6
+# Key → from when on its value is far from any in use, what it then does, and what is usual.
+_FAR: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "algorithm.kl_coef": (lambda value: value > 10, _NO_REWARD, "0.001"),
+    "algorithm.entropy_coef": (lambda value: abs(value) > 1, _NO_REWARD, "0.001"),
+    "algorithm.epochs_per_step": (
+        lambda value: value > 20,
+        "learns the same samples so often that all ratios are clipped",
+        "1",
+    ),
+    "actor.optimizer.eps": (lambda value: value > 1e-3, "is larger than most gradients", "1e-8"),
+    "actor.optimizer.max_grad_norm": (lambda value: 0 < value < 1e-4, "leaves nothing of any gradient", "1.0"),
+    "rollout.max_probe_gap": (lambda value: value is not None and value < _FLOAT32, _ROUNDING, "2e-3"),
+    "rollout.max_logprob_gap": (lambda value: value is not None and value < _FLOAT32, _ROUNDING, "1e-2"),
+}
+
+
 def _far_from_usual(spec: Spec) -> Iterator[Problem]:
     """Numbers of another order of magnitude than any that is in use: a slip of the pen, or a percentage."""
-    algorithm, optimizer, rollout = spec.algorithm, spec.actor.optimizer, spec.rollout
-    for key, value, far, message, usual in (
-        ("algorithm.kl_coef", algorithm.kl_coef, algorithm.kl_coef > 10, "leaves the reward no weight", "0.001"),
-        (
-            "algorithm.entropy_coef",
-            algorithm.entropy_coef,
-            abs(algorithm.entropy_coef) > 1,
-            "leaves the reward no weight",
-            "0.001",
-        ),
-        (
-            "algorithm.epochs_per_step",
-            algorithm.epochs_per_step,
-            algorithm.epochs_per_step > 20,
-            "learns the same samples so often that all ratios are clipped",
-            "1",
-        ),
-        ("actor.optimizer.eps", optimizer.eps, optimizer.eps > 1e-3, "is larger than most gradients", "1e-8"),
-        (
-            "actor.optimizer.max_grad_norm",
-            optimizer.max_grad_norm,
-            0 < optimizer.max_grad_norm < 1e-4,
-            "leaves nothing of any gradient",
-            "1.0",
-        ),
-        ("rollout.max_probe_gap", rollout.max_probe_gap, _below_rounding(rollout.max_probe_gap), _ROUNDING, "2e-3"),
-        (
-            "rollout.max_logprob_gap",
-            rollout.max_logprob_gap,
-            _below_rounding(rollout.max_logprob_gap),
-            _ROUNDING,
-            "1e-2",
-        ),
-    ):
-        if far:
+    for key, (far, message, usual) in _FAR.items():
+        value = attrgetter(key)(spec)
+        if far(value):
             yield Problem(key, message, f"{usual} is usual", show(value))
-    parts = algorithm.mini_batches_per_step
+    parts = spec.algorithm.mini_batches_per_step
     if parts > 64:
         message = f"takes {parts} optimizer steps on samples of the first one's weights"
         yield Problem("algorithm.mini_batches_per_step", message, "1 to 16 is usual", show(parts))
+
+
+def _adapters_scale(spec: Spec) -> Iterator[Problem]:
     for role, lora in spec.adapters():
         times, key = f"multiplies what adapters do by {lora.alpha / lora.rank:g}", f"{role}.lora.alpha"
         if lora.alpha < lora.rank / 100:
@@ -197,15 +193,25 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
             yield Problem(key, message, "once or twice the rank is usual", show(lora.alpha))
         if lora.alpha > 1000 * lora.rank:
             yield Problem(key, times, "once or twice the rank is usual", show(lora.alpha))
-    discount, longest = getattr(algorithm, "discount", 1.0), spec.data.max_response_tokens
+
+
+def _rewards_reach(spec: Spec) -> Iterator[Problem]:
+    discount, longest = getattr(spec.algorithm, "discount", 1.0), spec.data.max_response_tokens
     if discount**longest < _LEAST_LEFT:
         message = f"the first of {longest} tokens gets {discount**longest:.1%} of the reward"
         yield Problem("algorithm.discount", message, "1.0 is usual", show(discount))
-    target = algorithm.kl_target
+
+
+def _kl_target(spec: Spec) -> Iterator[Problem]:
+    target = spec.algorithm.kl_target
     if target is not None and target > _MOST_KL:
         message = "is a mean per token, and no policy that still writes sense is so far away: β would fall to nothing"
         hint = "divide a target for whole completions by their tokens; 0.01 to 0.1 is usual"
         yield Problem("algorithm.kl_target", message, hint, show(target))
+
+
+def _clip(spec: Spec) -> Iterator[Problem]:
+    algorithm = spec.algorithm
     clip_low, clip_high = getattr(algorithm, "clip_low", None), getattr(algorithm, "clip_high", None)
     written = {"clip_low", "clip_high"} <= algorithm.model_fields_set
     if written and clip_low is not None and clip_high is not None and clip_high < clip_low < 1:  # 1: no bound
@@ -213,13 +219,6 @@ def _far_from_usual(spec: Spec) -> Iterator[Problem]:
         yield Problem("algorithm.clip_high", message, "0.2 below and 0.28 above are usual", show(clip_high))
     if clip_high is not None and clip_high > 10:
         yield Problem("algorithm.clip_high", "is a share, not a percentage", "0.2 is usual", show(clip_high))
-
-
-_ROUNDING = "is smaller than the rounding of float32, so that no step passes"
-
-
-def _below_rounding(gap: float | None) -> bool:
-    return gap is not None and gap < 1e-6
 
 
 def _deadlines(spec: Spec) -> Iterator[Problem]:
