@@ -22,7 +22,7 @@ Hashes = tuple[Mapping[str, str], ...]  # per rank: tensor → hash
 
 
 def rank_hashes(reply: Mapping[str, object]) -> Hashes:
-    """Hashes out of an reply of /weights_checker."""
+    """Hashes in a reply of /weights_checker."""
     ranks = reply.get("ranks")
     assert isinstance(ranks, list), reply
     return tuple(rank["checksums"] for rank in ranks)
@@ -38,7 +38,7 @@ class Fingerprints:
 
     def check(self, checksums: Mapping[str, str], hashes: Hashes) -> int:
         """`checksums` of what was handed over, by Hugging Face name. Returns how many of the server's tensors could be
-        graded (their names are known here). Raises SyncError naming the first that is stale or torn."""
+        compared (their names are known here). Raises SyncError naming the first that is stale or torn."""
         parts = _parts(checksums, hashes)
         for tensor, names in parts.items():
             was, now = ([rank.get(tensor) for rank in each] for each in (self._hashes, hashes))

@@ -13,7 +13,7 @@ _LEAST_PIECE = 2**20  # bytes
 class Offloader:
     """Moves tensors off the device and back, leaving every view of their storage intact.
 
-    Each tensor must fill its storage. A offloaded one keeps its shape, but the storage is emptied. On CPU there is
+    Each tensor must fill its storage. An offloaded one keeps its shape, but the storage is emptied. On CPU there is
     nowhere to go: only what `drop` names is let go of (and comes back as zeros).
     """
 
