@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import warm
+
 CODE = """
 import json, os, signal, sys, threading, time
 from importlib import import_module
@@ -139,7 +141,7 @@ def install(folder: Path, crashes: list[dict[str, Any]], engines: dict[str, Any]
     rank), `after` (the number of another crash that must have happened).
     """
     folder.mkdir(parents=True)
-    (folder / "sitecustomize.py").write_text(CODE)
+    (folder / "sitecustomize.py").write_text(warm.PATCHES + CODE)
     (folder / "crashes.json").write_text(json.dumps(crashes))
     (folder / "engines.json").write_text(json.dumps(engines))
     return [part for role in ("actor", "rollout", "reward") for part in ("--set", f'{role}.env.PYTHONPATH="{folder}"')]

@@ -104,7 +104,7 @@ def workers_of(run_dir: Path) -> dict[str, list[psutil.Process]]:
             command, place = process.cmdline(), os.readlink(f"/proc/{process.pid}/fd/1")
         except (psutil.Error, OSError):
             continue
-        forked = "workers.node" in command and process.name() != "rlctl-node"
+        forked = process.name().startswith("rlctl-") and process.name() != "rlctl-node"
         if (forked or "workers.main" in command) and str(run_dir) in place:
             found.setdefault(Path(place).parent.name, []).append(process)
     return found

@@ -6,8 +6,9 @@ launcher and export that this starts in turn, is a fork of it. Such a process ha
 streams, arguments, environment and exit code of its own, as a started one has. It differs in what /proc shows (command
 line, environment), in variables that are read while torch is imported, and in the seed of `hash`.
 
-So this is for tests of what runs compute and leave behind. Tests of starting, losing and ending processes, of
-interpreters and of `sitecustomize` start real ones (`running.rlctl`, `running.start`); so does one run of each engine.
+So this is for tests of what runs compute and leave behind. Tests of starting, losing and ending processes and of
+interpreters start real ones (`running.rlctl`, `running.start`); so does one run of each engine. A `sitecustomize` on
+the path runs in the fork where it says that it may (`PATCHES`); of any other the command is really started.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
+# How a sitecustomize begins that does nothing but patch modules, which may have been imported before.
+PATCHES = "# It patches modules, whether they are imported already or not.\n"
 # Modules that may run in a fork. Others, and interpreters and sitecustomize files of a test's own, are really started.
 TORCHRUN = ("torch.distributed.run", "backends.torchrun")
 MODULES = ("rlctl", "workers.main", "workers.offline.", *TORCHRUN, "sglang.launch_server")
@@ -234,7 +237,13 @@ def may_be_forked(command: Sequence[str], env: Mapping[str, str]) -> bool:
         known = any(words[1] == name or (name.endswith(".") and words[1].startswith(name)) for name in MODULES)
     else:
         known = words[0].endswith(".py")
-    return known and not any(Path(folder, "sitecustomize.py").exists() for folder in _python_path(env))
+    return known and all(text.startswith(PATCHES) for text in _sites(env))
+
+
+def _sites(env: Mapping[str, str]) -> list[str]:
+    """Texts of the sitecustomize files on the path; Python runs the first."""
+    files = (Path(folder, "sitecustomize.py") for folder in _python_path(env))
+    return [file.read_text() for file in files if file.exists()]
 
 
 def _python_path(env: Mapping[str, str]) -> list[str]:
@@ -249,6 +258,10 @@ def become(
     try:
         _take(env, streams, cwd)
         words = [word for word in command[1:] if word != "-u"]
+        sys.orig_argv = list(command)
+        if _sites(env):
+            sys.modules.pop("sitecustomize", None)
+            import_module("sitecustomize")
         if words[0] == "-m" and words[1] in ("rlctl", *TORCHRUN):
             _open_nursery()
         if words[0] == "-m":

@@ -97,7 +97,7 @@ def test_a_crash_while_the_rollout_runs_ahead_is_made_good_after_the_update(tmp_
     first weights, three go out again with those of after the update."""
     plot, run = tmp_path / "plot", tmp_path / "run"
     options = [*crashing.install(plot, [CRASHES[0]]), "--set", "rollout.max_staleness=1"]
-    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options, "--set", "run.steps=4")
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options, "--set", "run.steps=4")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = metrics(run)
     assert [line["rollout/staleness_mean"] for line in lines] == [0, 5 / 8, 1, 1]
@@ -110,7 +110,7 @@ def test_a_replica_that_dies_at_once_after_each_restart_does_not_go_on_for_ever(
     plot, run = tmp_path / "plot", tmp_path / "run"
     once = {"role": "rollout", "rank": 1, "method": "generate", "call": 2}
     then = {"role": "rollout", "rank": 1, "method": "build", "call": 1, "times": 99, "after": 0}
-    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, [once, then]))
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, [once, then]))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "rollout rank 1, verb build" in done.stderr
     assert "started again 3 times before; rollout.max_restarts = 3" in done.stderr.replace("\n", " ")
@@ -126,7 +126,9 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
         {"role": "rollout", "rank": 2, "method": "build", "call": 1, "how": "late"},
     ]
     options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=10"]
-    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults), *options)
+    done = warm_rlctl(
+        "train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults), *options
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert trajectory(run) == trajectory(plain)
     said = " ".join(done.stdout.split())
@@ -147,7 +149,7 @@ def test_one_that_comes_back_as_something_else_is_refused(tmp_path: Path) -> Non
     plot, run = tmp_path / "plot", tmp_path / "run"
     once = {"role": "rollout", "method": "generate", "call": 1}
     other = {"role": "rollout", "method": "built", "call": 1, "how": "other model", "after": 0}
-    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *crashing.install(plot, [once, other]))
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", run, *crashing.install(plot, [once, other]))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "rollout rank 0 was restarted and differs from before" in done.stderr
     nothing_left(run)
@@ -165,8 +167,8 @@ def test_the_real_engine_over_a_process_group(tmp_path: Path) -> None:
     transport = ["--set", "rollout.processes=2", "--set", 'sync.transport="group"', "--set", "sync.bucket_MiB=0.01"]
     options = [*crashing.install(tmp_path / "plot", crashes, crashing.TORCH), *transport]
     runs = tmp_path / "plain", tmp_path / "crashed"
-    for run, run_it, more in zip(runs, (warm_rlctl, rlctl), ([], options), strict=True):
-        done = run_it(*common, "--run-dir", run, *more)
+    for run, more in zip(runs, ([], options), strict=True):
+        done = warm_rlctl(*common, "--run-dir", run, *more)
         assert done.returncode == 0, done.stdout + done.stderr
     assert crashing.happened(tmp_path / "plot") == [1, 1]
     for crashed, plain in zip(*map(trajectory, reversed(runs)), strict=True):

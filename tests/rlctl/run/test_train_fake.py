@@ -12,6 +12,7 @@ import psutil
 import pytest
 from running import REPO, metrics, preset, rlctl, start, steps_done, trajectory, wait_for, warm_rlctl, workers_of
 from tracker_packages.told import told
+from warm import PATCHES
 
 FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=2")
 
@@ -302,9 +303,11 @@ def test_sabotage_is_caught(spec, tmp_path, fault):
     role, code, words = SABOTAGE[fault]
     plot = tmp_path / "plot"
     plot.mkdir()
-    (plot / "sitecustomize.py").write_text(code)
+    (plot / "sitecustomize.py").write_text(PATCHES + code)
     run = tmp_path / "run"
-    done = rlctl("train", spec, "--run-dir", run, "--set", "run.steps=3", "--set", f'{role}.env.PYTHONPATH="{plot}"')
+    done = warm_rlctl(
+        "train", spec, "--run-dir", run, "--set", "run.steps=3", "--set", f'{role}.env.PYTHONPATH="{plot}"'
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert words in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
@@ -315,11 +318,11 @@ def test_an_engine_that_raises_is_quoted(spec, tmp_path):
     plot = tmp_path / "plot"
     plot.mkdir()
     (plot / "sitecustomize.py").write_text(
-        "import backends.fake.fake_train as m\n"
+        f"{PATCHES}import backends.fake.fake_train as m\n"
         "def boom(self, *a): raise RuntimeError('the tensor is on fire')\n"
         "m.FakeTrainEngine.forward_backward = boom\n"
     )
-    done = rlctl("train", spec, "--run-dir", tmp_path / "run", "--set", f'actor.env.PYTHONPATH="{plot}"')
+    done = warm_rlctl("train", spec, "--run-dir", tmp_path / "run", "--set", f'actor.env.PYTHONPATH="{plot}"')
     assert done.returncode == 1
     assert "actor rank 0, verb update, step 1" in done.stderr
     assert "RuntimeError: the tensor is on fire" in done.stderr

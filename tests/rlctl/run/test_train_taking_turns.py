@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from running import metrics, preset, rlctl, trajectory, warm_rlctl
+from running import metrics, preset, trajectory, warm_rlctl
+from warm import PATCHES
 
 SHARED = ("--set", 'run.colocate="always"')
 
@@ -30,9 +31,9 @@ def test_weights_that_a_sync_will_bring_are_dropped(tmp_path):
     """Level 2, from the first sleep after the build on: level 1 would keep a copy in host memory for nothing."""
     spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
     plot.mkdir()
-    (plot / "sitecustomize.py").write_text(SAYS_HOW_DEEP)
+    (plot / "sitecustomize.py").write_text(PATCHES + SAYS_HOW_DEEP)
     options = ("--set", f'rollout.env.PYTHONPATH="{plot}"', "--set", "run.steps=2", "--set", "checkpoint.every=1")
-    done = rlctl("train", spec, "--run-dir", run, *SHARED, *options)
+    done = warm_rlctl("train", spec, "--run-dir", run, *SHARED, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     log = (run / "logs" / "attempt_1" / "rollout" / "rank0.log").read_text().splitlines()
     said = [line for line in log if line.startswith("asleep")]
@@ -61,8 +62,8 @@ def test_a_checkpoint_and_an_evaluation_change_nothing(tmp_path):
 def test_a_sampler_that_wakes_as_another_stops_the_run_before_it_samples(tmp_path):
     spec, plot, run = preset("fake", tmp_path), tmp_path / "plot", tmp_path / "run"
     plot.mkdir()
-    (plot / "sitecustomize.py").write_text(WAKES_AS_ANOTHER)
-    done = rlctl("train", spec, "--run-dir", run, *SHARED, "--set", f'rollout.env.PYTHONPATH="{plot}"')
+    (plot / "sitecustomize.py").write_text(PATCHES + WAKES_AS_ANOTHER)
+    done = warm_rlctl("train", spec, "--run-dir", run, *SHARED, "--set", f'rollout.env.PYTHONPATH="{plot}"')
     assert done.returncode == 1, done.stdout + done.stderr
     assert "every weight arrived with the right bytes, but rollout 0 does not behave" in " ".join(done.stderr.split())
     assert not (run / "samples.jsonl").exists() or not (run / "samples.jsonl").read_text(), "nothing was sampled"
