@@ -127,15 +127,6 @@ def _is_pointer(file: Path) -> bool:
         return stream.read(len(LFS)) == LFS.encode()
 
 
-def cut_short(file: Path) -> str:
-    """What is wrong with a safetensors file's frame, or ""."""
-    try:
-        read_header(file)
-    except (OSError, ValueError) as error:
-        return _words(error)
-    return ""
-
-
 def _words(error: Exception) -> str:
     return f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
 

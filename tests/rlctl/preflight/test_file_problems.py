@@ -14,7 +14,6 @@ from corpus import qwen2_shapes, write_weights
 from small_spec import raw_spec
 
 from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
-from rlctl.models.weight_files import cut_short
 from rlctl.preflight.file_problems import file_problems
 from specs.errors import Problem
 from specs.load.load import spec_from
@@ -143,16 +142,6 @@ def _cut(folder: Path) -> None:
 def test_broken_model_folders(tmp_path: Path, model: Path, damage: Any, words: str) -> None:
     damage(model)
     assert words in only_error(tmp_path, *USE_MODEL)
-
-
-def test_a_safetensors_frame_is_graded_by_its_length(tmp_path: Path) -> None:
-    file = tmp_path / "w.safetensors"
-    safetensors(file)
-    assert cut_short(file) == ""
-    for size in (0, 4, 20, len(file.read_bytes()) - 1):
-        safetensors(file)
-        file.write_bytes(file.read_bytes()[:size])
-        assert cut_short(file), size
 
 
 def test_a_reference_needs_weights_and_as_many_tokens(tmp_path: Path, model: Path) -> None:
