@@ -449,7 +449,7 @@ def device_of(size: Size) -> str:
 
 
 def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
-    """One optimizer step on ragged-free sequences: rlctl's `ddp` engine, and a plain Hugging Face loop."""
+    """One optimizer step on sequences of equal length: rlctl's `ddp` engine, and a plain Hugging Face loop."""
 
     def run(size: Size, folder: Path) -> Figures:
         import _bench

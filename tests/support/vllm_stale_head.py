@@ -16,7 +16,7 @@ from backends.weights.tensor_bytes import tensor_bytes, torch_dtype
 
 
 class StaleHeadEngine(VllmRolloutEngine):
-    """The engine without its cure, and with the transport that vLLM documents for new weights."""
+    """The engine without its cure, and with the way that vLLM documents for new weights."""
 
     PLAIN_WEIGHTS = False
 
