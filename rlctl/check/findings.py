@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.reward_files import reward_warnings
 from rlctl.processes.placement import Plan, make_plan
+from rlctl.show.text_format import counted
 from specs.errors import Problem, SpecError
 from specs.load.load import parse, read_toml
 from specs.rules.all_rules import cross_field_warnings
@@ -38,6 +39,11 @@ class Findings:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    def __repr__(self) -> str:
+        """What a notebook shows."""
+        told = [f"{word}: {one}" for word, of in (("error", self.problems), ("warning", self.warnings)) for one in of]
+        return "\n".join([*told, "ok" if self.ok else counted(len(self.problems), "problem")])
 
 
 def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = False) -> Findings:

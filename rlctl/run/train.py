@@ -141,12 +141,15 @@ def _journaled(run: RunDir) -> Iterator[None]:
 
 
 def print_result(run_dir: Path) -> None:
-    """The last line of a run that reached its end, for programs: `result: ` and a JSON object with `run_dir`, `step`
-    and the last values of `reward/mean` and of every evaluation."""
+    """The last line of a run that reached its end, for programs and so not on a terminal: `result: ` and a JSON object
+    with `run_dir`, `step` and the last values of `reward/mean` and of every evaluation."""
+    screen = Screen(outlives=True)
+    if getattr(screen.file, "isatty", lambda: False)():
+        return
     last = last_values(read_metrics(run_dir / "metrics.jsonl"))
     shown = {key: value for key, value in last.items() if key in ("step", "reward/mean") or key.startswith("eval/")}
     said = "result: " + json_text({"run_dir": str(run_dir), **shown})
-    Screen(outlives=True).print(Text(said), soft_wrap=True)
+    screen.print(Text(said), soft_wrap=True)
 
 
 def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:

@@ -150,11 +150,13 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def moving_average(points: Sequence[Point]) -> list[Point]:
-    """Mean over a centred window of about a twelfth of the series."""
-    half = max(1, len(points) // 24)
+    """Mean over a centred window of about a twelfth of the series, narrower towards the ends: one that reached to one
+    side alone would begin and end a slope at another value."""
+    most = max(1, len(points) // 24)
     out = []
     for index, (x, _) in enumerate(points):
-        window = points[max(0, index - half) : index + half + 1]
+        half = min(most, index, len(points) - 1 - index)
+        window = points[index - half : index + half + 1]
         out.append((x, sum(y for _, y in window) / len(window)))
     return out
 

@@ -255,7 +255,7 @@ def _time_chart(records: Records) -> str:
         seconds["other"] = max(0.0, (_number(record, "time/step_s") or 0.0) - sum(seconds.values()))
         for name, value in seconds.items():
             bands[name].append((record["step"], value))
-    return stacked_chart("Time per step", bands, unit="s")
+    return stacked_chart("Time per step", _any(bands), unit="s")
 
 
 def _device(rank: dict[str, Any]) -> str:

@@ -55,6 +55,8 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [line["step"] for line in here["lines"]] == [0, 1, 2, 3, 4]
     checked = rlctl.check_config("sort.toml", run__stepz=4)
     assert [problem.key for problem in checked.problems] == ["run.stepz"]
+    assert repr(here["checked"]) == "ok", "what a notebook shows of it"
+    assert re.fullmatch(r"error: run\.stepz = 4: unknown key\n  hint: .*\n1 problem", repr(checked))
     with pytest.raises(SpecError, match=r"run\.stepz"):
         rlctl.train("sort.toml", run__stepz=4)
     with pytest.raises(RunDirError, match="holds no metrics"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from running import metrics, preset, start, steps_done, wait_for, warm_rlctl, workers_of
 
 from rlctl.run.sweep import Swept, expand, plan, split_values, sweep
+from rlctl.run.train import print_result
 from specs.errors import SpecError, UsageError
 
 
@@ -94,7 +97,12 @@ def test_what_is_wrong_in_any_run_is_said_before_the_first(spec: Path, tmp_path:
     }
 
 
-def test_the_same_call_goes_on_where_it_was(spec: Path, tmp_path: Path) -> None:
+class OnTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_same_call_goes_on_where_it_was(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of each; then two of each, resumed; then nothing is left to do; then another spec is refused."""
     folder = tmp_path / "out"
     call = ("sweep", spec, "--set", "run.seed=0,1", "--set", "actor.optimizer.lr=1e-3", "--dir", folder, "--jobs", "2")
@@ -126,6 +134,11 @@ def test_the_same_call_goes_on_where_it_was(spec: Path, tmp_path: Path) -> None:
         "step": 2,
         "reward/mean": metrics(folder / "seed_0")[-1]["reward/mean"],
     }
+    terminal = OnTerminal()
+    with monkeypatch.context() as there:
+        there.setattr(sys, "stdout", terminal)
+        print_result(folder / "seed_0")
+    assert terminal.getvalue() == "", "a person has the panel"
     again = warm_rlctl(*call, "--set", "run.steps=2")
     assert again.returncode == 0
     assert "2 runs, 2 of them done before" in again.stdout

@@ -58,7 +58,8 @@ def fill(run_dir: Path, steps: int) -> None:
             {"step": step, "reward/mean": 1 - math.exp(-step / 30), "actor/loss": 0.01 / step, "actor/kl": 0.0,
              "actor/entropy": 2.0 / step, "actor/grad_norm": None if step == 2 else 0.5, "rollout/length_mean": 5.0,
              "rollout/logprob_gap": 2e-7, "time/step_s": 1.0, "time/rollout_s": 0.5, "time/update_s": 0.4,
-             "time/sync_s": 0.02, "time/wall_s": 1.5, "perf/tokens_per_s": 12000.0, "sync/GB_per_s": 0.8,
+             "time/sync_s": 0.02, "time/restart_s": 0.0,
+             "time/wall_s": 1.5, "perf/tokens_per_s": 12000.0, "sync/GB_per_s": 0.8,
              "sync/verified": True}
         )  # fmt: skip
     records[-1]["eval/heldout/reward_mean"] = 0.93
@@ -116,6 +117,7 @@ def test_a_full_run_is_on_the_page(tmp_path: Path) -> None:
     ):
         assert f'aria-label="{title}"' in source
     assert 'aria-label="KL"' not in source, "a metric that is always zero needs no chart"
+    assert "restart" not in text, "nor does a phase that took no time need a band"
     assert "<10>" not in text, "some of the samples are shown"
     assert 'href="logs"' in source
     assert 'href="checkpoints"' not in source, "no link to what is not there"
@@ -227,7 +229,9 @@ def test_long_series_are_thinned_and_keep_their_ends() -> None:
     assert (thinned[0][0], thinned[-1][0]) == (0.0, 9999.0)
     assert sum(y for _, y in thinned) / 300 == pytest.approx(3.0, abs=0.1)
     assert thin(series[:5]) == series[:5]
-    assert moving_average([(1.0, 0.0), (2.0, 3.0), (3.0, 6.0)])[1] == (2.0, 3.0)
+    line = [(float(i), 3.0 * i) for i in range(100)]
+    assert moving_average(line) == line, "a slope begins and ends where it does"
+    assert moving_average([(1.0, 0.0), (2.0, 6.0), (3.0, 0.0)])[1] == (2.0, 2.0)
 
 
 def test_charts_stay_inside_their_frame() -> None:
