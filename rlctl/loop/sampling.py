@@ -342,7 +342,7 @@ class Scored:
         columns = {
             name: np.concatenate([answer.tensors[name] for answer in answers])[order] for name in answers[0].tensors
         }
-        joined = late_scores.join(columns, [part.select(order) for part in late], reward)
+        joined = late_scores.join(columns, [part.select(order) for part in late], reward, id_B)
         graded = [bodies.Scores.of(answer) for answer in answers]
         place = {int(sample): index for index, sample in enumerate(id_B)}
         counted_B = joined.scored_B if greedy_B is None else joined.scored_B & ~greedy_B
@@ -357,7 +357,7 @@ class Scored:
             [joined.complete(sample, place[sample["id"]]) for part in graded for sample in part.samples],
             late_scores.add_up([part.counts for part in late]),
             completions=len(id_B),
-            first_failure=next((part.first_failure for part in graded if part.first_failure), ""),
+            first_failure=next((part.first_failure for part in graded if part.first_failure), joined.first_failure),
             zero_terms=zero_terms(joined.term_B, counted_B),
             term_B=joined.term_B,
         )

@@ -84,7 +84,7 @@ class Score(Body):
 
 class Scores(Answer):
     failures: dict[str, int]  # cause → how many completions were lost to it
-    first_failure: str = ""  # what the first of them died of, and the row it was about; empty: none, or judges'
+    first_failure: str = ""  # what the first of them died of, its row and its id; empty: there is none
     samples: list[dict[str, Any]]
 
 
@@ -99,6 +99,7 @@ class Rendered(Answer):
     """The tensors hold those that fit, by their ids."""
 
     failures: dict[str, int]  # cause → how many are not among them
+    first_failure: str = ""  # as in `Scores`
 
 
 class Judge(Body):
@@ -122,6 +123,7 @@ class AwaitJudges(Body):
 
 class Judged(Answer):
     failures: dict[str, int]  # of completions that were not lost already
+    first_failure: str = ""  # as in `Scores`
     counts: dict[str, float]  # of the judges' work since the last time
 
 

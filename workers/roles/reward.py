@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class Reward:
         self._record_failures(call.body.what, wheres, requests, grades, ids)
         body = {
             "failures": {cause: sum(grade.cause == cause for grade in grades) for cause in CAUSES},
-            "first_failure": _first_failure(grades, wheres),
+            "first_failure": _first_failure(grades, wheres, ids, _last_line),
             "samples": self._examples(batch, requests, columns, call.body.samples),
         }
         return body, columns
@@ -118,7 +118,8 @@ class Reward:
             "length_B": np.array([len(one) for one in tokens], dtype=np.int64),
             "id_B": np.array([sample for sample, _ in fitting], dtype=np.int64),
         }
-        return {"failures": {cause: sum(one.cause == cause for one in grades) for cause in MODEL_CAUSES}}, columns
+        failures = {cause: sum(one.cause == cause for one in grades) for cause in MODEL_CAUSES}
+        return {"failures": failures, "first_failure": _first_failure(grades, wheres, ids, _one_line)}, columns
 
     def judge(self, call: Call[bodies.Judge], emit: Emit) -> Reply:
         """Send samples to the judges, and do not wait."""
@@ -149,7 +150,8 @@ class Reward:
         for number, row in zip(self._judges.numbers, rows, strict=True):
             columns[f"term_{number}_B"] = np.array([(one.values or (0.0,))[0] for one in row], dtype=np.float32)
         failures = {cause: sum(grade.cause == cause for grade in counted) for cause in (*CAUSES, *JUDGE_CAUSES)}
-        return {"failures": failures, "counts": self._judges.take_counts()}, columns
+        first = _first_failure(counted, awaited.wheres, awaited.ids, _one_line)
+        return {"failures": failures, "first_failure": first, "counts": self._judges.take_counts()}, columns
 
     def close(self, call: Call[bodies.Nothing], emit: Emit) -> Reply:
         if self._pool is not None:
@@ -266,13 +268,24 @@ def weigh(
     return columns, checked
 
 
-def _first_failure(grades: Sequence[Grade], wheres: Sequence[str]) -> str:
-    """The last line of what the first sample without a score died of, and its row; empty where all have one."""
-    found = next(((grade, where) for grade, where in zip(grades, wheres, strict=True) if grade.cause), None)
-    if found is None:
-        return ""
-    grade, where = found
-    return f"{(grade.text.strip().splitlines() or [grade.cause])[-1]} ({where})"
+def _first_failure(
+    grades: Sequence[Grade], wheres: Sequence[str], ids: Sequence[int], short: Callable[[str], str]
+) -> str:
+    """What the first sample without a score died of, made `short`, its row and its id; empty where all have one."""
+    for grade, where, sample in zip(grades, wheres, ids, strict=True):
+        if grade.cause:
+            return f"{short(grade.text) or grade.cause} ({where}, sample {sample})"
+    return ""
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback."""
+    return (text.strip().splitlines() or [""])[-1]
+
+
+def _one_line(text: str) -> str:
+    """All that was said, of which a server's reply may be part."""
+    return " ".join(text.split())
 
 
 def _too_large(values: Sequence[float], total: float, numbers: Sequence[int]) -> str:

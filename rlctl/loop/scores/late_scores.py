@@ -46,12 +46,14 @@ METRICS: tuple[Metric, ...] = (
 @dataclass(frozen=True)
 class LateScores:
     """The values of some terms, by their number in `reward.terms`, for samples in the order in which they came in.
-    `scored_B`: of which samples there are any. `counts`: what it took, as metrics below `reward/`."""
+    `scored_B`: of which samples there are any. `counts`: what it took, as metrics below `reward/`. `first_failure`:
+    what the first one without a score died of."""
 
     value_B: Mapping[int, NDArray[np.float32]]
     scored_B: NDArray[np.bool_]
     failures: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
+    first_failure: str = ""
 
     def select(self, indices: NDArray[np.int64]) -> LateScores:
         value_B = {number: column[indices] for number, column in self.value_B.items()}
@@ -67,6 +69,7 @@ def concat(before: LateScores | None, part: LateScores) -> LateScores:
         np.concatenate([before.scored_B, part.scored_B]),
         add_up([before.failures, part.failures]),
         add_up([before.counts, part.counts]),
+        before.first_failure or part.first_failure,
     )
 
 
@@ -90,7 +93,8 @@ def of_judges(
     (answer,) = reward.call(Verb.AWAIT_JUDGES, asking, step=step, ranks=[HOME])
     judged = bodies.Judged.of(answer)
     value_B = {int(name.split("_")[1]): column for name, column in answer.tensors.items() if name.startswith("term_")}
-    return LateScores(value_B, answer.tensors["scored_B"].astype(bool), judged.failures, judged.counts)
+    scored_B = answer.tensors["scored_B"].astype(bool)
+    return LateScores(value_B, scored_B, judged.failures, judged.counts, judged.first_failure)
 
 
 def of_model(model: ScoreModel, rendered: Sequence[Message], id_B: NDArray[np.int64], step: int) -> LateScores:
@@ -108,10 +112,12 @@ def of_model(model: ScoreModel, rendered: Sequence[Message], id_B: NDArray[np.in
             score_of |= dict(zip(batch["id_B"][shard].tolist(), answer.tensors["score_B"].tolist(), strict=True))
     value_B = np.array([score_of.get(int(sample), 0.0) for sample in id_B], dtype=np.float32)
     scored_B = np.array([int(sample) in score_of for sample in id_B], dtype=bool)
-    failures = add_up([bodies.Rendered.of(part).failures for part in rendered])
+    said = [bodies.Rendered.of(part) for part in rendered]
+    failures = add_up([part.failures for part in said])
+    first = next((part.first_failure for part in said if part.first_failure), "")
     tokens = sum(part.num_tokens for part in parts)
     counts = {"model_tokens": tokens, "model_s": time.perf_counter() - begin}
-    return LateScores({model.number: value_B}, scored_B, failures, counts)
+    return LateScores({model.number: value_B}, scored_B, failures, counts, first)
 
 
 def add_up(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -120,7 +126,9 @@ def add_up(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
 
 
-def join(columns: Mapping[str, NDArray[Any]], late: Sequence[LateScores], reward: RewardSection) -> JoinedScores:
+def join(
+    columns: Mapping[str, NDArray[Any]], late: Sequence[LateScores], reward: RewardSection, id_B: NDArray[np.int64]
+) -> JoinedScores:
     """The whole score of each sample. `columns`: `reward_B`, `scored_B` and `term_<i>_B` of what was graded at once.
 
     A sample that any term could not grade has `reward.fallback` as its whole score; so has one whose score is beyond
@@ -139,21 +147,27 @@ def join(columns: Mapping[str, NDArray[Any]], late: Sequence[LateScores], reward
     for part in late:
         for value_B in part.value_B.values():
             usable = usable & (np.abs(value_B.astype(np.float64)) <= MAX_SCORE)
-    unusable = int((scored & ~usable).sum())
+    unusable = np.flatnonzero(scored & ~usable)
+    first = next((part.first_failure for part in late if part.first_failure), "")
+    if len(unusable) and not first:
+        values = [f"term {name.split('_')[1]} is {column[unusable[0]]:g}" for name, column in terms.items()]
+        first = f"{', '.join(values)}: beyond ±{MAX_SCORE:g} (sample {id_B[unusable[0]]})"
     scored = scored & usable
     terms = {name: np.where(scored, column, 0.0).astype(np.float32) for name, column in terms.items()}
     reward_B = np.where(scored, total, reward.fallback).astype(np.float32)
-    return JoinedScores(reward_B, scored, terms, {UNUSABLE: unusable} if unusable else {})
+    return JoinedScores(reward_B, scored, terms, {UNUSABLE: len(unusable)} if len(unusable) else {}, first)
 
 
 @dataclass(frozen=True)
 class JoinedScores:
-    """Scores of all terms. `term_B`: their columns, `term_<i>_B`. `failures`: samples lost in joining, by cause."""
+    """Scores of all terms. `term_B`: their columns, `term_<i>_B`. `failures`: samples lost in joining, by cause.
+    `first_failure`: what the first that was lost late, or in joining, died of."""
 
     reward_B: NDArray[np.float32]
     scored_B: NDArray[np.bool_]
     term_B: dict[str, NDArray[np.float32]]
     failures: dict[str, int]
+    first_failure: str = ""
 
     def complete(self, sample: Mapping[str, Any], index: int) -> dict[str, Any]:
         """A decoded sample that shows the whole score; `index`: where it stands."""

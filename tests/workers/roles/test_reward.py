@@ -335,7 +335,7 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
 
     def waits(handler: Any, asked: Asked) -> None:
         assert release.wait(10)
-        scores.get(asked.text.partition(":")[2], status(400))(handler, asked)
+        scores.get(asked.text.partition(":")[2], status(400, b"<html>\n  not you\n</html>"))(handler, asked)
 
     with judge_server(always=waits) as server:
         judge = {"kind": "judge", "base_url": server.base_url, "model": "m", "prompt": "rate:{completion}"}
@@ -358,6 +358,10 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
     assert judged.tensors["term_0_B"].tolist() == [0.5, 0.25, 0, 0, 0.25, 0.25, 0.5, 0.5]
     assert first.body["failures"] == {"timeouts": 0, "crashes": 0, "exceptions": 1, "bad_values": 0}
     assert judged.body["failures"]["judge_errors"] == 1, "that of 333 was lost already"
+    assert first.body["first_failure"].endswith(f", sample {prompts['id_B'][2]})")
+    said = judged.body["first_failure"]
+    assert said.startswith("reward.terms[0]: HTTP 400: <html> not you </html> (")
+    assert said.endswith(f", sample {prompts['id_B'][3]})")
     lines = (tmp_path / "run" / "reward_failures.jsonl").read_text().splitlines()
     found = [(record["completion"], record["cause"]) for record in map(json.loads, lines)]
     assert found == [("333", "exceptions"), ("4444", "judge_errors")]

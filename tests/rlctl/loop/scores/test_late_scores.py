@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from small_spec import raw_spec
 
-from rlctl.loop.scores.late_scores import LateScores, concat, join
+from rlctl.loop.scores import late_scores
+from rlctl.loop.scores.late_scores import JoinedScores, LateScores, concat
 from specs.load.load import spec_from
 from specs.schema.spec import RewardSection
 
@@ -28,6 +29,10 @@ def at_once(reward_B: list[float], scored_B: list[int]) -> dict[str, np.ndarray]
         "scored_B": scored,
         "term_0_B": np.array([1, 1, 1, 1], dtype=np.float32) * scored,
     }
+
+
+def join(columns: dict[str, np.ndarray], late: list[LateScores], reward: RewardSection) -> JoinedScores:
+    return late_scores.join(columns, late, reward, np.arange(40, 44))
 
 
 def test_weights_and_failures() -> None:
@@ -60,6 +65,7 @@ def test_a_value_that_a_step_cannot_compute_with_is_a_bad_value(value: float) ->
         assert joined.scored_B.tolist() == [True, False, True, True]
         assert joined.reward_B[1] == -1.0
         assert joined.failures == {"bad_values": 1}
+        assert joined.first_failure == f"term 0 is 1, term 1 is {value:g}: beyond ±1e+18 (sample 41)"
     large = LateScores({1: np.array([1e10] * 4, dtype=np.float32)}, np.ones(4, bool))
     assert join(at_once([0] * 4, [1, 1, 1, 0]), [large], reward(1.0, 1e10)).failures == {"bad_values": 3}
 
@@ -67,11 +73,12 @@ def test_a_value_that_a_step_cannot_compute_with_is_a_bad_value(value: float) ->
 def test_later_samples_come_behind() -> None:
     """Samples of a refill: their values, and what they cost."""
     first = LateScores({1: np.array([1.0])}, np.array([True]), {"judge_errors": 1}, {"judge_cost": 0.5})
-    second = LateScores({1: np.array([2.0, 0.0])}, np.array([True, False]), {"judge_errors": 1, "x": 2}, {})
+    second = LateScores({1: np.array([2.0, 0.0])}, np.array([True, False]), {"judge_errors": 1, "x": 2}, {}, "HTTP 500")
     both = concat(concat(None, first), second)
     assert (both.value_B[1].tolist(), both.scored_B.tolist()) == ([1, 2, 0], [True, True, False])
     assert (both.failures, both.counts) == ({"judge_errors": 2, "x": 2}, {"judge_cost": 0.5})
     assert both.select(np.array([2, 0])).value_B[1].tolist() == [0, 1]
+    assert both.first_failure == both.select(np.array([0])).first_failure == "HTTP 500"
 
 
 def test_nothing_late_changes_nothing() -> None:
