@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from backends.bound_store import bound_store, joined_store
 from backends.peer_errors import as_peer_error
 from backends.protocol import COLLECTIVE_TIMEOUT, Buffer
 from backends.weights import lost_peers
+
+_POLL_S = 2e-4  # a bucket takes longer
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ class JoinedGroup:
         with self._reaching_others():
             if self.device.type == "cpu":
                 self._wait_or_be_told(work)
+            else:
+                self._look_or_be_told(work)
             work.wait()
 
     def _wait_or_be_told(self, work: Any) -> None:
@@ -163,6 +168,13 @@ class JoinedGroup:
             except RuntimeError:
                 if not work.is_completed():
                     lost_peers.check(self._others)
+
+    def _look_or_be_told(self, work: Any) -> None:
+        """The same for NCCL, whose own wait only puts the stream in line: from then on the process would hang in CUDA.
+        Leaving lets go of the group, which aborts its communicator and with it the kernels that wait."""
+        while not work.is_completed():
+            lost_peers.check(self._others)
+            time.sleep(_POLL_S)
 
     def _buffer(self, slot: int) -> Buffer:
         window_U = self._windows[slot]
