@@ -47,7 +47,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="time/restart_s",
         unit="s",
-        meaning="Bringing lost replicas back and taking late ones in, since the last step.",
+        meaning="Bringing back lost ranks of rollout and reward role and taking late ones in, since the last step.",
     ),
     Metric(name="rollout/dropped", meaning="Replicas that are lost for good.", when="there are any"),
     Metric(name="rollout/replicas", meaning="Replicas that take part.", when=_FEWER),
@@ -84,9 +84,10 @@ class LossWarnings:
             who += f" on {host}"
         least = f"({lost.role}.min_processes = {policy.least})"
         if lost.rank in ranks.late(lost.role):
+            why = f"; {_end_of(log_path)}" if lost.needs_log else ""
             self.warn(
                 f"{who} {lost.message}. The run goes on with {group.size} of {group.processes} {each.several} {least} "
-                f"and takes it in at the {'sync' if each.samples else 'step'} after it comes; {_end_of(log_path)}"
+                f"and takes it in at the {'sync' if each.samples else 'step'} after it comes{why}"
             )
         elif lost.rank in ranks.dropped(lost.role):
             why = f"; {_end_of(log_path)}" if lost.needs_log else ""
@@ -204,17 +205,39 @@ class Returns:
         return [AsBuilt.model_validate(answer.body) for answer in answers]
 
 
+class TimeSpent:
+    """Seconds that bringing ranks back has taken, of whatever role."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        before, started = self._seconds, time.perf_counter()
+        try:
+            yield
+        finally:  # what was measured inside is part of this
+            self._seconds = before + time.perf_counter() - started
+
+    def take(self) -> float:
+        """Since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 class SteadyGrading:
     """Brings back what was lost of the reward role, while the others grade."""
 
-    def __init__(self, returns: Returns) -> None:
-        self.returns = returns
+    def __init__(self, returns: Returns, spent: TimeSpent) -> None:
+        """`spent`: of all roles; `SteadySync` says how much that was."""
+        self.returns, self.spent = returns, spent
 
     def restore(self, step: int) -> bool:
         """Before a step. Whether there are new ranks to grade."""
         if not self.returns.due:
             return False
-        self.returns.bring_back(step)
+        with self.spent.measured():
+            self.returns.bring_back(step)
         return True
 
     def metrics(self) -> dict[str, float | int]:
@@ -225,10 +248,12 @@ class SteadyGrading:
 class SteadySync:
     """Weight sync that brings lost samplers back."""
 
-    def __init__(self, residency: Residency, weights: WeightSync, returns: Returns) -> None:
+    def __init__(
+        self, residency: Residency, weights: WeightSync, returns: Returns, spent: TimeSpent | None = None
+    ) -> None:
+        """`spent` is shared with what else brings ranks back."""
         self.groups, self.residency, self.weights, self.returns = returns.groups, residency, weights, returns
-        self.ranks = returns.ranks
-        self._seconds = 0.0
+        self.ranks, self.spent = returns.ranks, spent or TimeSpent()
 
     def run(self, step: int | None = None) -> SyncReport:
         """A verified sync to every replica, in the phase "sync". Replicas that are lost, also on the way, are brought
@@ -236,12 +261,12 @@ class SteadySync:
         when the restarts are used up."""
         while True:
             if self.returns.due:
-                with self._timed():
+                with self.spent.measured():
                     self._bring_back(step)
             try:
                 return self.weights.run(step)
             except RanksLost:
-                with self._timed():
+                with self.spent.measured():
                     self.weights.break_off(step)
 
     def restore(self, step: int | None) -> None:
@@ -249,7 +274,7 @@ class SteadySync:
         phase = self.residency.phase
         assert phase is not None, "a phase comes first"
         while self.ranks.lost(ROLLOUT):
-            with self._timed():
+            with self.spent.measured():
                 self.run(step)
                 self.residency.enter(phase, step=step)
 
@@ -268,9 +293,8 @@ class SteadySync:
         return self.weights.holds(step)
 
     def take_metrics(self) -> dict[str, float | int]:
-        """Restarts of this attempt so far, and seconds spent on them since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        told = {**self.returns.metrics(), "time/restart_s": seconds}
+        """Restarts of replicas in this attempt so far, and seconds spent on those of all roles since the last call."""
+        told = {**self.returns.metrics(), "time/restart_s": self.spent.take()}
         if self.ranks.policy_of(ROLLOUT).least is not None:
             here = self.groups[ROLLOUT].size
             told |= {"rollout/replicas": here, "rollout/late": len(self.ranks.late(ROLLOUT))}
@@ -285,11 +309,3 @@ class SteadySync:
     def _leave_device(self, ranks: Sequence[int], step: int | None) -> None:
         if self.residency.shared:
             self.returns.ask(Verb.SLEEP, Sleep(level=SLEEP_LEVEL), ranks, step)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        before, started = self._seconds, time.perf_counter()
-        try:
-            yield
-        finally:  # what was timed inside is part of this
-            self._seconds = before + time.perf_counter() - started

@@ -31,6 +31,7 @@ from rlctl.processes.failures import (
     perhaps_first,
 )
 from rlctl.processes.handshake import Member
+from rlctl.processes.late_hosts import LateHosts
 from rlctl.processes.launch import Launcher, tail
 from rlctl.processes.placement import LOOPBACK, Plan
 from rlctl.processes.rank_processes import RankProcesses
@@ -44,7 +45,6 @@ from specs.wire.messages import Kind, Message, Verb, parse
 
 _TICK_S = 0.1
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
-_SEEK_S = 10.0  # between two looks for a host that could not be reached
 _STACKS_S = 0.3  # time for a rank without a sign of life to write where it is into its log
 _DUMP_S = 3.0  # for the others to do so and say that it is done
 # Roles whose ranks wait for each other in `JOINED_VERBS`.
@@ -252,8 +252,7 @@ class Groups:
         self._dropped_at = 0.0  # when a rank was dropped last: verbs sent before that may fail for its sake
         self._closed = False
         self._overdue = False  # a rank did not answer in time
-        self._sought: set[Place] = set()  # of hosts that could not be reached
-        self._sought_at = time.monotonic()
+        self._late_hosts = LateHosts(plan.unreached, self._start_late, self._tell_late)
 
     def __getitem__(self, role: str) -> Group:
         return self._groups[role]
@@ -284,10 +283,11 @@ class Groups:
             }
             self.launcher.start(plan, module=self._modules.get(plan.role, ""), but=missing)
             self.ranks.started(plan.role, plan.processes)
-            self._sought |= {(plan.role, rank) for rank in missing}
             for rank, host in missing.items():
-                told = f"is not there: {self.plan.unreached[host]}"
-                if not self._let_be_late(evidence := Evidence(plan.role, rank, Cause.OVERDUE, told)):
+                self._late_hosts.await_rank(host, (plan.role, rank))
+                told = f"is not there: {self.plan.unreached[host].why}"
+                evidence = Evidence(plan.role, rank, Cause.OVERDUE, told, needs_log=False)
+                if not self._let_be_late(evidence):
                     raise self._failure(evidence)
         self._wait_for([(plan.role, rank) for plan in chosen for rank in range(plan.processes)])
 
@@ -370,7 +370,7 @@ class Groups:
             self._handle(event)
             event = self.hub.next(0)
         self._check_exits()
-        self._seek()
+        self._late_hosts.look()
         self._handle_losses()
         self._check_deadlines()
         self._check_progress()
@@ -387,6 +387,7 @@ class Groups:
         if self._closed:
             return
         self._closed = True
+        self._late_hosts.close()
         if polite and not self._overdue and not self.ranks.any_in(RankState.GONE):
             for late in [(role, rank) for role in self._groups for rank in self.ranks.late(role)]:
                 self.launcher.give_up(*late)  # it may hear nothing yet
@@ -403,6 +404,7 @@ class Groups:
             place = event.member.role, event.member.rank
             self.members[place] = event.member
             self.ranks.joined(place)
+            self._late_hosts.joined(place)
             for started in self.launcher.started:
                 launcher = started.process
                 if (
@@ -475,18 +477,20 @@ class Groups:
             code = started.process.poll()
             if code is not None and started.mark not in self._ended:
                 self._ended.add(started.mark)
-                if (place := (started.role, started.ranks[0])) in self._sought:
+                evidence = from_end(started, code, self._ended_first.get(started.role, ()))
+                place = started.role, started.ranks[0]
+                if self._late_hosts.ended(place, f"did not come: {evidence.message}"):
                     self.launcher.give_up(*place)
-                    continue
-                self._assess(from_end(started, code, self._ended_first.get(started.role, ())), _EXIT_GRACE_S)
+                else:
+                    self._assess(evidence, _EXIT_GRACE_S)
 
-    def _seek(self) -> None:
-        """Look again and again for ranks of hosts that could not be reached, until they join."""
-        self._sought = {place for place in self._sought if place not in self.members}
-        if self._sought and time.monotonic() - self._sought_at > _SEEK_S:
-            self._sought_at = time.monotonic()
-            for role, rank in sorted(self._sought):
-                self.launcher.seek(self.plan.role(role), rank, module=self._modules.get(role, ""))
+    def _start_late(self, place: Place) -> None:
+        role, rank = place
+        self.launcher.seek(self.plan.role(role), rank, module=self._modules.get(role, ""))
+
+    def _tell_late(self, place: Place, why: str) -> None:
+        started = self.launcher.log_path(*place).exists()
+        self.ranks.policy_of(place[0]).on_loss(Evidence(*place, Cause.OVERDUE, why, needs_log=started))
 
     def _assess(self, evidence: Evidence, grace_s: float = 0.0, blame_s: float = 0.0, *, unbuilt: bool = False) -> None:
         """Either the loss of a rank that will be started again or left out, which counts after `grace_s`, or a failure

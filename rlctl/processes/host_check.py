@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -52,22 +53,46 @@ class Circle:
     what: str
 
 
+class Lines:
+    """The lines to hosts that are asked. Another thread may end them."""
+
+    def __init__(self) -> None:
+        self._lock, self._talks, self._are_cut = threading.Lock(), list[_Talk](), False
+
+    def open(self, host: FarHost, asked: Asked) -> _Talk:
+        with self._lock:
+            talk = _Talk(host, asked)
+            self._talks = [talk, *(one for one in self._talks if one.is_open)]
+            if self._are_cut:
+                talk.kill()
+            return talk
+
+    def cut(self) -> None:
+        """End all that are open, and whatever is opened after."""
+        with self._lock:
+            self._are_cut = True
+            for talk in self._talks:
+                talk.kill()
+
+
 def check_hosts(
     hosts: Sequence[FarHost],
     circles: Sequence[Circle],
     asked: Asked,
     may_lack: Callable[[frozenset[int]], bool] = lambda numbers: False,
+    lines: Lines | None = None,
 ) -> dict[str, str]:
     """Raises SpecError with what keeps hosts from their part, all at once asked for at most PROBE_TIMEOUT_S, and then,
     if nothing does, which of them do not reach one another. Where the run `may_lack` all hosts that cannot be reached:
     the name of each of them, and why."""
+    lines = lines or Lines()
     if not hosts:
         return {}
     with ExitStack() as stack:
         doors = [stack.enter_context(_door(asked["address"], port)) for port in asked["ports"]]
         asked = {**asked, "ports": [door.getsockname()[1] for door in doors]}
         pool = stack.enter_context(ThreadPoolExecutor(len(hosts)))
-        talks = [stack.enter_context(_Talk(host, asked)) for host in hosts]
+        talks = [stack.enter_context(lines.open(host, asked)) for host in hosts]
         answers = [*pool.map(_Talk.answer, talks)]
         unreached = {talk.host.number: talk for talk in talks if talk.unreached}
         if not may_lack(frozenset(unreached)):
@@ -132,7 +157,7 @@ class _Talk:
         try:
             process.wait(_ENDS_S)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
             process.wait()
         process.stdout.close()
 
@@ -185,10 +210,15 @@ class _Talk:
 
     def _be_late(self) -> None:
         self._late = True
-        self._kill()
+        self.kill()
 
-    def _kill(self) -> None:
-        signal_group(self._process.pid, signal.SIGKILL)
+    @property
+    def is_open(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        if self.is_open:
+            signal_group(self._process.pid, signal.SIGKILL)
 
     def _write(self, text: str) -> None:
         assert self._process.stdin is not None
@@ -273,7 +303,7 @@ def _apart(
 
 def _unusable(host: FarHost, reason: str, python: str) -> Problem:
     missing = f"; {python} must exist there, with rlctl's folder, as on this host" if python else ""
-    hint = f"try it by hand: echo hostname | {' '.join(host.shell)}{missing}"
+    hint = f"try it by hand: echo hostname | {shlex.join(host.shell)}{missing}"
     return Problem("cluster.hostfile", f"host {host.name} cannot be used: {reason}", hint, host.name)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from rlctl.preflight.hostfile import hosts_of
-from rlctl.processes.host_check import HERE, Circle, FarHost, check_hosts, interface_of, marked
+from rlctl.processes.host_check import HERE, Circle, FarHost, Lines, check_hosts, interface_of, marked
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.processes.remote_check import Asked, checksum_of, sizes_in
 from rlctl.processes.role_configs import model_paths
@@ -32,14 +32,60 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
     if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
     plan = make_plan(spec, spec_dir, address=_own_address(spec, spec_dir))
-    with marked(_written_to(spec, spec_dir, run_dir)) as files:
-        unreached = check_hosts(
-            far_hosts_of(spec, plan, spec_dir),
-            circles_of(spec, plan),
-            _asked(spec, spec_dir, plan, files),
-            partial(may_begin_without, spec),
-        )
-    return replace(plan, unreached=unreached)
+    asking = Asking(spec, spec_dir, run_dir, plan, far_hosts_of(spec, plan, spec_dir), circles_of(spec, plan))
+    return replace(plan, unreached={name: LateHost(name, why, asking) for name, why in asking.all().items()})
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What the hosts of a run are asked, before the start or when they come late."""
+
+    spec: Spec
+    spec_dir: Path
+    run_dir: Path
+    plan: Plan
+    hosts: Sequence[FarHost]
+    circles: Sequence[Circle]
+
+    def all(self) -> dict[str, str]:
+        """Before the start: hosts without which the run can begin, and why they cannot be reached. Raises SpecError."""
+        ports = [role.meeting.port for role in self.plan.roles if role.meeting.port is not None]
+        with self._asked([0, *ports]) as asked:
+            return check_hosts(self.hosts, self.circles, asked, partial(may_begin_without, self.spec))
+
+    def one(self, name: str, lines: Lines) -> str:
+        """Why one host cannot be reached now, if so. Those to which its ranks connect try that. Raises SpecError."""
+        own = [host for host in self.hosts if host.name == name]
+        number = own[0].number
+        pairs = [
+            Circle(frozenset({number, other}), circle.what)
+            for circle in self.circles
+            if number in circle.hosts
+            for other in circle.hosts - {number}
+        ]
+        there = {one for pair in pairs for one in pair.hosts} - {number}
+        peers = {host.number: host for host in self.hosts if host.number in there}
+        with self._asked([0]) as asked:
+            unreached = check_hosts([*own, *peers.values()], pairs, asked, lambda hosts: True, lines)
+        return unreached.get(name, "")
+
+    @contextmanager
+    def _asked(self, ports: list[int]) -> Iterator[Asked]:
+        with marked(_written_to(self.spec, self.spec_dir, self.run_dir)) as files:
+            yield _asked(self.spec, self.spec_dir, self.plan, files, ports)
+
+
+class LateHost:
+    """A host that could not be reached before the start."""
+
+    def __init__(self, name: str, why: str, asking: Asking) -> None:
+        self.name, self.why, self._asking, self._lines = name, why, asking, Lines()
+
+    def ask(self) -> str:
+        return self._asking.one(self.name, self._lines)
+
+    def stop(self) -> None:
+        self._lines.cut()
 
 
 def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
@@ -90,22 +136,23 @@ def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
     if not env.get("SLURM_JOB_ID"):
         hint = "run it from a batch script (rlctl init --launcher slurm writes one), or use another launcher"
         raise SpecError([Problem(key, "this is not a SLURM job", hint, '"srun"')])
-    has = int(env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", "1")))
+    counts = ("SLURM_JOB_NUM_NODES_HET_GROUP_0", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")  # srun's is the first part
+    has = int(next((env[name] for name in counts if name in env), "1"))
     short = [name for name in roles if spec.role(name).nodes > has]
     if short:
         hint = f"ask for more with #SBATCH --nodes, or set {short[0]}.nodes = {has}"
         asked = str(spec.role(short[0]).nodes)
-        named = f": {hosts}" if (hosts := env.get("SLURM_JOB_NODELIST", "")) else ""
+        listed = env.get("SLURM_JOB_NODELIST_HET_GROUP_0", env.get("SLURM_JOB_NODELIST", ""))
+        named = f": {listed}" if listed else ""
         raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, asked)])
 
 
-def _asked(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str]) -> Asked:
+def _asked(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str], ports: list[int]) -> Asked:
     """What every host is asked."""
     models = {path for role, path in model_paths(spec, spec_dir).items() if spec.role(role).leaves_host}
-    meetings = [role.meeting.port for role in plan.roles if role.meeting.port is not None]
     return Asked(
         address=plan.address,
-        ports=[0, *meetings],
+        ports=ports,
         interface=interface_of({**os.environ, **spec.actor.env}),
         folders=[os.getcwd(), str(spec_dir)],
         shared=[*shared],
@@ -143,13 +190,14 @@ def far_hosts_of(spec: Spec, plan: Plan, spec_dir: Path) -> list[FarHost]:
     the job in their order, which a step of one task finds by number."""
     found: dict[tuple[int, str], FarHost] = {}
     for role in sorted(plan.roles, key=lambda role: role.launcher == "srun"):  # those with hosts by name come first
-        hosts, own = spec.role(role.role).hosts, _files_of(role.role, spec, spec_dir)
+        hosts = spec.role(role.role).hosts
         far: list[tuple[int, str, tuple[str, ...]]]
         if role.launcher == "srun":
             step = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
             far = [(number, f"{number} of the job", (*step, f"--relative={number}", "sh")) for number in hosts[1:]]
         else:
             far = [(hosts[node.node_rank], node.host, node.shell) for node in role.remote]
+        own = _files_of(role.role, spec, spec_dir) if far else {}
         for number, name, shell in far:
             new = FarHost(number, name, shell, role.python, role.env["PYTHONPATH"])
             known = found.get((number, role.python), new)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from rlctl.preflight.hostfile import Host, hosts_of
 from specs.errors import Problem, SpecError
@@ -95,16 +96,30 @@ class RolePlan:
         return remote.host if remote else ""
 
 
+class Unreached(Protocol):
+    """A host without which a run begins, for it could not be reached."""
+
+    @property
+    def why(self) -> str: ...
+
+    def ask(self) -> str:
+        """Whether it can do its part now. Empty: it can; else why there is no way to it. Raises SpecError of one that
+        is there and cannot. A thread may wait for this."""
+
+    def stop(self) -> None:
+        """Have `ask` return soon, now and ever after."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """All roles in the order in which they start. `colocated`: trainers and rollouts take turns on their devices.
-    `address`: this host's, where ranks on other hosts find it; empty: there are none. `unreached`: other hosts without
-    which the run begins, and why."""
+    `address`: this host's, where ranks on other hosts find it; empty: there are none. `unreached`: other hosts, by
+    name, without which the run begins."""
 
     roles: tuple[RolePlan, ...]
     colocated: bool
     address: str = ""
-    unreached: Mapping[str, str] = field(default_factory=dict)
+    unreached: Mapping[str, Unreached] = field(default_factory=dict)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits
-from rlctl.loop.recovery import Returns, SteadyGrading, SteadySync, begin_with_fewer, policy_for
+from rlctl.loop.recovery import Returns, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer, policy_for
 from rlctl.loop.residency import Residency, sleep_level
 from rlctl.loop.sync import WeightSync
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
@@ -77,11 +77,12 @@ def start(
         )
 
     progress.message(f"weight transport: {transport}")
-    sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), returns(ROLLOUT))
+    spent = TimeSpent()
+    sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), returns(ROLLOUT), spent)
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
     limits = _gap_limits(spec, run, bodies, progress)
     built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
-    grading = SteadyGrading(returns(REWARD))
+    grading = SteadyGrading(returns(REWARD), spent)
     return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
 
 

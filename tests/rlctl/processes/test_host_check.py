@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 from small_spec import raw_spec
 
+import rlctl.processes.hosts
 from rlctl import __version__
 from rlctl.processes.host_check import FarHost, check_hosts, interface_of, marked, one_machine, problem_of
-from rlctl.processes.hosts import check_slurm, circles_of, far_hosts_of, may_begin_without
+from rlctl.processes.hosts import Asking, LateHost, check_slurm, circles_of, far_hosts_of, may_begin_without
 from rlctl.processes.placement import make_plan, package_root
 from rlctl.processes.remote_check import Answer, Asked, checksum_of, sizes_in, unreached
 from specs.errors import SpecError
@@ -62,6 +63,50 @@ def test_a_host_without_which_a_run_may_begin() -> None:
         check_hosts([closed], [], asked, lambda hosts: False)
     with pytest.raises(SpecError, match="host c cannot be used: exit code 127"):
         check_hosts([replace(closed, shell=("sh",), python="/nowhere/bin/python")], [], asked, {2}.issuperset)
+
+
+def test_a_host_that_comes_late_is_asked_what_the_others_were(tmp_path: Path) -> None:
+    """Its shell leads to this machine, which is refused as the last thing that may be wrong."""
+    (tmp_path / "rewards.py").write_text("def score(completion):\n    return 1.0\n")
+    (tmp_path / "hosts").write_text("here slots=2\nb slots=2\nc slots=2\n")
+    shell, gate = f"[ -e {tmp_path}/{{host}} ] || exit 255; exec sh", tmp_path / "b"
+    cluster = {"hostfile": "hosts", "address": "127.0.0.1", "remote_shell": ["sh", "-c", shell]}
+    rollout = {"nodes": 2, "first_node": 1, "processes": 2, "min_processes": 1}
+    reward = {"terms": [{"kind": "function", "path": "rewards.py:score"}], "nodes": 2, "processes": 2}
+    raw = raw_spec(rollout=rollout, reward={**reward, "min_processes": 1}, cluster=cluster, sync={"transport": "group"})
+    spec = Spec.model_validate(raw)
+    plan = make_plan(spec, tmp_path, address="127.0.0.1")
+    hosts, circles = far_hosts_of(spec, plan, tmp_path), circles_of(spec, plan)
+    asking = Asking(spec, tmp_path, tmp_path / "run", plan, hosts, circles)
+    late = LateHost("b", "exit code 255: it said nothing", asking)
+    assert late.ask() == late.why
+    gate.touch()
+    with pytest.raises(SpecError, match="host b is the host where rlctl runs"):
+        late.ask()
+    (tmp_path / "rewards.py").write_text("def score(completion):\n    return 2.0\n")
+    with pytest.raises(SpecError, match=r"rewards\.py is not on host b, or another file than here"):
+        late.ask()
+    late.stop()
+    assert late.ask() != ""
+    assert not [*tmp_path.glob(".rlctl-*")]
+
+
+def test_files_of_roles_on_this_host_alone_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("here slots=1\nb slots=1\n")
+    (tmp_path / "rewards.py").write_text("def score(completion):\n    return 1.0\n")
+    read: list[str] = []
+    monkeypatch.setattr(rlctl.processes.hosts, "checksum_of", lambda path: read.append(path) or "sum")
+    cluster = {"hostfile": "hosts", "address": "127.0.0.1"}
+    terms = [{"kind": "function", "path": "rewards.py:score"}]
+    for nodes, files in ((1, []), (2, [str(tmp_path / "rewards.py")])):
+        raw = raw_spec(
+            rollout={"nodes": 2, "processes": 2},
+            reward={"terms": terms, "nodes": nodes, "processes": nodes},
+            cluster=cluster,
+        )
+        spec = Spec.model_validate(raw)
+        (host,) = far_hosts_of(spec, make_plan(spec, tmp_path, address="127.0.0.1"), tmp_path)
+        assert [*host.files] == read == files
 
 
 def test_which_hosts_a_run_may_begin_without() -> None:
@@ -170,5 +215,8 @@ def test_an_allocation_smaller_than_the_spec() -> None:
     with pytest.raises(SpecError, match=r"actor\.nodes = 3: the SLURM job has 2: n\[1-2\]"):
         check_slurm(spec, job)
     check_slurm(spec, {**job, "SLURM_JOB_NUM_NODES": "3"})
+    parts = {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]"}
+    with pytest.raises(SpecError, match=r"the SLURM job has 2: a\[1-2\]"):
+        check_slurm(spec, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "5", **parts})
     with pytest.raises(SpecError, match="this is not a SLURM job"):
         check_slurm(spec, {})

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from probe_groups import probe_groups, role_plan, wait_until
 
-from rlctl.loop.recovery import LossWarnings, Returns, SteadyGrading
+from rlctl.loop.recovery import LossWarnings, Returns, SteadyGrading, TimeSpent
 from rlctl.loop.scores.graders import Graders, Grading
 from rlctl.processes.rank_states import RestartPolicy
 from specs.wire import bodies
@@ -46,7 +46,8 @@ def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
         built = [AsBuilt.model_construct(role="reward", rank=rank, pid=0) for rank in range(3)]
         returns = Returns(groups, policy, body={}, built=built, start_timeout_s=60)
         returns._reports = lambda ranks, step, after: [built[rank] for rank in ranks]
-        steady, graders = SteadyGrading(returns), Graders(reward)
+        spent = TimeSpent()
+        steady, graders = SteadyGrading(returns, spent), Graders(reward)
 
         parts = [part(graders, number) for number in range(12)]
         assert scores([*parts[:2], *parts[3:]]) == [0, 1, *range(3, 12)]
@@ -59,7 +60,10 @@ def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
         assert steady.metrics() == {"reward/restarts": 0, "reward/processes": 3}
 
         more = [part(graders, number) for number in range(12, 24)]
+        assert spent.take() == 0
         assert steady.restore(2), "while the others grade"
+        assert spent.take() > 0
+        assert spent.take() == 0
         graders.hand_out()
         (tmp_path / "gate").touch()
         assert scores([parts[2], *more]) == [2, *range(12, 24)]
