@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.check.findings import Findings, examine
+from rlctl.check.findings import Findings, examine, not_here
 from rlctl.check.meaning import batch, hosts, links, placement, reference, roles
 from rlctl.processes.placement import Plan
-from specs.errors import Problem, SpecError
+from specs.errors import NotHere, Problem, SpecError
 from specs.rules.transport_rules import choose_transport
 from specs.schema.spec import Spec
 from specs.terminal import json_text
@@ -66,8 +66,14 @@ def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     problems, warnings = (
         [*one, *other] for one, other in zip(values.result(), probe_problems(spec, spec_dir, found), strict=True)
     )
-    new = [problem for problem in warnings if problem not in findings.warnings]
-    return replace(findings, problems=problems, warnings=[*findings.warnings, *new], probe=found)
+    of_here: list[Problem] = []
+    if findings.elsewhere:
+        of_here = [one for one in (*problems, *warnings) if isinstance(one, NotHere)]
+        problems, warnings = ([one for one in all_ if one not in of_here] for all_ in (problems, warnings))
+    known = {(problem.key, problem.message) for problem in findings.warnings}
+    new = [problem for problem in warnings if (problem.key, problem.message) not in known]
+    notes = [*findings.notes, *map(not_here, of_here)]
+    return replace(findings, problems=problems, warnings=[*findings.warnings, *new], notes=notes, probe=found)
 
 
 def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:

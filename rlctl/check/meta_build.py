@@ -111,7 +111,7 @@ def _not_here(role: RoleName, path: str) -> Probed:
         f"the probe needs the model's config.json, and neither the Hugging Face cache nor the hub gives that of {path}"
     )
     hint = f'download it first: hf download {path} --include "*.json", which leaves the weights where they are'
-    return Probed(role=role, error=error, hint=hint)
+    return Probed(role=role, error=error, hint=hint, not_here=True)
 
 
 def can_be_probed(spec: Spec, role: RoleName) -> bool:
@@ -204,7 +204,7 @@ class _Child:
             MARK: (mark := secrets.token_hex(8)),
         }
         self._mark = f"{MARK}={mark}"
-        self._failure = ""
+        self._failure, self._not_here = "", False
         self._process: subprocess.Popen[str]
 
     @contextmanager
@@ -222,7 +222,7 @@ class _Child:
                 start_new_session=True,
             )
         except OSError as error:
-            self._failure = f"its interpreter cannot be started: {error.strerror}"
+            self._failure, self._not_here = f"its interpreter cannot be started: {error.strerror}", True
             yield
             return
         assert self._process.stdin is not None
@@ -253,7 +253,7 @@ class _Child:
     def _unanswered(self, role: RoleName, errors: str) -> Probed:
         cause = self._failure or _describe_end(self._process.returncode)
         said = [line for line in errors.splitlines() if line.strip()][-_TAIL_LINES:]
-        return Probed(role=role, error="\n  ".join([cause, *said]))
+        return Probed(role=role, error="\n  ".join([cause, *said]), not_here=self._not_here)
 
 
 def _devices(spec: Spec, plan: Plan, roles: Iterable[RoleName]) -> str:

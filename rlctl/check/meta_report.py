@@ -10,7 +10,7 @@ from rlctl.check.meta_build import Probe, can_be_probed
 from rlctl.models.as_built_check import NAMES, compare, mesh_text
 from rlctl.models.expected import Expected, models_expected
 from rlctl.preflight.role_attention import role_attention
-from specs.errors import Problem
+from specs.errors import NotHere, Problem
 from specs.schema.roles import DATA, REF, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -33,13 +33,15 @@ _ANOTHER = "look at the model's config.json, the packages of the role's interpre
 
 
 def probe_problems(spec: Spec, spec_dir: Path, probe: Probe) -> tuple[list[Problem], list[Problem]]:
-    """Errors, and warnings about roles for GPUs on a machine that has none."""
+    """Errors, and warnings about roles for GPUs on a machine that has none. What this machine lacks is NotHere."""
     errors: list[Problem] = []
     warnings: list[Problem] = []
     asked = models_expected(spec, spec_dir, role_attention)
     for role, found in probe.found.items():
         if found.error:
-            (errors if can_be_probed(spec, role) else warnings).append(Problem(role, found.error, found.hint))
+            here = can_be_probed(spec, role)
+            kind = Problem if here and not found.not_here else NotHere
+            (errors if here else warnings).append(kind(role, found.error, found.hint))
         if found.model is not None:
             for what, wanted, actual in compare(asked[role], found.model, found.not_seen):
                 errors.append(Problem(role, f"{what}: expected {wanted}, built {actual}", _ANOTHER))

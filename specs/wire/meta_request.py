@@ -80,3 +80,4 @@ class Probed(Table):
     seconds: float = 0.0
     error: str = ""
     hint: str = ""
+    not_here: bool = False  # the error is of what this machine lacks

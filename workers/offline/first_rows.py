@@ -107,11 +107,13 @@ def _letters(text: str) -> Counter[str]:
 
 
 def _ends_inside(config: DataConfig, key: str, table: PromptTable, codec: TextCodec) -> Iterator[Finding]:
-    """Rows that hold the end token's text, as data for supervised training does."""
-    end = codec.tokenizer.eos_token_id
+    """Rows that hold the end token's text, as data for supervised training does. In plain text it may stand between
+    turns that were written by hand."""
+    end, chat = codec.tokenizer.eos_token_id, uses_chat(config.data, codec)
     prompts = [prompt_of(row, config.data) for row in table.rows[:_RENDERED]]
     texts = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
-    if end is None or not texts or not all(end in ids for ids in codec.encode(texts, rendered=True)):
+    encoded = codec.encode([text.rstrip() for text in texts], rendered=True)
+    if end is None or not texts or not all(end in (ids if chat else ids[-1:]) for ids in encoded):
         return
     message = f"prompts hold {show(codec.tokenizer.eos_token)}, the token that ends a text"
     yield Finding(key=key, message=message, hint="leave it out", value=show(table.source), refuses=False)

@@ -121,6 +121,15 @@ def test_a_model_that_is_not_here_is_not_downloaded(tmp_path: Path, capsys: pyte
     assert all("hf download nobody/never-heard-of-it" in problem["hint"] for problem in found["problems"])
 
 
+def test_what_this_machine_lacks_is_a_note_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = ("reward.python=/of/the/cluster/python", "rollout.python=/of/the/cluster/python")
+    code, found, _ = probe(capsys, preset("quickstart", tmp_path), *lacks, level="--probe --target cluster")
+    assert (code, found["problems"], found["warnings"], found["probe"]) == (0, [], [], "meta")
+    for role in ("reward", "rollout"):
+        assert any(note.startswith(f"not on this machine: {role}: its interpreter") for note in found["notes"])
+    assert found["roles"]["actor"]["layers"] == 2
+
+
 def test_what_is_wrong_already_is_not_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found, _ = probe(capsys, preset("quickstart", tmp_path), "actor.micro_batch_tokens=3")
     assert (code, found["probe"]) == (2, None)
