@@ -25,6 +25,7 @@ from rlctl.models.paths import model_folder
 from rlctl.models.tokenizer_files import special_texts
 from rlctl.preflight.data_relations import ASKS_TO_THINK
 from rlctl.preflight.first_row import row_columns, trial_rows
+from rlctl.preflight.rendered_rows import messages_of, rendering
 from rlctl.preflight.small_tokens import small_tokenizer
 from specs.errors import Problem
 from specs.schema.rewards import Function, compares_answer
@@ -77,12 +78,13 @@ def try_functions(
     errors, warnings, tried = [], [], []
     rows = trial_rows(spec, spec_dir)
     row = rows[0] if rows else None
+    folder: Folder | None = None
     try:
         for index, term in enumerate(spec.reward.terms):
             key = f"reward.terms.{index}.path"
             if isinstance(term, Function) and not {key, "reward.python"} & set(known):
-                started.append(_start(spec, spec_dir, index, term, rows))
-        folder = model_folder(spec.model.path, spec_dir) if started else None
+                folder = folder or model_folder(spec.model.path, spec_dir)
+                started.append(_start(spec, spec_dir, index, term, rows, folder))
         for one in started:
             try:
                 said = one.process.given(TIMEOUT_S)
@@ -99,7 +101,7 @@ def try_functions(
             (errors if problem and problem.of_code else warnings).extend([problem.said] if problem else [])
             if not said or {OF_A_SAMPLE["completion"], ALL_COLUMNS} & set(said.values()):
                 of_tries = [*_of_tries(spec, one, tries, said)]
-                warnings += of_tries
+                warnings += of_tries or _of_prompt(spec, one, tries, said)
                 warnings += _of_growth(spec, one) if _all_given(one, tries) else ()
                 warnings += _kept_defaults(one, said, row)
                 if isinstance(folder, Path):
@@ -194,6 +196,23 @@ def _of_tries(spec: Spec, one: _Importing, tries: Sequence[Try], given: Mapping[
     alone = sum(other.weight != 0 for other in spec.reward.terms) == 1
     for message, hint in trial_findings(one.path.rpartition(":")[2], tries, columns, weight=term.weight, alone=alone):
         yield Problem(one.key, message, hint, show(one.path))
+
+
+def _of_prompt(spec: Spec, one: _Importing, tries: Sequence[Try], given: Mapping[str, str]) -> Iterator[Problem]:
+    """A score that the prompt decides, whatever a completion says."""
+    values = {each.value for each in tries}
+    takes = {OF_A_SAMPLE["prompt"], ALL_COLUMNS} & set(given.values()) or not given
+    if one.sample is None or not _all_given(one, tries) or not takes or len(values) > 1 or values == {0.0}:
+        return
+    texts, lines = [said.text for said in one.completions], list[dict[str, Any]]()
+    with suppress(NoGrade):
+        lines += one.process.graded(job_of([(("", one.sample[1]), texts)]), CALL_S, _MORE_S)
+    without = [line["t"][0] for line in lines if "t" in line]
+    if len(without) == len(texts) and set(without) != values:
+        name = one.path.rpartition(":")[2]
+        message = f"{name} gives {values.pop():g} to each of {len(tries)} completions, and {min(without):g} without"
+        message += " the prompt"
+        yield Problem(one.key, f"{message}, where it finds what it looks for", "look at the completion", show(one.path))
 
 
 def _columns(spec: Spec, one: _Importing, given: Mapping[str, str]) -> OfColumns:
@@ -378,14 +397,16 @@ class _Failed:
     of_code: bool
 
 
-def _start(spec: Spec, spec_dir: Path, index: int, term: Function, rows: Sequence[DataRow]) -> _Importing:
+def _start(
+    spec: Spec, spec_dir: Path, index: int, term: Function, rows: Sequence[DataRow], folder: Folder | None
+) -> _Importing:
     process = TrialProcess(spec, spec_dir)
     row = rows[0] if rows else None
-    sample = None if row is None else (_plain_prompt(row, spec), row.values)
+    sample = None if row is None else (_seen_prompt(row, spec, folder), row.values)
     own, *others = [_gold(one, spec) for one in rows] or [None]
     other = next((text for text in others if own and text and text not in own and own not in text), None)
     source = _source_of(spec_dir / Path(term.path.rpartition(":")[0]).expanduser())
-    asked = f"{spec.data.system}\n{sample[0] if sample else ''}"
+    asked = f"{spec.data.system}\n{_plain_prompt(row, spec) if row else ''}"
     likely = likely_completions(own, other=other, source=source, prompt=asked)
     completions = [Said(own or "", own is not None, OWN), Said(""), *likely]
     one = _Importing(index, f"reward.terms.{index}.path", term.path, process, sample, completions, rows)
@@ -412,6 +433,15 @@ def _send(one: _Importing, spec: Spec, spec_dir: Path, term: Function) -> None:
     hello = {"terms": [term.model_dump(mode="json")], "setting": asdict(setting), "trial": True}
     first = None if one.sample is None else job_of([(one.sample, [said.text for said in one.completions[:2]])])
     one.process.begin(hello, first)
+
+
+def _seen_prompt(row: DataRow, spec: Spec, folder: Folder | None) -> str:
+    """The row's prompt as the model sees it, as far as its chat template can be read."""
+    template = chat_template_of(folder).text if folder is not None and spec.data.chat != "never" else ""
+    if template and isinstance(folder, Path):
+        with suppress(Exception):  # of a template that is broken, or refuses the row, which is said elsewhere
+            return rendering(template, folder)(messages_of(row.values, spec))
+    return _plain_prompt(row, spec)
 
 
 def _plain_prompt(row: DataRow, spec: Spec) -> str:

@@ -66,10 +66,11 @@ def relation_warnings(spec: Spec, looked: Mapping[str, Looked], template: str) -
             continue
         prompts = [all_text(row, spec) for row in rows]
         seen = [*_roles(rows, spec, template), *_too_long(prompts, rows, spec), *_stopped(rows, spec)]
-        seen += _only_at_once(prompts, spec)
+        seen += [*_only_at_once(prompts, spec), *_left_in_braces(rows, spec)]
         if len(rows) >= _FEW:
             seen += [*_again(prompts, rows, spec), *_cut_off(prompts), *_types(rows, spec), *_unseen(rows, spec)]
             seen += [*_shifted(prompts, rows, spec), *_other_column(prompts, rows, spec)]
+            seen += _unseen_choices(prompts, rows, spec)
         for other, message, hint in seen:
             yield Problem(other or key, message, hint, _value(other, spec) if other else source_of(key, spec))
 
@@ -105,6 +106,39 @@ def _cut_off(prompts: Sequence[str]) -> Iterator[Said]:
     if longest >= _CUT_LENGTH and len(torn) >= max(5, _CUT_SHARE * len(prompts)) and 2 * len(torn) > len(at_end):
         message = f"{len(at_end)} of its first {len(prompts)} prompts have {longest} characters, and none has more"
         yield "", f"{message}: they were cut off, such as …{show(torn[0][-20:])}", "write them whole"
+
+
+def _left_in_braces(rows: Rows, spec: Spec) -> Iterator[Said]:
+    """What a template picks out of a column, or how it would write it, as Python's format does and templates here do
+    not."""
+    for text, column in re.findall(r"(\{(\w+)[\[.:!][^{}]*\})", spec.data.template):
+        if column in rows[0]:
+            message = f"has {text}, which stays as it is: braces hold the name of a column and nothing else"
+            yield "data.template", message, "put what is meant into a column of its own"
+            return
+
+
+def _unseen_choices(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Said]:
+    """Answers that are marks of choices, which stand in a column and in no prompt."""
+    golds = _golds(rows, spec)
+    if not golds or not all(re.fullmatch(r"\(?(?:[A-Ja-j]|\d)\)?", gold) for gold in golds):
+        return
+    for column in rows[0]:
+        lists = [_listed(row.get(column)) for row in rows]
+        if all(len(found) > 1 for found in lists) and not any(
+            text in prompt for prompt, found in zip(prompts, lists, strict=True) for text in found
+        ):
+            message = f"answers are marks of choices, such as {show(golds[0])}, and no prompt shows those of {column!r}"
+            yield "", message, "write the choices into the prompt"
+            return
+
+
+def _listed(value: object) -> list[str]:
+    """Texts of a list, or of the longest list in an object; none of anything else."""
+    if isinstance(value, Mapping):
+        return max(map(_listed, value.values()), key=lambda texts: sum(map(len, texts)), default=[])
+    texts = value if isinstance(value, list) and all(isinstance(one, str) for one in value) else []
+    return [text for text in texts if len(text) > 1]
 
 
 def _roles(rows: Rows, spec: Spec, template: str) -> Iterator[Said]:

@@ -185,6 +185,13 @@ def _of_rows(key: str, source: str, rows: tuple[Mapping[str, Any], ...], spec: S
     if whole and all(value.is_integer() for value in whole) and _exact(spec):
         message = f"column {column!r} is {whole[0]}, and only a completion that says so is right"
         yield Problem(key, message, "write whole numbers as such, or use math_verify", source)
+    pointed = [gold for row, gold in zip(rows, golds, strict=True) if isinstance(row[column], str)]
+    asked = any(("decimal" in text and "without" not in text) or ".0" in text for text in (spec.data.system, *texts))
+    if len(pointed) >= _FEW and all(re.fullmatch(r"-?\d+\.0", gold) for gold in pointed) and _exact(spec) and not asked:
+        message = (
+            f"column {column!r} writes whole numbers as {show(golds[0])}, and only a completion that does is right"
+        )
+        yield Problem(key, message, "write them without .0, or use math_verify", source)
     said = sorted({gold for row, gold in zip(rows, golds, strict=True) if isinstance(row[column], bool)})
     if said and any(isinstance(term, ExactMatch) and not term.ignore_case for term in spec.reward.terms):
         message = f"column {column!r} is true or false, and only a completion that says {' or '.join(said)} is right"

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlctl.models.model_tensors import tensors_of_config
 from rlctl.show.tracking import missing_package
-from specs.errors import Problem
+from specs.errors import NotHere, Problem
 from specs.model_facts import model_facts
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.roles import ROLES
@@ -48,7 +48,7 @@ def _commands(spec: Spec) -> list[Problem]:
     if not wanting or shutil.which("srun"):
         return []
     hint = 'start it inside a SLURM job, or write "torchrun"'
-    return [Problem(f"{role}.launcher", "this machine has no srun", hint, '"srun"') for role in wanting]
+    return [NotHere(f"{role}.launcher", "this machine has no srun", hint, '"srun"') for role in wanting]
 
 
 def _tracking(spec: Spec) -> list[Problem]:

@@ -178,6 +178,10 @@ def _of_template(spec: Spec, folder: Path, render: Rendering, tokens: TokenTable
             return None
 
     path = show(spec.model.path)
+    asked = softly([{"role": "user", "content": ASKED}])
+    if asked and "\\n" in asked:
+        message = f"the chat template writes a backslash and n into every prompt: {show(asked, 60)}"
+        yield Problem("model.path", message, "write line breaks into it: it is no JSON text", path)
     if header := unwritten_header(softly):
         message = f"the chat template does not begin the answer: the model itself is to write {show(header)}"
         hint = "write it where add_generation_prompt is true, as templates usually do"

@@ -43,6 +43,18 @@ def _sets(section: EvalSection) -> Iterator[Problem]:
             yield Problem(f"eval.sets.{number}.data", message, "name a source, or remove one of the two", '""')
 
 
+def eval_warnings(spec: Spec) -> Iterator[Problem]:
+    """What passes without being right."""
+    terms = spec.reward.terms
+    for one in spec.evaluations:
+        if one.pass_term is not None and one.pass_term < len(terms) and terms[one.pass_term].is_penalty:
+            kind = terms[one.pass_term].kind
+            message = f"{kind} is a penalty: what passes is short, right or wrong"
+            others = [number for number, term in enumerate(terms) if not term.is_penalty]
+            hint = f"name a term that grades the answer, such as {others[0]}" if others else "add a term that grades"
+            yield Problem(f"{one.key}.pass_term", message, hint, str(one.pass_term))
+
+
 def _source(one: Evaluation, spec: Spec) -> Iterator[Problem]:
     data, key = spec.data, f"{one.key}.data"
     if "split" in one.given and not is_hub_data(one.data):

@@ -41,6 +41,7 @@ def judge_warnings(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"reward.terms.{index}.base_url", message, hint, show(term.base_url))
         if isinstance(term, Judge):
             yield from _scale(index, term)
+            yield from _reply(f"reward.terms.{index}", term)
 
 
 _SCALE = re.compile(
@@ -55,6 +56,36 @@ def _scale(index: int, term: Judge) -> Iterator[Problem]:
     if asked and term.max_score not in asked and term.max_score != 1:
         message = f"the prompt asks for scores up to {max(asked):g}"
         yield Problem(f"reward.terms.{index}.max_score", message, f"write {max(asked):g}", show(term.max_score))
+
+
+_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_SHOWN = re.compile(r"[`\"]([^`\"\n]+)[`\"]")  # what a prompt quotes
+_OF = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)")
+
+
+def _reply(key: str, term: Judge) -> Iterator[Problem]:
+    """A reply as the prompt asks for it in which no score is found, or another one; and one that has no room for it."""
+    asked = f"{term.system}\n{term.prompt}".replace("{{", "{").replace("}}", "}")
+    named = re.findall(r'"(\w+)"\s*:', asked)
+    if term.score_key and named and term.score_key not in asked:
+        message = f"the prompt asks for {', '.join(map(show, named[:3]))}"
+        yield Problem(
+            f"{key}.score_key", message, "name the key that the judge is asked to write", show(term.score_key)
+        )
+    for shown in _SHOWN.findall(asked) if term.score_pattern else ():
+        read, of = [*re.finditer(term.score_pattern, shown)], _OF.search(shown)
+        if read and of and read[-1][1] == of[2] != of[1] and float(of[2]) == term.max_score:
+            message = f"finds {of[2]} in {show(shown)}, which the prompt shows: every score would be the highest"
+            hint = r"read what stands before it: (\d+)\s*/"
+            yield Problem(f"{key}.score_pattern", message, hint, show(term.score_pattern))
+            break
+    words = re.search(r"[A-Za-z]{2,}", re.sub(r"\\.", "", term.score_pattern))
+    least = 3 if term.score_key else 2 if words else 1  # a JSON object's key and value, a word and its number
+    for name in _TOKENS:
+        most_tokens = term.body.get(name)
+        if isinstance(most_tokens, int) and not isinstance(most_tokens, bool) and most_tokens < least:
+            message = "leaves a reply no room for the score that is read from it"
+            yield Problem(f"{key}.body.{name}", message, "512 is the default", show(most_tokens))
 
 
 def _is_private(url: str) -> bool:

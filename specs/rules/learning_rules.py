@@ -217,6 +217,10 @@ def _clip(spec: Spec) -> Iterator[Problem]:
     if written and clip_low is not None and clip_high is not None and clip_high < clip_low < 1:  # 1: no bound
         message = f"leaves less room up than algorithm.clip_low down ({clip_low:g}): are they the wrong way round?"
         yield Problem("algorithm.clip_high", message, "0.2 below and 0.28 above are usual", show(clip_high))
+    if clip_low is not None and clip_high is not None and 0.5 <= clip_low < 1 <= clip_high < 2:
+        message = f"is a distance from 1, as clip_high is: ratios are clipped at {1 - clip_low:g} and {1 + clip_high:g}"
+        hint = f"bounds of {clip_low:g} and {clip_high:g} are clip_low = {1 - clip_low:.3g} and "
+        yield Problem("algorithm.clip_low", message, f"{hint}clip_high = {clip_high - 1:.3g}", show(clip_low))
     if clip_high is not None and clip_high > 10:
         yield Problem("algorithm.clip_high", "is a share, not a percentage", "0.2 is usual", show(clip_high))
 

@@ -36,6 +36,9 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
         if "remote_shell" in cluster.model_fields_set and not any("{host}" in word for word in cluster.remote_shell):
             hint = "write {host} where the host's name goes"
             yield Problem("cluster.remote_shell", "names no host", hint, show(cluster.remote_shell))
+        if far and re.fullmatch(r"[^:\[\]]+:\d+", cluster.address):
+            host = cluster.address.partition(":")[0]
+            yield Problem("cluster.address", "holds a port too", f"write {show(host)}", show(cluster.address))
         if far and _LOOPBACK.fullmatch(cluster.address):
             hint = "name the address that `hostname -I` shows, or leave it out"
             yield Problem("cluster.address", "no other host can reach this one there", hint, show(cluster.address))
@@ -50,7 +53,12 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
 
 
 def node_warnings(spec: Spec) -> Iterator[Problem]:
-    """GPUs that wait while others work, of a run whose phases alternate."""
+    """Learners on the CPU beside GPUs, and GPUs that wait while others work, of a run whose phases alternate."""
+    held = [role for role, section in spec.sections() if role in spec.roles and spec.gpus(role)]
+    for role, section in spec.sections():
+        if held and ROLES[role].learns and role in spec.roles and not section.devices:
+            message = f"learns on the CPU, and the {held[0]} has GPUs"
+            yield Problem(f"{role}.devices", message, "name the GPUs of its processes", show(section.devices))
     actor, rollout = spec.gpus(ACTOR), spec.gpus(ROLLOUT)
     if spec.rollout.max_staleness or not (actor and rollout):
         return

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
@@ -45,6 +46,9 @@ def transport_problems(spec: Spec) -> Iterator[Problem]:
         yield _not_one_gpu(spec)
     if transport == "cuda_ipc":
         yield from _expandable_segments(spec)
+    if transport == "folder" and not same_host(spec) and re.match(r"/(?:dev/shm|run)(?:/|$)", sync.folder):
+        message = "is memory of one host, and some replicas are on others"
+        yield Problem("sync.folder", message, "name a folder that all hosts see", show(sync.folder))
     if "folder" in sync.model_fields_set and transport != "folder":
         message = f'has no effect: the transport is "{transport}"'
         yield Problem("sync.folder", message, 'set sync.transport = "folder", or remove the key', show(sync.folder))

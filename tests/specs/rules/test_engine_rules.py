@@ -81,6 +81,7 @@ def test_a_share_of_gpu_memory_needs_a_gpu_to_share(more: dict[str, Any], why: s
 def test_fp32_that_is_not_is_said() -> None:
     """Not on the CPU, nor where bf16 is asked for."""
     gpu = {"engine": {"kind": "vllm"}, "devices": [0]}
-    assert [each.key for each in cross_field_warnings(spec(gpu, "actor.dtype=fp32"))] == ["rollout.dtype"]
-    assert cross_field_warnings(spec(gpu, "actor.dtype=fp32", "rollout.dtype=bf16")) == []
+    shared = ("actor.devices=[0]", "actor.dtype=fp32")
+    assert [each.key for each in cross_field_warnings(spec(gpu, *shared))] == ["rollout.dtype"]
+    assert cross_field_warnings(spec(gpu, *shared, "rollout.dtype=bf16")) == []
     assert cross_field_warnings(spec({}, "actor.dtype=fp32")) == []
