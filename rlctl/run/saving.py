@@ -51,6 +51,12 @@ def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress)
     return checkpoint
 
 
+def resumed(checkpoint: checkpoints.Checkpoint, steps: int) -> str:
+    """What a person is told of a resume to `steps`."""
+    left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}, --set run.steps=N goes on"
+    return f"resumed from {checkpoint.path}{left}"
+
+
 def _checkpoints_were_due_every(run: RunDir) -> int:
     """Steps between checkpoints, in the attempt that made fewest."""
     every = []
@@ -99,7 +105,7 @@ class Saver:
         too_old = driver.restore(checkpoint.path / "driver", checkpoint.state)
         self.saved = checkpoint.step
         self.progress.start_at(checkpoint.step)
-        self.progress.message(f"resumed from {checkpoint.path}")
+        self.progress.message(resumed(checkpoint, self.spec.run.steps))
         if too_old:
             steps = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
             self.progress.warning(

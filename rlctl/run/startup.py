@@ -56,7 +56,7 @@ def start(
     as_built_check.check_same_start(reports, run.starting_weights)
     as_built_check.write(reports, run.as_built, transport.describe())
     progress.table(as_built_check.table(spec, reports))
-    progress.message(_data_line(DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0])))
+    progress.message(_data_line(DataOpened.of(groups[DATA].call(Verb.OPEN_DATA)[0]), spec))
     prepare(transport, run.path)
 
     def admit(late: AsBuilt) -> None:
@@ -129,18 +129,19 @@ def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> 
     return GapLimits(*spec.logprob_gaps, run.path, about, progress.warning)
 
 
-def _held_out(rows: Mapping[str, int]) -> str:
+def _per_set(rows: Mapping[str, int]) -> str:
     """128; of several sets, 128 (heldout) and 30 (aime)."""
     if len(rows) == 1:
         return f"{next(iter(rows.values())):,}"
     return " and ".join(f"{count:,} ({name})" for name, count in rows.items())
 
 
-def _data_line(data: DataOpened) -> str:
+def _data_line(data: DataOpened, spec: Spec) -> str:
     counts = {"too long": data.dropped_overlong, "bad": data.dropped_bad}
     dropped = [f"{count} {why}" for why, count in counts.items() if count]
+    kept = "for evaluation" if any(one.data for one in spec.evaluations) else "held out"
     return (
         f"data: {data.rows:,} prompts"
-        + (f", {_held_out(data.eval_rows)} held out" if data.eval_rows else "")
+        + (f", {_per_set(data.eval_rows)} {kept}" if data.eval_rows else "")
         + (f"; dropped: {', '.join(dropped)}" if dropped else "")
     )

@@ -136,7 +136,9 @@ def _missing(path: Path) -> Problem:
     section, name = dotted(path[:-1]), path[-1]
     if isinstance(name, int):
         return Problem(section, f"needs {name + 1} entries at least")
-    return Problem(key, "missing", f"add `{name} = …` under [{section}]")
+    entry = path[-2]
+    where = f"to entry {entry + 1} of {dotted(path[:-2])}" if isinstance(entry, int) else f"under [{section}]"
+    return Problem(key, "missing", f"add `{name} = …` {where}")
 
 
 def _needed(section: str) -> str:
