@@ -123,7 +123,7 @@ def _where(path: Path, here: list[str], raw: dict[str, Any]) -> str:
         return f"its place is {SECTIONS[name]}"
     if of_this_section := SYNONYMS.get(dotted((*parent, name))):
         return _renamed(path, of_this_section, raw)
-    if absent := _absent(name):
+    if absent := _absent(dotted(path[-2:])) or _absent(name):
         return absent
     foreign = SYNONYMS.get(name, "")
     if foreign and (last := foreign.rpartition(".")[2]) in here:
@@ -131,14 +131,15 @@ def _where(path: Path, here: list[str], raw: dict[str, Any]) -> str:
     near = closest(name, here, cutoff=0.75)
     if near and not foreign:
         return f"did you mean `{near}`?"
-    if elsewhere := homes().get(name, ()):
+    if (elsewhere := homes().get(name, ())) and name != "kind":
         return _any_of(elsewhere, parent)
     if foreign:
         return _renamed(path, foreign, raw)
     near = of_the_same_words(name, here)
     if near:
         return f"did you mean `{near}`?"
-    far = closest(name, list(homes()), cutoff=0.85) or of_the_same_words(name, list(homes()), least=2)
+    others = [key for key in homes() if key != "kind"]  # a kind elsewhere is another choice
+    far = closest(name, others, cutoff=0.85) or of_the_same_words(name, others, least=2)
     if far:
         return f"did you mean `{_nearest_first(homes()[far], parent)[0]}`?"
     where = f"[{dotted(parent)}]" if parent else "a spec"
