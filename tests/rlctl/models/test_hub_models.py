@@ -14,6 +14,7 @@ from rlctl.cli import main
 PARAMETERS = 299_904
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_model_that_only_the_hub_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
