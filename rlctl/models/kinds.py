@@ -20,6 +20,8 @@ _CAUSAL, _SCORING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLA
 _OTHER_HEADS = re.compile(r"For(MaskedLM|PreTraining|\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)$")
 _LAYERS = {"full_attention", "sliding_attention"}  # as backends/hf/hf_model.py, which builds them
 _OLD_NAMES = {"attention": "full_attention"}  # as transformers reads them
+# What a family's layers are where config.json does not say: how its code begins, and the names in that.
+_BY_DEFAULT, _NAMED = re.compile(r"\bself\.layer_types = \[([^\]]*)\]"), re.compile(r'(?<!\[)"(\w+)"')
 
 _SCORES = "name a model of another family (qwen2, qwen3, llama, gemma3_text, mistral, … have one)"
 
@@ -59,7 +61,8 @@ def _layers_problem(kind: str, config: Mapping[str, Any], family: ConfigClass) -
     """What its layers do that packed sequences and their samplers do not allow, or ""."""
     kinds = config.get("layer_types")
     named = {_OLD_NAMES.get(str(name), str(name)) for name in kinds} if isinstance(kinds, list) else set()
-    if unknown := sorted(named - _LAYERS):
+    by_default = {name for code in _BY_DEFAULT.findall(family.source) for name in _NAMED.findall(code)}
+    if unknown := sorted((named or by_default) - _LAYERS):
         return f"{kind} has layers of type {', '.join(unknown)}, and rlctl supports {', '.join(sorted(_LAYERS))}"
     if "_is_stateful = True" in family.modeling and not named:
         return f"{kind} has layers that carry a state from token to token (state space, linear attention)"

@@ -100,3 +100,13 @@ def test_a_head_of_one_number_is_for_families_that_have_one() -> None:
     granite = {"model_type": "granite"}
     assert kind_problem(granite, from_scratch=True) is None
     assert "no sequence-classification model" in str(kind_problem(granite, from_scratch=True, head="value"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("glm_moe_dsa", "indexed_attention"), ("lfm2", "conv"), ("minimax", "linear_attention")],
+)
+def test_layers_are_known_where_config_json_does_not_name_them(kind: str, layers: str) -> None:
+    """Of families that no other rule finds."""
+    wrong, _ = kind_problem({"model_type": kind}, from_scratch=True) or ("", "")
+    assert wrong.startswith(f"{kind} has layers of type {layers}")
