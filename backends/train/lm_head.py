@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from backends.memory import hand_back
 from backends.train.losses import TokenColumns, policy_loss
 from specs.schema.algorithms.algorithm import Loss
+
+NEVER_FROM_THE_HEAP = 2**25
+"""Bytes: glibc maps what is larger, however much of its heap is free."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ class Head:
 
     def logprob(self, hidden_NE: Tensor, task: LogprobTask) -> Tensor:
         """[N], without gradient."""
+        logits_bytes = min(self.chunk, len(hidden_NE)) * self.model.config.get_text_config().vocab_size * 4
+        if hidden_NE.device.type == "cpu" and logits_bytes > NEVER_FROM_THE_HEAP:
+            hand_back("cpu")  # what the layers left free, which the logits cannot use
         out: Tensor = self.linear(hidden_NE, task)
         return out
 

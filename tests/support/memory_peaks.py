@@ -1,6 +1,8 @@
-"""A process that measures the peaks of a micro-batch's forward and backward pass (`test_activations.py`).
+"""A process that measures the peaks of a micro-batch's forward and backward pass, or of one that gives log-probs
+(`test_activations.py`).
 
-Started with MALLOC_MMAP_THRESHOLD_ small, so that resident memory follows what torch has allocated.
+Started with MALLOC_MMAP_THRESHOLD_ small, so that resident memory follows what torch has allocated; or without, as a
+role is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ torch.set_num_threads(1)
 from peak_memory import grown_bytes  # noqa: E402
 from train_helpers import build_engine, grpo, scale_of, train_config, write_model  # noqa: E402
 
+from backends.memory import hand_back  # noqa: E402
 from backends.protocol import TrainEngine  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.schema.engines.ddp_table import DdpTable  # noqa: E402
@@ -74,6 +77,27 @@ def peak_of(
     return peak
 
 
+def scored_peak_of(folder: Path, case: dict[str, Any]) -> int:
+    """Bytes that a micro-batch's log-probs need beyond the frozen model."""
+    config = train_config(
+        write_model(folder, case["model"]),
+        optimizer=None,
+        temperature=1.0,
+        engine=DdpTable(logits_chunk_tokens=case["logits_chunk"]),
+        micro_batch_tokens=case["tokens"],
+        model={"max_sequence_tokens": case["longest"]},
+    )
+    engine = build_engine(config)
+    batch = full_batch(case["tokens"], case["longest"], case["model"]["vocab_size"])
+    engine.forward(batch)  # libraries take what they keep
+    gc.collect()
+    hand_back("cpu")
+    return grown_bytes(partial(engine.forward, batch))
+
+
 if __name__ == "__main__":
     root, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    print(json.dumps({name: peak_of(root / str(number), case) for number, (name, case) in enumerate(cases.items())}))
+    measures = {True: scored_peak_of, False: peak_of}
+    print(json.dumps({
+        name: measures[case["scores"]](root / str(number), case) for number, (name, case) in enumerate(cases.items())
+    }))  # fmt: skip
