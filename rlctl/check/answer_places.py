@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rlctl.check.reward_trial import Finding, Try
 from specs.text import show
-from workers.grading.trial_completions import longer_numbers, with_thoughts
+from workers.grading.trial_completions import longer_numbers, near_numbers, with_thoughts
 
 _MOST = 6  # forms of the answer
+_NOTHING = "I am not sure."
 _WORDS = "I think about it first."
 
 Scores = Callable[[Sequence[str]], Sequence[float] | None]  # of completions; None where one has none
@@ -23,10 +24,13 @@ def within_numbers(name: str, better: Sequence[Try], golds: Sequence[str], score
     if not all(re.fullmatch(r"-?\d+", gold) for gold in golds):
         return
     for one in [one for one in better if one.value == better[0].value][:_MOST]:
-        texts = [one.completion.text.replace(own, longer) for longer in longer_numbers(own)]
-        as_good = [value >= (one.value or 0.0) for value in scores(texts) or ()]
-        # A function that looks for so many digits, or for the number of a choice, is right of the others.
-        if as_good and (all(as_good) or (any(as_good) and len(lengths) > 1 and len(own) > 1)):
+        texts = [one.completion.text.replace(own, number) for number in (*longer_numbers(own), *near_numbers(own))]
+        if (values := scores([*texts, _NOTHING])) is None:
+            return
+        as_good = [value >= (one.value or 0.0) for value in values[:2]]
+        shares = max(values[2:4]) > values[4]  # of the digits that are right
+        # A function that looks for so many digits, or for the number of a choice, is right of one of them.
+        if all(as_good) or (any(as_good) and len(lengths) > 1 and len(own) > 1 and not shares):
             text = texts[as_good.index(True)]
             message = f"{name} gives {show(text, 40)} {one.value:g}, as much as {show(one.completion.text, 40)}"
             yield f"{message}: it looks for the digits of the answer", "compare whole numbers, such as the last one"

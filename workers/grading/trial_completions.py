@@ -67,6 +67,13 @@ def longer_numbers(number: str) -> tuple[str, str]:
     return f"{sign}3{number.removeprefix('-')}", f"{number}5"
 
 
+def near_numbers(number: str) -> tuple[str, str]:
+    """Whole numbers of which one digit is another one, the first or the last."""
+    sign, digits = ("-", number[1:]) if number.startswith("-") else ("", number)
+    first, last = ("3" if one != "3" else "8" for one in (digits[0], digits[-1]))
+    return f"{sign}{first}{digits[1:]}", f"{sign}{digits[:-1]}{last}"
+
+
 def with_thoughts(text: str, answer: str, thoughts: str) -> Iterator[str]:
     """The text with thoughts before its answer, wherever they may stand: in front of all, and behind what may begin a
     part of it."""
