@@ -42,9 +42,9 @@ from workers.grading.trial_completions import OWN, Said, likely_completions
 TIMEOUT_S = 20.0
 CALL_S = 5.0  # for a call: it may be slow, and then a probe says so
 _QUICK_S, _MORE_S = 0.3, 1.0  # two calls that cost nothing, and all those that follow them
+_AGAIN = 3  # more chances to be quick: the machine may be busy
 _SLOW_S = 3.0  # two first calls that may have loaded something
 _GROWTH_S, _LONG_S = 0.25, 2.0  # longer and longer completions together, and one of them
-_PLACES_S = 0.5  # calls that tell where it looks for the answer
 _ROOM_TOKENS, _SHORT = 128, 40  # tokens that leave room for thoughts, and characters of an answer that they lead to
 _AT_ONCE = re.compile(
     r"\b(?:only|just|nothing else|directly|immediately|no (?:explanation|reasoning|words)"
@@ -157,7 +157,9 @@ def _called(
         hint = "return a number whatever the model writes, 0.0 for what cannot be read"
         return call, _Failed(Problem(one.key, message, hint, show(one.path)), of_code=False), ()
     taken_s = time.monotonic() - began
-    if None in numbers or (taken_s > _QUICK_S and (taken_s > _SLOW_S or not _quick_again(one))):
+    if None in numbers or (
+        taken_s > _QUICK_S and (taken_s > _SLOW_S or not any(_quick_again(one) for _ in range(_AGAIN)))
+    ):
         return call, None, ()
     first = [a_try(said, line) for said, line in zip(one.completions, lines, strict=False)]
     return call, None, [*first, *_more(one)]
@@ -273,7 +275,7 @@ def _of_places(
     def scores(texts: Sequence[str]) -> Sequence[float] | None:
         lines: list[dict[str, Any]] = []
         with suppress(NoGrade):
-            lines += one.graded([Said(text) for text in texts], _LONG_S, _PLACES_S)
+            lines += one.graded([Said(text) for text in texts], _LONG_S, _MORE_S)
         values = [line["t"][0] for line in lines if "t" in line]
         return values if len(values) == len(texts) else None
 
