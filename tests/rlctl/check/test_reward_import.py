@@ -21,13 +21,15 @@ def score(completion, answer):
 
 
 def test_a_function_that_hangs_on_a_likely_completion_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_import, "CALL_S", 0.5)
+    monkeypatch.setattr(reward_import, "CALL_S", 2.0)
+    for patience in ("_QUICK_S", "_MORE_S"):  # for a busy machine
+        monkeypatch.setattr(reward_import, patience, 60.0)
     terms = {"reward.terms": [{"kind": "function", "path": "r.py:score"}]}
     started = time.monotonic()
     found = examine(write_case({"set": terms, "files": {"r.py": HANGS}}, tmp_path), ())
     assert time.monotonic() - started < 50
     (said,) = found.warnings
-    assert 'called with the completion "I am not sure.", gives no score: it took more than 0.5 s' in said.message
+    assert 'called with the completion "I am not sure.", gives no score: it took more than 2 s' in said.message
 
 
 def test_what_is_shown_for_the_rows_own_answer_is_for_an_answer(tmp_path: Path) -> None:
@@ -54,6 +56,8 @@ def test_a_call_that_was_not_waited_for_is_no_answer_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_import, "_LONG_S", 0.3)
+    for patience in ("_QUICK_S", "_MORE_S", "_GROWTH_S"):  # for a busy machine
+        monkeypatch.setattr(reward_import, patience, 60.0)
     changes = {"data.max_response_tokens": 400, "model.path": "./model", "actor.micro_batch_tokens": 8192}
     terms = {"reward.terms": [{"kind": "function", "path": "r.py:score"}]}
     model = {"config.json": {"max_position_embeddings": 512}}
