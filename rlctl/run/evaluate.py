@@ -23,7 +23,7 @@ from rlctl.run.lineage import SpecSource, spec_source
 from rlctl.run.resume import check_fits
 from rlctl.run.run_dir import RunDir, told_as_disk_errors
 from rlctl.run.startup import start
-from rlctl.run.train import open_groups
+from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
 from rlctl.show.eval_progress import EvalProgress
 from rlctl.show.metrics_file import MetricsWriter
@@ -88,11 +88,15 @@ def evaluate(
     screen = Screen(stderr=as_json, outlives=True)
     total = sum(one.samples for one in spec.evaluations)
     try:
-        with told_as_disk_errors(run.path), EvalProgress(Path(what).name, total, screen) as progress:
+        with (
+            told_as_disk_errors(run.path),
+            EvalProgress(Path(what).name, total, screen) as progress,
+            journaled(run),
+        ):
             for warning in warnings:
                 progress.warning(str(warning))
             record = _measure(spec, source.folder, run, plan, target, progress)
-        _write(run, target.step, record)
+            _write(run, target.step, record)
     finally:
         run.release()
     if as_json:
@@ -103,7 +107,7 @@ def evaluate(
     for one in spec.evaluations:
         if (passes := one.passes(spec.reward.terms)) is not None:
             screen.print(Text(f"{one.name}: {passes.words}"), soft_wrap=True)
-    screen.print(Text(f"completions: {run.evaluations}"), soft_wrap=True)
+    screen.print(Text(f"completions: {run.evaluations}; on a page: {run.path / 'report.html'}"), soft_wrap=True)
     return 0
 
 

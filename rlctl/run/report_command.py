@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
+from rich.text import Text
 
 from rlctl.run.run_dir import is_running
 from rlctl.show.report import write_page, write_report
 from rlctl.show.report_compare import finals, read_runs, render_comparison
 from rlctl.show.screen import Screen
+from rlctl.show.text_format import columns
 from specs.errors import RlctlError, RunDirError
 
 
@@ -32,10 +33,7 @@ def report(run_dirs: Sequence[Path], out: Path | None) -> int:
         return 0
     runs = read_runs(run_dirs)
     headings, rows = finals(runs)
-    table = Table(*headings, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    screen.print(table)
+    screen.print(Text(columns(headings, rows, left=1)), soft_wrap=True)
     target = out or Path("comparison.html")
     if not write_page(target, render_comparison(runs, target)):
         raise RlctlError(f"{target} cannot be written", hint="name another file with --out")

@@ -105,7 +105,7 @@ def train(
             for note in run.notes:
                 progress.warning(note)
             progress.message(f"run directory: {run.path}")
-            with _journaled(run):
+            with journaled(run):
                 attempt(spec, spec_dir, run, plan, progress, resume=resume)
             progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
     finally:
@@ -124,7 +124,7 @@ def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_o
 
 
 @contextmanager
-def _journaled(run: RunDir) -> Iterator[None]:
+def journaled(run: RunDir) -> Iterator[None]:
     """How the attempt ends, for the journal and then for the report."""
     try:
         yield

@@ -17,7 +17,7 @@ from rich.text import Text
 from rlctl.show import eval_keys
 from rlctl.show.metrics_file import last_values, read_metrics
 from rlctl.show.screen import Screen, redraws
-from rlctl.show.text_format import counted, duration, number
+from rlctl.show.text_format import columns, counted, duration, number
 from specs.errors import RunDirError
 
 State = Literal["waiting", "begun", "running", "done", "done before", "failed", "interrupted"]
@@ -167,7 +167,7 @@ class SweepTable:
             (*(trial.values[key] for key in self.keys), number(found.score), f"{found.step}/{trial.steps}", trial.state)
             for trial, found in ranked
         ]
-        self.say(_columns((*self.keys, self.word, "step", "state"), rows))
+        self.say(columns((*self.keys, self.word, "step", "state"), rows))
         if SEED in self.keys and len(self.keys) > 1:
             self.say("\nover seeds\n" + self._over_seeds(ranked))
         self.say(f"\nreport: {self.folder / 'report.html'}; results: {self.folder / 'sweep.json'}")
@@ -205,14 +205,7 @@ class SweepTable:
             own = scores[values]
             spread = number(statistics.stdev(own)) if len(own) > 1 else "–"
             rows.append((*values, number(means[values]), spread, str(len(own))))
-        return _columns((*others, "mean", "std", "runs"), rows)
-
-
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells below each other, to the right; none is cut, however narrow the terminal."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
-    return "\n".join(lines)
+        return columns((*others, "mean", "std", "runs"), rows)
 
 
 def _last_words(log: Path, most: int = 12) -> list[str]:

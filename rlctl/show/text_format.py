@@ -124,3 +124,12 @@ def replicas(record: Mapping[str, Any]) -> str:
     if not all(isinstance(number, int) for number in (here, *absent)) or not any(absent) or not here:
         return ""
     return f"{here} of {here + sum(absent)} replicas"
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:
+    """Cells below each other, to the right but for the first `left` columns; none is cut, however narrow the
+    terminal."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    signs = ["<" if index < left else ">" for index in range(len(widths))]
+    lines = (zip(row, signs, widths, strict=True) for row in (head, *rows))
+    return "\n".join("  ".join(f"{cell:{sign}{width}}" for cell, sign, width in line).rstrip() for line in lines)

@@ -14,6 +14,8 @@ from running import REPO, metrics, preset, rlctl, start, steps_done, trajectory,
 from tracker_packages.told import told
 from warm import PATCHES
 
+from rlctl.show.journal import read_journal
+
 FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=2")
 
 
@@ -43,6 +45,8 @@ def evaluated_alone(run, folder):
     }
     assert metrics(folder / "alone") == [{"step": 2, **sets}]
     assert len((folder / "alone" / "eval.jsonl").read_text().splitlines()) == 4 + 12
+    assert read_journal(folder / "alone")[-1]["outcome"] == "done"
+    assert "Evaluation " in (folder / "alone" / "report.html").read_text()
 
 
 def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):

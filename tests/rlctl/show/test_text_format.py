@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.show.text_format import BLOCKS, count, duration, number, sparkline, time_shares
+from rlctl.show.text_format import BLOCKS, columns, count, duration, number, sparkline, time_shares
 
 
 def test_sparkline_runs_from_lowest_to_highest() -> None:
@@ -61,3 +61,12 @@ def test_overlapping_phases_never_exceed_the_whole() -> None:
     shares = time_shares([{"time/step_s": 1.0, "time/rollout_s": 1.0, "time/reward_s": 1.0}])
     assert shares == pytest.approx({"rollout": 0.5, "reward": 0.5, "other": 0.0})
     assert time_shares([]) == {}
+
+
+def test_no_cell_of_a_table_is_cut() -> None:
+    rows = [("shout-eval-step60", "1"), ("shout", "0.25")]
+    assert columns(("run", "finished"), rows, left=1).splitlines() == [
+        "run                finished",
+        "shout-eval-step60         1",
+        "shout                  0.25",
+    ]
