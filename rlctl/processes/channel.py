@@ -189,7 +189,7 @@ class Hub:
         wait_s = min(until, self._next_beat) - time.monotonic()
         ready = self._router.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 0)
         now = time.monotonic()
-        self._forgive(now - self._looked - 4 * self._beat_s)
+        self._forgive(now - self._looked - self._beat_s)
         self._looked = now
         if ready:
             arrived = [(bytes(identity), frames) for identity, *frames in receive(self._router, _BURST_S)]

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypedDict, Unpack
 
+import psutil
+
 from rlctl.processes.calls import Blobs, Bodies, Call, frames_by_rank
 from rlctl.processes.channel import Event, Hub, Joined, Silent
 from rlctl.processes.failures import (
@@ -45,7 +47,8 @@ from specs.wire.messages import Kind, Message, Verb, parse
 
 _TICK_S = 0.1
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
-_STACKS_S = 0.3  # time for a rank without a sign of life to write where it is into its log
+_STACKS_S = 3.0  # for a rank without a sign of life to write where it is into its log
+_WRITTEN_S = 0.1  # without another line: it has written all
 _DUMP_S = 3.0  # for the others to do so and say that it is done
 # Roles whose ranks wait for each other in `JOINED_VERBS`.
 _IN_A_SYNC = frozenset(role.name for role in ROLES.values() if role.holds_model)
@@ -610,9 +613,11 @@ class Groups:
         member = self.members.get(place)
         if member is None or member.host != socket.gethostname():
             return
+        log_path = self.launcher.log_path(*place)
+        before = _size_of(log_path)
         with suppress(ProcessLookupError, PermissionError):
             os.kill(member.pid, signal.SIGUSR1)
-            time.sleep(_STACKS_S)
+            _wait_until_written(log_path, before, member.pid)
 
     def _failure(self, evidence: Evidence) -> RoleFailure:
         role, rank = evidence.role, evidence.rank
@@ -646,3 +651,28 @@ class Groups:
         plan, member = self.plan.role(role), self.members.get((role, rank))
         here = member.host if member else ""
         return (plan.host_of(rank) or here) if plan.nodes > 1 or plan.remote else ""
+
+
+def _wait_until_written(path: Path, before: int, pid: int) -> None:
+    """Until a log is longer than `before`, and grows no more."""
+    size, deadline = before, time.monotonic() + _STACKS_S
+    while _can_write(pid) and time.monotonic() < deadline:
+        time.sleep(_WRITTEN_S)
+        last, size = size, _size_of(path)
+        if before < last == size:
+            return
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _can_write(pid: int) -> bool:
+    """Whether a process has neither ended nor been stopped."""
+    try:
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
+    except psutil.Error:
+        return False

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan, RolePlan, Unreached, package_root
+from specs.wire.heartbeat import Activity
 
 SUPPORT = Path(__file__).resolve().parent
 
@@ -50,7 +51,21 @@ def probe_groups(
         assert all(started.process.returncode is not None for started in groups.launcher.started)
 
 
-def wait_until(condition: Any, timeout_s: float = 60.0) -> bool:
+def judge_silence_of(groups: Groups, role: str, rank: int, after_s: float = 1.5) -> None:
+    """From now on this rank's silence counts after so many seconds, and no other rank's: on a busy machine any may be
+    silent for as long."""
+    for peer in groups.hub._peers.values():
+        peer.reported = (peer.member.role, peer.member.rank) != (role, rank)
+    groups.hub.heartbeat_timeout_s = after_s
+
+
+def doing(groups: Groups, role: str, rank: int) -> Activity | None:
+    """What a rank has said of the verb that it serves; None: nothing yet."""
+    waiting = groups._waiting().get((role, rank))
+    return None if waiting is None else groups.watch.of((role, rank), waiting)
+
+
+def wait_until(condition: Any, timeout_s: float = 120.0) -> bool:
     """Look until `condition()` holds; False when it never did."""
     deadline = time.monotonic() + timeout_s
     while not condition():

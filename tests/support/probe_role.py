@@ -114,10 +114,13 @@ def _misbehave(body: Mapping[str, object]) -> None:
             ctypes.CDLL(None).sleep(600)
         case "hold the lock":
             sum(range(10**12))
+        case "await":
+            while not os.path.exists(str(body["file"])):
+                pass
         case "crawl":  # slow, but it moves
-            activity.describe("ping of 20 parts", "token", counted=True)
-            for _ in range(20):
-                time.sleep(0.2)
+            activity.describe("ping of many parts", "token", counted=True)
+            while not os.path.exists(str(body["file"])):
+                time.sleep(0.05)
                 activity.count("token")
         case "meet":  # the other ranks of the group, as an engine does
             import torch

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -21,6 +21,8 @@ from specs.errors import ChannelError
 from specs.wire.messages import Kind, Message, Verb, parse
 from workers.connection import Dial, Link
 from workers.proof import make_proof
+
+BOUND_S = 30.0
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def test_hundreds_of_ranks_may_come_at_once() -> None:
             nonces = {"rank_nonce": "n", "driver_nonce": challenge.body["nonce"]}
             proof = make_proof(hub.secret, "rank", role="rollout", rank=rank, **nonces)
             dealer.send_multipart(Message(Kind.PROOF, {"proof": proof}).frames())
-        joined = [event for _ in range(count) if (event := hub.next(5)) is not None]
+        joined = [_next(hub, Joined) for _ in range(count)]
         assert {event.member.rank for event in joined if isinstance(event, Joined)} == {*range(count)}
     finally:
         context.destroy(linger=0)
@@ -133,11 +135,13 @@ def _dealer(hub: Hub, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[byt
 
 def _pumped(hub: Hub, dealer: zmq.Socket[bytes]) -> Message:
     """What the hub says to it next."""
-    for _ in range(100):
-        if dealer.poll(0):
-            return parse([*dealer.recv_multipart()])
-        assert hub.next(0.05) is None
-    raise AssertionError("the driver said nothing")
+
+    def nothing_yet() -> bool:
+        assert hub.next(0) is None
+        return not dealer.poll(10)
+
+    assert wait_until(lambda: not nothing_yet()), "the driver said nothing"
+    return parse([*dealer.recv_multipart()])
 
 
 def test_a_flood_of_strangers_costs_no_rank_its_beats() -> None:
@@ -148,10 +152,10 @@ def test_a_flood_of_strangers_costs_no_rank_its_beats() -> None:
         link = _join(hub)
         for kinds in (("hello", "stream"), ("key", "idle")):
             with flooded(hub.address, kinds, 1.5) as strangers:
-                waits = _echo_times(hub, link, 1.5)
+                waits = _echo_times(hub, link, lambda: all(one.poll() is not None for one in strangers))
                 sent = [int(stranger.communicate()[0].split()[1]) for stranger in strangers]
             assert min(sent) > 10, "a flood that was none"
-            assert max(waits) < 10
+            assert max(waits) < BOUND_S
         assert hub.refused == 0
         link.close()
     finally:
@@ -164,16 +168,16 @@ def test_the_door_is_open_only_while_a_rank_is_awaited() -> None:
     try:
         host, port = hub.address.removeprefix("tcp://").split(":")
 
-        def is_open() -> bool:
-            with suppress(TimeoutError), socket.create_connection((host, int(port)), 0.3):
+        def is_open(within_s: float = BOUND_S) -> bool:
+            with suppress(TimeoutError), socket.create_connection((host, int(port)), within_s):
                 return True
             return False
 
         hub.expect("actor", 1)
         assert is_open()
         link = _join(hub)
-        assert not is_open()
-        assert max(_echo_times(hub, link, 0.2)) < 10, "who is in is heard"
+        assert not is_open(0.3)
+        assert len(_echo_times(hub, link, iter([False, True]).__next__)) == 1, "who is in is heard"
         hub.expect("rollout", 1)
         assert is_open()
         hub.expect("rollout", 0)
@@ -181,7 +185,7 @@ def test_the_door_is_open_only_while_a_rank_is_awaited() -> None:
         link.close()
         assert is_open(), "it is to be started again"
         _join(hub).close()
-        assert not is_open()
+        assert not is_open(0.3)
     finally:
         hub.close()
 
@@ -190,13 +194,12 @@ def test_connections_with_the_key_but_no_proof_are_heard_last_and_a_few_at_a_tim
     """A flood from inside: by a process that was told the key."""
     link = _join(hub)
     hello = Message(Kind.HELLO, {"role": "actor", "rank": 1, "pid": 1, "host": "h", "nonce": "n"}).frames()
-    with _stranger(hub) as ask:
-        until = time.monotonic() + 1.5
-        with ThreadPoolExecutor(1) as pool:
-            flood = pool.submit(ask.flood, hello, until)
-            waits = _echo_times(hub, link, 1.5)
-            assert flood.result() > 1000
-    assert max(waits) < 10
+    until = time.monotonic() + 1.5
+    with _stranger(hub) as ask, ThreadPoolExecutor(1) as pool:
+        flood = pool.submit(ask.flood, hello, 1000, until)
+        waits = _echo_times(hub, link, flood.done)
+        flood.result()
+    assert max(waits) < BOUND_S
     link.close()
 
 
@@ -212,16 +215,37 @@ def test_curve_refuses_plain_connections(hub: Hub) -> None:
 
 
 def test_silence_is_reported_once_and_beats_prevent_it() -> None:
-    hub = Hub(heartbeat_timeout_s=1.0)
+    hub = Hub(heartbeat_timeout_s=20)
     try:
         hub.expect("actor", 1)
         link = _join(hub)
-        assert hub.next(2.5) is None  # the rank's second thread beats
+        (peer,) = hub._peers.values()
+        heard = peer.heard
+        assert wait_until(lambda: hub.next(0.1) is None and peer.heard > heard + 2)  # the rank's second thread beats
         link._closing.set()  # and now no more
+        hub.heartbeat_timeout_s = 1.0
         event = _next(hub, Silent)
         assert isinstance(event, Silent)
         assert event.seconds >= 1.0
         assert hub.next(1.5) is None
+        link.close()
+    finally:
+        hub.close()
+
+
+def test_time_in_which_the_driver_does_not_listen_is_nobodys_silence() -> None:
+    """Of a driver that was stopped, with all its ranks: their beats come later than it looks."""
+    hub = Hub(heartbeat_timeout_s=4)
+    try:
+        hub.expect("actor", 1)
+        link = _join(hub)
+        link._closing.set()
+        hub._closing.set()
+        hub._thread.join()  # nobody looks but this one
+        hub._closing.clear()
+        (peer,) = hub._peers.values()
+        hub._looked, peer.heard = hub._looked - 60, hub._looked - 60
+        assert hub.next(0) is None
         link.close()
     finally:
         hub.close()
@@ -243,10 +267,11 @@ def _key(hub: Hub) -> str:
     return hub.environment()["RLCTL_CURVE_KEY"]
 
 
-def _echo_times(hub: Hub, link: Link, seconds: float) -> list[float]:
+def _echo_times(hub: Hub, link: Link, done: Callable[[], bool]) -> list[float]:
     """Seconds from a rank's message to the driver's hearing of it, over and over."""
-    waits, until = [], time.monotonic() + seconds
-    while (sent := time.monotonic()) < until:
+    waits: list[float] = []
+    while not done():
+        sent = time.monotonic()
         link.send(Message(Kind.ANSWER, {}, Verb.PING, 1))
         assert isinstance(_next(hub, Received), Received)
         waits.append(time.monotonic() - sent)
@@ -267,7 +292,7 @@ def _while_pumping(hub: Hub, work: object) -> None:
     """The hub's second thread answers handshakes while the first does something else."""
     assert callable(work)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(work).result(timeout=30)
+        pool.submit(work).result(timeout=120)
 
 
 def _next(hub: Hub, kind: type[Event]) -> Event:
@@ -303,14 +328,13 @@ class _stranger:
         assert wait_until(lambda: self._hub.next(0) is None and self._dealer.poll(10))
         return parse(self._dealer.recv_multipart())
 
-    def flood(self, what: list[bytes], until: float) -> int:
-        """Send as fast as it goes, and never read; how often."""
+    def flood(self, what: list[bytes], least: int, until: float) -> None:
+        """Send as fast as it goes, and never read; at least so often."""
         sent = 0
-        while time.monotonic() < until:
+        while sent < least or time.monotonic() < until:
             with suppress(zmq.Again):
                 self._dealer.send_multipart(what, zmq.NOBLOCK)
                 sent += 1
-        return sent
 
     def __exit__(self, *_: object) -> None:
         self._dealer.close(linger=0)

@@ -12,13 +12,21 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from probe_groups import SUPPORT, probe_groups, role_plan, wait_until
+from probe_groups import SUPPORT, judge_silence_of, probe_groups, role_plan, wait_until
 
+import rlctl.processes.groups
 from rlctl.processes.groups import Groups
 from specs.errors import BatchError, Interrupted, RoleFailure, SpecError
 from specs.wire.messages import Message, Verb
 
 BOUND_S = 60.0  # generous: the machine may be busy
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A better cause, and stacks, may take long to come."""
+    monkeypatch.setattr(rlctl.processes.groups, "ROOT_CAUSE_GRACE_S", BOUND_S)
+    monkeypatch.setattr(rlctl.processes.groups, "_DUMP_S", BOUND_S)
 
 
 def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
@@ -86,6 +94,7 @@ def test_an_error_of_ours_is_told_without_a_traceback(tmp_path: Path) -> None:
             groups["reward"].call(Verb.PING, {"unsendable": True})
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_secondary_failure_is_not_taken_for_the_root_cause(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
         bodies = [{"do": "lose a peer"}, {"do": "raise"}]
@@ -110,24 +119,35 @@ def test_a_dead_rank_is_noticed_while_waiting_for_another_role(tmp_path: Path, d
 
 
 def test_a_stopped_rank_is_noticed_and_ended(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 2), heartbeat_timeout_s=2.0) as groups:
+    with probe_groups(tmp_path, role_plan("actor", 2)) as groups:
+        judge_silence_of(groups, "actor", 1)
         with pytest.raises(RoleFailure, match="no sign of life") as caught:
             groups["actor"].call(Verb.PING, {"do": "stop", "rank": 1})
         assert caught.value.rank == 1
 
 
 def test_a_computing_rank_is_not_taken_for_a_stopped_one(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1), heartbeat_timeout_s=2.0) as groups:
-        groups["actor"].call(Verb.PING, {"sleep_s": 3})
-        time.sleep(2.5)  # nor does a busy driver take its ranks for dead
-        groups["actor"].call(Verb.PING)
+    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
+        (peer,), gate = groups.hub._peers.values(), tmp_path / "gate"
+        call = groups["actor"].post(Verb.PING, {"do": "await", "file": str(gate)})
+        before = peer.heard
+        assert wait_until(lambda: (groups.tick(), peer.heard > before + 2)[1])
+        before = peer.heard  # nor does a busy driver take its ranks for dead
+        assert wait_until(lambda: peer.heard > before + 2)
+        gate.touch()
+        call.result()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        with pytest.raises(RoleFailure, match=r"no answer within 1\.5 s") as caught:
-            groups["actor"].call(Verb.PING, {"do": "hang"}, timeout_s=1.5)
-        assert "_misbehave" in caught.value.log_tail
+        parts: list[Message] = []
+        call = groups["actor"].post(Verb.PING, {"parts": 1, "then": "hang"}, timeout_s=BOUND_S, on_part=parts.append)
+        assert wait_until(lambda: (groups.tick(), parts)[1])
+        call._deadline = 0.0
+        with pytest.raises(RoleFailure, match="no answer within 60 s") as caught:
+            call.result()
+        assert "in ping" in caught.value.log_tail
 
 
 def test_a_role_that_cannot_be_made_says_why(tmp_path: Path) -> None:
@@ -206,7 +226,7 @@ def test_torchrun_group_blames_the_rank_that_was_killed(tmp_path: Path) -> None:
     assert (tmp_path / "actor" / "rank1.log").exists()
 
 
-@pytest.mark.usefixtures("warm_children")
+@pytest.mark.usefixtures("warm_children", "patient")
 def test_a_launcher_that_is_slow_to_say_so_does_not_blame_the_peer(tmp_path: Path) -> None:
     """torchrun ends the other ranks before it says who failed; one of these has told by then that it lost a peer."""
     with probe_groups(tmp_path, role_plan("actor", 2, "torchrun")) as groups:
@@ -220,7 +240,7 @@ def test_a_launcher_that_is_slow_to_say_so_does_not_blame_the_peer(tmp_path: Pat
 def test_closing_is_polite_and_twice_is_fine(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2)) as groups:
         groups["actor"].call(Verb.PING)
-        groups.close()
+        groups.close(grace_s=BOUND_S)
         assert [started.process.returncode for started in groups.launcher.started] == [0, 0]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from probe_groups import probe_groups, role_plan, wait_until
+from probe_groups import judge_silence_of, probe_groups, role_plan, wait_until
 
 import rlctl.processes.late_hosts
 from rlctl.loop.recovery import LossWarnings, Returns, SteadySync, begin_with_fewer
@@ -16,6 +16,7 @@ from rlctl.loop.residency import Residency
 from rlctl.processes.calls import RanksLost
 from rlctl.processes.failures import Evidence
 from rlctl.processes.groups import Groups
+from rlctl.processes.launch import tail
 from rlctl.processes.placement import RemoteNode
 from rlctl.processes.rank_states import RankState, RestartPolicy
 from specs.errors import Interrupted, Problem, RoleFailure, SpecError
@@ -73,7 +74,7 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
 
 
 def test_verbs_in_line_are_for_the_other_replicas_not_for_the_new_process(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 2), verb_timeout_s=10.0) as groups:
+    with probe_groups(tmp_path, role_plan("rollout", 2), verb_timeout_s=60.0) as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
         rollout = groups["rollout"]
         lost = rollout.post(Verb.PING, [{}, {"do": "kill"}])
@@ -96,11 +97,11 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
         if interrupts:
             raise interrupts.pop()
 
-    limits = {"verb_timeout_s": 10.0, "on_tick": on_tick}
+    limits = {"verb_timeout_s": 60.0, "on_tick": on_tick}
     with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
         rollout, weights = groups["rollout"], None  # which it does not come to
         policy = RestartPolicy("rollout", 1, LossWarnings(groups, {}, str))
-        returns = Returns(groups, policy, body={}, built=[], start_timeout_s=10)
+        returns = Returns(groups, policy, body={}, built=[], start_timeout_s=60)
         sync = SteadySync(Residency(False, [rollout]), weights, returns)
         with pytest.raises(RanksLost):
             rollout.call(Verb.PING, {"do": "kill", "rank": 1})
@@ -116,12 +117,14 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
 
 
 def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 1), heartbeat_timeout_s=2.0) as groups:
+    with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
         hung = groups.members["rollout", 0].pid
+        judge_silence_of(groups, "rollout", 0)
         with pytest.raises(RanksLost):
             groups["rollout"].call(Verb.PING, {"do": "stop"})
         assert not Path(f"/proc/{hung}").exists()
+        groups.hub.heartbeat_timeout_s = 60.0
         restart(groups)
         assert groups["rollout"].call(Verb.PING)[0].body["pid"] != hung
 
@@ -151,7 +154,10 @@ def test_an_engine_that_says_that_it_died_is_a_loss(tmp_path: Path) -> None:
         assert groups["rollout"].call(Verb.PING)[0].body["rank"] == 0
 
 
-def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(tmp_path: Path) -> None:
+def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rlctl.processes.groups, "ROOT_CAUSE_GRACE_S", 60.0)  # the loss may be slow to come
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 1), factory="sync_handlers") as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
         export = groups["actor"].post(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
@@ -160,6 +166,7 @@ def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(t
             export.result()
         groups["actor"].settle()
         restart(groups)
+        monkeypatch.setattr(rlctl.processes.groups, "ROOT_CAUSE_GRACE_S", 0.2)
         with pytest.raises(RoleFailure, match="the other rank left"):  # nobody was lost: it is a failure
             groups["actor"].call(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
 
@@ -212,8 +219,9 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
         begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({2})))
 
         def hurry() -> None:
-            """The deadline passes as soon as the others are there."""
-            if ranks.dropped("rollout") and {("actor", 0), ("rollout", 0), ("rollout", 3)} <= groups.members.keys():
+            """The deadline passes as soon as the others are there, and the third waits."""
+            here = {("actor", 0), ("rollout", 0), ("rollout", 3)} <= groups.members.keys()
+            if ranks.dropped("rollout") and here and "waiting" in tail(groups.launcher.log_path("rollout", 2)):
                 groups._start_timeout_s = 0.0
 
         groups._on_tick = hurry

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from hand_clock import HandClock
-from probe_groups import probe_groups, role_plan
+from probe_groups import doing, judge_silence_of, probe_groups, role_plan, wait_until
 
+import rlctl.processes.groups
 from rlctl.processes import stall_watch as module
-from rlctl.processes.calls import RanksLost
+from rlctl.processes.calls import Call, RanksLost
 from rlctl.processes.failures import Evidence
+from rlctl.processes.groups import Groups
 from rlctl.processes.rank_states import RestartPolicy
 from rlctl.processes.stall_watch import StallWatch, Waiting
 from specs.errors import RoleFailure
 from specs.wire.heartbeat import Activity
-from specs.wire.messages import Verb
+from specs.wire.messages import Message, Verb
 
-BOUND_S = 60.0  # generous: the machine may be busy
-STALL = {"stall_timeout_s": 2.5, "heartbeat_timeout_s": 3.0}
+SOON_S = 0.3
 GENERATE, UPDATE = Waiting("generate", 5, 3), Waiting("update", 9, 3)
 ROLLOUT, ACTOR, PEER = ("rollout", 3), ("actor", 0), ("actor", 1)
 
@@ -132,60 +135,120 @@ def test_what_is_done_counts_on_over_a_restart(clock: HandClock) -> None:
 # ── real processes ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacks may take long to come."""
+    monkeypatch.setattr(rlctl.processes.groups, "_DUMP_S", 60.0)
+    monkeypatch.setattr(rlctl.processes.groups, "_STACKS_S", 60.0)
+
+
+def come_to(groups: Groups, *conditions: Callable[[], Any]) -> None:
+    """Until all ranks are where a test wants them: what follows is judged at once."""
+    assert wait_until(lambda: (groups.tick(), all(one() for one in conditions))[1])
+
+
+def where(groups: Groups, role: str, rank: int) -> str:
+    """The function that a rank says its main thread is in; empty while it has said nothing of its verb."""
+    return said.where if (said := doing(groups, role, rank)) is not None else ""
+
+
+def stalled(groups: Groups, call: Call) -> list[Message]:
+    groups.watch.timeout_s = SOON_S
+    return call.result()
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
     said: list[Evidence] = []
-    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2), **STALL) as groups:
+    with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2)) as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1, said.append))
+        call = groups["rollout"].post(Verb.PING, {"do": "hang", "rank": 1}, step=3)
+        come_to(groups, lambda: call.missing == [1], lambda: where(groups, "rollout", 1).startswith("_misbehave"))
         with pytest.raises(RanksLost) as caught:
-            groups["rollout"].call(Verb.PING, {"do": "hang", "rank": 1}, step=3)
+            stalled(groups, call)
         assert caught.value.call.lost == {1}
-        told = r"step 3 waits for rollout rank 1, which is in ping, \d s without a sign of progress, at _misbehave"
+        told = r"step 3 waits for rollout rank 1, which is in ping, \d+ s without a sign of progress, at _misbehave"
         assert re.search(told, said[0].message)
         assert "_misbehave" in (tmp_path / "rollout" / "rank1.log").read_text()
+        groups.watch.timeout_s = 600.0
         with groups.restart("rollout") as ranks:
             assert ranks == [1]
         assert len(groups["rollout"].call(Verb.PING)) == 2
 
 
-STUCK = {
-    "spin": ("python", "nothing has moved", STALL),
-    "hang in native code": ("python", "nothing has moved", STALL),
-    "hold the lock": ("torchrun", "no sign of life", {"heartbeat_timeout_s": 2.0}),
-}
-
-
-@pytest.mark.parametrize("do", STUCK)
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("do", ["spin", "hang in native code"])
 def test_a_stuck_actor_ends_the_run_with_its_stacks(tmp_path: Path, do: str) -> None:
-    launcher, words, limits = STUCK[do]
-    with probe_groups(tmp_path, role_plan("actor", 2, launcher, group=True), **limits) as groups:
-        started = time.monotonic()
-        with pytest.raises(RoleFailure, match=words) as caught:
-            groups["actor"].call(Verb.PING, {"do": do, "rank": 1}, step=3)
-        assert time.monotonic() - started < BOUND_S
+    with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
+        call = groups["actor"].post(Verb.PING, {"do": do, "rank": 1}, step=3)
+        come_to(groups, lambda: call.missing == [1], lambda: where(groups, "actor", 1).startswith("_misbehave"))
+        with pytest.raises(RoleFailure, match="nothing has moved") as caught:
+            stalled(groups, call)
+        assert (caught.value.role, caught.value.rank, caught.value.step) == ("actor", 1, 3)
+        assert "in _misbehave" in caught.value.log_tail
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_actor_that_holds_the_lock_gives_no_sign_of_life_but_its_stacks(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, role_plan("actor", 2, "torchrun", group=True)) as groups:
+        parts: list[Message] = []
+        body = {"parts": 1, "then": "hold the lock", "rank": 1}
+        call = groups["actor"].post(Verb.PING, body, step=3, on_part=parts.append)
+        come_to(groups, lambda: parts)
+        process = psutil.Process(groups.members["actor", 1].pid)
+        before = process.cpu_times().user
+        come_to(groups, lambda: process.cpu_times().user > before + 0.5)
+        judge_silence_of(groups, "actor", 1)
+        with pytest.raises(RoleFailure, match="no sign of life") as caught:
+            call.result()
         assert (caught.value.role, caught.value.rank, caught.value.step) == ("actor", 1, 3)
         assert "in _misbehave" in caught.value.log_tail
 
 
 def test_slow_is_not_stuck(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 1), **STALL) as groups:
-        call = groups["rollout"].post(Verb.PING, {"do": "crawl"})  # 4 s
-        seen = set()
-        while not call.done:
+    slow, uncounted = tmp_path / "slow", tmp_path / "uncounted"
+    with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:
+        call = groups["rollout"].post(Verb.PING, {"do": "crawl", "file": str(slow)})
+        seen: dict[int, float] = {}  # tokens → when the last thing moved
+
+        def seen_so_far() -> int:
+            seen.setdefault(groups.moving().done.get("token", 0), groups.watch._moved_at)
+            return len(seen)
+
+        come_to(groups, lambda: seen_so_far() > 2)
+        moved = [*seen.values()]
+        assert moved == sorted(set(moved)), "each count is a move"
+        slow.touch()
+        call.result()
+        call = groups["rollout"].post(Verb.BUILD, {"do": "await", "file": str(uncounted)})
+        come_to(groups, lambda: doing(groups, "rollout", 0))
+        groups.watch.timeout_s = 0.0  # it counts nothing, and need not
+        for _ in range(3):
             groups.tick()
-            seen.add(groups.moving().done.get("token", 0))
-        assert len(seen) > 2
-        groups["rollout"].call(Verb.BUILD, {"sleep_s": 3.5})  # counts nothing, and need not
+        assert groups.moving().still_s == 0.0
+        groups.watch.timeout_s = 600.0
+        uncounted.touch()
+        call.result()
+        call = groups["rollout"].post(Verb.PING, {"sleep_s": 600})
+        come_to(groups, lambda: doing(groups, "rollout", 0))
         with pytest.raises(RoleFailure, match="nothing has moved"):
-            groups["rollout"].call(Verb.PING, {"sleep_s": 60})
+            stalled(groups, call)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_does_not_come_to_a_collective(tmp_path: Path) -> None:
     """The others wait in it: they are not to blame, and the last collectives of each are on disk."""
-    limits = {"stall_timeout_s": 3.0, "heartbeat_timeout_s": 20.0}
-    with probe_groups(tmp_path, role_plan("actor", 2, group=True), **limits) as groups:
+    with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
         groups["actor"].call(Verb.BUILD, {"do": "meet"})  # imports torch, which may take as long as it likes
+        call = groups["actor"].post(Verb.PING, [{"do": "meet"}, {"do": "spin"}])
+
+        def waits() -> bool:
+            said = doing(groups, "actor", 0)
+            return said is not None and bool(said.waits_for)
+
+        come_to(groups, waits, lambda: where(groups, "actor", 1).startswith("_misbehave"))
         with pytest.raises(RoleFailure) as caught:
-            groups["actor"].call(Verb.PING, [{"do": "meet"}, {"do": "spin"}])
+            stalled(groups, call)
         failure = caught.value
         assert failure.rank == 1
         assert "actor rank 0 waits for the other ranks, in all_reduce" in failure.cause
