@@ -24,4 +24,4 @@ class ReaderProcess:
 
     def end(self, number=signal.SIGKILL):
         self.process.send_signal(number)
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=90)

@@ -22,9 +22,9 @@ class ThreadedGroup:
         """In place, as that of torch.distributed."""
         assert group is not None
         group.board[group.rank] = tensor.clone()
-        group.barrier.wait(30)
+        group.barrier.wait(150)
         parts = torch.stack([group.board[rank] for rank in sorted(group.board)])
-        group.barrier.wait(30)
+        group.barrier.wait(150)
         tensor.copy_(parts.amax(0) if op == dist.ReduceOp.MAX else parts.sum(0))
 
 

@@ -70,8 +70,8 @@ def keeper(folder: Path) -> Iterator[Line]:
             children = line.children()
             assert process.stdin is not None
             process.stdin.close()
-            assert process.wait(30) == 0
-            assert not psutil.wait_procs(children, 10)[1]
+            assert process.wait(60) == 0
+            assert not psutil.wait_procs(children, 60)[1]
 
 
 def test_ranks_are_forks_with_a_session_a_log_and_variables_of_their_own(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ WITH_SHARED_MEMORY = """
 import time
 from multiprocessing.shared_memory import SharedMemory
 print(SharedMemory(create=True, size=4096).name, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="marks are read from /proc")
-def test_shared_memory_of_a_killed_process_is_removed() -> None:
+def test_shared_memory_of_a_killed_process_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Python's own tracker, a child that ends last: samplers share memory with their workers so."""
+    monkeypatch.setattr(watchdog, "_CLEANING_S", 60.0)
     mark = f"RLCTL_TEST_MARK={os.getpid()}"
     name, _, value = mark.partition("=")
     process = subprocess.Popen(
@@ -38,11 +39,11 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
     assert process.stdout is not None
     segment = Path("/dev/shm", process.stdout.readline().strip())
     assert segment.exists()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (tracked := any(is_tracker(pid) for pid in pids_marked(mark))) and time.monotonic() < deadline:
         time.sleep(0.01)  # it is started without waiting for it
     assert tracked
-    assert kill_marked(mark, 10) == []
+    assert kill_marked(mark, 90) == []
     assert process.wait() == -9
     process.stdout.close()
     assert not segment.exists()
@@ -53,7 +54,7 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
 def test_a_process_in_the_middle_of_exec_is_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux shows an empty environment for that moment, which cannot be held: here it is the first look."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "RLCTL_TEST_MARK": mark})
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, "RLCTL_TEST_MARK": mark})
     looked = False
 
     def environ_of(pid: int) -> bytes:
@@ -66,7 +67,7 @@ def test_a_process_in_the_middle_of_exec_is_killed_too(monkeypatch: pytest.Monke
     seen = watchdog._environ_of
     monkeypatch.setattr(watchdog, "_environ_of", environ_of)
     try:
-        assert kill_marked(f"RLCTL_TEST_MARK={mark}", 10) == []
+        assert kill_marked(f"RLCTL_TEST_MARK={mark}", 60) == []
         assert process.wait(60) == -9
     finally:
         process.kill()
@@ -77,7 +78,7 @@ def test_a_process_in_the_middle_of_exec_is_killed_too(monkeypatch: pytest.Monke
 def test_a_process_is_waited_for_until_it_has_let_go_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses its environment first. Here it does so at its kill, which takes effect later."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "RLCTL_TEST_MARK": mark})
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, "RLCTL_TEST_MARK": mark})
     killed: list[threading.Timer] = []
 
     def kill_later(pid: int, number: signal.Signals) -> None:
@@ -91,7 +92,7 @@ def test_a_process_is_waited_for_until_it_has_let_go_of_its_files(monkeypatch: p
     try:
         while mark.encode() not in seen(process.pid):
             time.sleep(0.01)
-        assert kill_marked(f"RLCTL_TEST_MARK={mark}", 10) == []
+        assert kill_marked(f"RLCTL_TEST_MARK={mark}", 60) == []
         assert process.poll() == -9
         assert len(killed) == 1
     finally:

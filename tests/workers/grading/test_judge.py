@@ -45,7 +45,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def judge_table(url: str, **keys: Any) -> JudgeTable:
     term = {"kind": "judge", "base_url": url, "model": "m", "prompt": "{prompt} {completion}", "key_env": "JUDGE_KEY"}
-    return JudgeTable.model_validate({**term, "min_score": 0, "max_score": 10, "timeout_s": 1.0, **keys})
+    return JudgeTable.model_validate({**term, "min_score": 0, "max_score": 10, "timeout_s": 60.0, **keys})
 
 
 def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys: Any) -> tuple[list[Grade], Any]:
@@ -180,11 +180,11 @@ def test_what_lasts_is_not_asked_again(tmp_path: Path, server: JudgeServer, name
 
 def test_a_deadline_holds_for_the_whole_request(tmp_path: Path, server: JudgeServer) -> None:
     """Of a server that sends a byte now and then, and of one that says nothing."""
-    for behaviour in (drips, lambda handler, asked: time.sleep(10)):
+    for behaviour in (drips, lambda handler, asked: time.sleep(25)):
         server.always, began = behaviour, time.monotonic()
         (grade,), counts = graded(tmp_path, server.base_url, timeout_s=0.2, retries=1)
         assert (grade.cause, counts["judge_requests"]) == ("judge_timeouts", 2)
-        assert 0.4 <= time.monotonic() - began < 8
+        assert 0.4 <= time.monotonic() - began < 25
 
 
 def test_nobody_there(tmp_path: Path, server: JudgeServer) -> None:
@@ -214,7 +214,7 @@ def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_retry_after_is_seconds_or_a_date() -> None:
     in_an_hour = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 3600))
     assert asked_wait_s({"retry-after": "2.5"}) == 2.5
-    assert asked_wait_s({"retry-after": in_an_hour}) == pytest.approx(3600, abs=5)
+    assert asked_wait_s({"retry-after": in_an_hour}) == pytest.approx(3600, abs=100)
     for odd in ("", "soon", "-3", "Mon, 99 Foo", "9" * 400, "2001"):
         assert asked_wait_s({"retry-after": odd}) >= 0.0
 
@@ -239,14 +239,17 @@ def test_a_connection_is_kept_and_opened_anew(tmp_path: Path, server: JudgeServe
 # ── a judge that is down ──────────────────────────────────────────────────────────────────────────
 
 
-def test_a_judge_that_is_down_is_not_asked_for_every_completion(tmp_path: Path, server: JudgeServer) -> None:
+def test_a_judge_that_is_down_is_not_asked_for_every_completion(
+    tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_health, "FIRST_PROBE_S", 60.0)
     server.always = status(503, b"maintenance")
     grades, counts = graded(tmp_path, server.base_url, tuple(map(str, range(30))), concurrency=1, retries=0)
     assert counts["judge_requests"] == len(server.asked) == DOWN_AFTER
     assert [grade.cause for grade in grades] == ["judge_errors"] * DOWN_AFTER + ["judge_down"] * (30 - DOWN_AFTER)
     assert grades[-1].text == (
         "reward.terms[3]: the judge is down, and not asked: 8 requests in a row failed (HTTP 503: maintenance); it is "
-        "tried again after 5 s"
+        "tried again after 60 s"
     )
 
 
@@ -261,8 +264,11 @@ def test_a_judge_that_is_up_again_is_asked_again(
     assert [grade.values for grade in grades[len(lost) :]] == [(7.0,)] * (20 - len(lost))
 
 
-def test_a_request_under_way_gives_up_when_the_judge_is_down(tmp_path: Path, server: JudgeServer) -> None:
+def test_a_request_under_way_gives_up_when_the_judge_is_down(
+    tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has 20 tries left, and the others have found out."""
+    monkeypatch.setattr(judge_health, "FIRST_PROBE_S", 60.0)
     panel = Judge(judge_table(server.base_url, retries=20), 3, "answer", JudgeCache(None))
 
     def others_find_out(handler: Any, asked: Any) -> None:
@@ -363,7 +369,7 @@ def test_many_are_asked_at_once(tmp_path: Path, server: JudgeServer) -> None:
         nonlocal most
         under_way.append(1)
         most = max(most, len(under_way))
-        together.wait(20)
+        together.wait(60)
         under_way.pop()
         normal(handler, asked)
 

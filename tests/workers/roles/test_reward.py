@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from given_up import LIMIT_S, given_up
 from judge_server import Asked, judge_server, says, status
 
 import specs
@@ -38,7 +39,8 @@ class Role:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.data, self.reward = Data(Rank()).handlers(), Reward(Rank()).handlers()
+        self.reward_role = Reward(Rank())
+        self.data, self.reward = Data(Rank()).handlers(), self.reward_role.handlers()
         self.rows: dict[str, Any] = {}  # as they came with the last prompts
 
     def call(self, verb: Verb, body: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Message:
@@ -204,16 +206,18 @@ def test_failures_are_counted_and_saved(role: Role, codec: TextCodec) -> None:
         "def score(prompt, completion, row):\n"
         "    assert prompt == row['prompt']\n"
         "    if completion == '1': os._exit(9)\n"
-        "    if completion == '2': time.sleep(60)\n"
+        "    if completion == '2': time.sleep(600)\n"
         "    if completion == '3': return None\n"
         "    if completion == '4': raise ValueError('four')\n"
         "    return 1\n",
         "utf-8",
     )
-    role.build([{"kind": "function", "path": "rewards.py:score"}], timeout_s=1.5, fallback=-7.0)
+    role.build([{"kind": "function", "path": "rewards.py:score"}], timeout_s=LIMIT_S, fallback=-7.0)
     role.call(Verb.OPEN_DATA)
     prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2}).batch
-    scored = role.score(answered(prompts, codec, list("012345")))
+    assert role.reward_role._pool is not None
+    with given_up(role.reward_role._pool, "2"):
+        scored = role.score(answered(prompts, codec, list("012345")))
     assert scored.tensors["reward_B"].tolist() == [1, -7, -7, -7, -7, 1]
     assert scored.tensors["scored_B"].tolist() == [1, 0, 0, 0, 0, 1]
     assert scored.body["failures"] == {"timeouts": 1, "crashes": 1, "exceptions": 1, "bad_values": 1}
@@ -227,13 +231,24 @@ def test_failures_are_counted_and_saved(role: Role, codec: TextCodec) -> None:
     assert "ValueError: four" in records[3]["text"]
 
 
+# A process that grades waits until as many as there should be do.
+TOGETHER = """
+import os, time
+def score(prompt, completion, row):
+    open(f"{FOLDER}/{os.getpid()}", "w").close()
+    while len(os.listdir(FOLDER)) < WORKERS:
+        time.sleep(0.01)
+    return os.getpid()
+"""
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_grade_side_by_side(role: Role, codec: TextCodec, workers: int) -> None:
-    """Each sample is scored with the process that graded it, and takes long enough for all to have some."""
-    (role.folder / "rewards.py").write_text(
-        "import os, time\ndef score(prompt, completion, row):\n    time.sleep(0.5)\n    return os.getpid()\n", "utf-8"
-    )
-    role.build([{"kind": "function", "path": "rewards.py:score"}], workers=workers, timeout_s=30)
+    """Each sample is scored with the process that graded it."""
+    (role.folder / "seen").mkdir()
+    names = f"FOLDER, WORKERS = {str(role.folder / 'seen')!r}, {workers}\n"
+    (role.folder / "rewards.py").write_text(names + TOGETHER, "utf-8")
+    role.build([{"kind": "function", "path": "rewards.py:score"}], workers=workers, timeout_s=LIMIT_S)
     role.call(Verb.OPEN_DATA)
     prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2}).batch
     scored = role.score(answered(prompts, codec, list("012345")))
@@ -334,7 +349,7 @@ def test_judges_hold_up_nobody(role: Role, codec: TextCodec, tmp_path: Path) -> 
     scores = {"1": says("0.5"), "22": says("0.25")}
 
     def waits(handler: Any, asked: Asked) -> None:
-        assert release.wait(10)
+        assert release.wait(60)
         scores.get(asked.text.partition(":")[2], status(400, b"<html>\n  not you\n</html>"))(handler, asked)
 
     with judge_server(always=waits) as server:

@@ -46,7 +46,7 @@ class Script:
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=90)
 
 
 @pytest.fixture
