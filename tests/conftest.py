@@ -22,9 +22,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 
+HANGS_S = 480  # what takes longer has no end; on a busy machine a whole run takes many times as long
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """The dearest files come first. Tests marked `gpu` are skipped where there is no NVIDIA GPU."""
     sort_dearest_first(items, config)
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(HANGS_S))
     if has_gpu():
         return
     skip = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
@@ -67,3 +73,10 @@ def without_group() -> None:
     from backends.train.role_group import leave_group
 
     leave_group()
+
+
+@pytest.fixture
+def patient_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check calls reward functions until it has seen enough: in a second a busy machine gets to few."""
+    for name in ("TIMEOUT_S", "_QUICK_S", "_SLOW_S", "_MORE_S", "_GROWTH_S"):
+        monkeypatch.setattr(f"rlctl.check.reward_import.{name}", 60.0)

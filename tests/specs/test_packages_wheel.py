@@ -58,7 +58,7 @@ class Installed:
     def call(self, *command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in command]
         return subprocess.run(
-            words, cwd=cwd, env=self._environment, capture_output=True, text=True, timeout=120, check=False
+            words, cwd=cwd, env=self._environment, capture_output=True, text=True, timeout=400, check=False
         )
 
     def rlctl(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

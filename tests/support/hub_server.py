@@ -14,7 +14,7 @@ from rlctl.models import hub
 from rlctl.models.paths import BUILTIN_FOLDER
 
 SECRET = "hf_of_this_test"
-LONG_S = 60.0  # longer than any test waits
+LONG_S = 300.0  # longer than any test waits
 TINY = {file.name: file.read_bytes() for file in (BUILTIN_FOLDER / "tiny-digits").iterdir()}
 CONFIG: dict[str, Any] = json.loads(TINY["config.json"])
 

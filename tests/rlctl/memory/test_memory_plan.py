@@ -105,9 +105,9 @@ def test_roles_that_take_turns_never_add_up_while_separate_ones_stay(planned: An
 def test_a_70b_on_64_gpus_from_a_laptop(planned: Any) -> None:
     many = ("actor.processes=64", "actor.nodes=8", "actor.launcher=srun", "actor.engine.shard=64")
     config = ("rollout.processes=2", "rollout.engine.tensor_parallel=4", "data.prompts_per_step=512")
-    started = time.perf_counter()
+    started = time.process_time()
     plan = planned("grpo-8gpu-colocated", *many, *config, config=LLAMA_70B)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert part(plan, "actor", "Adam moments") == pytest.approx(PARAMETERS_70B * 8 / 64, rel=1e-3)
     assert part(plan, "rollout", "weights") == pytest.approx(PARAMETERS_70B * 2 / 4, rel=1e-6)
     assert sum(len(place["names"]) for place in plan["places"] if place["kind"] == "GPU") == 64

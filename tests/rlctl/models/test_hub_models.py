@@ -22,6 +22,8 @@ def test_a_model_that_only_the_hub_has(
     (tmp_path / "temporary").mkdir()
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("rlctl.models.hub.TOTAL_S", 60.0)  # this machine may be busy
+    monkeypatch.setattr("rlctl.models.hub_http.CONNECT_S", 60.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)

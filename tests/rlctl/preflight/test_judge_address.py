@@ -36,6 +36,7 @@ def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.preflight.judge_address.TIMEOUT_S", 60.0)  # this machine may be busy
     monkeypatch.setenv("A_KEY", "sk-1")
     with judge_server() as server:
         gone = server.base_url

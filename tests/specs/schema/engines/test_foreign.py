@@ -206,5 +206,5 @@ def test_nobody_looks_for_packages_who_needs_none(site: str, spec: Path) -> None
         "assert 'shout_engine.engine' not in sys.modules and 'torch' not in sys.modules"
     )
     env = {**os.environ, "PYTHONPATH": site}
-    done = subprocess.run([sys.executable, "-c", code, spec], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, spec], env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
