@@ -123,7 +123,7 @@ def alone(job: dict[str, Any], root: Path) -> None:
 def torchrun(root: Path, processes: int, jobs: list[dict[str, Any]]) -> None:
     jobs_file = root / f"jobs{processes}.json"
     jobs_file.write_text(json.dumps({"model": str(root / "model"), "jobs": jobs}))
-    warm_torchrun(processes, "sharded_worker.py", jobs_file, timeout_s=280)
+    warm_torchrun(processes, "sharded_worker.py", jobs_file, timeout_s=500)
 
 
 def family_jobs(root: Path) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def test_a_fault_of_ours_is_exit_1_with_its_traceback(tmp_path: Path) -> None:
     code = "import rlctl.presets as i, rlctl.cli as c, sys; i.print_presets = lambda: 1 / 0; sys.exit(c.main())"
     command = [sys.executable, "-c", code, "init", "--list"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "error: ZeroDivisionError: division by zero\n\nhint: this is a fault in rlctl" in done.stderr
@@ -174,7 +174,7 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: tuple[st
     code = f"import sys; from rlctl.cli import main; main(); {loaded}"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.stderr.strip().endswith("[]"), done.stderr
 
 
@@ -184,7 +184,7 @@ def test_version_and_module(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for arguments, code in (("--version", 0), ("nonsense", 2)):
         command = [sys.executable, "-m", "rlctl", arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
         assert done.returncode == code, done.stderr
         assert code or done.stdout.strip() == f"rlctl {__version__}"
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def make_docs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     script = ROOT / "scripts" / "make_docs.py"
-    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=400)
 
 
 def test_the_reference_has_not_drifted() -> None:

@@ -30,7 +30,7 @@ def wheel(folder: Path, version: str, requires: str = "") -> None:
 def pick(repo_root: Path, wheels: Path, kind: str = "cpu") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
     command = [sys.executable, str(repo_root / "scripts" / "_pick_torch.py"), f"torch=={TORCH}", kind]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from _gpu_parts import PARTS, toy_size  # noqa: E402
 def prove(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [ROOT / "scripts" / "prove-gpu", *arguments]
     environment = {**os.environ, "RLCTL_PYTHON": sys.executable}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a GPU")

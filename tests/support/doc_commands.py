@@ -53,7 +53,7 @@ OTHERS = {"hf", "pip", "git", "sbatch", "kubectl", "docker", "ssh", "curl", "jup
 PLAIN = {"cat", "head", "tail", "ls", "wc"}  # of a block that is run
 STEPS = 2
 COLUMNS = "100"
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 
 
 class Folder:
@@ -160,7 +160,7 @@ class Folder:
         if program == "python":
             return self.succeed([sys.executable, *rest])
         assert program in PLAIN, f"{program}: no test runs it; write `checked` if it needs what a test has not"
-        done = subprocess.run(list(words), cwd=self.path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(list(words), cwd=self.path, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

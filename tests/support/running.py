@@ -22,7 +22,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "RLCTL_CPU_CORES": "2", "COLUMNS": "120", **extra}
 
 
-def rlctl(*args: str | Path, cwd: Path = REPO, timeout_s: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
+def rlctl(*args: str | Path, cwd: Path = REPO, timeout_s: float = 400, **env: str) -> subprocess.CompletedProcess[str]:
     """Run to the end; nothing of it may listen where another host could reach it."""
     command = [sys.executable, "-m", "rlctl", *map(str, args)]
     env = environment(PYTHONPATH=env.pop("PYTHONPATH", str(REPO)), **env)
@@ -31,7 +31,7 @@ def rlctl(*args: str | Path, cwd: Path = REPO, timeout_s: float = 150, **env: st
 
 
 def warm_rlctl(
-    *args: str | Path, cwd: Path = REPO, timeout_s: float = 150, **env: str
+    *args: str | Path, cwd: Path = REPO, timeout_s: float = 400, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """The same in a fork of a process that has imported torch (see `warm.py`)."""
     command = [sys.executable, "-m", "rlctl", *map(str, args)]
@@ -40,13 +40,13 @@ def warm_rlctl(
         return warm.run(command, cwd=cwd, env=env, timeout_s=timeout_s)
 
 
-def warm_python(script: Path, *args: str | Path, timeout_s: float = 150) -> None:
+def warm_python(script: Path, *args: str | Path, timeout_s: float = 400) -> None:
     """A script of ours that imports torch, run to the end; it must succeed."""
     done = warm.run([sys.executable, script, *args], env=environment(PYTHONPATH=str(REPO)), timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def warm_torchrun(processes: int, worker: str, *args: str | Path, timeout_s: float = 170) -> None:
+def warm_torchrun(processes: int, worker: str, *args: str | Path, timeout_s: float = 400) -> None:
     """torchrun with as many ranks of `tests/support/<worker>`; they must succeed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -84,7 +84,7 @@ def trajectory(run_dir: Path) -> list[tuple]:
     return [tuple(line[key] for key in keys) for line in metrics(run_dir) if line["step"] > 0]
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60, what: str = "condition") -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120, what: str = "condition") -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"

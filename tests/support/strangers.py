@@ -42,7 +42,7 @@ def disturb(address: str, port: int, bait: Path) -> bool:
     for kind in KINDS:
         flood(kind, address, port, 0.1)
     if is_store:
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
         for key in store.list_keys():
             store.set(key, code(bait))
     return is_store

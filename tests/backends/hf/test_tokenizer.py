@@ -50,7 +50,7 @@ def test_no_torch_for_a_shipped_model() -> None:
         "assert codec.decode(codec.encode(['3142>'], rendered=False)) == ['3142>']\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=400, check=False).returncode == 0
 
 
 def test_bytes_survive_the_round_trip() -> None:

@@ -71,7 +71,7 @@ def launch(root: Path, processes: int, jobs: list[dict[str, Any]]) -> None:
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [*torchrun, ROOT / "tests" / "support" / "megatron_worker.py", file]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
     said = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
     assert done.returncode == 0, "\n".join(said)[:6000]
 

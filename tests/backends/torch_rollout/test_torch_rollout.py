@@ -407,7 +407,7 @@ def test_sleep_gives_memory_back_to_the_system(tmp_path: Path, shared: bool) -> 
     script = SLEEPER.format(**paths, shared=shared)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=400, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     weights, cache, awake, one, two, again = map(float, done.stdout.split())

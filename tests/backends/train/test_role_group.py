@@ -28,13 +28,15 @@ def test_on_one_host_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
 def test_on_several_hosts_at_rank_0_and_at_its_address_alone(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     before = set(listeners())
     monkeypatch.delenv("RLCTL_GROUP_STORE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", address)
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    one, other = meeting_store(ONE), meeting_store(OTHER)
+    with socket.socket() as held:  # while this is bound nobody else is given the port, and torch may listen there
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        one, other = meeting_store(ONE), meeting_store(OTHER)
     assert one is not None
     assert other is not None
     one.set("key", "said")

@@ -24,18 +24,18 @@ AS_THEY_TAKE_TURNS = [
     {"role": "rollout", "rank": 1, "method": "sleep", "call": 3, "how": "stop", "after": 4},
     {"role": "rollout", "rank": 0, "method": "generate", "call": 1, "how": "sleep", "after": 5},  # heartbeats go on
 ]
-STALL = ("--set", "run.stall_timeout_s=4", "--set", "reward.timeout_s=3.5")
+STALL = ("--set", "run.stall_timeout_s=8", "--set", "reward.timeout_s=7")
 PLACEMENTS = {
     "apart": (CRASHES, ["--set", 'sync.transport="folder"']),
     "taking turns": (
         [*CRASHES, *AS_THEY_TAKE_TURNS],
-        ["--set", 'run.colocate="always"', "--set", "run.heartbeat_timeout_s=2", *STALL],
+        ["--set", 'run.colocate="always"', "--set", "run.heartbeat_timeout_s=6", *STALL],
     ),
 }
 
 
 def nothing_left(run: Path) -> None:
-    wait_for(lambda: not workers_of(run), 60, "the end of every worker")
+    wait_for(lambda: not workers_of(run), 150, "the end of every worker")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
         {"role": "rollout", "rank": 1, "method": "build", "call": 1},
         {"role": "rollout", "rank": 2, "method": "build", "call": 1, "how": "late"},
     ]
-    options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=10"]
+    options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=20"]
     done = warm_rlctl(
         "train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults), *options
     )
@@ -133,7 +133,7 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
     assert trajectory(run) == trajectory(plain)
     said = " ".join(done.stdout.split())
     assert "rollout rank 1 is lost for good: its process was ended by SIGKILL. The run goes on with 2 of them" in said
-    assert "rollout rank 2 was not built within 10 s. The run goes on with 1 of 3 replicas" in said
+    assert "rollout rank 2 was not built within 20 s. The run goes on with 1 of 3 replicas" in said
     assert "rollout rank 2 came late and takes part now: 2 of 3 replicas" in said
     counted = [[line[f"rollout/{name}"] for name in ("replicas", "late", "dropped")] for line in metrics(run)]
     assert counted[-1] == [2, 0, 1]

@@ -50,10 +50,10 @@ def run(tmp_path):
 def test_ending_it_leaves_nothing(run, tmp_path, number):
     command = start("export-checkpoint", run, tmp_path / "out")
     try:
-        wait_for(lambda: psutil.Process(command.pid).children(), 60, "the export process")
+        wait_for(lambda: psutil.Process(command.pid).children(), 150, "the export process")
         (child,) = psutil.Process(command.pid).children()
         command.send_signal(number)
-        output = command.communicate(timeout=100)[0]
+        output = command.communicate(timeout=200)[0]
         assert command.returncode == 130, output
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     finally:

@@ -84,6 +84,6 @@ def test_a_directory_in_use_is_refused(tmp_path, spec_path):
         "except RunDirError as error: print(error.message)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run"), str(spec_path)]
-    other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    other = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
     assert "in use by another rlctl (process" in other.stdout
     run.release()

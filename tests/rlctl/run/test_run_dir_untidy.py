@@ -380,7 +380,7 @@ def test_a_directory_that_became_read_only_is_named(finished):
     new_mounts = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
     resume = [sys.executable, "-m", "rlctl", "train", finished / "fake.toml", "--run-dir", run, "--resume", *OPTIONS]
     command = [*new_mounts, "sh", "-c", READ_ONLY, "sh", run, *resume]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
     if done.returncode == 77 or done.stderr.startswith("unshare:"):
         pytest.skip(f"no mounts of its own: {done.stderr}")
     assert done.returncode == 2, done.stdout + done.stderr

@@ -163,7 +163,7 @@ def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -
     try:
         wait_for(lambda: all(steps_done(run) > 1 for run in runs), 90, "two steps of each")
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=200)[0]
     finally:
         process.kill()
     assert process.returncode == 130, output

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 
 import psutil
 import pytest
@@ -179,13 +178,13 @@ def test_resume_refuses_another_spec(spec, tmp_path):
 
 
 @pytest.fixture
-def running(spec, tmp_path):
-    """A long run in its third step or later."""
-    run = tmp_path / "run"
-    strict = ("--set", "run.heartbeat_timeout_s=3", "--set", "rollout.max_restarts=0")
+def running(request, spec, tmp_path):
+    """A long run in its third step or later. Its parameter: seconds of silence that end it."""
+    run, silence_s = tmp_path / "run", getattr(request, "param", 60)
+    strict = ("--set", f"run.heartbeat_timeout_s={silence_s}", "--set", "rollout.max_restarts=0")
     driver = start("train", spec, "--run-dir", run, *FOREVER, *strict)
     try:
-        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 120, "the third step")
         assert driver.poll() is None, driver.stdout.read()
         yield driver, run
     finally:
@@ -200,7 +199,7 @@ def running(spec, tmp_path):
 def test_a_killed_rank_ends_the_run_and_is_named(running, role):
     driver, run = running
     workers_of(run)[role][0].kill()
-    output = driver.communicate(timeout=100)[0]
+    output = driver.communicate(timeout=200)[0]
     assert driver.returncode == 1, output
     assert f"{role} rank 0" in output
     assert "SIGKILL" in output
@@ -209,15 +208,14 @@ def test_a_killed_rank_ends_the_run_and_is_named(running, role):
     nothing_left(run)
 
 
+@pytest.mark.parametrize("running", [7], indirect=True)
 def test_a_hanging_rank_is_noticed(running):
     driver, run = running
-    began = time.monotonic()
     workers_of(run)["rollout"][0].send_signal(signal.SIGSTOP)
-    output = driver.communicate(timeout=100)[0]
+    output = driver.communicate(timeout=200)[0]
     assert driver.returncode == 1, output
     assert "rollout rank 0" in output
     assert "no sign of life" in output
-    assert time.monotonic() - began < 100
     nothing_left(run)
 
 
@@ -227,14 +225,14 @@ def test_a_dead_driver_leaves_nobody_behind(running):
     actor = workers_of(run)["actor"][0].pid
     driver.kill()
     nothing_left(run)
-    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in grades), 60, "grades' end")
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in grades), 150, "grades' end")
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rlctl-{actor}-")]
 
 
 def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec):
     driver, run = running
     driver.send_signal(signal.SIGINT)
-    output = driver.communicate(timeout=100)[0]
+    output = driver.communicate(timeout=200)[0]
     assert driver.returncode == 130, output
     assert "--resume" in output
     nothing_left(run)
@@ -252,7 +250,7 @@ def test_a_directory_in_use_is_refused_and_the_move_of_one_ends_its_run(running,
     assert other.returncode == 2
     assert "in use by another rlctl" in other.stderr
     moved = run.rename(run.with_name("moved"))
-    output = driver.communicate(timeout=100)[0]
+    output = driver.communicate(timeout=200)[0]
     assert driver.returncode == 1, output
     assert f"the run directory {run} is gone: it was moved or removed" in output.replace("\n", " ")
     assert "Traceback" not in output

@@ -72,14 +72,14 @@ def test_ctrl_c_keeps_what_was_drawn_ahead(tmp_path: Path) -> None:
     one = ("--set", "rollout.max_staleness=1")
     driver = start("train", spec, "--run-dir", run, *one, "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
     try:
-        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 150, "the third step")
         driver.send_signal(signal.SIGINT)
-        output = driver.communicate(timeout=100)[0]
+        output = driver.communicate(timeout=200)[0]
     finally:
         driver.kill()
         driver.communicate()
     assert driver.returncode == 130, output
-    wait_for(lambda: not workers_of(run), 60, "the end of every worker")
+    wait_for(lambda: not workers_of(run), 150, "the end of every worker")
     done = steps_done(run)
     (saved,) = (run / "checkpoints").glob("step_*")
     assert (saved / "driver" / f"ahead_{done + 1:06d}.safetensors").is_file()
@@ -94,13 +94,13 @@ def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
     one = ("--set", "rollout.max_staleness=1", "--set", "run.steps=100000", "--set", "checkpoint.every=9999")
     driver = start("train", spec, "--run-dir", run, *one)
     try:
-        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 60, "the third step")
+        wait_for(lambda: steps_done(run) >= 3 or driver.poll() is not None, 150, "the third step")
         workers_of(run)["rollout"][0].kill()
         killed_in = steps_done(run)
-        wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 60, "steps after the restart")
+        wait_for(lambda: steps_done(run) >= killed_in + 5 or driver.poll() is not None, 150, "steps after the restart")
         assert driver.poll() is None, driver.stdout.read()
         workers_of(run)["actor"][0].kill()
-        output = driver.communicate(timeout=100)[0]
+        output = driver.communicate(timeout=200)[0]
     finally:
         driver.kill()
         driver.communicate()

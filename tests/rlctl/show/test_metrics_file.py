@@ -101,7 +101,7 @@ def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path, repo_root: P
     """The file size limit makes the kernel refuse a write in the middle of a line, as a full disk does."""
     path = tmp_path / "metrics.jsonl"
     command = [sys.executable, "-c", FULL_DISK, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repo_root, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repo_root, timeout=400)
     step, message, hint, kept = json.loads(done.stdout)
     assert str(path) in message
     assert "--resume" in hint

@@ -100,7 +100,7 @@ with Progress(9, 0, "quickstart") as progress:
     except OSError:  # how a pty says that it ends
         pass
     os.close(ours)
-    assert done.wait(30) == 0, said.decode()
+    assert done.wait(150) == 0, said.decode()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode()).replace("\r", "\n").split("\n")
     first = max(index for index, line in enumerate(drawn) if "step 2/9" in line)
     assert any(len(line.rstrip()) > 60 for line in drawn[:first])

@@ -369,7 +369,7 @@ svg.listeners.dblclick(); said.out = marks();
 svg.listeners.pointerdown(event(at(21.3))); svg.listeners.pointerup(event(at(21.3))); said.clicked = marks();
 console.log(JSON.stringify(said));
 """
-    done = subprocess.run(["node", "-e", browser + SCRIPT + asks], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["node", "-e", browser + SCRIPT + asks], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["moved"] == ["step 12", "0.1235", "9 at 1"], "the values of that step, or of the nearest that has one"

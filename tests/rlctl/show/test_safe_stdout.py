@@ -56,16 +56,16 @@ def test_what_was_reached_is_saved_though_nobody_listens(tmp_path, end):
     run = tmp_path / "run"
     driver = start("train", preset("fake", tmp_path), "--run-dir", run, *FOREVER)
     try:
-        wait_for(lambda: steps_done(run) >= 2 or driver.poll() is not None, 60, "the second step")
+        wait_for(lambda: steps_done(run) >= 2 or driver.poll() is not None, 150, "the second step")
         driver.stdout.close()
         driver.send_signal(signal.SIGINT if end.startswith("tee") else signal.SIGHUP)
-        assert driver.wait(timeout=100) == 130
+        assert driver.wait(timeout=200) == 130
     finally:
         driver.kill()
         driver.wait()
     newest = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
     assert newest == steps_done(run) >= 2
-    wait_for(lambda: not workers_of(run), 60, "the end of every worker")
+    wait_for(lambda: not workers_of(run), 150, "the end of every worker")
 
 
 def test_nohup_is_heeded():
