@@ -113,4 +113,4 @@ def test_logits_find_the_layers_memory_given_back(tmp_path: Path) -> None:
     for name, measured in peaks(tmp_path, SCORED).items():
         estimated = sum(part.nbytes for part in scoring_parts(pass_of(SCORED[name])))
         print(f"{name}: estimated {estimated / 2**20:.0f} MiB, measured {measured / 2**20:.0f}")
-        assert estimated == pytest.approx(measured, rel=0.1)
+        assert estimated == pytest.approx(measured, rel=0.05)  # 135 MiB where nothing is given back
