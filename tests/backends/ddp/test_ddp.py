@@ -324,7 +324,7 @@ class TinyLm:
     def __init__(self, **config: float) -> None:
         torch.manual_seed(0)
         self.linear = torch.nn.Linear(6, 11)
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=11, **config))
 
     def get_output_embeddings(self) -> torch.nn.Linear:
         return self.linear

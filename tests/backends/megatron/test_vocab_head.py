@@ -20,6 +20,8 @@ ROWS, HIDDEN, VOCAB = 11, 8, 13  # one row of padding on the second rank
 
 
 class Config:
+    vocab_size = VOCAB
+
     def get_text_config(self) -> Any:
         return self
 
