@@ -248,7 +248,8 @@ def read(words: Sequence[str], folder: Path) -> None:
 
 def _read_rlctl(words: list[str], folder: Path) -> None:
     if words[0].startswith("-"):
-        assert words[0] in ("--help", "--version"), words[0]
+        own = [name for option in RLCTL.params for name in option.opts]
+        assert words[0] in ("--help", *own), f"rlctl has no option {words[0]}: {', '.join(own)}"
         return
     known = RLCTL.commands  # type: ignore[attr-defined]
     assert words[0] in known, f"rlctl has no command {words[0]}: {', '.join(known)}"
