@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from device_windows import without_a_gpu
-from local_group import LocalGroup
+from local_group import LocalGroup, ThreadsCall
 from reader_process import ReaderProcess
 from syncing import send_instead, wire_bytes
 
@@ -89,6 +90,11 @@ class Roles:
         return self.rollouts[: self.group_on(transport).size]
 
     def leave_transport(self):
+        self._close_ends()
+        wait(ThreadsCall.flying, 60)  # a reader that begins only now makes an end of its own
+        self._close_ends()
+
+    def _close_ends(self):
         for role, name in ((self.actor, "_exporter"), *((rollout, "_importer") for rollout in self.rollouts)):
             if (end := getattr(role, name)) is not None:
                 end.close()
