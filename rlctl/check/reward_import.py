@@ -23,7 +23,7 @@ from rlctl.models.chat_template import chat_template_of
 from rlctl.models.hub import Folder
 from rlctl.models.paths import model_folder
 from rlctl.models.tokenizer_files import special_texts
-from rlctl.preflight.data_relations import ASKS_TO_THINK
+from rlctl.preflight.data_relations import ask_to_think
 from rlctl.preflight.first_row import row_columns, trial_rows
 from rlctl.preflight.rendered_rows import messages_of, rendering
 from rlctl.preflight.small_tokens import small_tokenizer
@@ -281,9 +281,9 @@ def _of_places(
 
     name, golds = one.path.rpartition(":")[2], [gold for row in one.rows if (gold := _gold(row, spec))]
     found = [*within_numbers(name, better, golds, scores)]
-    prompts = [f"{spec.data.system}\n{_plain_prompt(row, spec)}" for row in one.rows]
-    asked = all(ASKS_TO_THINK.search(prompt) for prompt in prompts)
-    room = spec.data.max_response_tokens >= _ROOM_TOKENS and not all(_AT_ONCE.search(prompt) for prompt in prompts)
+    prompts = [_plain_prompt(row, spec) for row in one.rows]
+    asked, at_once = ask_to_think(prompts, spec), [_AT_ONCE.search(f"{spec.data.system}\n{text}") for text in prompts]
+    room = spec.data.max_response_tokens >= _ROOM_TOKENS and not all(at_once)
     chat = spec.data.chat != "never" and folder is not None and bool(chat_template_of(folder).text)
     if not found and others and len(own) <= _SHORT and (asked or (room and chat)):
         stops = spec.rollout.stop

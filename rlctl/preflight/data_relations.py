@@ -36,7 +36,7 @@ _ROLES = {
     "document",
 }
 _CHARACTERS_A_TOKEN = 16  # more than text has on average in any vocabulary
-ASKS_TO_THINK = re.compile(
+_THINK = re.compile(
     r"step[ -]by[ -]step|<think>|show (?:your|all|the) (?:work|steps)|explain your|let's think"
     r"|think (?:carefully|first|about)",
     re.IGNORECASE,
@@ -219,14 +219,19 @@ def _other_column(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Sa
         yield "", message, "grade words with exact_match, or with a function"
     exact = [term for term in terms if isinstance(term, ExactMatch) and not term.partial]
     alone = len(exact) == sum(term.weight > 0 for term in terms) and all(len(gold) < _SHORT for gold in golds)
-    if alone and all(ASKS_TO_THINK.search(f"{spec.data.system}\n{prompt}") for prompt in prompts):
+    if alone and ask_to_think(prompts, spec):
         message = "prompts ask to think first, and exact_match compares all that the completion says with the answer"
         yield "", message, "grade with math_verify, or with a function that reads the final answer"
 
 
+def ask_to_think(prompts: Sequence[str], spec: Spec) -> bool:
+    """Whether all prompts, or the system prompt above them, ask for thoughts before the answer."""
+    return all(_THINK.search(f"{spec.data.system}\n{prompt}") for prompt in prompts)
+
+
 def _only_at_once(prompts: Sequence[str], spec: Spec) -> Iterator[Said]:
     """Prompts that ask to think first, and a pattern that nothing may stand before."""
-    if not all(ASKS_TO_THINK.search(f"{spec.data.system}\n{prompt}") for prompt in prompts):
+    if not ask_to_think(prompts, spec):
         return
     for index, term in enumerate(spec.reward.terms):
         text = example(term.pattern, "7") if isinstance(term, Regex) and term.weight > 0 else None
@@ -316,9 +321,7 @@ def _too_long(prompts: Sequence[str], rows: Rows, spec: Spec) -> Iterator[Said]:
             f"{len(long)} of the first {len(prompts)} prompts are longer, and dropped: up to {max(long):,} characters"
         )
         yield "data.max_prompt_tokens", message, "raise it, or shorten the prompts"
-    if data.max_response_tokens < _THOUGHT_TOKENS and all(
-        ASKS_TO_THINK.search(f"{data.system}\n{one}") for one in prompts
-    ):
+    if data.max_response_tokens < _THOUGHT_TOKENS and ask_to_think(prompts, spec):
         message = "prompts ask to think first, and so few tokens are left for that and the answer"
         yield "data.max_response_tokens", message, "some hundred are usual"
     golds = _golds(rows, spec)
