@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,12 @@ def special_texts(folder: Path) -> set[str]:
     config = folder / "tokenizer_config.json"
     named = (read_object(config, lambda *_: None) or {}).get("added_tokens_decoder") if config.is_file() else None
     table = token_table(folder)
-    listed = [*(table.added if table else ()), *(named.values() if isinstance(named, dict) else ())]
-    return {str(one.get("content")) for one in listed if isinstance(one, dict) and one.get("special")}
+    listed = [one for one in named.values() if isinstance(one, dict)] if isinstance(named, dict) else []
+    return {*(table.special if table else ()), *_special_of(listed)}
+
+
+def _special_of(added: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [str(one.get("content")) for one in added if one.get("special")]
 
 
 class TokenTable:
@@ -117,8 +121,10 @@ class TokenTable:
         written |= {f"<0x{byte:02X}>" for byte in text.encode()[:1] if len(text.encode()) == 1}
         return any(one in self for one in written)
 
-    def is_special(self, text: str) -> bool:
-        return any(one.get("content") == text and one.get("special") for one in self.added)
+    @property
+    def special(self) -> list[str]:
+        """Added tokens that are special."""
+        return _special_of(self.added)
 
     @property
     def begins_with(self) -> str:

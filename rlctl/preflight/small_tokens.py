@@ -78,7 +78,7 @@ def small_tokenizer(folder: Path) -> Any | None:
 
 def _by_table(spec: Spec, table: TokenTable, looked: Mapping[str, Looked], *, plain: bool) -> Iterator[Problem]:
     """What can be told of a large tokenizer without building it. `plain`: prompts are no conversations."""
-    special = [text for text in table.added_texts if table.is_special(text)]
+    special = table.special
 
     def back(text: str) -> str:
         for one in special:
