@@ -16,7 +16,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("rlctl", "workers", "backends", "specs")
-ROOM_FILES = 20  # the most that one takes in at a glance
 # Each engine has its folder, with its class in `engine.py`; pytest has a folder's fixtures in its `conftest.py`.
 SHARED_NAMES = {"__init__.py", "engine.py", "conftest.py"}
 # Test files that are named after no module or folder beside them, and why.
@@ -47,24 +46,9 @@ EVERYTHING = [*SOURCE, *python_files("scripts", "tests")]
 # ── rooms and names ───────────────────────────────────────────────────────────────────────────────
 
 
-def too_full(files: Iterable[Path]) -> dict[str, int]:
-    count = Counter(str(path.parent) for path in files if path.name != "__init__.py")
-    return {room: number for room, number in count.items() if number > ROOM_FILES}
-
-
 def twice(files: Iterable[Path]) -> list[str]:
     count = Counter(path.name for path in files if path.name not in SHARED_NAMES)
     return sorted(name for name, number in count.items() if number > 1)
-
-
-def test_no_room_has_more_files_than_one_takes_in() -> None:
-    assert not too_full(SOURCE), "make a room for what belongs together"
-    # `tests/support` is one shelf of helpers, each named after what it gives: nobody reads it from end to end.
-    assert not too_full(path for path in python_files("tests") if path.parent != Path("tests/support"))
-
-
-def test_a_crowded_room_is_found() -> None:
-    assert too_full(Path(f"rlctl/loop/part_{i}.py") for i in range(21)) == {"rlctl/loop": 21}
 
 
 def test_no_file_name_stands_twice() -> None:
