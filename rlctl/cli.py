@@ -398,7 +398,7 @@ def setup_engine(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    from rlctl.show.visible_streams import visible_streams
+    from rlctl.show.streams import visible_streams
 
     with visible_streams():
         return _main(arguments)
@@ -424,7 +424,7 @@ def _main(arguments: list[str] | None) -> int:
 
 def show_error(error: RlctlError) -> None:
     """`error: …`, a blank line, `hint: …`; a spec's problems one after another."""
-    from rlctl.show.safe_stdout import SafeStdout
+    from rlctl.show.streams import SafeStdout
     from specs.errors import Problem, SpecError
 
     problems = error.problems if isinstance(error, SpecError) else [Problem("", error.message, error.hint)]

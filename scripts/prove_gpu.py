@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from _gpu_parts import PARTS, Part, Size, full_size, toy_size  # noqa: E402
 
-from rlctl.show.visible_streams import visible_streams  # noqa: E402
+from rlctl.show.streams import visible_streams  # noqa: E402
 
 TOTAL_S = 480.0
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "xxhash")  # by every part that computes

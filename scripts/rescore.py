@@ -25,7 +25,7 @@ from backends.protocol import Rank, TrainEngine
 from backends.registry import train_engine
 from rlctl.loop.logprob_gap import HEADER, worst_samples
 from rlctl.run import checkpoints
-from rlctl.show.visible_streams import visible_streams
+from rlctl.show.streams import visible_streams
 from specs.errors import RlctlError, UsageError
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_registry import table_of

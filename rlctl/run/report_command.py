@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.text import Text
 
 from rlctl.run.run_dir import is_running
-from rlctl.show.report import write_page, write_report
+from rlctl.show.report import write_report
 from rlctl.show.report_compare import finals, read_runs, render_comparison
+from rlctl.show.report_page import write_page
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import columns
 from specs.errors import RlctlError, RunDirError

@@ -1,10 +1,11 @@
-"""Line charts and stacked bands as inline SVG: no script, no network, colours from the page's CSS."""
+"""Draw line charts and stacked bands as inline SVG: no script, no network, colours from the page's CSS."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rlctl.show.text_format import html, number
 
@@ -13,7 +14,7 @@ Series = Mapping[str, Sequence[Point]]
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
-COLORS = 8  # that lines and bands can be told apart by
+COLORS = 8  # lines and bands that can be told apart
 MAX_POINTS = 300  # a longer series is averaged into that many buckets
 PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
 # Where lines may be: once on a page, for all of its charts.
@@ -21,54 +22,64 @@ PLOT_AREA = (
     f'<svg class="hidden" aria-hidden="true"><clipPath id="plot"><rect x="{LEFT - 4}" y="{TOP - 4}" '
     f'width="{WIDTH - LEFT - RIGHT + 8}" height="{PLOT_HEIGHT + 8}"/></clipPath></svg>'
 )
-FLAT = 0.02  # of the values' size: the least that the height of a picture stands for
+FLAT = 0.02  # share of the values' size: the least that the height of a picture stands for
 SMOOTH_FROM = 40  # from so many points on, a moving average lies over the raw line
+LARGEST = 1e300  # sums and spans of numbers below it are numbers, too
+
+
+def drawable(value: object) -> float | None:
+    """Return a number that a chart can hold, else None."""
+    return float(value) if isinstance(value, int | float) and -LARGEST < value < LARGEST else None
+
+
+def points(records: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
+    """Return (step, value) wherever the key has a number that can be drawn."""
+    values = ((record["step"], drawable(record.get(key))) for record in records)
+    return [(step, value) for step, value in values if value is not None]
 
 
 def line_chart(title: str, series: Series, *, unit: str = "") -> str:
-    """One figure; empty string when no series has a point. Points are (step, value), ascending in step."""
-    drawn = {name: thin(points) for name, points in series.items() if points}
+    """Return one figure; an empty string when no series has a point. Points ascend in step."""
+    drawn = {name: thin(own) for name, own in series.items() if own}
     if not drawn:
         return ""
-    values = [y for points in drawn.values() for _, y in points]
-    axes = Axes(_steps(drawn), nice_range(min(values), max(values)))
+    values = [y for own in drawn.values() for _, y in own]
+    axes = Axes(drawn, nice_range(min(values), max(values)))
     body = []
-    for index, (name, points) in enumerate(drawn.items()):
-        long, css = len(points) >= SMOOTH_FROM, f"s{index % COLORS}"
-        body.append(axes.line(points, f"{css} raw" if long else css, name))
+    for index, (name, own) in enumerate(drawn.items()):
+        long, css = len(own) >= SMOOTH_FROM, f"s{index % COLORS}"
+        body.append(axes.line(own, f"{css} raw" if long else css, name))
         if long:
-            body.append(axes.line(moving_average(points), css, f"{name}, smoothed", told=False))
-        elif len(points) <= 2:
-            body += [axes.dot(point, css) for point in points]
-    latest = {name: points[-1][1] for name, points in series.items() if points}
-    return _figure(title, unit, latest, "".join(body), axes)
+            body.append(axes.line(moving_average(own), css, f"{name}, smoothed", pointed=False))
+        elif len(own) <= 2:
+            body += [axes.dot(point, css) for point in own]
+    return _figure(title, unit, series, "".join(body), axes)
 
 
 def stacked_chart(title: str, series: Series, *, unit: str = "") -> str:
-    """Bands on top of each other; every series must have the same steps."""
-    drawn = {name: thin(points) for name, points in series.items() if points}
+    """Return bands on top of each other; every series must have the same steps."""
+    drawn = {name: thin(own) for name, own in series.items() if own}
     if not drawn:
         return ""
     steps = [x for x, _ in next(iter(drawn.values()))]
-    floor = [0.0] * len(steps)
-    tops: dict[str, list[float]] = {}
-    for name, points in drawn.items():
-        floor = [below + y for below, (_, y) in zip(floor, points, strict=True)]
-        tops[name] = floor
-    axes = Axes(_steps(drawn), nice_range(0.0, max(floor)))
-    body, below = [], [0.0] * len(steps)
-    for index, (name, top) in enumerate(tops.items()):
-        body.append(axes.band(steps, below, top, f"b{index % COLORS}", name, drawn[name]))
-        below = top
-    latest = {name: points[-1][1] for name, points in series.items() if points}
-    return _figure(title, unit, latest, "".join(body), axes, bands=True)
+    edges = [[0.0] * len(steps)]
+    for own in drawn.values():
+        edges.append([below + y for below, (_, y) in zip(edges[-1], own, strict=True)])
+    axes = Axes(drawn, nice_range(0.0, max(edges[-1])))
+    bands = zip(drawn.items(), itertools.pairwise(edges), strict=True)
+    body = [
+        axes.band(list(zip(steps, low, strict=True)), list(zip(steps, high, strict=True)), f"s{i % COLORS}", name, own)
+        for i, ((name, own), (low, high)) in enumerate(bands)
+    ]
+    return _figure(title, unit, series, "".join(body), axes)
 
 
 class Axes:
-    """Maps steps and values to the picture."""
+    """Map steps and values to places in the picture."""
 
-    def __init__(self, x_range: tuple[float, float], y_ticks: Sequence[float]) -> None:
-        self.x0, self.x1 = x_range
+    def __init__(self, drawn: Series, y_ticks: Sequence[float]) -> None:
+        steps = [x for own in drawn.values() for x, _ in own]
+        self.x0, self.x1 = min(steps), max(steps)
         self.ticks = y_ticks
         self.y0, self.y1 = y_ticks[0], y_ticks[-1]
 
@@ -90,37 +101,32 @@ class Axes:
             parts.append(f'<text class="tick" {at}>{step}</text>')
         return "".join(parts)
 
-    def line(self, points: Sequence[Point], css: str, label: str, *, told: bool = True) -> str:
-        """`told`: whether the pointer tells its values."""
-        path = " ".join(f"{self.x(x):.2f},{self.y(y):.2f}" for x, y in points)
-        about = f'class="line {css}"' + (_told(points) if told else "")
-        return f'<polyline {about} points="{path}"><title>{html(label)}</title></polyline>'
+    def line(self, own: Sequence[Point], css: str, label: str, *, pointed: bool = True) -> str:
+        """`pointed`: whether the pointer shows its values."""
+        about = f'class="line {css}"' + (_values(own) if pointed else "")
+        return f'<polyline {about} points="{self._path(own)}"><title>{html(label)}</title></polyline>'
+
+    def band(self, low: Sequence[Point], high: Sequence[Point], css: str, label: str, own: Sequence[Point]) -> str:
+        """`own`: the values that the pointer shows."""
+        about = f'class="band {css}"' + _values(own)
+        return f'<polygon {about} points="{self._path([*high, *reversed(low)])}"><title>{html(label)}</title></polygon>'
 
     def dot(self, point: Point, css: str) -> str:
         return f'<circle class="dot {css}" cx="{self.x(point[0]):.1f}" cy="{self.y(point[1]):.1f}" r="3"/>'
 
-    def band(
-        self, steps: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, label: str,
-        told: Sequence[Point],
-    ) -> str:  # fmt: skip
-        """`told`: the values that the pointer tells: those of the band alone."""
-        upper = [f"{self.x(x):.2f},{self.y(y):.2f}" for x, y in zip(steps, high, strict=True)]
-        lower = [f"{self.x(x):.2f},{self.y(y):.2f}" for x, y in zip(steps, low, strict=True)]
-        path = " ".join([*upper, *reversed(lower)])
-        about = f'class="band {css}"' + _told(told)
-        return f'<polygon {about} points="{path}"><title>{html(label)}</title></polygon>'
+    def _path(self, own: Iterable[Point]) -> str:
+        return " ".join(f"{self.x(x):.2f},{self.y(y):.2f}" for x, y in own)
 
 
-def _told(points: Sequence[Point]) -> str:
-    """The values of a series, for the pointer."""
-    values = " ".join(f"{x:.7g},{y:.4g}" for x, y in points)
+def _values(own: Sequence[Point]) -> str:
+    values = " ".join(f"{x:.7g},{y:.4g}" for x, y in own)
     return f' data-values="{values}"'
 
 
-def _figure(title: str, unit: str, latest: Mapping[str, float], body: str, axes: Axes, *, bands: bool = False) -> str:
-    kind = "b" if bands else "s"
+def _figure(title: str, unit: str, series: Series, body: str, axes: Axes) -> str:
+    latest = {name: own[-1][1] for name, own in series.items() if own}
     legend = "".join(
-        f'<span class="key"><i class="{kind}{index % COLORS}"></i>{html(name)} <b>{number(value)}</b></span>'
+        f'<span class="key"><i class="s{index % COLORS}"></i>{html(name)} <b>{number(value)}</b></span>'
         for index, (name, value) in enumerate(latest.items())
     )
     heading = f"{html(title)}<small>{html(unit)}</small>" if unit else html(title)
@@ -134,35 +140,30 @@ def _figure(title: str, unit: str, latest: Mapping[str, float], body: str, axes:
     return f"<figure><figcaption>{heading}<span class=tip></span></figcaption>{picture}<p>{legend}</p></figure>"
 
 
-def _steps(series: Series) -> tuple[float, float]:
-    steps = [x for points in series.values() for x, _ in points]
-    return min(steps), max(steps)
-
-
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points: means of equal buckets. First and last step stay."""
-    if len(points) <= limit:
-        return list(points)
-    edges = [len(points) * i // limit for i in range(limit + 1)]
-    buckets = [points[a:b] for a, b in itertools.pairwise(edges)]
+def thin(own: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """Return at most `limit` points: means of equal buckets. The first and last step stay."""
+    if len(own) <= limit:
+        return list(own)
+    edges = [len(own) * i // limit for i in range(limit + 1)]
+    buckets = [own[a:b] for a, b in itertools.pairwise(edges)]
     means = [(sum(x for x, _ in bucket) / len(bucket), sum(y for _, y in bucket) / len(bucket)) for bucket in buckets]
-    return [(points[0][0], means[0][1]), *means[1:-1], (points[-1][0], means[-1][1])]
+    return [(own[0][0], means[0][1]), *means[1:-1], (own[-1][0], means[-1][1])]
 
 
-def moving_average(points: Sequence[Point]) -> list[Point]:
-    """Mean over a centred window of about a twelfth of the series, narrower towards the ends: one that reached to one
-    side alone would begin and end a slope at another value."""
-    most = max(1, len(points) // 24)
+def moving_average(own: Sequence[Point]) -> list[Point]:
+    """Average over a centred window of about a twelfth of the series, narrower towards the ends: a one-sided window
+    would begin and end a slope at another value."""
+    widest = max(1, len(own) // 24)
     out = []
-    for index, (x, _) in enumerate(points):
-        half = min(most, index, len(points) - 1 - index)
-        window = points[index - half : index + half + 1]
+    for index, (x, _) in enumerate(own):
+        half = min(widest, index, len(own) - 1 - index)
+        window = own[index - half : index + half + 1]
         out.append((x, sum(y for _, y in window) / len(window)))
     return out
 
 
 def nice_range(low: float, high: float, ticks: int = 4) -> list[float]:
-    """Round tick values that enclose low..high, at steps of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return round tick values that enclose low..high, at steps of 1, 2, 2.5 or 5 times a power of ten."""
     size = max(abs(low), abs(high))
     if high - low < FLAT * size and size > 1e-280:  # rounding and noise of a level line, which would fill the picture
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Evaluations in a line of metrics: `eval/<name>/<metric>`, and what of them is said first."""
+"""Find evaluations in a line of metrics: `eval/<name>/<metric>`, and choose what is shown first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOLVED = "pass@"
 
 
 def by_set(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Name → metric → value, in the order of the line."""
+    """Return name → metric → value, in the order of the line."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         name, metric = split(key)
@@ -23,7 +23,7 @@ def by_set(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def split(key: str) -> tuple[str, str]:
-    """Name and metric of a key of an evaluation; of another, two empty texts."""
+    """Return name and metric of an evaluation's key; of another key, two empty texts."""
     if not key.startswith(PREFIX):
         return "", ""
     name, _, metric = key.removeprefix(PREFIX).rpartition("/")
@@ -31,25 +31,25 @@ def split(key: str) -> tuple[str, str]:
 
 
 def solved(metrics: Iterable[str]) -> list[str]:
-    """The pass@k among the metrics, smallest k first."""
+    """Return the pass@k among the metrics, smallest k first."""
     found = [metric for metric in metrics if metric.startswith(SOLVED) and metric.removeprefix(SOLVED).isdecimal()]
     return sorted(dict.fromkeys(found), key=lambda metric: int(metric.removeprefix(SOLVED)))
 
 
 def shown(metrics: Iterable[str]) -> list[str]:
-    """What of a set is said where there is little room: its mean, pass@1 and the largest pass@k."""
+    """Choose what is shown of a set where there is little room: its mean, pass@1 and the largest pass@k."""
     own = list(metrics)
     ends = solved(own)
     return [metric for metric in (MEAN, *dict.fromkeys(ends[:1] + ends[-1:])) if metric in own]
 
 
 def words(values: Mapping[str, float]) -> str:
-    """0.553, pass@1 0.42, pass@8 0.71."""
+    """Write 0.553, pass@1 0.42, pass@8 0.71."""
     return ", ".join(f"{'' if metric == MEAN else metric + ' '}{number(values[metric])}" for metric in shown(values))
 
 
 def keys(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Heading → key of what is shown of every evaluation in these lines, in the order of the spec."""
+    """Return heading → key of what is shown of every evaluation in these lines, in the order of the spec."""
     sets: dict[str, dict[str, None]] = {}
     for key in dict.fromkeys(key for line in lines for key in line):
         name, metric = split(key)

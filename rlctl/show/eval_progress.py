@@ -1,4 +1,4 @@
-"""What a person sees while `rlctl eval` runs: how many completions of each set are here, and when all will be."""
+"""Show `rlctl eval` while it runs: how many completions of each set are here, and when all will be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_S = 5.0  # between two plain lines
 
 
 class EvalProgress(Progress):
-    """Counts completions instead of steps."""
+    """Count completions instead of steps."""
 
     unit = "completion"
 
@@ -33,7 +33,7 @@ class EvalProgress(Progress):
         super().phase(phase, doing)
 
     def arrived(self, one: Evaluation, done: int, of: int) -> None:
-        """So many completions of a set are here."""
+        """Show that so many completions of a set are here."""
         self._step = self._before + done
         if self.live:
             self.tick()
@@ -42,7 +42,7 @@ class EvalProgress(Progress):
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left, at the pace of the completions that are here."""
+        """Estimate the seconds left at the pace of the completions that are here."""
         spent = time.monotonic() - self._sampling_since
         return spent / self._step * (self._total - self._step) if self._step else None
 

@@ -1,7 +1,8 @@
-"""`journal.jsonl`: what happened in a run, attempt by attempt: starts, warnings, ends. One JSON object per line."""
+"""Write and read `journal.jsonl`: what happened in a run, attempt by attempt: starts, warnings, ends."""
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,26 +16,33 @@ FILE = "journal.jsonl"
 
 
 class Journal:
-    """Appends the events of one attempt."""
+    """Append the events of one attempt."""
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.path, self.attempt = run_dir / FILE, attempt
 
     def add(self, event: str, **fields: Any) -> None:
-        """A line. Raises OSError."""
+        """Append a line. Raises OSError."""
         line = {"time": round(time.time(), 3), "attempt": self.attempt, "event": event, **fields}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json_text(line) + "\n")
 
     def note(self, event: str, **fields: Any) -> None:
-        """A line that nothing depends on: on a full disk it is lost."""
+        """Append a line that nothing depends on: on a full disk it is lost."""
         with suppress(OSError):
             self.add(event, **fields)
 
 
 def read_journal(run_dir: Path) -> list[dict[str, Any]]:
-    """All lines that can be read."""
+    """Return all lines that can be read."""
     try:
         return [line for line in read_samples(run_dir / FILE) if isinstance(line.get("event"), str)]
     except RunDirError:
         return []
+
+
+def newest(run_dir: Path, name: str) -> Path:
+    """Return what the last attempt wrote as `name`.json or `name`.attempt_N.json."""
+    found = {path: re.fullmatch(rf"{name}\.attempt_(\d+)\.json", path.name) for path in run_dir.glob(f"{name}.*")}
+    later = {int(match[1]): path for path, match in found.items() if match}
+    return later[max(later)] if later else run_dir / f"{name}.json"

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line and step. Written as steps end, read by the report and by tools."""
+"""Write and read `metrics.jsonl` and `samples.jsonl`: JSON objects, one per line, written as steps end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any
 from specs.errors import NotFiniteError, RlctlError, RunDirError
 
 Metrics = Mapping[str, Any]
-Warn = Callable[[str], None]
 _MAX_STEP = 2**53
 
 
 class MetricsWriter:
-    """Appends a line per step. A reader never sees half a line, unless the process died inside one write.
+    """Append a line per step. A reader never sees half a line, unless the process died inside one write.
 
     `resume_step` drops the lines of later steps first: they will be written again. Without it an existing
     file that holds lines is refused (RunDirError), so that two runs never mix.
@@ -41,33 +40,29 @@ class MetricsWriter:
         assert isinstance(metrics.get("step"), int), "a line of metrics needs `step`"
         plain = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         bad = {key: value for key, value in plain.items() if isinstance(value, float) and not math.isfinite(value)}
-        line = json.dumps(plain | dict.fromkeys(bad), allow_nan=False)
-        data = line.encode() + b"\n"
+        data = json.dumps(plain | dict.fromkeys(bad), allow_nan=False).encode() + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._file.truncate(start)  # half a line would spoil the file for --resume
-            raise RlctlError(
-                f"cannot write {self.path}: {error.strerror}", hint="free disk space, then continue with --resume"
-            ) from None
+            hint = "free disk space, then continue with --resume"
+            raise RlctlError(f"cannot write {self.path}: {error.strerror}", hint=hint) from None
         if bad:
-            said = ", ".join(f"{key} is {value}" for key, value in bad.items())
-            raise NotFiniteError(f"step {metrics['step']}: {said}", hint="look at the metrics of the steps before")
-
-    def close(self) -> None:
-        self._file.close()
+            listed = ", ".join(f"{key} is {value}" for key, value in bad.items())
+            raise NotFiniteError(f"step {metrics['step']}: {listed}", hint="look at the metrics of the steps before")
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines, in order. A last line that was cut off by a crash is left out; any other bad line is a RunDirError."""
+    """Return all lines, in order. A last line that was cut off by a crash is left out; any other bad line, and a step
+    that does not come after the one before, is a RunDirError."""
     records: list[dict[str, Any]] = []
     lines, torn = _lines(path)
     for number, line in enumerate(lines, start=1):
@@ -77,27 +72,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not torn:
                 break
             raise RunDirError(f"{path}:{number} is not a line of metrics: {error}", hint="remove the line") from None
+        if len(records) > 1 and records[-1]["step"] <= records[-2]["step"]:
+            step = records[-1]["step"]
+            raise RunDirError(f"{path}:{number} is of step {step}, which stands there already", hint="remove the line")
     return records
 
 
 def last_values(records: Sequence[Metrics]) -> dict[str, Any]:
-    """Every metric with its last value: evaluations are not in every line."""
+    """Return the last value of every metric: evaluations are not in every line."""
     return {key: value for record in records for key, value in record.items() if value is not None}
 
 
-def truncate_after(path: Path, step: int) -> int:
-    """Drop lines of steps later than `step`, atomically. Returns how many were dropped."""
-    records = read_metrics(path)
-    kept = [record for record in records if record["step"] <= step]
-    if records or path.exists():
-        _replace(path, [json.dumps(record).encode() for record in kept])
-    return len(records) - len(kept)
+def truncate_after(path: Path, step: int) -> None:
+    """Drop lines of steps later than `step`, atomically."""
+    if records := read_metrics(path):
+        _replace(path, [json.dumps(record).encode() for record in records if record["step"] <= step])
+    elif path.exists():
+        _replace(path, [])
 
 
-def truncate_samples_after(path: Path, step: int, warn: Warn) -> None:
-    """The same for `samples.jsonl`. Nothing depends on a sample: lines that cannot be read go, with a warning."""
-    kept, bad = [], 0
-    for line in _lines(path)[0]:
+def truncate_samples_after(path: Path, step: int, warn: Callable[[str], None]) -> None:
+    """Do the same for `samples.jsonl`. Nothing depends on a sample: unreadable lines go, with a warning."""
+    lines, kept, bad = _lines(path)[0], [], 0
+    for line in lines:
         try:
             if _record(line)["step"] <= step:
                 kept.append(line)
@@ -105,12 +102,12 @@ def truncate_samples_after(path: Path, step: int, warn: Warn) -> None:
             bad += 1
     if bad:
         warn(f"{path.name}: {bad} of its lines cannot be read, and are dropped")
-    if kept or path.exists():
+    if path.exists():
         _replace(path, kept)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """What can be read of `samples.jsonl`."""
+    """Return what can be read of `samples.jsonl`."""
     samples = []
     for line in _lines(path)[0]:
         with contextlib.suppress(ValueError):
@@ -119,7 +116,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> tuple[list[bytes], bool]:
-    """Lines that end, without their ends, and whether there is half a line behind them. Raises RunDirError."""
+    """Return the lines that end, and whether there is half a line behind them. Raises RunDirError."""
     if not path.is_file():
         if os.path.lexists(path):
             raise RunDirError(f"{path} is not a file", hint="move it away")
@@ -127,9 +124,8 @@ def _lines(path: Path) -> tuple[list[bytes], bool]:
     try:
         *complete, tail = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise RunDirError(
-            f"{path} cannot be read: {error.strerror}", hint="have it readable, or move it away"
-        ) from None
+        hint = "have it readable, or move it away"
+        raise RunDirError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
     return complete, bool(tail)
 
 

@@ -1,4 +1,4 @@
-"""The panel in a notebook: one output of one cell, which is updated, with the last messages above the panel."""
+"""Show the panel in a notebook: one output of one cell, which is updated, with the last messages above the panel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-fam
 
 
 class NotebookPanel:
-    """What `rich.live.Live` is to a terminal."""
+    """Do for a notebook what `rich.live.Live` does for a terminal."""
 
     def __init__(self, console: Screen) -> None:
         self._console = console
@@ -34,7 +34,7 @@ class NotebookPanel:
         self._handle.update(self._html())
 
     def say(self, message: RenderableType) -> None:
-        """Something above the panel."""
+        """Show something above the panel."""
         self._said.append(message)
         self._handle.update(self._html())
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run runs: a live panel on a terminal, plain lines anywhere else.
+"""Show a run while it runs: a live panel on a terminal, plain lines anywhere else.
 
 No thread: the driver calls `tick()` while it waits, and the panel is redrawn at most a few times a second.
 Keys of `step()` are those of `metrics.jsonl`.
@@ -93,19 +93,19 @@ class Progress:
         self.tick()
 
     def follow(self, moving: Callable[[], Moving]) -> None:
-        """Where to ask how far the roles are."""
+        """Ask `moving` how far the roles are."""
         self._moving = moving
 
     def keep_warnings(self, keep: Callable[[str], None]) -> None:
-        """Have `keep` told of every warning."""
+        """Pass every warning to `keep`."""
         self._keep = keep
 
     def start_at(self, step: int) -> None:
-        """A checkpoint was restored: so many steps are done."""
+        """Begin after a restored checkpoint: so many steps are done."""
         self._step = step
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """A step has ended; `metrics` is its line of `metrics.jsonl`."""
+        """Show a step that ended; `metrics` is its line of `metrics.jsonl`."""
         now = time.monotonic()
         self._step_s.append(metrics.get("time/wall_s") or metrics.get("time/step_s") or 0.0)
         self._step = int(metrics["step"])
@@ -118,35 +118,35 @@ class Progress:
             self._print(self._plain_line())
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """An evaluation before the first step has ended."""
+        """Show an evaluation that ended before the first step."""
         self._keep_evals(step, metrics)
         if not self.live:
             for name, values in eval_keys.by_set(metrics).items():
                 self._print(f"eval {name}  step {step}  reward {eval_keys.words(values)}")
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint was written."""
+        """Show that a checkpoint was written."""
         self._checkpoint = step
         if not self.live:
             self._print(f"checkpoint  step {step}")
 
     def message(self, text: str) -> None:
-        """A line above the panel."""
+        """Print a line above the panel."""
         self._print(text)
 
     def warning(self, text: str) -> None:
-        """A warning line above the panel; the panel counts them."""
+        """Print a warning above the panel, which counts them."""
         self._warnings += 1
         self._keep(text)
         self._print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def table(self, renderable: RenderableType) -> None:
-        """Anything that rich can print, above the panel."""
+        """Print anything that rich can, above the panel."""
         self._say(renderable)
         self._last_line = time.monotonic()
 
     def tick(self) -> None:
-        """Called often while the driver waits. Cheap: draws nothing before its time."""
+        """Redraw when it is due. Called often while the driver waits, and cheap."""
         now = time.monotonic()
         if self.live:
             if now - self._drawn >= self._redraw_s:
@@ -155,7 +155,7 @@ class Progress:
             self._print("  ".join([f"… {self._phase} for {duration(now - self._phase_started)}", *self._so_far()]))
 
     def _so_far(self) -> list[str]:
-        """What is done since the phase began, and for how long nothing has moved."""
+        """Say what is done since the phase began, and for how long nothing has moved."""
         moving = self._moving()
         done = [(moving.done.get(unit, 0) - self._done_before.get(unit, 0), unit) for unit in moving.units]
         still = [f"nothing has moved for {duration(moving.still_s)}"] if moving.still_s >= STILL_S else []
@@ -163,7 +163,7 @@ class Progress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left, from the recent steps without the very first (a warm-up); None before any."""
+        """Estimate the seconds left from the recent steps without the very first (a warm-up); None before any."""
         seen = list(self._step_s)
         if len(seen) > 1 and len(self._rewards) <= WINDOW:
             seen = seen[1:]
@@ -219,7 +219,7 @@ class Progress:
                 history.append((step, values))
 
     def render(self) -> RenderableType:
-        """The panel as it stands now."""
+        """Return the panel as it stands now."""
         rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="bold", no_wrap=True, width=7)
         rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -257,7 +257,7 @@ class Progress:
         return _fitting(parts, width)
 
     def _length_row(self, width: int) -> Text:
-        """How many completions end by themselves instead of being cut, and how long they are."""
+        """Say how many completions end by themselves instead of being cut, and how long they are."""
         latest, parts = self._recent[-1], []
         if (finished := latest.get("rollout/finished")) is not None:
             few = "yellow" if finished < FEW_FINISH else ""
@@ -290,7 +290,7 @@ class Progress:
 
 
 def _fitting(parts: Sequence[Text], width: int) -> Text:
-    """The first of the parts in a line, as many as fit: a number that is cut misleads."""
+    """Put as many of the parts in a line as fit: a number that is cut misleads."""
     row = parts[0].copy() if parts else Text()
     for part in parts[1:]:
         if row.cell_len + 2 + part.cell_len > width:
@@ -300,7 +300,7 @@ def _fitting(parts: Sequence[Text], width: int) -> Text:
 
 
 def _eval_row(name: str, history: Sequence[tuple[int, Mapping[str, float]]], width: int) -> Text:
-    """The newest values of a set, and its first mean."""
+    """Show the newest values of a set, and its first mean."""
     (step, values), first = history[-1], history[0][1][eval_keys.MEAN]
     parts = [Text(f"{name} {number(values[eval_keys.MEAN])}", style="green").append(f" at step {step}", style="dim")]
     others = [metric for metric in eval_keys.shown(values) if metric != eval_keys.MEAN]
@@ -309,7 +309,7 @@ def _eval_row(name: str, history: Sequence[tuple[int, Mapping[str, float]]], wid
 
 
 def _time_row(records: Sequence[dict[str, Any]], width: int) -> Text:
-    """A bar of the phases' shares, with the legend of as many as fit."""
+    """Draw a bar of the phases' shares, with the legend of as many as fit."""
     shares = {name: part for name, part in time_shares(records).items() if part >= 0.005}
     if not shares:
         return Text("–")

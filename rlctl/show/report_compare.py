@@ -1,4 +1,4 @@
-"""Several runs on one page: curves over each other, differences of their specs, a table of how they ended."""
+"""Compare several runs on one page: curves over each other, differences of their specs, a table of how they ended."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.show import eval_keys
-from rlctl.show.charts import Point, line_chart
-from rlctl.show.journal import read_journal
+from rlctl.show.charts import COLORS, line_chart, points
+from rlctl.show.journal import newest, read_journal
 from rlctl.show.metrics_file import read_metrics
-from rlctl.show.report import CHARTS, Records, points
-from rlctl.show.report_script import link, page
-from rlctl.show.report_style import STYLE
-from rlctl.show.text_format import duration, html, number, share
+from rlctl.show.report import CHARTS, Records
+from rlctl.show.report_page import header, note, page, section, table
+from rlctl.show.text_format import duration, number, share
 from specs.errors import RunDirError
 from specs.json_file import read_object
 from specs.load.dotted_keys import flattened
 
-COLOURS = 8  # of lines that can be told apart
-FINAL = 0.1  # share of a run's steps, its last ones, that a final value is the mean of
+LAST_SHARE = 0.1  # a final value is the mean over that share of a run's steps: a step's own is noisy
 # What a run ends with: heading → key of metrics.jsonl.
 FINALS = {
     "reward": "reward/mean",
@@ -29,23 +27,18 @@ FINALS = {
     "entropy": "actor/entropy",
     "tokens/s": "perf/tokens_per_s",
 }
+Rows = tuple[list[str], list[list[str]]]  # headings and cells of a table for a page or a terminal
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as it is compared: by a name that no other of them has."""
+    """Hold a run under a name that no other compared run has."""
 
     name: str
     path: Path
     records: Records
     resolved: Mapping[str, Any]
     outcome: str
-
-    def final(self, key: str) -> float | None:
-        """Mean over the last steps; None where the run has no such metric."""
-        found = [y for _, y in points(self.records, key)]
-        last = found[-max(1, round(FINAL * len(found))) :]
-        return sum(last) / len(last) if last else None
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[ComparedRun]:
@@ -54,7 +47,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[ComparedRun]:
     runs = []
     for run_dir, name in zip(run_dirs, names, strict=True):
         try:
-            resolved = read_object(run_dir / "resolved.json")
+            resolved = read_object(newest(run_dir, "resolved"))
         except ValueError as error:
             hint = "name run directories, as `rlctl train` makes them"
             raise RunDirError(f"{run_dir} is no run: its resolved.json {error}", hint=hint) from None
@@ -65,7 +58,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[ComparedRun]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths by which they differ."""
+    """Return the shortest ends of the paths by which they differ."""
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
@@ -73,42 +66,42 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [f"{path.name} ({index})" for index, path in enumerate(paths, start=1)]
 
 
+def final(records: Records, key: str) -> float | None:
+    """Return the mean over the last steps; None where the run has no such metric."""
+    found = [y for _, y in points(records, key)]
+    last = found[-max(1, round(LAST_SHARE * len(found))) :]
+    return sum(last) / len(last) if last else None
+
+
 def render_comparison(runs: Sequence[ComparedRun], target: Path) -> str:
-    """The page as text. `target`: where it will be, for its links to the runs' own pages."""
-    title = html(f"{len(runs)} runs")
-    folder = target.absolute().parent
+    """Return the page as text. `target`: where it will be, for its links to the runs' own pages."""
+    title = f"{len(runs)} runs"
+    explained = note("Means over the last tenth of the steps; evaluations: the last one.")
+    keys, rows = differences(runs)
     parts = [
-        f"<header><h1>{title}</h1>{_links(runs, folder)}</header>",
-        _finals(runs),
-        _differences(runs),
+        header(title, {run.name: run.path / "report.html" for run in runs}, target.absolute().parent),
+        section("How they ended", table(*finals(runs)) + explained),
+        section("What differs in their specs", table(keys, rows)) if rows else note("Their specs are the same."),
         _charts(runs),
     ]
-    return page(title, STYLE, "".join(parts))
-
-
-def _links(runs: Sequence[ComparedRun], folder: Path) -> str:
-    pages = {run.name: run.path / "report.html" for run in runs}
-    links = [f'<a href="{link(page, folder)}">{html(name)}</a>' for name, page in pages.items() if page.exists()]
-    return f"<nav>{' · '.join(links)}</nav>"
+    return page(title, "".join(parts))
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Dotted key → its value in each run, where they are not all equal; None: it has none. Not their names."""
+    """Return the values of each dotted key that the runs do not share, but for their names; None: it has none."""
     flat = [flattened(run.resolved) for run in runs]
-    keys = dict.fromkeys(key for values in flat for key in values)
-    told = {key: [values.get(key) for values in flat] for key in keys}
-    return {
-        key: values for key, values in told.items() if any(one != values[0] for one in values) and key != "run.name"
-    }
+    keys = dict.fromkeys(key for values in flat for key in values if key != "run.name")
+    found = {key: [values.get(key) for values in flat] for key in keys}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
-def _evaluations(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """Heading → key of what every evaluation of any run says first."""
-    return eval_keys.keys(line for run in runs for line in run.records)
+def differences(runs: Sequence[ComparedRun]) -> Rows:
+    found = differing(runs)
+    rows = [[key, *("–" if value is None else str(value) for value in values)] for key, values in found.items()]
+    return ["key", *(run.name for run in runs)], rows
 
 
-def finals(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row of texts for each run: a table for a page or a terminal."""
+def finals(runs: Sequence[ComparedRun]) -> Rows:
     keys = _evaluations(runs) | FINALS
     rows = []
     for run in runs:
@@ -117,36 +110,19 @@ def finals(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
         cells = [run.name, str(max(steps, default=0)), run.outcome, duration(spent)]
         for heading, key in keys.items():
             series = points(run.records, key)
-            value = run.final(key) if key in FINALS.values() else series[-1][1] if series else None
+            value = final(run.records, key) if key in FINALS.values() else series[-1][1] if series else None
             cells.append(share(value) if heading == "finished" and value is not None else number(value))
         rows.append(cells)
     return ["run", "steps", "end", "time", *keys], rows
 
 
-def _finals(runs: Sequence[ComparedRun]) -> str:
-    headings, rows = finals(runs)
-    note = "<p class=note>Means over the last tenth of the steps; evaluations: the last one.</p>"
-    return f"<section><h2>How they ended</h2>{_table(headings, rows)}{note}</section>"
-
-
-def _differences(runs: Sequence[ComparedRun]) -> str:
-    found = differing(runs)
-    if not found:
-        return '<p class="note">Their specs are the same.</p>'
-    rows = [[key, *("–" if value is None else str(value) for value in values)] for key, values in found.items()]
-    return (
-        f"<section><h2>What differs in their specs</h2>{_table(['key', *(run.name for run in runs)], rows)}</section>"
-    )
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html(one)}</th>" for one in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{html(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
+def _evaluations(runs: Sequence[ComparedRun]) -> dict[str, str]:
+    """Return heading → key of what every evaluation of any run shows first."""
+    return eval_keys.keys(line for run in runs for line in run.records)
 
 
 def _charts(runs: Sequence[ComparedRun]) -> str:
-    """A chart of each metric, with a line of each run: as many runs as can be told apart."""
+    """Draw a chart of each metric, with a line for each run: as many runs as can be told apart."""
     wanted = {"Reward": ("reward/mean", "")}
     wanted |= {heading[0].upper() + heading[1:]: (key, "") for heading, key in _evaluations(runs).items()}
     wanted["Reward spread"] = ("reward/std", "standard deviation")
@@ -155,8 +131,8 @@ def _charts(runs: Sequence[ComparedRun]) -> str:
             wanted[title if len(keys) == 1 else f"{title}, {label}"] = (key, unit)
     figures = []
     for title, (key, unit) in wanted.items():
-        series: dict[str, list[Point]] = {run.name: points(run.records, key) for run in runs[:COLOURS]}
+        series = {run.name: points(run.records, key) for run in runs[:COLORS]}
         if any(y for found in series.values() for _, y in found):
             figures.append(line_chart(title, series, unit=unit))
-    more = f'<p class="note">Charts show the first {COLOURS} runs.</p>' if len(runs) > COLOURS else ""
+    more = note(f"Charts show the first {COLORS} runs.") if len(runs) > COLORS else ""
     return f"{more}<section class=charts>{''.join(figures)}</section>"

@@ -1,6 +1,6 @@
-"""What rlctl prints: text is shown as it is, never obeyed, by the terminal or by rich.
+"""Print text as it is: neither the terminal nor rich obeys it.
 
-Every command prints through a `Screen` or through `print`, whose streams are guarded (`visible_streams.py`). Only a
+Every command prints through a `Screen` or through `print`, whose streams are guarded (`streams.py`). Only a
 `Screen` may send the terminal's own sequences (colours, the panel); what it is given to show is text.
 """
 
@@ -17,13 +17,13 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
-from rlctl.show.safe_stdout import SafeStdout
+from rlctl.show.streams import SafeStdout
 from specs.terminal import VisibleStream, visible
 
 
 def redraws(console: Console) -> bool:
-    """Whether a panel can be drawn over itself: on a terminal that moves its cursor, or in a notebook. Not in a file
-    that FORCE_COLOR or the like has rich take for a terminal."""
+    """Tell whether a panel can be drawn over itself: on a terminal that moves its cursor, or in a notebook, but not in
+    a file that FORCE_COLOR or the like has rich take for a terminal."""
     if console.is_jupyter:
         return True
     if not console.is_terminal or console.is_dumb_terminal:
@@ -33,7 +33,7 @@ def redraws(console: Console) -> bool:
 
 
 class Screen(Console):
-    """rich's console without markup, emoji codes or links: strings are text. `outlives`: its reader may go away."""
+    """Be rich's console without markup, emoji codes or links: strings are text. `outlives`: its reader may go away."""
 
     def __init__(self, *, stderr: bool = False, outlives: bool = False, **options: Any) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -61,7 +61,7 @@ class Screen(Console):
 
 
 def _visible_text(text: Text) -> Text:
-    """The text made visible, with its styles, before it is laid out: an escape is longer than what it stands for."""
+    """Make the text visible, with its styles, before it is laid out: an escape is longer than what it stands for."""
     if visible(text.plain) == text.plain:
         return text
     shown = text.blank_copy()

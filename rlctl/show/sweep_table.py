@@ -1,4 +1,4 @@
-"""The runs of a sweep as a person sees them: while they run, and ranked at the end."""
+"""Show the runs of a sweep: while they run, and ranked at the end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from rich.text import Text
 
 from rlctl.show import eval_keys
 from rlctl.show.metrics_file import last_values, read_metrics
+from rlctl.show.report_compare import final
 from rlctl.show.screen import Screen, redraws
 from rlctl.show.text_format import columns, counted, duration, number
 from specs.errors import RunDirError
 
 State = Literal["waiting", "begun", "running", "done", "done before", "failed", "interrupted"]
 DONE = ("done", "done before")
-LAST_SHARE = 0.1  # of the steps: a step's mean reward is noisy
 REDRAW_S = 1.0
+LOG_LINES = 12  # shown of a run that failed
 SEED = "run.seed"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep. `values`: what it does not share with the others; `overrides`: each `--set`; `steps`: all."""
+    """Hold one run of a sweep. `values`: what it does not share with the others; `overrides`: each `--set`."""
 
     name: str
     values: Mapping[str, str]
@@ -41,7 +42,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run reached. `score`: its last evaluation, else the mean reward of the last tenth of its steps."""
+    """Say what a run reached. `score`: its last evaluation, else the mean reward of the last tenth of its steps."""
 
     step: int
     score: float | None
@@ -49,23 +50,18 @@ class Outcome:
 
 
 def outcome(run_dir: Path) -> Outcome:
-    """What the run in a directory has reached so far."""
     try:
         records = read_metrics(run_dir / "metrics.jsonl")
     except RunDirError:
         records = []
-    if not records:
-        return Outcome(0, None, {})
     metrics = last_values(records)
-    evaluated = [metrics[key] for key in _evaluations(metrics)]
-    rewards = [line["reward/mean"] for line in records if isinstance(line.get("reward/mean"), int | float)]
-    tail = rewards[-max(1, round(len(rewards) * LAST_SHARE)) :] if rewards else []
-    score = evaluated[0] if evaluated else statistics.fmean(tail) if tail else None
-    return Outcome(records[-1]["step"], score, metrics)
+    evaluations = _evaluations(metrics)
+    score = metrics[evaluations[0]] if evaluations else final(records, "reward/mean")
+    return Outcome(records[-1]["step"] if records else 0, score, metrics)
 
 
 def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
-    """Mean rewards, in the order of the spec."""
+    """Return the keys of mean rewards, in the order of the spec."""
     return [f"{eval_keys.PREFIX}{name}/{eval_keys.MEAN}" for name in eval_keys.by_set(metrics)]
 
 
@@ -104,14 +100,16 @@ class SweepTable:
             self._live.stop()
             self._live = None
 
+    def say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
     # ── while they run ────────────────────────────────────────────────────────────────────────────
 
     def print_plan(self) -> None:
         self.say(f"{counted(len(self._trials), 'run')} in {self.folder}")
         for trial in self.trials:
-            self.say(
-                f"{trial.name}  {trial.state}  " + "  ".join(f"{key}={value}" for key, value in trial.values.items())
-            )
+            settings = "  ".join(f"{key}={value}" for key, value in trial.values.items())
+            self.say(f"{trial.name}  {trial.state}  {settings}")
 
     def print_head(self, jobs: int) -> None:
         done = sum(trial.state in DONE for trial in self.trials)
@@ -119,7 +117,7 @@ class SweepTable:
         self.say(f"{counted(len(self._trials), 'run')}{before}, {jobs} at a time, in {self.folder}")
 
     def now(self, name: str, state: State) -> None:
-        """A run began or ended."""
+        """Show that a run began or ended."""
         self._trials[name] = replace(self._trials[name], state=state)
         if state == "running":
             self._began[name] = time.monotonic()
@@ -127,7 +125,7 @@ class SweepTable:
             return
         found = outcome(self._trials[name].run_dir)
         took = duration(time.monotonic() - self._began[name])
-        self.say(f"{name}: {state} at step {found.step} after {took}, {self.word} {number(found.score)}")
+        self.say(f"{name}: {state} at step {found.step} after {took}, {self.score_name} {number(found.score)}")
         if state == "failed":
             self.say("\n".join(f"  | {line}" for line in _last_words(self.folder / f"{name}.log")))
 
@@ -136,57 +134,44 @@ class SweepTable:
             self._drawn = time.monotonic()
             self._live.update(self._running(), refresh=True)
 
-    def say(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
-
     def _running(self) -> Table:
         table = Table(box=None, pad_edge=False)
         for title in ("run", "state", "step", "score", "time"):
             table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=True)
         for trial in self.trials:
-            began = self._began.get(trial.name)
-            if trial.state != "running" or began is None:
-                continue
-            found = outcome(trial.run_dir)
-            spent = duration(time.monotonic() - began)
-            table.add_row(trial.name, trial.state, f"{found.step}/{trial.steps}", number(found.score), spent)
+            if trial.state == "running":
+                found, spent = outcome(trial.run_dir), duration(time.monotonic() - self._began[trial.name])
+                table.add_row(trial.name, trial.state, f"{found.step}/{trial.steps}", number(found.score), spent)
         return table
 
     # ── what came of it ───────────────────────────────────────────────────────────────────────────
 
     @property
-    def word(self) -> str:
-        """What runs are ranked by."""
+    def score_name(self) -> str:
+        """The metric that runs are ranked by."""
         found = [key for trial in self.trials for key in _evaluations(outcome(trial.run_dir).metrics)]
         return next(iter(found), "reward/mean")
 
     def print_results(self) -> None:
-        """Every run, best first; over seeds, where they are swept, means and standard deviations."""
+        """Print every run, best first; over seeds, where they are swept, means and standard deviations."""
         ranked = self._ranked()
         rows = [
             (*(trial.values[key] for key in self.keys), number(found.score), f"{found.step}/{trial.steps}", trial.state)
             for trial, found in ranked
         ]
-        self.say(columns((*self.keys, self.word, "step", "state"), rows))
+        self.say(columns((*self.keys, self.score_name, "step", "state"), rows))
         if SEED in self.keys and len(self.keys) > 1:
             self.say("\nover seeds\n" + self._over_seeds(ranked))
         self.say(f"\nreport: {self.folder / 'report.html'}; results: {self.folder / 'sweep.json'}")
 
     def as_object(self) -> dict[str, Any]:
-        """`sweep.json`."""
+        """Return what `sweep.json` holds."""
         runs = [
-            {
-                "name": trial.name,
-                "run_dir": str(trial.run_dir),
-                "set": dict(trial.values),
-                "state": trial.state,
-                "step": found.step,
-                "score": found.score,
-                "metrics": found.metrics,
-            }
+            {"name": trial.name, "run_dir": str(trial.run_dir), "set": dict(trial.values), "state": trial.state}
+            | {"step": found.step, "score": found.score, "metrics": found.metrics}
             for trial, found in self._ranked()
         ]
-        return {"keys": self.keys, "score": self.word, "runs": runs}
+        return {"keys": self.keys, "score": self.score_name, "runs": runs}
 
     def _ranked(self) -> list[tuple[Trial, Outcome]]:
         found = [(trial, outcome(trial.run_dir)) for trial in self.trials]
@@ -196,23 +181,21 @@ class SweepTable:
         others = [key for key in self.keys if key != SEED]
         scores: dict[tuple[str, ...], list[float]] = {}
         for trial, found in ranked:
-            own = scores.setdefault(tuple(trial.values[key] for key in others), [])
             if trial.state in DONE and found.score is not None:
-                own.append(found.score)
-        means = {values: statistics.fmean(own) for values, own in scores.items() if own}
+                scores.setdefault(tuple(trial.values[key] for key in others), []).append(found.score)
+        means = sorted(((statistics.fmean(own), values) for values, own in scores.items()), reverse=True)
         rows = []
-        for values in sorted(means, key=lambda values: means[values], reverse=True):
+        for mean, values in means:
             own = scores[values]
-            spread = number(statistics.stdev(own)) if len(own) > 1 else "–"
-            rows.append((*values, number(means[values]), spread, str(len(own))))
+            rows.append((*values, number(mean), number(statistics.stdev(own)) if len(own) > 1 else "–", str(len(own))))
         return columns((*others, "mean", "std", "runs"), rows)
 
 
-def _last_words(log: Path, most: int = 12) -> list[str]:
-    """The error that a run ended with, else its last lines."""
+def _last_words(log: Path) -> list[str]:
+    """Return the error that a run ended with, else its last lines."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     starts = [index for index, line in enumerate(lines) if line.startswith("error:")]
-    return lines[starts[-1] :][:most] if starts else lines[-most:]
+    return lines[starts[-1] :][:LOG_LINES] if starts else lines[-LOG_LINES:]

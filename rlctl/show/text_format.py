@@ -1,4 +1,4 @@
-"""Numbers, series and foreign text as short text: what the progress display, the report and the quickstart share."""
+"""Format numbers, series and foreign text as short text, for the panel, the report and the quickstart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES |= {metric: phase for phase, metric in TIME_METRICS.items()}
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """A line of at most `width` blocks, lowest value to highest. Longer series are averaged into `width` buckets."""
+    """Draw a line of at most `width` blocks, lowest value to highest; longer series are averaged into buckets."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known or width < 1:
         return ""
@@ -38,7 +38,7 @@ def _buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """`digits` significant digits, short: 0.731, -0.00124, 1.2e-06, 12. A missing value is a dash."""
+    """Write `digits` significant digits, short: 0.731, -0.00124, 1.2e-06, 12. A missing value is a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == int(value) and abs(value) < 10**digits:
@@ -51,7 +51,7 @@ def number(value: float | int | None, digits: int = 3) -> str:
 
 
 def share(value: float) -> str:
-    """A share as a percentage that is 0 % or 100 % only where it is none or all: 98%, 1.5%, 99.95%."""
+    """Write a share as a percentage that is 0 % or 100 % only where it is none or all: 98%, 1.5%, 99.95%."""
     percent = 100 * value
     if percent in (0, 100):
         return f"{percent:.0f}%"
@@ -60,7 +60,7 @@ def share(value: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """A large count: 950, 12.4k, 3.1M."""
+    """Write a large count: 950, 12.4k, 3.1M."""
     if value is None or not math.isfinite(value):
         return "–"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -70,18 +70,18 @@ def count(value: float | None) -> str:
 
 
 def html(text: object) -> str:
-    """Text for a page, also within an attribute: nothing in it is a tag, and what would command a terminal or turn the
-    direction around is visible."""
+    """Escape text for a page, also within an attribute: nothing in it is a tag, and what would command a terminal or
+    turn the direction around is visible."""
     return escape(visible(str(text)))
 
 
 def counted(things: int, noun: str) -> str:
-    """1 step, 2 steps."""
+    """Write 1 step, 2 steps."""
     return f"{things} {noun}" if things == 1 else f"{things} {noun}s"
 
 
 def duration(seconds: float | None) -> str:
-    """0:42, 12:07, 3:12:07, 2d 03:12."""
+    """Write 0:42, 12:07, 3:12:07, 2d 03:12."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     total = max(0, round(seconds))
@@ -94,15 +94,13 @@ def duration(seconds: float | None) -> str:
 
 
 def time_name(metric: str) -> str:
-    """The label of a metric `time/…_s`: its phase, if it belongs to one."""
+    """Label a metric `time/…_s`: its phase, if it belongs to one."""
     return TIMES.get(metric, metric.removeprefix("time/").removesuffix("_s"))
 
 
 def time_shares(records: Sequence[dict[str, float | None]]) -> dict[str, float]:
-    """Share of `time/step_s` by phase, in the order of the step, `other` last.
-
-    Phases are the metrics `time/…_s`; the rest is `other`. Phases that overlap are scaled to 1.
-    """
+    """Divide `time/step_s` by phase, in the order of the step, `other` last: the metrics `time/…_s`, and the rest.
+    Phases that overlap are scaled to 1."""
     totals: dict[str, float] = {}
     for record in records:
         for key, value in record.items():
@@ -119,7 +117,7 @@ def time_shares(records: Sequence[dict[str, float | None]]) -> dict[str, float]:
 
 
 def replicas(record: Mapping[str, Any]) -> str:
-    """Replicas of the rollout that took part in a step, where some did not: 2 of 3 replicas. Else empty."""
+    """Say which replicas of the rollout took part in a step, where some did not: 2 of 3 replicas. Else empty."""
     here, *absent = (record.get(f"rollout/{name}", 0) for name in ("replicas", "late", "dropped"))
     if not all(isinstance(number, int) for number in (here, *absent)) or not any(absent) or not here:
         return ""
@@ -127,7 +125,7 @@ def replicas(record: Mapping[str, Any]) -> str:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:
-    """Cells below each other, to the right but for the first `left` columns; none is cut, however narrow the
+    """Align cells below each other, to the right but for the first `left` columns; none is cut, however narrow the
     terminal."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     signs = ["<" if index < left else ">" for index in range(len(widths))]

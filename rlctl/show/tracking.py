@@ -1,4 +1,4 @@
-"""Trackers (`[[tracking]]`): where hyperparameters, metrics and samples go besides the run directory.
+"""Hand hyperparameters, metrics and samples to trackers (`[[tracking]]`), besides the run directory.
 
 No run is lost for a tracker: one that fails is left out from then on, with a warning, and the run directory has
 everything. `trackers.json` holds what the run is called there, so that a resume goes on with the same one.
@@ -12,30 +12,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlctl.show.trackers import TRACKERS
-from rlctl.show.trackers.tracker import Attempt, Ended, Samples, Tracker
+from rlctl.show.trackers import TRACKERS, Ended, SampleTable, TrackedAttempt, TrackerClient
 from specs.errors import Interrupted, Problem, RlctlError, SpecError
 from specs.json_file import read_object, write_object
+from specs.schema import tracker_tables as tables
 from specs.schema.spec import Spec
-from specs.schema.tracker_tables import Tracker as Table
 
 STATE_FILE = "trackers.json"
 Say = Callable[[str], None]
-Metrics = Mapping[str, Any]
 
 
 class Trackers:
     """A context manager that hands each step to every tracker."""
 
-    def __init__(self, opened: Sequence[tuple[Table, Tracker]], warn: Say) -> None:
+    def __init__(self, opened: Sequence[tuple[tables.Tracker, TrackerClient]], warn: Say) -> None:
         self._opened, self._warn = list(opened), warn
 
-    def log(self, metrics: Metrics, samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """A line of `metrics.jsonl` and samples of its step. Values that are no finite numbers are left out."""
+    def log(self, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Log a line of `metrics.jsonl` and samples of its step; values that are no finite numbers are left out."""
         step, values = int(metrics["step"]), numbers(metrics)
         for table, tracker in list(self._opened):
             every = table.samples_every
-            due = Samples.of(step, samples) if samples and every and (step == 1 or step % every == 0) else None
+            due = SampleTable.of(step, samples) if samples and every and (step == 1 or step % every == 0) else None
             try:
                 tracker.log(step, values, due)
             except Exception as error:  # of a foreign package and its network: any
@@ -46,13 +44,10 @@ class Trackers:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        ended: Ended = (
-            "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed" if error else "finished"
-        )
-        self.close(ended)
+        interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
+        self.close("interrupted" if interrupted else "failed" if error else "finished")
 
     def close(self, ended: Ended) -> None:
-        """Each writes out what is pending."""
         for table, tracker in self._opened:
             try:
                 tracker.close(ended)
@@ -61,23 +56,23 @@ class Trackers:
 
 
 def open_trackers(spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Say) -> Trackers:
-    """The trackers that the spec asks for. `resume`: with the runs that an earlier attempt logged to. Raises SpecError
-    where a package is missing, RlctlError where a tracker does not start."""
-    before = _read_state(run_dir, warn) if resume and spec.tracking else {}
-    opened: list[tuple[Table, Tracker]] = []
-    state = dict(before)
+    """Open the trackers that the spec asks for. `resume`: with the runs that an earlier attempt logged to. Raises
+    SpecError where a package is missing, RlctlError where a tracker does not start."""
+    state = _read_state(run_dir, warn) if resume and spec.tracking else {}
+    opened: list[tuple[tables.Tracker, TrackerClient]] = []
     for number, table in enumerate(spec.tracking):
         kind = table.kind
-        known = before.get(kind)
+        known = state.get(kind)
         same = isinstance(known, dict) and known.get("place") == table.place
-        attempt = Attempt(spec.run.name, run_dir, spec.resolved(), known.get("run", {}) if same and known else {})
+        attempt = TrackedAttempt(
+            spec.run.name, run_dir, spec.resolved(), known.get("run", {}) if same and known else {}
+        )
         try:
             tracker = TRACKERS[kind](table, attempt)
-        except ImportError as error:
-            Trackers(opened, warn).close("failed")
-            raise SpecError([missing_package(number, table, str(error))]) from None
         except Exception as error:
             Trackers(opened, warn).close("failed")
+            if isinstance(error, ImportError):
+                raise SpecError([missing_package(number, table, str(error))]) from None
             hint = f"{TRACKERS[kind].hint}; leave tracking.{number} out to train without it"
             raise RlctlError(f"{kind} did not start: {_words(error)}", hint=hint) from error
         opened.append((table, tracker))
@@ -89,14 +84,14 @@ def open_trackers(spec: Spec, run_dir: Path, *, resume: bool, say: Say, warn: Sa
     return Trackers(opened, warn)
 
 
-def missing_package(number: int, table: Table, why: str = "") -> Problem:
-    """The tracker's package is not there, or, with `why`, cannot be imported."""
+def missing_package(number: int, table: tables.Tracker, why: str = "") -> Problem:
+    """Say that the tracker's package is not there, or, with `why`, cannot be imported."""
     message = f"the package {table.package} " + (f"cannot be imported: {why}" if why else "is not installed")
     return Problem(f"tracking.{number}.kind", message, f"pip install {table.package}", f'"{table.kind}"')
 
 
-def numbers(metrics: Metrics) -> dict[str, float]:
-    """The finite numbers among the metrics, without the step."""
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers among the metrics, without the step."""
     return {
         key: float(value)
         for key, value in metrics.items()
@@ -106,16 +101,14 @@ def numbers(metrics: Metrics) -> dict[str, float]:
 
 def _read_state(run_dir: Path, warn: Say) -> dict[str, Any]:
     path = run_dir / STATE_FILE
-    if not path.exists():
-        return {}
     try:
-        return read_object(path)
+        return read_object(path) if path.exists() else {}
     except ValueError as error:
         warn(f"{path} {error}: trackers begin a new run")
         return {}
 
 
 def _words(error: BaseException) -> str:
-    """The first lines of what a foreign package says."""
+    """Return the first lines of what a foreign package says."""
     said = " ".join(str(error).split())
     return (said[:400] + "…" if len(said) > 400 else said) or type(error).__name__

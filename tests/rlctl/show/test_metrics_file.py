@@ -67,16 +67,20 @@ def test_a_torn_last_line_is_left_out_and_a_bad_middle_one_named(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
     assert [record["step"] for record in read_metrics(path)] == [1, 2]
-    assert truncate_after(path, 1) == 1
+    truncate_after(path, 1)
     assert path.read_text() == '{"step": 1}\n'
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(RunDirError, match=r"metrics.jsonl:2"):
+        read_metrics(path)
+    path.write_text('{"step": 1}\n{"step": 1}\n{"step": 2}\n{"step": 2}\n')
+    with pytest.raises(RunDirError, match=r"metrics.jsonl:2 is of step 1, which stands there already"):
         read_metrics(path)
 
 
 def test_a_missing_file_is_an_empty_run(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none.jsonl") == []
-    assert truncate_after(tmp_path / "none.jsonl", 3) == 0
+    truncate_after(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 FULL_DISK = """

@@ -21,8 +21,8 @@ from rlctl.show.charts import line_chart, moving_average, nice_range, stacked_ch
 from rlctl.show.journal import Journal
 from rlctl.show.report import render, write_report
 from rlctl.show.report_compare import differing, finals, read_runs, render_comparison
+from rlctl.show.report_page import SCRIPT
 from rlctl.show.report_samples import chosen
-from rlctl.show.report_script import SCRIPT
 from specs.errors import RunDirError
 
 VOID = {"meta", "br", "line", "circle", "input"}
@@ -176,7 +176,7 @@ def test_what_a_model_or_a_file_says_is_text_on_the_page(tmp_path: Path) -> None
     built["actor"][0] |= texts | {"model": model, "versions": {HOSTILE: HOSTILE}}
     (run_dir / "as_built.json").write_text(json.dumps(built))
     (run_dir / "resolved.json").write_text(json.dumps({"run": {"name": HOSTILE, "steps": HOSTILE}}))
-    metrics = {"step": 3, f"eval/{HOSTILE.replace('/', '')}/reward_mean": 0.5, f"time/{HOSTILE}_s": 1.0}
+    metrics = {"step": 4, f"eval/{HOSTILE.replace('/', '')}/reward_mean": 0.5, f"time/{HOSTILE}_s": 1.0}
     metrics |= {"time/step_s": 2.0, f"mem/{HOSTILE}_GiB": 1.0}
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")

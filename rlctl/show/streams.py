@@ -1,14 +1,29 @@
-"""A stdout wrapper that survives a closed pipe or a full disk."""
+"""Guard standard output and error of a command."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from typing import Any, TextIO
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+from specs.terminal import VisibleStream
+
+
+@contextmanager
+def visible_streams() -> Iterator[None]:
+    """Make visible text of whatever is printed inside, usage errors, tracebacks and warnings of libraries too."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(file)) if file is not None else file for file in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 class SafeStdout:
-    """A text file whose writes never fail. Its reader may end (`head`, a `tee` that the same Ctrl-C ended, a
+    """Wrap a text file so that writes never fail. Its reader may end (`head`, a `tee` that the same Ctrl-C ended, a
     terminal that hung up) or its disk may be full; from then on output is dropped."""
 
     def __init__(self, file: TextIO) -> None:

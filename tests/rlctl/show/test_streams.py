@@ -12,7 +12,7 @@ from running import preset, start, steps_done, wait_for, workers_of
 
 from rlctl.cli import show_error
 from rlctl.run.interrupt import Interrupt
-from rlctl.show.safe_stdout import SafeStdout
+from rlctl.show.streams import SafeStdout
 from specs.errors import Interrupted, RlctlError
 
 FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=100000")

@@ -1,18 +1,3 @@
-"""The one script of a report: values under the pointer, zoom, and the page loaded again while its run goes on. The
-page's policy names its hash, so that no other script runs there."""
-
-from __future__ import annotations
-
-import base64
-import hashlib
-import os
-from pathlib import Path
-from urllib.parse import quote
-
-from rlctl.show.charts import PLOT_AREA
-from rlctl.show.text_format import html
-
-SCRIPT = """
 const make = (kind, parent, attributes, text) => {
   const made = document.createElementNS(parent.namespaceURI, kind);
   Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
@@ -21,7 +6,7 @@ const make = (kind, parent, attributes, text) => {
 };
 const pairs = text => text.split(' ').map(pair => pair.split(',').map(Number));
 const number = y => String(Math.abs(y) >= 1e5 || (y && Math.abs(y) < 1e-3) ? y.toExponential(2) : +y.toPrecision(4));
-const ticks = (low, high, flat) => {  // as nice_range of charts.py
+const ticks = (low, high, flat) => {  // as nice_range in charts.py
   const size = Math.max(Math.abs(low), Math.abs(high)), least = flat * size || 1, middle = (low + high) / 2;
   if (high - low < least) [low, high] = [middle - least / 2, middle + least / 2];
   const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
@@ -105,27 +90,3 @@ if (refresh) setInterval(() => {  // not under the eyes of somebody who looks at
   const filtered = [...document.querySelectorAll('.filter input:checked')].some(one => one.dataset.all === undefined);
   if (!zoomed && !filtered && getSelection().isCollapsed) location.reload();
 }, refresh * 1000);
-"""
-HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-# A second lock behind `html`: should markup ever get through, the browser runs none of it and fetches nothing.
-POLICY = (
-    '<meta http-equiv="Content-Security-Policy" '
-    f"content=\"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; base-uri 'none'; "
-    "form-action 'none'\">"
-)
-
-
-def page(title: str, style: str, body: str, *, refresh_s: int = 0) -> str:
-    """A whole page; `title` and `body` are markup. `refresh_s`: how often a browser loads it again, 0: never. The
-    script does so while no chart is zoomed, no samples are picked and no text is selected."""
-    head = f'<meta charset="utf-8">{POLICY}<meta name="viewport" content="width=device-width">'
-    head += f'<noscript><meta http-equiv="refresh" content="{refresh_s}"></noscript>' if refresh_s else ""
-    head += f"<title>{title} · rlctl</title><style>{style}</style>"
-    about = f' data-refresh="{refresh_s}"' if refresh_s else ""
-    inside = f"{PLOT_AREA}{body}<script>{SCRIPT}</script>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body{about}>{inside}</body></html>\n"
-
-
-def link(target: Path, folder: Path) -> str:
-    """An address of a file on a page in `folder`."""
-    return html(quote(os.path.relpath(target, folder)))

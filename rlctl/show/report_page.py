@@ -1,0 +1,76 @@
+"""The frame of a report's page: its look, its one script, and the tables and links on it.
+
+The script shows values under the pointer, zooms, and loads the page again while its run goes on. The page's policy
+names the script's hash, so that no other runs there.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from rlctl.show.charts import PLOT_AREA
+from rlctl.show.text_format import html
+
+STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+SCRIPT = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
+HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+# A second lock behind `html`: should markup ever get through, the browser runs none of it and fetches nothing.
+POLICY = (
+    '<meta http-equiv="Content-Security-Policy" '
+    f"content=\"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'\">"
+)
+
+
+def page(title: str, body: str, *, refresh_s: int = 0) -> str:
+    """Return a whole page; `body` is markup. `refresh_s`: how often a browser loads it again, 0 for never. The script
+    does so while no chart is zoomed, no samples are picked and no text is selected."""
+    head = f'<meta charset="utf-8">{POLICY}<meta name="viewport" content="width=device-width">'
+    head += f'<noscript><meta http-equiv="refresh" content="{refresh_s}"></noscript>' if refresh_s else ""
+    head += f"<title>{html(title)} · rlctl</title><style>{STYLE}</style>"
+    about = f' data-refresh="{refresh_s}"' if refresh_s else ""
+    inside = f"{PLOT_AREA}{body}<script>{SCRIPT}</script>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body{about}>{inside}</body></html>\n"
+
+
+def header(title: str, files: dict[str, Path], folder: Path) -> str:
+    """Return the page's title with links to those of the files that exist. `folder`: where the page will be."""
+    links = [
+        f'<a href="{html(quote(os.path.relpath(file, folder)))}">{html(name)}</a>'
+        for name, file in files.items()
+        if file.exists()
+    ]
+    return f"<header><h1>{html(title)}</h1><nav>{' · '.join(links)}</nav></header>"
+
+
+def section(title: str, body: str) -> str:
+    return f"<section><h2>{html(title)}</h2>{body}</section>"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    head = "".join(f"<th>{html(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{html(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
+
+
+def note(text: str) -> str:
+    return f'<p class="note">{html(text)}</p>'
+
+
+def write_page(target: Path, text: str) -> bool:
+    """Write a page atomically; return False where the disk refuses."""
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+        os.replace(partial, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        return False
+    return True
