@@ -23,6 +23,15 @@ def completion_texts(batch: Batch, codec: TextCodec, *, special_tokens: bool = F
     return [_joined(texts[end - len(found) : end]) for found, end in zip(cuts, ends, strict=True)]
 
 
+def prompt_texts(batch: Batch, codec: TextCodec) -> list[str]:
+    """Decode what stands before each sample's first loss token: what the model saw, special tokens included, and not
+    what its tokenizer dropped."""
+    tokens, masks = batch.sequences("tokens_T"), batch.sequences("loss_mask_T")
+    firsts = [next((start for start, _ in stretches(mask)), len(mask)) for mask in masks]
+    pieces = [ids[:first].tolist() for ids, first in zip(tokens, firsts, strict=True)]
+    return codec.decode(pieces, special_tokens=True)
+
+
 def longest_stretches(batch: Batch) -> list[int]:
     """Tokens of each sample's longest stretch: what `max_response_tokens`, a limit per call, is compared with."""
     return [

@@ -20,7 +20,7 @@ from specs.wire.batch import Batch, Column
 from specs.wire.heartbeat import amount
 from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
-from workers.grading.completions_text import completion_texts, longest_stretches
+from workers.grading.completions_text import completion_texts, longest_stretches, prompt_texts
 from workers.grading.judge import JUDGE_CAUSES, JudgePanel
 from workers.grading.pool import CAUSES, Grade, GraderPool, Request
 from workers.grading.reward_failures import FailureLog
@@ -203,11 +203,13 @@ class Reward:
         answer = self._config.answer_column
         terms = [f"term_{number}_B" for number in self._own]
         chosen = np.unique(np.linspace(0, len(requests) - 1, min(count, len(requests))).astype(int)).tolist()
-        raw = completion_texts(batch.select(np.array(chosen, dtype=np.int64)), self._codec, special_tokens=True)
+        shown = batch.select(np.array(chosen, dtype=np.int64))
+        raw = completion_texts(shown, self._codec, special_tokens=True)
+        prompts = prompt_texts(shown, self._codec)
         return [
             {
                 "id": int(batch["id_B"][index]),
-                "prompt": requests[index].prompt,
+                "prompt": prompt,
                 "completion": requests[index].completion,
                 "completion_raw": text,
                 "finished": bool(batch["finished_B"][index]),
@@ -216,7 +218,7 @@ class Reward:
                 "scored": bool(columns["scored_B"][index]),
                 "terms": [float(columns[name][index]) for name in terms],
             }
-            for index, text in zip(chosen, raw, strict=True)
+            for index, prompt, text in zip(chosen, prompts, raw, strict=True)
         ]
 
     def handlers(self) -> Mapping[Verb, Handler]:

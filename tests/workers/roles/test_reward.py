@@ -74,7 +74,7 @@ class Role:
                 "max_prompt_tokens": 8,
                 "max_response_tokens": 8,
             },
-            "eval": {"every": 1, "prompts": 8},
+            "eval": {"every": 1, "prompts": reward.pop("held_out", 8)},
             "reward": {"terms": terms, **reward},
             "algorithm": {"kind": "grpo", "group_size": 2},
         }
@@ -198,6 +198,17 @@ def test_evaluation_is_graded_against_its_own_rows(role: Role, codec: TextCodec)
     answers = ["".join(sorted(codec.decode([ids.tolist()])[0][:4])) for ids in prompts.sequences("tokens_T")]
     scored = role.score(answered(prompts, codec, answers), what="eval")
     assert scored.tensors["reward_B"].tolist() == [2.0] * 8
+
+
+def test_samples_show_what_the_model_saw(role: Role, codec: TextCodec) -> None:
+    """The tokenizer of the digits has no letters: they are in the row's prompt, and never reach the model."""
+    (role.folder / "rows.jsonl").write_text('{"prompt": "sort 31>", "answer": "13"}\n' * 2)
+    role.build([PARTIAL], train="rows.jsonl", held_out=1)
+    role.call(Verb.OPEN_DATA)
+    drawn = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 1})
+    scored = role.score(answered(drawn.batch, codec, ["13"]), samples=1)
+    assert scored.body["samples"][0]["prompt"] == "31>"
+    assert role.rows["0"]["prompt"] == "sort 31>", "a reward function is given the text of the row"
 
 
 def test_failures_are_counted_and_saved(role: Role, codec: TextCodec) -> None:
