@@ -18,9 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _flops import mfu, peak_tflops
-
-from specs.wire.model_flops import FORMULA, DecoderSize, train_flops
+from specs.wire.model_flops import DecoderSize, train_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 Figures = dict[str, Any]
@@ -131,14 +129,12 @@ def measure_device(size: Size, folder: Path) -> Figures:
     }
     return {
         "matmul_tflops": 2 * n**3 / product_s / 1e12,
-        "data_sheet_tflops": peak_tflops(size.device_name()),
         **{name: gigabytes / seconds for name, seconds in copies.items()},
     }
 
 
 def device_rows(found: Mapping[str, Any]) -> Iterator[Row]:
-    sheet = found["data_sheet_tflops"]
-    yield "matrix product, TFLOP/s", f"{found['matmul_tflops']:.0f}" + (f" of {sheet:.0f}" if sheet else "")
+    yield "matrix product, TFLOP/s", f"{found['matmul_tflops']:.0f}"
     yield "host → device, GB/s", f"{found['to_device_GB_per_s']:.1f} (pinned)"
     pinned, pageable = found["to_host_GB_per_s"], found["to_host_pageable_GB_per_s"]
     yield "device → host, GB/s", f"{pinned:.1f} (pinned), {pageable:.1f} (not)"
@@ -469,10 +465,9 @@ def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
         counted = DecoderSize.of(config)
         assert counted is not None
         flops = train_flops(counted, lengths, loss_tokens)
-        sheet = peak_tflops(size.device_name())
-        found: Figures = {"formula": FORMULA, "flops": flops, "tokens": sum(lengths), "sides": {}}
+        found: Figures = {"flops": flops, "tokens": sum(lengths), "sides": {}}
         for name, make in sides.items():
-            found["sides"][name] = side(size, make, sum(lengths), flops, sheet)
+            found["sides"][name] = side(size, make, sum(lengths), flops)
         if all("error" in one for one in found["sides"].values()):
             found["failed"] = next(iter(found["sides"].values()))["error"]
         return found
@@ -483,9 +478,7 @@ def measure_training(shape: str) -> Callable[[Size, Path], Figures]:
 PROMPT = 32
 
 
-def side(
-    size: Size, make: Callable[[], Callable[[], float]], tokens: int, flops: float, sheet: float | None
-) -> Figures:
+def side(size: Size, make: Callable[[], Callable[[], float]], tokens: int, flops: float) -> Figures:
     """Timings of one side, or the error that it ended with: one that runs out of memory does not end the others."""
     import gc
 
@@ -507,7 +500,6 @@ def side(
         "s_per_step": seconds,
         "tokens_per_s": tokens / seconds,
         "tflops": flops / seconds / 1e12,
-        "mfu": mfu(flops, seconds, sheet) if sheet else None,
         "first_loss": loss,
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if size.device == "cuda" else None,
     }
@@ -518,10 +510,8 @@ def train_rows(found: Mapping[str, Any]) -> Iterator[Row]:
         if "error" in one:
             yield name, one["error"]
             continue
-        share = f", MFU {100 * one['mfu']:.1f} %" if one["mfu"] else ""
         held = f", {one['peak_GiB']:.1f} GiB" if one["peak_GiB"] else ""
-        yield name, f"{one['tokens_per_s']:,.0f} tokens/s, {one['tflops']:.0f} TFLOP/s{share}{held}"
-    yield "formula", found["formula"]
+        yield name, f"{one['tokens_per_s']:,.0f} tokens/s, {one['tflops']:.0f} TFLOP/s{held}"
 
 
 def our_step(size: Size, folder: Path, attention: str, kernels: str = "torch") -> Callable[[], float]:
@@ -617,31 +607,3 @@ PARTS = (
     Part("run-vllm", "a colocated GRPO run, 0.5B, sampled by vLLM", 180, 60,
          colocated_run("auto", "vllm"), run_rows, no_vllm),
 )  # fmt: skip
-
-
-# ── arithmetic, on a machine without a GPU ────────────────────────────────────────────────────────
-
-
-def check_arithmetic() -> int:
-    """Numbers worked out by hand; prints each, returns an exit code."""
-    config = {**QWEN, **SHAPES["0.5B"]}
-    size = DecoderSize.of(config)
-    assert size is not None
-    one = DecoderSize(layers=1, heads=1, head_size=1, layer_weights=0, head_weights=0)
-    checks = [
-        # q, o: 896 · 896 each; k, v: 896 · 128 each; gate, up, down: 896 · 4864 each
-        ("layer weights of 0.5B", size.layer_weights, 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)),
-        ("head weights of 0.5B", size.head_weights, 896 * 151936),
-        # 2 forward and 4 backward per weight and token
-        ("a weight, 5 tokens", train_flops(DecoderSize(0, 1, 1, 1, 0), [5], 0), 30.0),
-        ("a head weight, 3 loss tokens of 5", train_flops(DecoderSize(0, 1, 1, 0, 1), [5], 3), 18.0),
-        # 1 + 2 + 3 pairs, 2 products of 2 operations, three times
-        ("attention over 3 tokens", train_flops(one, [3], 0), 72.0),
-        ("two sequences do not meet", train_flops(one, [3, 1], 0), 72.0 + 12.0),
-        ("half of the peak", mfu(1e15, 2.0, 1000.0), 0.5),
-        ("an H200 is not an H100", peak_tflops("NVIDIA H100 PCIe"), 756.0),
-        ("a device nobody listed", peak_tflops("NVIDIA Z1"), None),
-    ]
-    for name, found, expected in checks:
-        print(f"  ✓ {name}: {found}" if found == expected else f"  ✗ {name}: {found}, not {expected}")
-    return 0 if all(found == expected for _, found, expected in checks) else 1

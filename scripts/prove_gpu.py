@@ -1,6 +1,4 @@
-"""The parts of scripts/prove-gpu. Each runs in a process of its own, under a limit, and leaves a JSON file; a second
-call does those that are missing, that failed, or whose code or device has changed since.
-"""
+"""Run the parts of scripts/prove-gpu, each in a process of its own and under a time limit; print one table."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from _gpu_parts import PARTS, Part, Size, full_size, toy_size  # noqa: E402
+from rich.table import Table  # noqa: E402
 
+from rlctl.show.screen import Screen  # noqa: E402
 from rlctl.show.streams import visible_streams  # noqa: E402
 
 TOTAL_S = 480.0
-NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "xxhash")  # by every part that computes
 VERSIONS = ("torch", "transformers", "vllm", "flash-attn", "numpy", "pydantic")
 
 
@@ -48,23 +45,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="prove-gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "prove-gpu", help="folder of the results")
     parser.add_argument("--only", action="append", choices=[part.name for part in PARTS], help="may be repeated")
-    parser.add_argument("--again", action="store_true", help="do parts that are done once more")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: shows that the parts work")
     parser.add_argument("--limit", type=float, default=TOTAL_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        print(f"{sys.executable} lacks {', '.join(missing)}. On a machine with network and the same Python:\n"
-              f"    pip install --no-deps --target packages {' '.join(missing)}\n"
-              f"then take the folder along and set PYTHONPATH to it.", file=sys.stderr)  # fmt: skip
-        return 2
     size = toy_size() if options.rehearse else full_size()
     if options.part:
         return compute(options.part, size, options.out)
     if not options.rehearse and (why := no_gpu()):
         print(f"No GPU here: {why}. Nothing of what this proves can be shown on the CPU.")
-        print("--rehearse runs the same parts at toy size. The arithmetic, on numbers worked out by hand:")
-        return import_module("_gpu_parts").check_arithmetic()
+        print("--rehearse runs the same parts at toy size.")
+        return 0
     return prove([part for part in PARTS if not options.only or part.name in options.only], size, options)
 
 
@@ -92,31 +83,16 @@ def prove(parts: list[Part], size: Size, options: argparse.Namespace) -> int:
     until = time.monotonic() + options.limit
     outcomes = []
     for part in parts:
-        known = None if options.again else earlier(out, part, about)
-        outcome = known or attempt(part, options, until)
-        if known is None:
-            (out / f"{part.name}.json").write_text(json.dumps({**vars(outcome), "machine": about}, indent=2))
-        outcomes.append(outcome)
-        print(line_of(outcome, again=known is not None), flush=True)
+        outcomes.append(attempt(part, options, until))
+        print(line_of(outcomes[-1]), flush=True)
     record = {"machine": about, "parts": {outcome.part: vars(outcome) for outcome in outcomes}}
     (out / "prove-gpu.json").write_text(json.dumps(record, indent=2) + "\n")
     show(about, outcomes)
     print(f"\nAll figures: {out / 'prove-gpu.json'}")
     bad = [outcome.part for outcome in outcomes if outcome.state in ("failed", "timed out")]
     if bad:
-        print(f"Not proven: {', '.join(bad)}. What each printed: {out}/PART.log. Run again to try only these.")
+        print(f"Not proven: {', '.join(bad)}. What each printed: {out}/PART.log.")
     return 1 if bad else 0
-
-
-def earlier(out: Path, part: Part, about: Mapping[str, Any]) -> Outcome | None:
-    """What an earlier call found on this machine with this code, if it passed."""
-    try:
-        known = json.loads((out / f"{part.name}.json").read_text())
-        if known.pop("machine") != about or known["state"] != "passed":
-            return None
-        return Outcome(**known)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def attempt(part: Part, options: argparse.Namespace, until: float) -> Outcome:
@@ -162,7 +138,7 @@ def last_line(out: Path, part: Part) -> str:
 
 
 def machine(size: Size) -> dict[str, Any]:
-    """What decides whether an earlier result still holds."""
+    """Return what the figures hold for: device, versions, size."""
     import torch
 
     found: dict[str, Any] = {"device": size.device_name(), "python": platform.python_version(), "size": size.name}
@@ -172,53 +148,24 @@ def machine(size: Size) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     found["cuda"] = torch.version.cuda
-    found["code"] = code_id()
     return found
 
 
-def code_id() -> str:
-    """Hash of every source file: a checkout may have no git."""
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    for folder in ("rlctl", "specs", "workers", "backends", "scripts"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-def line_of(outcome: Outcome, *, again: bool) -> str:
-    when = "earlier" if again else f"{outcome.seconds:.0f} s"
-    return f"{outcome.part:<14} {outcome.state} ({when}){': ' + outcome.about if outcome.about else ''}"
+def line_of(outcome: Outcome) -> str:
+    return (
+        f"{outcome.part:<14} {outcome.state} ({outcome.seconds:.0f} s){': ' + outcome.about if outcome.about else ''}"
+    )
 
 
 def show(about: Mapping[str, Any], outcomes: list[Outcome]) -> None:
     print(f"\n{about['device']}, torch {about.get('torch')}, transformers {about.get('transformers')}")
-    rows = [("part", "state", "figure", "value")]
+    table = Table("part", "state", "figure", "value")
     for outcome in outcomes:
         part = next(part for part in PARTS if part.name == outcome.part)
         figures = list(part.rows(outcome.figures)) if outcome.state == "passed" else [("", outcome.about)]
+        table.add_section()
         for number, (name, value) in enumerate(figures or [("", "")]):
-            rows.append((outcome.part if number == 0 else "", outcome.state if number == 0 else "", name, value))
-    print_table(rows)
-
-
-def print_table(rows: list[tuple[str, ...]]) -> None:
-    """With rich where it is installed."""
-    if find_spec("rich") is None:
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-    from rich.table import Table
-
-    from rlctl.show.screen import Screen
-
-    table = Table(*rows[0])
-    for row in rows[1:]:
-        if row[0]:
-            table.add_section()
-        table.add_row(*row)
+            table.add_row(outcome.part if number == 0 else "", outcome.state if number == 0 else "", name, value)
     Screen().print(table)
 
 

@@ -23,12 +23,10 @@ def prove(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_checks_its_arithmetic() -> None:
+def test_without_a_gpu_it_says_so() -> None:
     done = prove()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("No GPU here: ")
-    assert done.stdout.count("✓") >= 9
-    assert "✗" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["device", "weights", "decode", "train-0.5B", "run-host"])
@@ -48,18 +46,6 @@ def test_a_part_works(tmp_path: Path, name: str, warm_children: None) -> None:
         ours, plain = sides["rlctl ddp, sdpa"], sides["Hugging Face loop, sdpa"]
         assert ours["tokens_per_s"] > 0
         assert abs(ours["first_loss"] - plain["first_loss"]) < 1e-4, "both sides do the same work"
-
-
-def test_what_passed_is_not_done_again(tmp_path: Path) -> None:
-    first = prove("--rehearse", "--only", "device", "--out", tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    record = json.loads((tmp_path / "prove-gpu.json").read_text())
-    assert record["parts"]["device"]["state"] == "passed"
-    assert record["parts"]["device"]["figures"]["matmul_tflops"] > 0
-    assert "device         passed (earlier)" in prove("--rehearse", "--only", "device", "--out", tmp_path).stdout
-    state = json.loads((tmp_path / "device.json").read_text())
-    (tmp_path / "device.json").write_text(json.dumps({**state, "machine": {**state["machine"], "code": "another"}}))
-    assert "(earlier)" not in prove("--rehearse", "--only", "device", "--out", tmp_path).stdout
 
 
 def test_a_part_that_takes_too_long_is_ended_and_the_rest_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""What the pages name is there: links and their anchors, files of the tree, and whole specs that load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from specs.load.load import load_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def links(page: Path) -> set[str]:
+    return {link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if not re.match(r"[a-z]+:", link)}
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments of a page's headings, as GitHub makes them, and of `<a id="…">`."""
+    text = prose(page)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)"></a>', text))
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    lost = []
+    for link in links(page):
+        path, _, anchor = unquote(link).partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(link)
+    assert not lost
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    linked = {link.partition("#")[0] for link in links(ROOT / "README.md")}
+    assert {str(page.relative_to(ROOT)) for page in PAGES[1:]} <= linked
+
+
+@EVERY_PAGE
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = re.findall(r"`((?:rlctl|workers|backends|specs|tests|scripts|docs)/[\w./*-]*)`", prose(page))
+    assert not [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+
+
+def test_whole_specs_load(tmp_path: Path) -> None:
+    specs = [
+        (page.name, text)
+        for page in PAGES
+        for language, text in FENCE.findall(page.read_text(encoding="utf-8"))
+        if language == "toml" and text.startswith("schema = 1")
+    ]
+    assert specs, "the README shows one"
+    for number, (_, text) in enumerate(specs):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(text)
+        load_spec(path)
