@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm import AnyLoss
-from specs.schema.spec import DType, WeightForm
+from specs.schema.role_section import DType
+from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling, TrainConfig

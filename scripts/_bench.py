@@ -18,7 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import numpy as np
 
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
 

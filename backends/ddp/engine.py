@@ -28,7 +28,8 @@ from backends.train.role_group import join_group, leave_group
 from backends.train.tensor_shards import Shard, whole
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from specs.schema.engines.ddp_table import DdpTable
-from specs.schema.spec import DType, WeightForm
+from specs.schema.role_section import DType
+from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import TrainConfig
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from backends.ddp.flat_buffers import FlatParameters
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 
 
 class FlatAdamW:

@@ -35,7 +35,8 @@ from backends.train.trainer_state import TrainerState
 from specs.errors import CheckpointError, ModelError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
-from specs.schema.spec import DType, WeightForm
+from specs.schema.role_section import DType
+from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import TrainConfig

@@ -28,7 +28,7 @@ from backends.train.tensor_shards import Shard
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
 from specs.schema.engines.fsdp2_table import Fsdp2Table
-from specs.schema.spec import DType
+from specs.schema.role_section import DType
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import TrainConfig
 

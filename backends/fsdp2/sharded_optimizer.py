@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 
 
 class RowsAdamW:

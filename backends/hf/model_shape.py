@@ -20,7 +20,7 @@ from backends.hf.tokenizer import token_ids
 from backends.protocol import OnMeta, WeightSpec
 from backends.weights.tensor_bytes import DTYPES, named_weights, wire_dtype
 from specs.errors import ModelError
-from specs.schema.spec import Lora
+from specs.schema.role_section import Lora
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import ModelConfig
 

@@ -14,7 +14,7 @@ from backends.train.role_group import join_group
 from specs.errors import ModelError
 from specs.schema.engines.megatron_config import LOCAL
 from specs.schema.engines.megatron_table import MegatronTable
-from specs.schema.spec import DType
+from specs.schema.role_section import DType
 
 
 def import_megatron(device: str) -> None:

@@ -22,7 +22,7 @@ from backends.megatron.layouts import Slot, fuse, own_part, own_rows, put_expert
 from backends.megatron.model_group import ModelGroup
 from backends.megatron.weight_map import ModelMap
 from backends.train.tensor_shards import Shard
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")

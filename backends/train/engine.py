@@ -64,7 +64,8 @@ from backends.weights.tensor_bytes import DTYPES
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 from specs.schema.mesh import SEQUENCE
-from specs.schema.spec import DType, WeightForm
+from specs.schema.role_section import DType
+from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import TrainConfig

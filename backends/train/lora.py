@@ -25,7 +25,8 @@ from backends.hf.adapter_names import base_name, down_of, is_adapter, is_down, l
 from backends.hf.score_layer import has_score_layer, score_names
 from backends.train.tensor_shards import Shard
 from specs.errors import CheckpointError
-from specs.schema.spec import Lora, WeightForm
+from specs.schema.role_section import Lora
+from specs.schema.spec import WeightForm
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 
 
 def lr_at(step: int, optimizer: Optimizer, total_steps: int) -> float:

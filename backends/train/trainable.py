@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from backends.hf.recompute import recompute_activations
 from backends.train.hf_weights import aliases_of
 from backends.train.lora import Adapters
-from specs.schema.spec import DType
+from specs.schema.role_section import DType
 from specs.wire.role_config import ModelConfig, TrainConfig
 
 Make = Callable[[ModelConfig], PreTrainedModel]

@@ -17,7 +17,7 @@ from backends.weights.checksum import Digest, blocks_of
 from backends.weights.host_pieces import host_checksum, pieces_of
 from backends.weights.tensor_bytes import DTYPES, wire_dtype
 from backends.weights.word_sum import word_sums
-from specs.schema.spec import DType
+from specs.schema.role_section import DType
 
 _NOTHING_U: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 

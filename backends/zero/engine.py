@@ -30,7 +30,7 @@ from backends.zero.deepspeed_start import cut_model, start_deepspeed, stop_deeps
 from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, full_shape
 from specs.schema.engines.deepspeed_config import deepspeed_config
 from specs.schema.engines.zero_table import ZeroTable
-from specs.schema.spec import DType, Optimizer
+from specs.schema.role_section import DType, Optimizer
 from specs.wire.as_built import ModelBuilt
 from specs.wire.role_config import TrainConfig
 

@@ -13,9 +13,10 @@ from rlctl.preflight.role_attention import role_attention
 from rlctl.preflight.role_kernels import role_kernels
 from rlctl.processes.placement import Plan
 from specs.schema.engines.engine_table import engine_of, not_known
-from specs.schema.mesh import mesh_is_known, mesh_of, shard_groups
+from specs.schema.rank_groups import mesh_is_known, mesh_of, shard_groups
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, RoleName
-from specs.schema.spec import RefSection, RoleSection, Spec
+from specs.schema.spec import RefSection, Spec
 
 
 def roles(spec: Spec, plan: Plan, spec_dir: Path, *, elsewhere: bool = False) -> dict[str, dict[str, Any]]:

@@ -24,9 +24,10 @@ from rlctl.processes.launch import base_environment, python_path
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies
 from specs.schema.engines.engine_table import engine_of
-from specs.schema.mesh import devices_of_a_process
+from specs.schema.rank_groups import devices_of_a_process
+from specs.schema.role_section import ModelRole
 from specs.schema.roles import DATA, ROLES, RoleName
-from specs.schema.spec import ModelRole, Spec
+from specs.schema.spec import Spec
 from specs.wire.meta_request import Level, Probed, ProbeRequest, RoleRequest, UpdateShape
 from workers.watchdog import kill_marked, signal_group
 

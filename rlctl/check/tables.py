@@ -20,9 +20,11 @@ from specs.packages import page
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
-from specs.schema.mesh import Mesh, RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
+from specs.schema.mesh import Mesh
+from specs.schema.rank_groups import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR
-from specs.schema.spec import RoleSection, Spec
+from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
     from rlctl.check.findings import Findings

@@ -31,7 +31,7 @@ from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError
 from specs.phases import Phase
 from specs.schema.eval_sets import Evaluation
-from specs.schema.mesh import sequence_parallel_of
+from specs.schema.rank_groups import sequence_parallel_of
 from specs.schema.roles import REWARD_MODEL, RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies, partition

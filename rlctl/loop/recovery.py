@@ -28,8 +28,8 @@ from rlctl.processes.launch import tail
 from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import AsBuiltError, Cause
 from specs.schema.metric import Metric
+from specs.schema.role_section import Dispensable
 from specs.schema.roles import REWARD, ROLES, ROLLOUT, RoleName
-from specs.schema.spec import Dispensable
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import Sleep
 from specs.wire.messages import Message, Verb

@@ -19,7 +19,8 @@ from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
 from specs.rounding import Tolerance
 from specs.schema.metric import Metric
-from specs.schema.spec import DType, WeightForm
+from specs.schema.role_section import DType
+from specs.schema.spec import WeightForm
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb

@@ -12,8 +12,8 @@ from typing import Any
 from specs.memory_parts import DTYPE_BYTES, Moment, Part
 from specs.model_facts import ModelFacts, mlp_width
 from specs.schema.engines.transformers_tables import KEPT_OF_MLP
+from specs.schema.role_section import DType
 from specs.schema.roles import HeadKind
-from specs.schema.spec import DType
 
 _FP32 = 4
 _LEARN: frozenset[Moment] = frozenset({"train"})

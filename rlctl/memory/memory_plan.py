@@ -17,7 +17,8 @@ from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
 from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
 from specs.schema.engines.transformers_tables import KEPT_OF_MLP, TrainedHere
-from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR, axis_of, devices_of_a_process, sequence_parallel_of
+from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR
+from specs.schema.rank_groups import axis_of, devices_of_a_process, sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 from workers.transports.base import BLOCK_BYTES, BLOCKS

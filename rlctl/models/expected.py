@@ -19,9 +19,10 @@ from specs.rules.kernel_rules import kernels_of
 from specs.schema.engines.engine_table import TrainTable
 from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.engines.library_keys import leaves
-from specs.schema.mesh import built_mesh
+from specs.schema.rank_groups import built_mesh
+from specs.schema.role_section import Lora
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import Lora, Spec
+from specs.schema.spec import Spec
 
 Expected = Mapping[str, Any]
 """Fields of `ModelBuilt` → the value that they must have. What is left out is not known before the model is built."""

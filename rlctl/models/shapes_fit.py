@@ -13,9 +13,10 @@ from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import Problem
 from specs.model_facts import model_facts, shares_out, sharing_degrees
 from specs.model_shapes import ModelTensors
-from specs.schema.mesh import devices_of_a_process
+from specs.schema.rank_groups import devices_of_a_process
+from specs.schema.role_section import Lora
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import Lora, Spec
+from specs.schema.spec import Spec
 from specs.text import listed, show
 
 _LARGEST_LR, _LARGEST_LR_OF_ADAPTERS, _USUAL_WIDTH = 1e-3, 1e-2, 512

@@ -37,9 +37,10 @@ from specs.errors import NotHere, Problem
 from specs.model_facts import model_facts
 from specs.packages import installed_here
 from specs.schema.engines.engine_table import engine_of
-from specs.schema.mesh import sequence_parallel_of
+from specs.schema.rank_groups import sequence_parallel_of
+from specs.schema.role_section import Learner, RoleSection
 from specs.schema.roles import ACTOR, ROLES, RoleName
-from specs.schema.spec import Learner, RoleSection, Spec
+from specs.schema.spec import Spec
 from specs.text import show
 
 _NO_GPU = "leave it out to run on the CPU; of a run elsewhere, `check-config --target cluster` makes it a note"

@@ -17,8 +17,9 @@ from specs.model_facts import ModelFacts, model_facts
 from specs.model_shapes import ModelTensors
 from specs.schema.engines.engine_table import RolloutTable, TrainTable, engine_of
 from specs.schema.engines.held_model import held_trainer, replica_of
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import RoleSection, Spec
+from specs.schema.spec import Spec
 from specs.text import show
 
 LARGEST_GPU_GIB = 288.0  # of any GPU there is

@@ -18,9 +18,10 @@ from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
 from specs.schema.rewards import Function
+from specs.schema.role_section import Dispensable
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.sections import ClusterSection
-from specs.schema.spec import Dispensable, Spec
+from specs.schema.spec import Spec
 from workers.grading.reward_sources import reward_sources
 from workers.network import address_towards
 

@@ -15,9 +15,10 @@ from typing import Protocol
 from rlctl.preflight.hostfile import Host, hosts_of
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import ALLOCATOR_VARIABLES, choose_transport
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.sections import ClusterSection
-from specs.schema.spec import RoleSection, Spec
+from specs.schema.spec import Spec
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Between two small operations a thread waits for the next by spinning this often, some tens of microseconds, before it

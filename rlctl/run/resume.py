@@ -18,8 +18,9 @@ from specs.errors import CheckpointError
 from specs.load.dotted_keys import differing_keys, value_at
 from specs.schema.engines.engine_registry import readers_of, table_of
 from specs.schema.engines.engine_table import TrainTable
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, ROLES
-from specs.schema.spec import RoleSection, Spec
+from specs.schema.spec import Spec
 
 # How a run is watched, where it runs and how its models are held: not what it computes, to rounding.
 _MAY_CHANGE = (

@@ -21,8 +21,9 @@ from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import build_bodies
 from rlctl.run.run_dir import RunDir
 from rlctl.show.progress import Progress
+from specs.schema.role_section import Dispensable
 from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, build_waves
-from specs.schema.spec import Dispensable, Spec
+from specs.schema.spec import Spec
 from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import DataOpened
 from specs.wire.messages import Message, Verb

@@ -26,10 +26,11 @@ from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
 from specs.rules.transport_rules import transport_problems
 from specs.schema.algorithms.algorithm_tables import ValueLossKeys
 from specs.schema.engines.engine_table import engine_of
-from specs.schema.mesh import devices_of_a_process, sequence_parallel_of
+from specs.schema.rank_groups import devices_of_a_process, sequence_parallel_of
 from specs.schema.rewards import Overlong
+from specs.schema.role_section import Learner, RoleSection
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import Learner, RoleSection, Spec
+from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.text import show
 

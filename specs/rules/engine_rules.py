@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import RolloutTable, engine_of
-from specs.schema.mesh import devices_of_a_process
+from specs.schema.rank_groups import devices_of_a_process
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import RoleName
-from specs.schema.spec import RoleSection, Spec
+from specs.schema.spec import Spec
 from specs.text import show
 
 

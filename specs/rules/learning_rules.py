@@ -11,8 +11,9 @@ from typing import Any
 
 from specs.errors import Problem
 from specs.schema.rewards import ExactMatch, MathVerify, Overlong, Regex
+from specs.schema.role_section import Optimizer
 from specs.schema.roles import RoleName
-from specs.schema.spec import Optimizer, Spec
+from specs.schema.spec import Spec
 from specs.text import show
 
 _COLDEST, _NARROWEST = 0.05, 0.05  # temperature and top_p below which one token is nearly all that can be drawn

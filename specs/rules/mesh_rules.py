@@ -6,16 +6,8 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.engines.engine_table import TrainTable, engine_of
-from specs.schema.mesh import (
-    EXPERT,
-    axis_of,
-    divisors,
-    expert_groups,
-    layer_groups,
-    mesh_of,
-    sequence_groups,
-    straddling,
-)
+from specs.schema.mesh import EXPERT, divisors
+from specs.schema.rank_groups import axis_of, expert_groups, layer_groups, mesh_of, sequence_groups, straddling
 from specs.schema.spec import Spec
 from specs.text import listed
 

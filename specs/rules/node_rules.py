@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
+from specs.schema.role_section import Dispensable, RoleSection
 from specs.schema.roles import ACTOR, REWARD, ROLES, ROLLOUT, RoleName
-from specs.schema.spec import Dispensable, RoleSection, Spec
+from specs.schema.spec import Spec
 from specs.text import show
 
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|0\.0\.0\.0|\[?::1?\]?", re.IGNORECASE)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from specs.errors import Problem
 from specs.schema.engines.engine_table import TrainTable, engine_of
 from specs.schema.mesh import divisors
+from specs.schema.role_section import ModelRole
 from specs.schema.roles import REWARD_MODEL, RoleName
-from specs.schema.spec import ModelRole, RewardModelSection, Spec
+from specs.schema.spec import RewardModelSection, Spec
 from specs.text import listed
 
 _OTHERWISE = "context_parallel"  # the key of an engine that cuts rows itself

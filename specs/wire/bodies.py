@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, SerializeAsAny, Stri
 from specs.errors import ChannelError, RlctlError
 from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.algorithms.algorithm_tables import read_loss
-from specs.schema.spec import DType, TransportKind, WeightForm
+from specs.schema.role_section import DType
+from specs.schema.spec import TransportKind, WeightForm
 from specs.wire.messages import Message, Verb
 from specs.wire.role_config import DataConfig, RewardConfig, RolloutConfig, Sampling, TrainConfig
 

@@ -9,9 +9,10 @@ from pydantic import Field
 
 from specs.attention import Attention
 from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngineTable
+from specs.schema.role_section import DType, Lora, Optimizer
 from specs.schema.roles import DATA, REWARD, ROLLOUT, HeadKind, RoleName
 from specs.schema.sections import DataSection
-from specs.schema.spec import DType, Lora, Optimizer, RewardSection
+from specs.schema.spec import RewardSection
 from specs.schema.table import Table
 
 

@@ -17,7 +17,7 @@ from backends import memory
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.train.engine import HfTrainEngine
-from specs.schema.spec import Lora
+from specs.schema.role_section import Lora
 
 RESIDUAL_GIB = 64 / 1024  # held after a sleep at level 2
 WIDE = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}

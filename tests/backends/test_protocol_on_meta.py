@@ -14,7 +14,7 @@ from backends import memory
 from backends.protocol import Rank
 from backends.registry import rollout_engine, train_engine
 from backends.train.role_group import leave_group
-from specs.schema.spec import Lora
+from specs.schema.role_section import Lora
 from specs.wire.as_built import ModelBuilt
 
 BF16 = {"model": {"dtype": "bf16"}}

@@ -27,7 +27,7 @@ from rlctl.loop.step_metrics import RankReport, update_metrics
 from specs.errors import BatchError, CheckpointError
 from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
 from specs.schema.algorithms.algorithm_tables import CispoLoss, ClipCovLoss, GmpoLoss, KlCovLoss, PpoClip, SapoLoss
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
 

@@ -25,7 +25,7 @@ from train_helpers import (
 from backends.protocol import ENGINE_MAXIMA, ENGINE_SUMS, TrainEngine
 from specs.errors import BatchError, ModelError
 from specs.schema.algorithms.algorithm_tables import ValueLoss
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 
 Make = Callable[..., TrainEngine]

@@ -20,7 +20,7 @@ from train_helpers import learn, make_batch, train_config, weights_of  # noqa: E
 from backends.hf.adapter_names import is_on_the_wire  # noqa: E402
 from backends.protocol import Rank  # noqa: E402
 from backends.registry import train_engine  # noqa: E402
-from specs.schema.spec import Lora  # noqa: E402
+from specs.schema.role_section import Lora  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
 from specs.wire.partition import shards  # noqa: E402
 from specs.wire.sequence_work import SequenceWork  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.engines.zero_table import ZeroTable
-from specs.schema.spec import Lora
+from specs.schema.role_section import Lora
 
 BF16: dict[str, Any] = {"model": {"dtype": "bf16"}}
 VALUES: dict[str, Any] = {"role": "critic", "model": {"head": "value", "dtype": "bf16"}}

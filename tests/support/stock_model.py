@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from rlctl.models.paths import BUILTIN_FOLDER
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 
 TEMPERATURE = 0.7

@@ -14,7 +14,7 @@ from specs.rounding import Tolerance
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fake_tables import FakeRolloutTable, FakeTrainTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.messages import Verb
 from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
 from workers.roles.actor import Actor

@@ -14,8 +14,9 @@ from pydantic import Field
 from backends.protocol import Rank
 from specs.schema.engines.engine_registry import TrainEngineTable
 from specs.schema.engines.fake_tables import FakeTrainTable
+from specs.schema.role_section import ModelRole, Optimizer
 from specs.schema.roles import Role
-from specs.schema.spec import ModelRole, Optimizer, Spec
+from specs.schema.spec import Spec
 from specs.wire.messages import Message, Verb
 from workers.roles.trainer import Trainer
 from workers.saved_files import settle

@@ -16,7 +16,8 @@ from specs.schema.algorithms.algorithm_tables import GspoLoss, PpoClip, ValueLos
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fake_tables import FakeTrainTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
-from specs.schema.spec import Optimizer, WeightForm
+from specs.schema.role_section import Optimizer
+from specs.schema.spec import WeightForm
 from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, TrainConfig
 

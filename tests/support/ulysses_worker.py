@@ -42,7 +42,7 @@ from backends.ulysses.exchange import heads_to_rows, rows_to_heads  # noqa: E402
 from backends.ulysses.sequence_group import SequenceGroup, sequence_group  # noqa: E402
 from backends.ulysses.split_attention import sharing  # noqa: E402
 from specs.errors import ModelError  # noqa: E402
-from specs.schema.spec import Lora  # noqa: E402
+from specs.schema.role_section import Lora  # noqa: E402
 
 LENGTHS = (7, 1, 12, 3, 5, 3)  # 31: no degree divides it
 PARENTS = (-1, -1, -1, -1, 3, 3)  # the last two continue the fourth

@@ -14,7 +14,8 @@ from vllm_process import RemoteVllm, shared_folder
 from backends.protocol import Weight, WeightSpec
 from backends.train.engine import HfTrainEngine
 from specs.errors import SyncError
-from specs.schema.spec import DType, Lora, WeightForm
+from specs.schema.role_section import DType, Lora
+from specs.schema.spec import WeightForm
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig
 

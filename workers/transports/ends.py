@@ -18,7 +18,8 @@ from backends.hf.adapter_names import is_on_the_wire
 from backends.protocol import Buffer, RolloutEngine, TrainEngine, Weight, WeightSpec
 from backends.weights import checksum
 from specs.errors import PeerGone, SyncError
-from specs.schema.spec import DType, TransportKind, WeightForm
+from specs.schema.role_section import DType
+from specs.schema.spec import TransportKind, WeightForm
 from specs.wire.bodies import SentWeight, WireWeight
 from workers.transports import (
     ALIGNMENT,

@@ -14,8 +14,9 @@ from specs.schema.mesh import Mesh
 
 if TYPE_CHECKING:
     from specs.errors import Problem
+    from specs.schema.role_section import DType, Optimizer, RoleSection
     from specs.schema.roles import RoleName
-    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+    from specs.schema.spec import Spec
 
 FLAT_ALIGN = 16  # elements: where each parameter begins in a flat buffer
 

@@ -16,7 +16,7 @@ from specs.schema.engines.library_keys import Library, Setting, extra_problems
 
 if TYPE_CHECKING:
     from specs.schema.engines.zero_table import ZeroTable
-    from specs.schema.spec import DType, Optimizer
+    from specs.schema.role_section import DType, Optimizer
 
 # DeepSpeed measures the gradient norm at every stage only when it clips; no norm in fp32 reaches this.
 NEVER_CLIPS = 1e38

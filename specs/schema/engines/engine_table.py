@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from specs.model_facts import ModelFacts
     from specs.schema.engines.held_model import HeldTrainer, Replica
     from specs.schema.mesh import Mesh
+    from specs.schema.role_section import DType, Optimizer, RoleSection
     from specs.schema.roles import RoleName
-    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+    from specs.schema.spec import Spec
 
 
 class EngineTable(Table):

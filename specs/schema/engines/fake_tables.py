@@ -16,7 +16,8 @@ from specs.text import show
 
 if TYPE_CHECKING:
     from specs.model_facts import ModelFacts
-    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+    from specs.schema.role_section import DType, Optimizer, RoleSection
+    from specs.schema.spec import Spec
 
 
 class _Fake(EngineTable):

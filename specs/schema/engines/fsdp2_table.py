@@ -19,7 +19,8 @@ from specs.schema.table import no_effect
 from specs.text import listed
 
 if TYPE_CHECKING:
-    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+    from specs.schema.role_section import DType, Optimizer, RoleSection
+    from specs.schema.spec import Spec
 
 
 class Fsdp2Table(OwnModules):

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, SCORING, Moment, Part
 from specs.model_facts import ModelFacts
 from specs.model_shapes import SCORE_LAYER, ModelTensors, ParameterShape
-from specs.schema.mesh import ranks_of_a_row, sequence_parallel_of
+from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
 from specs.schema.roles import ROLES, RoleName
 
 if TYPE_CHECKING:
-    from specs.schema.spec import DType, Lora, Optimizer, Spec
+    from specs.schema.role_section import DType, Lora, Optimizer
+    from specs.schema.spec import Spec
 
 FP32_BYTES = 4
 ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: workspaces, kernels (an assumption)

@@ -17,7 +17,7 @@ from specs.errors import Problem
 from specs.text import show
 
 if TYPE_CHECKING:
-    from specs.schema.spec import Optimizer
+    from specs.schema.role_section import Optimizer
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specs.text import show
 
 if TYPE_CHECKING:
     from specs.schema.engines.megatron_table import MegatronTable
-    from specs.schema.spec import DType, Optimizer
+    from specs.schema.role_section import DType, Optimizer
 
 OPTIONS: Mapping[str, Kind | None] = {**OPTIMIZER, **DDP, **TRANSFORMER}
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"

@@ -21,7 +21,8 @@ from specs.text import listed, show
 
 if TYPE_CHECKING:
     from specs.model_facts import ModelFacts
-    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+    from specs.schema.role_section import DType, Optimizer, RoleSection
+    from specs.schema.spec import Spec
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Values of `model_type` whose weights have a place in Megatron's layers (`backends/megatron/weight_map.py`)."""

@@ -18,7 +18,8 @@ from specs.text import show
 
 if TYPE_CHECKING:
     from specs.model_facts import ModelFacts
-    from specs.schema.spec import RoleSection, Spec
+    from specs.schema.role_section import RoleSection
+    from specs.schema.spec import Spec
 
 _BEYOND_FRACTION_GIB = 2.0  # memory beside weights and cache: activations, graphs (an assumption)
 _SET_BY_THE_ENGINE = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")

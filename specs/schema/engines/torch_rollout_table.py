@@ -16,7 +16,8 @@ from specs.schema.mesh import Mesh
 from specs.schema.roles import RoleName
 
 if TYPE_CHECKING:
-    from specs.schema.spec import RoleSection, Spec
+    from specs.schema.role_section import RoleSection
+    from specs.schema.spec import Spec
 
 
 class TorchRolloutTable(BuiltHere, RolloutTable):

@@ -14,8 +14,9 @@ from specs.schema.engines.kernel_choice import Asked
 if TYPE_CHECKING:
     from specs.errors import Problem
     from specs.model_facts import ModelFacts
+    from specs.schema.role_section import DType, RoleSection
     from specs.schema.roles import RoleName
-    from specs.schema.spec import DType, RoleSection, Spec
+    from specs.schema.spec import Spec
 
 HUGGING_FACE = ("torch", "transformers", "accelerate", "packaging")
 KEPT_OF_MLP = 4

@@ -26,7 +26,8 @@ from specs.text import listed, show
 
 if TYPE_CHECKING:
     from specs.model_facts import ModelFacts
-    from specs.schema.spec import RoleSection, Spec
+    from specs.schema.role_section import RoleSection
+    from specs.schema.spec import Spec
 
 # vLLM 0.32, vllm/config/lora.py: ranks that it makes room for. A rank in between takes the room of the next one.
 LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -19,7 +19,8 @@ from specs.schema.roles import ROLES, RoleName
 from specs.text import show
 
 if TYPE_CHECKING:
-    from specs.schema.spec import DType, Optimizer, RoleSection, Spec
+    from specs.schema.role_section import DType, Optimizer, RoleSection
+    from specs.schema.spec import Spec
 
 
 class ZeroTable(OwnModules):

@@ -41,7 +41,7 @@ from backends.train.tensor_shards import ShardReader
 from backends.train.verify_packing import verify_packing
 from specs.errors import ModelError
 from specs.schema.engines.ddp_table import DdpTable
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from backends.export.model_export import Source, prove, write_model
 from backends.protocol import TrainEngine
 from specs.errors import ExportError
 from specs.schema.algorithms.algorithm_tables import ValueLoss
-from specs.schema.spec import Lora
+from specs.schema.role_section import Lora
 from specs.wire.batch import Batch
 
 PROMPTS = [[3, 1, 4, 1, 5], [5, 9]]

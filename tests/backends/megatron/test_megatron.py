@@ -29,8 +29,9 @@ from specs.model_facts import model_facts
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.held_model import HeldTrainer
 from specs.schema.engines.megatron_table import MegatronTable
-from specs.schema.mesh import shard_groups
-from specs.schema.spec import ActorSection, Optimizer
+from specs.schema.rank_groups import shard_groups
+from specs.schema.role_section import Optimizer
+from specs.schema.spec import ActorSection
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("RLCTL_MEGATRON_PYTHON", ROOT / ".venv-megatron" / "bin" / "python"))

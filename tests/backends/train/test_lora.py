@@ -35,7 +35,7 @@ from backends.train.lora import merge
 from backends.train.tensor_shards import ShardReader
 from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import CheckpointError, ModelError
-from specs.schema.spec import Lora, Optimizer
+from specs.schema.role_section import Lora, Optimizer
 
 pytestmark = pytest.mark.slow
 

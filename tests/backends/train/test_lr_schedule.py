@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.train.lr_schedule import lr_at
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 
 
 def rates(total: int, steps: range, **changes: object) -> list[float]:

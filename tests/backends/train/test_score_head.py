@@ -18,7 +18,7 @@ from backends.ddp.engine import DdpTrainEngine
 from backends.protocol import TrainEngine
 from specs.errors import ModelError
 from specs.schema.algorithms.algorithm_tables import ValueLoss
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 
 KINDS = ["ddp", "fsdp2"]

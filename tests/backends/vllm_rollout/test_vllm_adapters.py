@@ -12,7 +12,7 @@ from vllm_syncing import EXACT, LORA, ONE, RANK, TEMPERATURE, config_of, gap, pr
 from backends.protocol import WeightSpec
 from backends.train.engine import HfTrainEngine
 from specs.errors import ModelError, SyncError
-from specs.schema.spec import Lora
+from specs.schema.role_section import Lora
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
 

@@ -12,7 +12,7 @@ from rlctl.models.expected import models_expected
 from rlctl.preflight.machine import checkpoint_bytes
 from specs.errors import AsBuiltError
 from specs.load.load import load_spec
-from specs.schema.mesh import built_mesh
+from specs.schema.rank_groups import built_mesh
 from specs.wire.as_built import AsBuilt, ModelBuilt
 
 SHAPE = {

@@ -10,7 +10,7 @@ from small_spec import only_problem, raw_spec
 from specs.errors import SpecError
 from specs.load.load import spec_from
 from specs.rules.all_rules import cross_field_warnings
-from specs.schema.mesh import built_mesh
+from specs.schema.rank_groups import built_mesh
 from specs.schema.spec import Spec
 
 GPUS = {"kind": "vllm", "tensor_parallel": 2}

@@ -26,7 +26,7 @@ from specs.load.keys import kind_of, tables_of, walk
 from specs.load.load import spec_from
 from specs.rules.transport_rules import choose_transport
 from specs.schema.algorithms.algorithm import Algorithm
-from specs.schema.mesh import shard_groups
+from specs.schema.rank_groups import shard_groups
 from specs.schema.spec import ActorSection, Spec
 from specs.schema.table import Table
 

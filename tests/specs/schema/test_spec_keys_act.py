@@ -25,7 +25,8 @@ from specs.load.keys import tables_of
 from specs.load.load import spec_from
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.deepspeed_config import deepspeed_config
-from specs.schema.spec import Optimizer, Spec
+from specs.schema.role_section import Optimizer
+from specs.schema.spec import Spec
 from specs.schema.table import Table
 from specs.wire.batch import Batch
 from specs.wire.role_config import DataConfig, RewardConfig, RolloutConfig, TrainConfig

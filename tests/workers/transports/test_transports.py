@@ -23,7 +23,7 @@ from specs.errors import PeerGone, RlctlError, SyncError
 from specs.rounding import Tolerance
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 from specs.wire.messages import Verb
 from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
 from workers.roles.actor import Actor

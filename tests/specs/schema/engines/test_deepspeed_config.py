@@ -8,7 +8,7 @@ from small_spec import problems_of, raw_spec
 from specs.errors import Problem
 from specs.schema.engines.deepspeed_config import deepspeed_config, deepspeed_problems
 from specs.schema.engines.zero_table import ZeroTable
-from specs.schema.spec import DType, Optimizer
+from specs.schema.role_section import DType, Optimizer
 
 
 def problems(engine: dict[str, object], **changes: object) -> list[Problem]:

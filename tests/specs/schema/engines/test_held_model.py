@@ -12,7 +12,7 @@ from train_helpers import QWEN2, write_model
 from rlctl.models.model_tensors import tensors_of_config
 from specs.memory_parts import ADAM_BYTES
 from specs.schema.engines.held_model import HeldTrainer
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 
 WITHIN = 0.01
 RANKS = 2

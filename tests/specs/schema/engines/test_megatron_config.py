@@ -13,7 +13,7 @@ from specs.schema.engines.library_keys import Flag
 from specs.schema.engines.megatron_config import OPTIONS, PASSED, megatron_config
 from specs.schema.engines.megatron_options import DDP, OPTIMIZER, TRANSFORMER
 from specs.schema.engines.megatron_table import MegatronTable
-from specs.schema.spec import Optimizer
+from specs.schema.role_section import Optimizer
 
 
 def problems(options: dict[str, Any], **changes: Any) -> list[Problem]:

@@ -12,7 +12,8 @@ from small_spec import raw_spec
 
 from specs.model_facts import model_facts
 from specs.schema.engines.megatron_table import MegatronTable
-from specs.schema.spec import ActorSection, Lora, Spec
+from specs.schema.role_section import Lora
+from specs.schema.spec import ActorSection, Spec
 
 MODEL = {**FAMILIES["qwen2"].config, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6}
 MOE = FAMILIES["qwen3_moe"].config

@@ -15,8 +15,8 @@ from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.engines.zero_table import ZeroTable
-from specs.schema.mesh import (
-    Mesh,
+from specs.schema.mesh import Mesh
+from specs.schema.rank_groups import (
     RankPlacement,
     built_mesh,
     layer_groups,
