@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 _CLASS_WITHOUT_TORCH = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 
 
-# What the expressions of a template may raise, besides Jinja's own errors.
-_OF_A_TEMPLATE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-
-class ChatTemplateError(ValueError):
-    """The chat template refused a list of messages."""
-
-
 class TextCodec:
     """A tokenizer, reduced to what prompts and rewards need."""
 
@@ -35,29 +27,14 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Chat messages as the text that the model sees, ending where the completion starts.
-
-        Raises ChatTemplateError when the template refuses them.
-        """
-        return self._rendered(messages, begins_answer=True)
-
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool) -> str:
-        from jinja2 import TemplateError
-
+    @property
+    def chat_template(self) -> str:
+        """The text of its chat template. Raises ModelError where none of several is the default."""
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(one) for one in messages], tokenize=False, add_generation_prompt=begins_answer
-            )
-        except (TemplateError, *_OF_A_TEMPLATE) as error:
-            raise ChatTemplateError(f"the chat template refuses the messages: {error}") from error
-        assert isinstance(text, str)
-        return text
-
-    def render_whole(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation that ends with the assistant's answer, as a model that scores it sees it. Raises
-        ChatTemplateError."""
-        return self._rendered(messages, begins_answer=False)
+            return str(self.tokenizer.get_chat_template())
+        except ValueError as error:
+            hint = 'name one of its chat templates default, or set data.chat = "never"'
+            raise ModelError(f"the tokenizer of {self.model_path}: {error}", hint=hint) from error
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of whole texts, with all that the tokenizer puts around them."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.hf.tokenizer import ChatTemplateError, TextCodec
+from backends.hf.tokenizer import TextCodec
 from specs.errors import DataError
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from specs.wire.batch import Column
+from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.data.row_source import DataRow
 
 ENCODE_ROWS = 2048  # rows per call of the tokenizer
@@ -101,7 +103,6 @@ def read_table(
 ) -> PromptTable:
     """As `build_table`, but overlong rows are only counted, and the table may be empty."""
     chat = uses_chat(data, codec)
-    render = _Renderer(data, codec, chat, needs_answer, needs_columns)
     table, lengths, pieces = PromptTable(source), [0], []
     pending: list[tuple[DataRow, str]] = []
 
@@ -116,13 +117,15 @@ def read_table(
                 pieces.append(np.array(ids, dtype=np.int64))
         pending.clear()
 
-    for row in rows:
-        try:
-            pending.append((row, render(row)))
-        except _BadRow as error:
-            _bad(table, row, str(error), data)
-        if len(pending) >= ENCODE_ROWS:
-            flush()
+    with renderer_of(codec) if chat else nullcontext() as chats:
+        render = _Renderer(data, chats, needs_answer, needs_columns)
+        for row in rows:
+            try:
+                pending.append((row, render(row)))
+            except _BadRow as error:
+                _bad(table, row, str(error), data)
+            if len(pending) >= ENCODE_ROWS:
+                flush()
     flush()
     table.tokens = np.concatenate(pieces) if pieces else table.tokens
     table.offsets = np.cumsum(lengths, dtype=np.int64)
@@ -149,9 +152,9 @@ class _Renderer:
     """Renders a row as the text that the model sees. Raises _BadRow."""
 
     def __init__(
-        self, data: DataSection, codec: TextCodec, chat: bool, needs_answer: bool, needs_columns: Sequence[str]
+        self, data: DataSection, chats: ChatRenderer | None, needs_answer: bool, needs_columns: Sequence[str]
     ) -> None:
-        self.data, self.codec, self.chat = data, codec, chat
+        self.data, self.chats = data, chats
         columns = template_columns(data.template) if data.template else (data.prompt_column,)
         answer = (data.answer_column,) if needs_answer else ()
         self.columns = tuple(dict.fromkeys((*columns, *answer, *needs_columns)))
@@ -192,13 +195,13 @@ class _Renderer:
 
     def _text(self, values: Mapping[str, Any]) -> str:
         prompt = prompt_of(values, self.data)
-        if not self.chat:
+        if self.chats is None:
             if isinstance(prompt, str):
                 return prompt
             why = "the tokenizer has no chat template" if self.data.chat != "never" else 'data.chat = "never"'
             raise _BadRow(f"column {self.data.prompt_column!r} is {type(prompt).__name__}, not text, and {why}")
         try:
-            return self.codec.render_chat(messages_of(prompt, self.data))
+            return self.chats.render(messages_of(prompt, self.data))
         except ChatTemplateError as error:
             raise _BadRow(str(error)) from error
 

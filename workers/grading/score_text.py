@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from backends.hf.tokenizer import ChatTemplateError, TextCodec, load_codec, pad_token_of
+from backends.hf.tokenizer import TextCodec, load_codec, pad_token_of
 from specs.errors import ModelError
 from specs.schema.metric import Metric
 from specs.wire.role_config import ScoreText
+from workers.chat_renderer import ChatTemplateError, renderer_of
 from workers.grading.pool import Grade
 
 MODEL_CAUSES = ("model_overlong", "model_template")
@@ -50,6 +51,7 @@ class ScoreTexts:
         conversations."""
         self.config = config
         self.codec = load_codec(config.path, trust_remote_code=config.trust_remote_code)
+        self._chats = renderer_of(self.codec) if self.codec.has_chat_template else None
         self._pad = pad_token_of(config.path, trust_remote_code=config.trust_remote_code)
         if config.chat != "never" and actor.has_chat_template and not self.codec.has_chat_template:
             raise ModelError(
@@ -62,18 +64,19 @@ class ScoreTexts:
         found: list[list[int] | Grade] = []
         texts = [self._text(sample) for sample in samples]
         whole = [text for text in texts if isinstance(text, str)]
-        chat = self.codec.has_chat_template
+        chat = self._chats is not None
         encoded = iter(self.codec.encode(whole, rendered=True) if chat else self.codec.encode_plain(whole))
         for text in texts:
             found.append(self._checked(next(encoded)) if isinstance(text, str) else text)
         return found
 
     def _text(self, sample: Told) -> str | Grade:
-        if not self.codec.has_chat_template:
+        if self._chats is None:
             return sample.prompt + sample.completion
         messages = sample.messages or [{"role": "user", "content": sample.prompt}]
+        said = [*messages, {"role": "assistant", "content": sample.completion}]
         try:
-            return self.codec.render_whole([*messages, {"role": "assistant", "content": sample.completion}])
+            return self._chats.render(said, begins_answer=False)
         except ChatTemplateError as error:
             return Grade(cause="model_template", text=f"reward model {self.config.path}: {error}")
 

@@ -23,6 +23,7 @@ from specs.schema.roles import ROLES
 from specs.text import show
 from specs.wire.meta_request import Finding, Probed, ProbeRequest, RoleRequest
 from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, RolloutConfig, TextConfig, TrainConfig
+from workers.chat_renderer import renderer_of
 from workers.offline.first_rows import foreign_markup, highest_token, no_generation_prompt, row_findings, turn_end
 from workers.offline.one_update import one_update
 from workers.offline.trial_grading import grading_findings
@@ -85,10 +86,12 @@ def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
     codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
     about = Probed(role=role, tokens=len(codec.tokenizer), highest=highest_token(codec))
     if isinstance(config, DataConfig):
-        chat = config.data.chat != "never" and codec.has_chat_template
-        of_template = (foreign_markup(codec), no_generation_prompt(codec)) if chat else ()
-        found = (*filter(None, of_template), *row_findings(config, codec))
-        return about.model_copy(update={"findings": found, "turn_end": turn_end(codec) if chat else None})
+        rows = tuple(row_findings(config, codec))
+        if config.data.chat == "never" or not codec.has_chat_template:
+            return about.model_copy(update={"findings": rows})
+        with renderer_of(codec) as chats:
+            of_template = filter(None, (foreign_markup(codec, chats), no_generation_prompt(chats)))
+            return about.model_copy(update={"findings": (*of_template, *rows), "turn_end": turn_end(codec, chats)})
     if isinstance(config, RewardConfig) and asked.data:
         findings = grading_findings(config, DataConfig.model_validate(asked.data), codec)
         return about.model_copy(update={"findings": tuple(findings)})

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from backends.hf.tokenizer import ChatTemplateError, TextCodec
+from backends.hf.tokenizer import TextCodec
 from specs.errors import DataError
 from specs.schema.sections import is_hub_data
 from specs.text import show
 from specs.wire.meta_request import Finding, Token
 from specs.wire.role_config import DataConfig
+from workers.chat_renderer import ChatRenderer, ChatTemplateError
 from workers.data.chat_sense import MARKUP, Message, Render, around_answer, longest_word, unwritten_header
 from workers.data.prompts import PromptTable, messages_of, prompt_of, read_table, uses_chat
 from workers.data.row_source import DataRow, read_rows
@@ -180,9 +181,9 @@ def _left_out(config: DataConfig, table: PromptTable) -> Iterator[Finding]:
         yield Finding(key=key, message=message, hint="put its text into the user's message", refuses=False)
 
 
-def foreign_markup(codec: TextCodec) -> Finding | None:
+def foreign_markup(codec: TextCodec, chats: ChatRenderer) -> Finding | None:
     """A chat template that ends an answer with markup of which the tokenizer has no token: one of another model."""
-    after, before = around_answer(_render(codec))
+    after, before = around_answer(_render(chats))
     mark = MARKUP.match(after.lstrip())
     if mark is None or mark[0] in before or len(pieces := codec.encode([mark[0]], rendered=True)[0]) == 1:
         return None
@@ -190,31 +191,29 @@ def foreign_markup(codec: TextCodec) -> Finding | None:
     return Finding(key="model.path", message=message, hint="use the model's own chat template", refuses=False)
 
 
-def no_generation_prompt(codec: TextCodec) -> Finding | None:
+def no_generation_prompt(chats: ChatRenderer) -> Finding | None:
     """A template that writes who speaks before an answer, and leaves it to the model where one is to begin."""
-    if not (header := unwritten_header(_render(codec))):
+    if not (header := unwritten_header(_render(chats))):
         return None
     message = f"the chat template does not begin the answer: the model itself is to write {show(header)}"
     hint = "write it where add_generation_prompt is true, as templates usually do"
     return Finding(key="model.path", message=message, hint=hint, refuses=False)
 
 
-def _render(codec: TextCodec) -> Render:
+def _render(chats: ChatRenderer) -> Render:
     def render(messages: Sequence[Message]) -> str | None:
         try:
-            return codec.render_chat(messages)
+            return chats.render(messages)
         except ChatTemplateError:
             return None
 
     return render
 
 
-def turn_end(codec: TextCodec) -> Token | None:
+def turn_end(codec: TextCodec, chats: ChatRenderer) -> Token | None:
     """The special token that the chat template writes behind what the assistant says; None where it writes none, or
     does not say."""
-    if not codec.has_chat_template:
-        return None
-    after, _ = around_answer(_render(codec))
+    after, _ = around_answer(_render(chats))
     ids = codec.encode([after.lstrip()], rendered=True)[0][:1]
     special = codec.tokenizer.added_tokens_decoder
     return Token(id=ids[0], text=str(special[ids[0]])) if ids and ids[0] in special else None

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import specs
-from backends.hf.tokenizer import ChatTemplateError, load_codec
+from backends.hf.tokenizer import load_codec
 from specs.errors import ModelError
+from workers.chat_renderer import ChatTemplateError, renderer_of
 
 BUILTIN = Path(specs.__file__).parent / "builtin"
 TEXTS = ["3142>", "0123456789>", "a b  c\n\n", " leading", "Ünïcödé ☃ 漢字", "<eos>", "1 + 1 = 2 , 3 .", "don 't"]
@@ -68,10 +69,11 @@ def test_special_tokens_are_not_part_of_an_answer() -> None:
 def test_chat_template(chat_model: Path) -> None:
     codec = load_codec(str(chat_model))
     assert codec.has_chat_template
-    text = codec.render_chat([{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}])
-    assert text == "<system>S<user>Q<assistant>"
-    with pytest.raises(ChatTemplateError, match="role tool"):
-        codec.render_chat([{"role": "tool", "content": ""}])
+    with renderer_of(codec) as chats:
+        text = chats.render([{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}])
+        assert text == "<system>S<user>Q<assistant>"
+        with pytest.raises(ChatTemplateError, match="role tool"):
+            chats.render([{"role": "tool", "content": ""}])
 
 
 def test_a_rendered_prompt_gets_no_second_special_token(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Chat templates are foreign code: what they may do, and that they are rendered as transformers renders them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from specs.errors import ModelError
+from workers import chat_renderer
+from workers.chat_renderer import ChatRenderer, ChatTemplateError
+
+ASKED = [{"role": "user", "content": "Q"}]
+TEMPLATE = (
+    "{%- for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no role tool') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content | tojson }}{% if m.name is defined %}{{ m.name }}{% endif %}{{ eos_token }}\n"
+    "{% if loop.index > 3 %}{% break %}{% endif %}{% endfor %}"
+    "{% generation %}{{ tools is none }}{% endgeneration %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_rendered_as_transformers_renders_it(library: bool) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", chat_template=TEMPLATE)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "é<'", "name": None}, *ASKED]
+    with ChatRenderer(TEMPLATE, tokenizer.special_tokens_map, library=library) as chats:
+        for begins in (True, False):
+            wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins)
+            assert chats.render(messages, begins_answer=begins) == wanted
+        with pytest.raises(ChatTemplateError, match="no role tool"):
+            chats.render([{"role": "tool", "content": ""}])
+        assert chats.render(ASKED).endswith("<assistant>"), "a refusal ends nothing"
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (
+            "{% set n = namespace(a='x') %}{% for _ in range(40) %}{% set n.a = n.a + n.a %}{% endfor %}",
+            "MiB of memory",
+        ),
+        ("{{ 'A' * 10**11 }}", "MiB of memory"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 3 s"),
+        ("{{ 'A' * 2**25 }}", "characters"),
+        ("one\n{% if %}", "not Jinja: line 2"),
+        ("{{ ''.__class__.__mro__ }}", "not safe"),
+    ],
+)
+def test_a_hostile_template_ends_in_an_error(
+    template: str, why: str, library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_renderer, "RENDER_S", 3.0)
+    began = time.monotonic()
+    with ChatRenderer(template, {}, library=library) as chats, pytest.raises(ModelError, match=why) as error:
+        chats.render(ASKED)
+    assert 'data.chat = "never"' in error.value.hint
+    assert time.monotonic() - began < 30

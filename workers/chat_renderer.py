@@ -1,0 +1,110 @@
+"""Render chat templates in a process of their own. A template is foreign code: it may loop forever or fill the memory.
+
+The process (`backends/hf/chat_template_process.py`) limits its own time and memory, so that nothing has to watch it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from backends.hf import chat_template_process
+from specs.errors import ModelError
+
+if TYPE_CHECKING:
+    from backends.hf.tokenizer import TextCodec
+
+RENDER_S = 10.0  # for one conversation
+MEMORY_MIB = 1024  # beyond what its libraries take
+
+
+class ChatTemplateError(ValueError):
+    """The chat template refused a list of messages."""
+
+
+class ChatRenderer:
+    """A chat template in its process, which starts with the first conversation. Use as a context manager.
+
+    `library`: render as transformers does, for a run. Without it jinja2 alone is imported, for a quick check.
+    """
+
+    def __init__(self, template: str, special_tokens: Mapping[str, Any], *, library: bool) -> None:
+        self._setup = {
+            "template": template,
+            "special_tokens": dict(special_tokens),
+            "library": library,
+            "seconds": RENDER_S,
+            "memory_MiB": MEMORY_MIB,
+        }
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> ChatRenderer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool = True) -> str:
+        """Return the messages as the text that the model sees, up to where its answer starts (`begins_answer`).
+
+        Raises ChatTemplateError when the template refuses the messages, and ModelError when it cannot be used at all:
+        it is no Jinja, does what the sandbox forbids, or takes too long or too much memory.
+        """
+        reply = self._ask({"messages": list(messages), "begins_answer": begins_answer})
+        if "refused" in reply:
+            raise ChatTemplateError(f"the chat template refuses the messages: {reply['refused']}")
+        if "broken" in reply:
+            raise self._broken(reply["broken"])
+        return str(reply["text"])
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request, default=str) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line.endswith("\n"):
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+        code = process.wait()
+        self.close()
+        slow = code == -signal.SIGALRM
+        raise self._broken(f"takes longer than {RENDER_S:g} s" if slow else f"ended its process (exit code {code})")
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            (sys.executable, "-P", chat_template_process.__file__),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"},
+            text=True,
+            encoding="utf-8",
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(self._setup) + "\n")
+        return process
+
+    def _broken(self, why: str) -> ModelError:
+        hint = 'repair the template, use that of the model it comes from, or set data.chat = "never"'
+        return ModelError(f"the chat template {why}", hint=hint)
+
+
+def renderer_of(codec: TextCodec) -> ChatRenderer:
+    """Return the renderer of a tokenizer's own template. Raises ModelError where none of several is the default."""
+    return ChatRenderer(codec.chat_template, codec.tokenizer.special_tokens_map, library=True)
