@@ -73,10 +73,3 @@ def without_group() -> None:
     from backends.train.role_group import leave_group
 
     leave_group()
-
-
-@pytest.fixture
-def patient_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check calls reward functions until it has seen enough: in a second a busy machine gets to few."""
-    for name in ("TIMEOUT_S", "_QUICK_S", "_SLOW_S", "_MORE_S", "_GROWTH_S"):
-        monkeypatch.setattr(f"rlctl.check.reward_import.{name}", 60.0)

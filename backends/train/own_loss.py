@@ -31,31 +31,20 @@ def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor
     return loss_N
 
 
-def try_loss(path: str) -> list[float]:
-    """Loss and gradient of tokens with ratios on both sides of 1 and advantages of each sign. Raises OwnFunctionError,
-    also where one is not finite, or is another when the first token is alone."""
-    loss_N, grad_N = _loss_and_gradient(path, 6)
-    again_N, _ = _loss_and_gradient(path, 6)
-    alone_N, _ = _loss_and_gradient(path, 1)
+def try_loss(path: str) -> None:
+    """Call it on tokens with ratios on both sides of 1 and advantages of each sign. Raises OwnFunctionError, also where
+    a loss or gradient is not finite, or a loss is another when its token is alone."""
+    loss_N = _loss(path, 6)
+    again_N = _loss(path, 6)
+    alone_N = _loss(path, 1)
     steady = torch.equal(loss_N, again_N)
     if steady and not torch.allclose(loss_N[:1], alone_N, rtol=1e-4, atol=1e-6):
         said = f"{path}: the loss of a token is {alone_N[0]:.6g} alone and {loss_N[0]:.6g} beside five others"
         raise OwnFunctionError(said, hint="micro-batches cut tokens anywhere: use the token's own numbers alone")
-    return [*loss_N.tolist(), *grad_N.tolist()]
 
 
-def wrong_sign(path: str) -> bool:
-    """Whether the loss falls as a good token becomes rarer, and as a bad one becomes more frequent: each where it was
-    sampled, at a ratio of 1. Raises OwnFunctionError."""
-    advantage_N = torch.tensor([1.0, -1.0, 2.0, -2.0])
-    logprob_N = torch.linspace(-2.0, -0.1, 4).requires_grad_()
-    loss_N = own_loss(path, logprob_N, logprob_N.detach().clone(), advantage_N)
-    (grad_N,) = torch.autograd.grad(loss_N.sum(), logprob_N, allow_unused=True)
-    return grad_N is not None and bool((grad_N * advantage_N > 0).all())
-
-
-def _loss_and_gradient(path: str, count: int) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the first so many tokens. Raises OwnFunctionError."""
+def _loss(path: str, count: int) -> Tensor:
+    """Return the losses of the first so many tokens. Raises OwnFunctionError."""
     logprob_N = torch.linspace(-2.0, -0.1, 6)[:count].requires_grad_()
     anchor_N = logprob_N.detach() + torch.tensor([0.5, 0.0, -0.5, 0.0, 0.1, -0.1])[:count]
     loss_N = own_loss(path, logprob_N, anchor_N, torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -2.0])[:count])
@@ -66,4 +55,4 @@ def _loss_and_gradient(path: str, count: int) -> tuple[Tensor, Tensor]:
         if not torch.isfinite(value_N).all():
             said = f"{path}: its {what} is not finite: {value_N.tolist()}"
             raise OwnFunctionError(said, hint="it must be finite for every ratio and advantage")
-    return loss_N.detach(), grad_N
+    return loss_N.detach()

@@ -4,7 +4,6 @@ nothing. The printing is in `rlctl/check/tables.py`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +47,6 @@ def check(
 
 def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     """The findings with those of a probe; as they were where problems leave nothing to build."""
-    from rlctl.check.deep_values import deep_value_findings
     from rlctl.check.meta_build import probe
     from rlctl.check.meta_report import probe_problems
     from rlctl.preflight.judge_address import address_problems
@@ -60,12 +58,9 @@ def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
     if problems := address_problems(spec):
         return replace(findings, problems=problems)
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
-    with Screen(stderr=True).status(f"probe: {what} …"), ThreadPoolExecutor(1) as pool:
-        values = pool.submit(deep_value_findings, spec, spec_dir)
+    with Screen(stderr=True).status(f"probe: {what} …"):
         found = probe(spec, spec_dir, plan, level)
-    problems, warnings = (
-        [*one, *other] for one, other in zip(values.result(), probe_problems(spec, spec_dir, found), strict=True)
-    )
+    problems, warnings = probe_problems(spec, spec_dir, found)
     of_here: list[Problem] = []
     if findings.elsewhere:
         of_here = [one for one in (*problems, *warnings) if isinstance(one, NotHere)]
@@ -96,7 +91,7 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "hosts": hosts(spec, plan) if spec and plan else [],
         "batch": batch(spec) if spec else {},
         "reference": reference(spec) if spec else {},
-        "reward_functions": [asdict(tried) for tried in findings.tried],
+        "reward_functions": [asdict(call) for call in findings.calls],
         "sync": _sync(spec, plan) if spec else {},
     }
 

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.preflight.file_problems import file_problems
-from rlctl.preflight.reward_files import reward_warnings
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.show.text_format import counted
 from specs.errors import Problem, SpecError
 from specs.load.load import parse, read_toml
 from specs.rules.all_rules import cross_field_warnings
-from specs.schema.rewards import Function, Regex
+from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
     from rlctl.check.meta_build import Probe
-    from rlctl.check.reward_import import Tried
+    from rlctl.check.reward_calls import RewardCall
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Findings:
     spec: Spec | None = None
     plan: Plan | None = None
     probe: Probe | None = None
-    tried: Sequence[Tried] = ()  # reward functions as they were called
+    calls: Sequence[RewardCall] = ()  # of reward functions
     notes: Sequence[str] = ()  # what of the file does not hold with these overrides
     elsewhere: bool = False  # the run is for another machine than this
 
@@ -57,19 +56,17 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     if spec is None:
         return Findings(parsed.problems, [], notes=notes, elsewhere=elsewhere)
     of_here: list[Problem] = []  # what this machine lacks, and the run may have
-    problems, warnings, tried = _looked_up(spec, spec_dir, elsewhere, of_here)
+    problems, warnings, calls = _look_up(spec, spec_dir, elsewhere, of_here)
     notes += [not_here(problem) for problem in of_here]
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes, elsewhere=elsewhere)
-    of_keys = cross_field_warnings(spec)
-    patterns = {one.key for one in of_keys if one.key.endswith(".pattern")}  # of which the rest may follow
-    warnings = [*of_keys, *(one for one in warnings if one.key not in patterns), *_run_dir(spec)]
+    warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
     try:
         plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     except SpecError as error:
         more = [problem for problem in error.problems if problem not in problems]
-        return Findings([*problems, *more], warnings, spec, notes=notes, tried=tried, elsewhere=elsewhere)
-    return Findings(problems, warnings, spec, plan, notes=notes, tried=tried, elsewhere=elsewhere)
+        return Findings([*problems, *more], warnings, spec, notes=notes, calls=calls, elsewhere=elsewhere)
+    return Findings(problems, warnings, spec, plan, notes=notes, calls=calls, elsewhere=elsewhere)
 
 
 def not_here(problem: Problem) -> str:
@@ -77,32 +74,23 @@ def not_here(problem: Problem) -> str:
     return f"not on this machine: {replace(problem, hint='')}"
 
 
-def _looked_up(
+def _look_up(
     spec: Spec, spec_dir: Path, elsewhere: bool, of_here: list[Problem]
-) -> tuple[list[Problem], list[Problem], list[Tried]]:
-    """Errors and warnings about what the spec names; reward functions are imported and called, in processes of their
+) -> tuple[list[Problem], list[Problem], list[RewardCall]]:
+    """Return errors and warnings about what the spec names; functions of the user's are called, in processes of their
     own."""
     problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere, notes=of_here if elsewhere else None)
-    absent = {problem.key for problem in of_here}
+    known = {problem.key for problem in [*problems, *of_here]}
     if spec.algorithm.own_functions:
-        from rlctl.check.own_function_check import own_function_trials
+        from rlctl.check.own_functions import own_function_failures
 
-        known = {problem.key for problem in problems} | absent
-        wrong, unsteady = own_function_trials(spec, spec_dir, known)
-        problems, warnings = [*problems, *wrong], [*warnings, *unsteady]
-    if any(isinstance(term, Regex) for term in spec.reward.terms):
-        from rlctl.check.growth import pattern_warnings
-
-        warnings += pattern_warnings(spec)
+        problems += own_function_failures(spec, spec_dir, known)
     if not any(isinstance(term, Function) for term in spec.reward.terms):
         return problems, warnings, []
-    from rlctl.check.reward_import import try_functions
+    from rlctl.check.reward_calls import call_rewards
 
-    known = {problem.key for problem in [*problems, *warnings]} | absent
-    *of_imports, tried = try_functions(spec, spec_dir, known)
-    problems, warnings = [*problems, *of_imports[0]], [*warnings, *of_imports[1]]
-    said = {problem.key for problem in [*problems, *warnings]}
-    return problems, [*warnings, *(one for one in reward_warnings(spec, spec_dir) if one.key not in said)], tried
+    errors, of_calls, calls = call_rewards(spec, spec_dir, known)
+    return [*problems, *errors], [*warnings, *of_calls], calls
 
 
 def _run_dir(spec: Spec) -> list[Problem]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.check.trial_process import MARK
 from rlctl.models.hub import HubFolder, bring, hub_snapshot, look_up, offline
 from rlctl.preflight.file_problems import has_nvidia_driver
 from rlctl.processes.launch import base_environment, python_path
@@ -31,6 +30,7 @@ from specs.schema.spec import Spec
 from specs.wire.meta_request import Level, Probed, ProbeRequest, RoleRequest, UpdateShape
 from workers.watchdog import kill_marked, signal_group
 
+MARK = "RLCTL_CHECK"  # in the environment of what a check starts, and of all that this starts in turn
 MOST_ANSWERS = 4  # that a rollout writes in its trial update
 _TAIL_LINES = 5
 _KILL_S = 5.0

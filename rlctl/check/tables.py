@@ -25,29 +25,23 @@ from specs.schema.rank_groups import RankGroup, mesh_is_known, mesh_of, sequence
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR
 from specs.schema.spec import Spec
+from specs.text import show
 
 if TYPE_CHECKING:
     from rlctl.check.findings import Findings
     from rlctl.check.meta_build import Probe
-    from rlctl.check.reward_import import Tried
+    from rlctl.check.reward_calls import RewardCall
 
 Listed = Mapping[str, Mapping[str, Any]]  # what `roles` tells of each role
 PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON has them all
 
 
-def _call_table(tried: Tried) -> Table:
-    """What each parameter of a reward function gets, and what it gave for the first row."""
-    table = Table(box=None, pad_edge=False, title=f"reward {tried.path}", title_justify="left", title_style="bold")
-    table.add_column("parameter")
-    table.add_column("gets")
-    for name, source in tried.given.items():
-        table.add_row(name, source)
-    for what, value in (("the first row's own answer", tried.own_answer), ("an empty completion", tried.empty)):
-        if value is not None:
-            table.add_row("→", f"{number(value)} for {what}")
-    if tried.without_answer:
-        column = f'the rows have no column "{tried.without_answer}"'
-        table.add_row("→", f"not tried with a right answer: {column}; name theirs in data.answer_column")
+def _call_table(call: RewardCall) -> Table:
+    """Return what a reward function gave the first row, or the end of its traceback."""
+    table = Table(box=None, pad_edge=False, title=f"reward {call.path}", title_justify="left", title_style="bold")
+    table.add_row("called for", call.row)
+    table.add_row("completion", show(call.completion))
+    table.add_row("score", call.traceback.strip() if call.score is None else number(call.score))
     return table
 
 
@@ -77,8 +71,8 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
             out.print(said, soft_wrap=True)
         out.print(_arithmetic(findings.spec, findings.plan), highlight=True)
         out.print()
-        for tried in findings.tried:
-            out.print(_call_table(tried))
+        for call in findings.calls:
+            out.print(_call_table(call))
             out.print()
         if findings.probe:
             _print_probe(out, findings.spec, spec_dir, findings.probe)

@@ -1,24 +1,21 @@
 """Reward functions that a spec names, as far as they can be graded without running them: the file is only parsed.
 
-`rlctl check-config` runs them too, in a process of their own (`rlctl/check/reward_import.py`).
+`rlctl check-config` calls them too, in a process of their own (`rlctl/check/reward_calls.py`).
 """
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 from rlctl.models.paths import not_found
-from rlctl.preflight.first_row import row_columns
 from specs.errors import Problem
 from specs.load.keys import closest
-from specs.schema.rewards import Function, reads_whole_rows
+from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 from specs.text import show
 from workers.grading.reward_sources import reward_sources
-from workers.grading.signatures import BY_PLACE, Parameters, Uncallable, bind
 
 OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
 
@@ -26,48 +23,10 @@ OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
 def reward_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     """What is wrong with the files of the terms."""
     problems = []
-    columns = row_columns(spec, spec_dir) if reads_whole_rows(spec.reward.terms) else None
     for index, term in enumerate(spec.reward.terms):
-        if isinstance(term, Function) and (found := _function(term.path, spec_dir, columns)):
+        if isinstance(term, Function) and (found := _function(term.path, spec_dir)):
             problems.append(_problem(f"reward.terms.{index}.path", term.path, spec_dir, found))
     return problems
-
-
-def reward_warnings(spec: Spec, spec_dir: Path) -> list[Problem]:
-    """Functions that never look at the completion: all completions of a prompt score the same, or by chance."""
-    problems = []
-    columns = row_columns(spec, spec_dir)
-    for index, term in enumerate(spec.reward.terms):
-        if isinstance(term, Function) and _ignores_completion(term.path, spec_dir, columns):
-            name = term.path.rpartition(":")[2]
-            message = f"{name} never looks at the completion: its score does not depend on it"
-            hint = "grade what the model wrote, or leave the term out"
-            problems.append(Problem(f"reward.terms.{index}.path", message, hint, show(term.path)))
-    return problems
-
-
-def _ignores_completion(path: str, spec_dir: Path, columns: Collection[str] | None) -> bool:
-    """Whether the function is not given the completion, or its body never reads it."""
-    place, _, name = path.rpartition(":")
-    try:
-        tree = ast.parse((spec_dir / Path(place).expanduser()).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    node = _top_level_names(tree).get(name)
-    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
-        return False
-    parameters = _parameters(node.args)
-    try:
-        call = bind(name, parameters, columns)
-    except Uncallable:
-        return False
-    if not call.sees_completion:
-        return True
-    if call.rest or not parameters.places:
-        return False
-    its = parameters.places[1] if call is BY_PLACE and len(parameters.places) > 1 else "completion"
-    read = {one.id for body in node.body for one in ast.walk(body) if isinstance(one, ast.Name)}
-    return its in parameters.listed and its not in read and not read & {"locals", "vars", "inspect"}
 
 
 def _problem(key: str, path: str, spec_dir: Path, said: tuple[str, str]) -> Problem:
@@ -97,7 +56,7 @@ def _shadowed(file: Path) -> tuple[str, str] | None:
     return None
 
 
-def _function(path: str, spec_dir: Path, columns: Collection[str] | None) -> tuple[str, str] | None:
+def _function(path: str, spec_dir: Path) -> tuple[str, str] | None:
     """What is wrong with `file.py:name`, and a hint."""
     name = path.rpartition(":")[2]
     file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
@@ -118,17 +77,7 @@ def _function(path: str, spec_dir: Path, columns: Collection[str] | None) -> tup
             f"{file.name} defines no {name}",
             f"did you mean `{near}`?" if near else f"write def {name}(prompt, completion, row) in it",
         )
-    node = names[name]
-    if isinstance(node, ast.AsyncFunctionDef):
-        return f"{name} is async", "write a plain function"
-    if not isinstance(node, ast.FunctionDef):
-        return None
-    if not node.decorator_list:
-        try:
-            bind(name, _parameters(node.args), columns)
-        except Uncallable as error:
-            return str(error), error.hint
-    return None
+    return (f"{name} is async", "write a plain function") if isinstance(names[name], ast.AsyncFunctionDef) else None
 
 
 def own_function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
@@ -152,21 +101,6 @@ def _undefined(file: Path, name: str) -> tuple[str, str] | None:
         return None
     near = closest(name, [known for known in names if known])
     return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"write def {name}(…) in it"
-
-
-def _parameters(arguments: ast.arguments) -> Parameters:
-    places = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-    names = [one.arg for one in arguments.kwonlyargs]
-    required = places[: len(places) - len(arguments.defaults)]
-    required += [name for name, default in zip(names, arguments.kw_defaults, strict=True) if default is None]
-    return Parameters(
-        tuple(places),
-        len(arguments.posonlyargs),
-        tuple(names),
-        frozenset(required),
-        arguments.vararg is not None,
-        arguments.kwarg is not None,
-    )
 
 
 def _top_level_names(tree: ast.Module) -> dict[str, ast.AST]:

@@ -60,7 +60,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         for number, case in enumerate(tomli.loads(file.read_text()).get("case", ()), 1):
             said = [key for kind in (*SAID, *PROBED) for key in case.get(kind, ())]
             about = "+".join(dict.fromkeys(said)) or "sound"
-            yield f"{file.stem}-{number}-{about}", case
+            yield f"{file.stem}-{number}-{about[:60]}", case
 
 
 def base(name: str = "") -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """The isolated process that grades samples: `python -m workers.grading.child`.
 
 It speaks JSON lines. The first input line holds the terms and the sources of their files, the first output line is
-`{"ready": true, "given": [of each term: parameter → what a function gets]}` or `{"term": ..., "error": ..., "hint":
-...}`. Each further input line is a job, `{"rows": {key: [prompt, row]}, "items": [[index, key, completion, tokens],
-...]}`. Each item gives an output line, in order and at once: `{"i": index, "t": [value of each term]}`, or `{"i":
-index, "term": ..., "cause": ..., "text": ...}`. With `"trial": true` in the first line each says too what the terms
-kept to themselves: `"caught"` and `"missed"`.
+`{"ready": true}` or `{"term": ..., "error": ..., "hint": ...}`. Each further input line is a job, `{"rows": {key:
+[prompt, row]}, "items": [[index, key, completion, tokens], ...]}`. Each item gives an output line, in order and at
+once: `{"i": index, "t": [value of each term]}`, or `{"i": index, "term": ..., "cause": ..., "text": ...}`.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, BinaryIO, TextIO, cast
 
 from specs.terminal import VisibleStream
 from workers.grading.kept_sources import keep_sources
-from workers.grading.terms import FunctionTerm, Sample, Setting, Term, TermError, make_term
-from workers.grading.trial_watch import OpenedFiles, TrialWatch
+from workers.grading.terms import Sample, Setting, Term, TermError, make_term
 
 PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
@@ -48,21 +44,15 @@ def main() -> None:
         return
     hello = json.loads(first)
     keep_sources(hello.get("sources", {}))
-    opened = OpenedFiles() if hello.get("trial") else None
     terms = _make_terms(hello, answer)
     if terms is None:
         return
-    answer({"ready": True, "given": [dict(t.function.given) if isinstance(t, FunctionTerm) else {} for t in terms]})
+    answer({"ready": True})
     for line in requests:
         job = json.loads(line)
         for index, key, completion, tokens in job["items"]:
             prompt, row = job["rows"][str(key)]
-            sample = Sample(prompt, completion, row, tokens)
-            if opened is None:
-                graded = grade(terms, sample)
-            else:
-                graded = _tried(terms, sample, hello["setting"]["base"]) | {"opened": [*opened.found]}
-            answer({"i": index, **graded})
+            answer({"i": index, **grade(terms, Sample(prompt, completion, row, tokens))})
 
 
 def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> list[Term] | None:
@@ -96,13 +86,6 @@ def grade(terms: Sequence[Term], sample: Sample) -> dict[str, Any]:
             return {"cause": "bad_values", "term": number, "text": f"the reward gave {describe(value)}"}
         values.append(number_or_none)
     return {"t": values}
-
-
-def _tried(terms: Sequence[Term], sample: Sample, folder: str) -> dict[str, Any]:
-    """The grade of a trial, with what the terms kept to themselves (`TrialWatch.report`)."""
-    with TrialWatch(folder) as watch:
-        graded = grade(terms, replace(sample, row=watch.row(sample.row)))
-    return graded | watch.report()
 
 
 def as_number(value: Any) -> float | None:

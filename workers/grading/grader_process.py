@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from workers.watchdog import kill_marked
@@ -30,13 +31,23 @@ class GraderProcess:
     lives as long as the role.
     """
 
-    def __init__(self, hello: bytes, log_path: Path, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        hello: bytes,
+        log_path: Path,
+        start_timeout_s: float,
+        *,
+        python: str = sys.executable,
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`env`: what it has besides this process's environment."""
         self._mark = secrets.token_hex(8)
-        env = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
-        env |= {_MARK: self._mark, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": _package_path()}
+        here = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
+        env = {**here, **env, _MARK: self._mark, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
+        env["PYTHONPATH"] = _package_path(env.get("PYTHONPATH", ""))
         with open(log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", "-m", "workers.grading.child", str(os.getpid())],
+                [python, "-P", "-X", "faulthandler", "-m", "workers.grading.child", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -136,7 +147,6 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, default=str, separators=(",", ":")).encode() + b"\n"
 
 
-def _package_path() -> str:
+def _package_path(theirs: str) -> str:
     ours = str(Path(__file__).resolve().parents[2])
-    theirs = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([ours, *(part for part in theirs.split(os.pathsep) if part and part != ours)])

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from specs.schema.row_values import gold_answer
 from workers.grading.kept_sources import from_memory
-from workers.grading.signatures import Bound, Uncallable
+from workers.grading.signatures import BoundFunction, Uncallable
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Setting:
     answer_column: str
     max_response_tokens: int
     base: str  # folder that `file.py:name` is relative to
-    columns: tuple[str, ...] | None = None  # of the data's rows, where they are known before the first sample
 
 
 Term = Callable[[Sample], Any]
@@ -126,20 +126,15 @@ def _function(table: Mapping[str, Any], setting: Setting) -> Term:
     if wrong := _not_a_score(function, name):
         raise TermError(*wrong)
     try:
-        return FunctionTerm(Bound(function, name, setting.columns))
+        bound = BoundFunction(function, name)
     except Uncallable as error:
         raise TermError(str(error), error.hint) from None
+    return lambda sample: bound(sample.prompt, sample.completion, _own_copy(sample.row))
 
 
-@dataclass(frozen=True)
-class FunctionTerm:
-    """The term of a function of the user's."""
-
-    function: Bound
-
-    def __call__(self, sample: Sample) -> Any:
-        row = sample.row.copy() if isinstance(sample.row, dict) else dict(sample.row)
-        return self.function(sample.prompt, sample.completion, row)
+def _own_copy(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a row that a function may change: the other completions of the row are graded with it, too."""
+    return {name: deepcopy(value) if isinstance(value, list | dict) else value for name, value in row.items()}
 
 
 def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | None:
@@ -148,9 +143,6 @@ def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | N
         return f"{name} is a class, and calling it makes an object, not a score", f"name an object: scorer = {name}()"
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         return f"{name} gives a generator or a coroutine, not a number", "write a plain function that returns one"
-    if hasattr(function, "cache_info"):  # functools.cache: a row is a dict, which has no hash
-        hint = "cache a function of what it reads of the row instead"
-        return f"{name} is cached, and a row cannot be a key of a cache", hint
     return None
 
 

@@ -26,7 +26,7 @@ from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, Rollo
 from workers.chat_renderer import renderer_of
 from workers.offline.first_rows import foreign_markup, highest_token, no_generation_prompt, row_findings, turn_end
 from workers.offline.one_update import one_update
-from workers.offline.trial_grading import grading_findings
+from workers.offline.right_answers import answer_findings
 from workers.watchdog import die_with_parent, set_process_name
 
 
@@ -93,7 +93,7 @@ def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
             of_template = filter(None, (foreign_markup(codec, chats), no_generation_prompt(chats)))
             return about.model_copy(update={"findings": (*of_template, *rows), "turn_end": turn_end(codec, chats)})
     if isinstance(config, RewardConfig) and asked.data:
-        findings = grading_findings(config, DataConfig.model_validate(asked.data), codec)
+        findings = answer_findings(config, DataConfig.model_validate(asked.data), codec)
         return about.model_copy(update={"findings": tuple(findings)})
     return about
 

@@ -1,5 +1,4 @@
-"""What `check-config` finds beyond the spec: rewards run in a child, references, the run directory, disk, ports; and
-that it changes nothing."""
+"""What `check-config` finds beyond the spec: references, the run directory, disk, ports; that it changes nothing."""
 
 from __future__ import annotations
 
@@ -14,23 +13,15 @@ from typing import Any
 
 import pytest
 from corpus import base, edited, write_case, write_model
-from process_ends import ended
-from short_limits import count_from
 
 from rlctl.check.check_command import as_dict, check
 from rlctl.check.findings import examine
-from rlctl.check.reward_import import try_functions
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.machine import checkpoint_bytes
 from rlctl.presets import presets, write_preset
 from rlctl.processes.placement import make_plan
 from specs.load.load import spec_from
-
-pytestmark = pytest.mark.usefixtures("patient_check")
-
-FUNCTION = {"reward.terms.0": {"kind": "function", "path": "rewards.py:score"}}
-SCORE = "def score(prompt, completion, row): return float(len(completion))\n"
 
 
 @pytest.fixture
@@ -41,71 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def listing(folder: Path) -> dict[str, float]:
     return {str(file): file.stat().st_mtime_ns for file in sorted(folder.rglob("*"))}
-
-
-# ── reward functions ──────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_reward_is_imported_with_its_environment_and_leaves_nothing(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    code = "import os, helper\nprint('loud', flush=True)\nos.write(2, b'louder')\nassert os.environ['A'] == 'b'\n"
-    files = {"rewards.py": code + SCORE, "helper.py": "import sys\nassert sys.stdin.read() == ''\n"}
-    spec = write_case({"set": {**FUNCTION, "reward.env": {"A": "b"}}, "files": files}, folder)
-    before = listing(folder)
-    assert examine(spec, ()).problems == []
-    assert listing(folder) == before
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_reward_that_hangs_is_a_warning_and_is_ended_with_its_children(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlctl.check.reward_import.TIMEOUT_S", 0.5)
-    count_from(monkeypatch, folder / "pid")
-    code = "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
-    code += "with open('new', 'w') as file:\n    file.write(str(child.pid))\n"
-    code += "os.rename('new', 'pid')\ntime.sleep(600)\n"
-    found = examine(write_case({"set": FUNCTION, "files": {"rewards.py": code + SCORE}}, folder), ())
-    assert found.problems == []
-    (warning,) = found.warnings
-    assert warning.key == "reward.terms.0.path"
-    assert "still being imported after 0.5 s" in warning.message
-    child = int((folder / "pid").read_text())
-    assert ended(child)
-
-
-BACKGROUND = {
-    "a thread": "threading.Thread(target=time.sleep, args=(600,)).start()\n",
-    "a pool": "pool = concurrent.futures.ThreadPoolExecutor(2)\npool.submit(time.sleep, 600)\n",
-    "a server": "start([sys.executable, '-c', 'import http.server as h; h.test(port=0, bind=\"127.0.0.1\")'])\n",
-    "a server of its own session": "start(['sleep', '600'], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)\n",
-    "a grandchild of its own session": "start(['sh', '-c', 'setsid sleep 600 & echo $! >> pids'])\n",
-    "a process pool": "import multiprocessing as m\np = m.get_context('fork').Process(target=time.sleep, args=(600,))\n"
-    "p.start()\nopen('pids', 'a').write(f'{p.pid}\\n')\n",
-    "an end that waits": "atexit.register(time.sleep, 600)\n",
-}
-
-
-def test_a_reward_that_starts_threads_and_servers_is_no_alarm_and_leaves_nothing(folder: Path) -> None:
-    code = "import atexit, concurrent.futures, subprocess, sys, threading, time\n\ndef start(command, **how):\n"
-    code += "    open('pids', 'a').write(f'{subprocess.Popen(command, **how).pid}\\n')\n"
-    files = {f"r{number}.py": code + lines + SCORE for number, lines in enumerate(BACKGROUND.values())}
-    terms = [{"kind": "function", "path": f"{name}:score"} for name in files]
-    spec = write_case({"set": {"reward.terms": terms}, "files": files}, folder)
-    found = examine(spec, ())  # nothing is waited for
-    assert (found.problems, found.warnings) == ([], [])
-    pids = [int(line) for line in (folder / "pids").read_text().split()]
-    assert len(pids) >= 4
-    assert all(map(ended, pids))
-
-
-def test_without_functions_no_process_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.check.trial_process.subprocess.Popen", lambda *_, **__: pytest.fail("started a process"))
-    assert try_functions(spec_from(base()), folder) == ([], [], [])
-    with pytest.raises(pytest.fail.Exception):
-        try_functions(spec_from(edited(base(), FUNCTION)), folder)
 
 
 # ── the reference ─────────────────────────────────────────────────────────────────────────────────

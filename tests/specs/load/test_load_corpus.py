@@ -13,8 +13,6 @@ from families import FAMILIES
 
 from rlctl.check.findings import Findings, examine
 
-pytestmark = pytest.mark.usefixtures("patient_check")
-
 CASES = dict(cases())
 
 

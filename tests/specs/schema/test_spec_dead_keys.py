@@ -71,7 +71,7 @@ AT_RUN_TIME = {
     "checkpoint.keep": "tests/rlctl/run/test_checkpoints.py::test_keeps_the_newest",
     "sync.bucket_MiB": "tests/rlctl/loop/test_sync.py::test_any_bucket_size",
     **{
-        f"algorithm.{key}_function": "tests/rlctl/check/test_own_function_check.py::"
+        f"algorithm.{key}_function": "tests/rlctl/check/test_own_functions.py::"
         "test_at_run_time_a_bad_number_stops_the_run"
         for key in ("advantage", "loss")
     },

@@ -68,7 +68,7 @@ NAMED = {
         for table in ("ExactMatch", "MathVerify", "Regex", "Overlong", "Function")
     },
     **{
-        f"{table.__name__}.{key}_function": "tests/rlctl/check/test_own_function_check.py::"
+        f"{table.__name__}.{key}_function": "tests/rlctl/check/test_own_functions.py::"
         "test_at_run_time_a_bad_number_stops_the_run"
         for table in tables_of(AlgorithmTable)
         for key in ("advantage", "loss")

@@ -194,6 +194,19 @@ def test_order_and_rows_survive_many_samples(make_pool: MakePool) -> None:
             assert grade == expected
 
 
+def test_a_row_is_the_same_for_every_completion(make_pool: MakePool) -> None:
+    """Whatever a function does to the row that it is given, also within its lists and tables."""
+    code = """
+        def score(prompt, completion, row):
+            row["tests"].append(row["about"].pop("one", 2))
+            row["answer"] = ""
+            return float(row["tests"] == [1, 1])
+    """
+    pool = make_pool(code, workers=1)
+    row = {"tests": [1], "about": {"one": 1}, "answer": "a"}
+    assert pool.grade([request("x", **row)] * 4) == [Grade((1.0,))] * 4
+
+
 def test_a_kill_reaches_what_the_reward_started(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool(NAUGHTY, workers=1, timeout_s=2)
     mark = f"mark-of-{tmp_path.name}-{os.getpid()}"

@@ -1,16 +1,16 @@
-"""What each parameter of a reward function gets, by its name; and functions of other libraries, which are refused with
-a line that makes them score."""
+"""What each parameter of a reward function gets, by its name; functions of other libraries are refused with a line that
+makes them score."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from workers.grading.signatures import Bound, Uncallable
+from workers.grading.signatures import BoundFunction, Uncallable
 
 ROW = {"question": "2+2?", "answer": "4", "prompt": "raw", "level": 3}
 SAMPLE = ("<user>2+2?", "it is 4", ROW)
@@ -30,17 +30,10 @@ def trl(completions: list[str], answer: list[str], **others: Any) -> list[float]
     return [float(one.endswith(other)) for one, other in zip(completions, answer, strict=True)]
 
 
-def verifiers(prompt: str, completion: str, answer: str, state: dict[str, Any]) -> float:
-    return float(prompt == "2+2?" and completion.endswith(answer) and not state)
-
-
-@pytest.mark.parametrize("function", [verl, openrlhf, trl, verifiers])
-@pytest.mark.parametrize("columns", [("answer",), None])
-def test_the_hint_is_a_function_that_scores(function: Callable[..., Any], columns: Sequence[str] | None) -> None:
-    if function is verifiers and columns is None:
-        pytest.skip("its names may be columns")
+@pytest.mark.parametrize("function", [verl, openrlhf, trl])
+def test_the_hint_is_a_function_that_scores(function: Callable[..., Any]) -> None:
     with pytest.raises(Uncallable, match=r"as .* calls it") as error:
-        Bound(function, function.__name__, columns)
+        BoundFunction(function, function.__name__)
     line = re.search(r"def score\(prompt, completion, row\): return .*(?=, and name score)", error.value.hint)
     assert line is not None, error.value.hint
     names: dict[str, Any] = {function.__name__: function}
@@ -48,15 +41,8 @@ def test_the_hint_is_a_function_that_scores(function: Callable[..., Any], column
     assert names["score"]("2+2?", "it is 4", {"answer": "4", "data_source": "sums"}) == 1.0
 
 
-def test_a_name_that_is_a_column_is_no_librarys() -> None:
-    def grade(completion: str, answer: str, state: str) -> tuple[str, ...]:
-        return completion, answer, state
-
-    assert Bound(grade, "grade")("", "it is 4", {"answer": "4", "state": "Ohio"}) == ("it is 4", "4", "Ohio")
-
-
 def returned(*parameters: str) -> Callable[..., Any]:
-    """A function of these parameters that returns what they were given."""
+    """Make a function of these parameters that returns what they were given."""
     names = [one.split("=")[0].strip("*") for one in parameters if one not in "/*"]
     scope: dict[str, Any] = {}
     exec(f"def score({', '.join(parameters)}): return [{', '.join(names)}]", scope)
@@ -67,80 +53,49 @@ def returned(*parameters: str) -> Callable[..., Any]:
     ("parameters", "given"),
     [
         ("prompt completion row", [*SAMPLE]),
-        ("completion answer", ["it is 4", "4"]),
         ("answer completion", ["4", "it is 4"]),
         ("row completion prompt", [ROW, "it is 4", "<user>2+2?"]),
-        ("question answer", ["2+2?", "4"]),
         ("completion * answer", ["it is 4", "4"]),
-        ("completion answer /", ["it is 4", "4"]),
-        ("completion answer level=0 strict=True", ["it is 4", "4", 3, True]),
         ("completion strict=True / answer=1", ["it is 4", True, "4"]),
+        ("completion answer level=0 strict=True", ["it is 4", "4", 3, True]),
         ("p c r", [*SAMPLE]),
-        ("p c row", [*SAMPLE]),
         ("_ completion row", [*SAMPLE]),
-        ("prompt response sample", [*SAMPLE]),
         ("x y z other=5", [*SAMPLE, 5]),
-        ("query response sample", [*SAMPLE]),
         ("*sample", [SAMPLE]),
         ("completion **others", ["it is 4", {**ROW, "prompt": "<user>2+2?"}]),
         ("**others", [{**ROW, "prompt": "<user>2+2?", "completion": "it is 4"}]),
     ],
 )
 def test_a_parameter_gets_what_its_name_says(parameters: str, given: list[Any]) -> None:
-    function = returned(*parameters.split())
-    assert Bound(function, "score", tuple(ROW))(*SAMPLE) == given
-    assert Bound(function, "score")(*SAMPLE) == given, "columns that are known at the first sample alone"
+    assert BoundFunction(returned(*parameters.split()), "score")(*SAMPLE) == given
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said", "hint"),
+    ("parameters", "unknown"),
     [
-        ("prompt response answer", "response is not prompt, completion or row, and no column", "called completion"),
-        ("completion gold", "gold is not prompt, completion or row, and no column of the data (question, ", "column"),
-        ("completion anwser", "anwser is not", "did you mean answer?"),
-        ("completion sample", "sample is not", "the whole row of the data is called row: rename sample"),
-        ("self completion row", "nothing is given as self", "score = SomeClass().score"),
-        ("prompt completion gold", "gold would be the whole row", "or name columns"),
-        ("a b c d", "a is not", "a default"),
-        ("a", "a is not", "a default"),
-        ("completion * other", "other is not", "a default"),
-        ("response gold question1", "response would be the prompt", "def score(prompt, completion, row)"),
-        ("", "takes nothing of a sample", "def score(completion, row)"),
-        ("strict=True", "takes nothing of a sample", "def score(completion, row)"),
+        ("prompt response answer", "response"),
+        ("completion gold", "gold"),
+        ("prompt completion ground_truth", "ground_truth"),
+        ("a b c d", "a"),
+        ("a", "a"),
+        ("completion * other", "other"),
     ],
 )
-def test_a_parameter_without_a_meaning_is_named(parameters: str, said: str, hint: str) -> None:
-    with pytest.raises(Uncallable) as error:
-        Bound(returned(*parameters.split()), "score", tuple(ROW))
-    assert said in str(error.value)
-    assert hint in error.value.hint
+def test_a_parameter_without_a_meaning_is_named(parameters: str, unknown: str) -> None:
+    words = (
+        f"{unknown} is not prompt, completion or row, and no column of the data \\(question, answer, prompt, level\\)"
+    )
+    with pytest.raises(TypeError, match=words):
+        BoundFunction(returned(*parameters.split()), "score")(*SAMPLE)
 
 
-def test_rows_that_lack_the_column_say_so() -> None:
-    bound = Bound(returned("completion", "answer"), "score", tuple(ROW))
-    with pytest.raises(TypeError, match=r"answer is not prompt, completion or row, and no column of the data \(text\)"):
-        bound("", "it is 4", {"text": "4"})
-
-
-def test_methods_and_partial_functions_are_called_by_name_too() -> None:
+def test_methods_partial_functions_and_builtins_are_called_too() -> None:
     class Scorer:
         def score(self, completion: str, answer: str) -> float:
             return float(answer in completion)
 
-    assert Bound(Scorer().score, "score")(*SAMPLE) == 1.0
-    assert Bound(functools.partial(returned("completion", "tolerance"), tolerance=2), "score")(*SAMPLE) == [
-        "it is 4",
-        2,
-    ]
-    assert Bound(max, "max").given == {}, "of C: not known, and called by place"
-
-
-def test_what_is_given_is_told() -> None:
-    assert Bound(returned("completion", "answer", "strict=1", "**others"), "score", tuple(ROW)).given == {
-        "completion": "what the model wrote",
-        "answer": 'column "answer"',
-        "strict": "its default",
-        "**": "prompt, completion and all other columns",
-    }
-    given = Bound(returned("p", "c", "r"), "score", tuple(ROW)).given
-    assert given == {"p": "the text that the model saw", "c": "what the model wrote", "r": "the whole row of the data"}
+    assert BoundFunction(Scorer().score, "score")(*SAMPLE) == 1.0
+    partial = functools.partial(returned("completion", "tolerance"), tolerance=2)
+    assert BoundFunction(partial, "score")(*SAMPLE) == ["it is 4", 2]
+    with pytest.raises(TypeError, match="not supported between"):
+        BoundFunction(max, "max")(*SAMPLE)  # of C: by place

@@ -1,0 +1,63 @@
+"""Whether the rows' own answers can be right: written by the tokenizer, short enough, and read by math_verify."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from backends.hf.tokenizer import TextCodec
+from specs.schema.rewards import ExactMatch, MathVerify, compares_answer
+from specs.schema.row_values import gold_answer
+from specs.text import show
+from specs.wire.meta_request import Finding
+from specs.wire.role_config import DataConfig, RewardConfig
+from workers.grading.pool import GraderPool, Request
+from workers.grading.terms import Setting
+from workers.offline.first_rows import first_tables
+
+_ROWS = 64  # whose answers are looked at
+
+
+def answer_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -> Iterator[Finding]:
+    """Yield what no completion could be right about, by the terms that compare with the rows' answers."""
+    found = next(iter(first_tables(data, codec)), None)
+    if found is None or isinstance(found, Finding) or not len(found[1]) or not compares_answer(config.reward.terms):
+        return  # the data is on a hub, or the data role says what is wrong with it
+    golds = [gold_answer(row[config.answer_column]) for row in found[1].rows[:_ROWS]]
+    if any(isinstance(term, ExactMatch) and not term.partial for term in config.reward.terms):
+        yield from _never_equal(golds, config, codec)
+    for number, term in enumerate(config.reward.terms):
+        if isinstance(term, MathVerify) and (without := _without_value(term, golds, config)):
+            how_many = "any" if len(without) == len(golds) else f"{len(without)}"
+            message = f"math_verify finds no value in {how_many} of the first {len(golds)} answers"
+            hint = "use exact_match for answers that are words; completions of such rows are not graded"
+            refuses = len(without) == len(golds)
+            value = show(without[0])
+            yield Finding(key=f"reward.terms.{number}", message=message, hint=hint, value=value, refuses=refuses)
+
+
+def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -> Iterator[Finding]:
+    """Yield why no completion of the run can be equal to an answer."""
+    tokens, most = codec.encode(golds, rendered=True), config.max_response_tokens
+    count = f"the first {len(golds)} answers"
+    back = codec.decode(tokens)
+    if all(len(ids) > most for ids in tokens):
+        message = f"no completion can be as long as any of {count}: the shortest has {min(map(len, tokens))} tokens"
+        yield Finding(key="data.max_response_tokens", message=message, hint="raise it", value=str(most))
+    elif all(gold != written.strip() for gold, written in zip(golds, back, strict=True)):
+        message = f"the tokenizer can write none of {count}: {show(golds[0])} becomes {show(back[0])}"
+        yield Finding(key="data.train", message=message, hint="use a model whose tokenizer knows the characters")
+
+
+def _without_value(term: MathVerify, golds: Sequence[str], config: RewardConfig) -> list[str]:
+    """Return the answers that the term cannot be computed for, asked of the processes that grade in a run."""
+    requests = [Request(n, "", {config.answer_column: gold}, gold, 1) for n, gold in enumerate(golds)]
+    setting = Setting(config.answer_column, config.max_response_tokens, config.spec_dir)
+    timeout_s = config.reward.timeout_s
+    with tempfile.TemporaryDirectory(prefix="rlctl-probe-") as folder:
+        log = Path(folder, "output.log")
+        with GraderPool([term.model_dump()], setting, workers=1, timeout_s=timeout_s, log_path=log) as pool:
+            pool.wait_ready()
+            grades = pool.grade(requests)
+    return [gold for gold, grade in zip(golds, grades, strict=True) if grade.cause]
