@@ -169,7 +169,7 @@ class HfTrainEngine(TrainEngine):
         """What was built computes what transformers' model does. All ranks call it together. `computes_in`: precision
         of the forward pass, where that is not the parameters' own. Raises ModelError."""
         model, group = self.policy.model, self.sequences.group
-        self.policy.kernels.prove(self.device, computes_in or model.dtype)
+        self.policy.kernels.prove(model, self.device, computes_in or model.dtype)
         verify_packing(self._run, model, self.device, group=group, computes_in=computes_in)
 
     def _read_weights(self, aliases: Mapping[str, Sequence[str]]) -> None:

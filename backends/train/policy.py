@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies, copy_rows
-from backends.train.activations.activation_offload import ActivationOffload
-from backends.train.kernels.held_kernels import hold_kernels
+from backends.train.activation_offload import ActivationOffload
+from backends.train.liger import hold_kernels
 from backends.train.lm_head import Head, LogprobTask, LossTask
 from backends.train.score_head import ScoreHead, ValueLossTask, ValueTask
 from specs.schema.engines.transformers_tables import OwnModules

@@ -1,23 +1,17 @@
-"""The kernels of each role on this machine: model, interpreter and devices are looked at."""
+"""The kernels of each role on this machine: interpreter and devices are looked at."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from rlctl.models.config_class import config_class
-from rlctl.models.paths import config_of
 from rlctl.preflight.interpreters import own_path, packages_of
 from specs.errors import Problem
 from specs.rules.kernel_rules import kernel_problems, kernels_of
 from specs.schema.engines.kernel_choice import OWN_MODULES, KernelChoice, KernelFacts
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
-
-# What code has in which a kernel could find something to compute (backends/train/kernels/module_formulas.py).
-_SIGNS = ("RMSNorm", "up_proj", "apply_rotary_pos_emb")
 
 
 def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool = False) -> KernelChoice | None:
@@ -27,15 +21,11 @@ def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool 
     if found is None or found.asked == OWN_MODULES or found.problem:
         return found
     section = spec.role(role)
-    config = config_of(spec.model_path(role), spec_dir)
-    family = str(config.get("model_type", ""))
     facts = KernelFacts(
         device="cuda" if section.devices else "cpu",
         role=role,
         versions=None if elsewhere else packages_of(section, spec_dir),
         interpreter=own_path(section, spec_dir) or sys.executable,
-        family=family,
-        computed=_computed(family, config),
     )
     return kernels_of(spec, role, facts)
 
@@ -43,9 +33,3 @@ def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool 
 def role_kernel_problems(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
     """Kernels that cannot be had, by what the spec names on this machine."""
     return kernel_problems(spec, lambda role: role_kernels(spec, role, spec_dir))
-
-
-def _computed(family: str, config: Mapping[str, Any]) -> bool | None:
-    """Whether the family's code has anything that kernels compute; None where that code is not transformers'."""
-    known = None if config.get("auto_map") else config_class(family)
-    return any(sign in known.modeling for sign in _SIGNS) if known is not None and known.modeling else None

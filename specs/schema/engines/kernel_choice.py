@@ -1,5 +1,5 @@
-"""Which kernels compute a trained model's norms, gated MLPs and rotary positions: one decision, for `check-config` and
-for the process that builds the model."""
+"""Which kernels compute a trained model's norms and gated MLPs: one decision, for `check-config` and for the process
+that builds the model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ class KernelFacts:
     role: str = ""  # for the words of a problem
     versions: Mapping[str, str] | None = None  # of `PACKAGES` in the role's interpreter
     interpreter: str = ""  # the path of that, for the words of a hint
-    family: str = ""
-    computed: bool | None = None  # whether the family has a module that these kernels compute
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,4 @@ def _obstacle(facts: KernelFacts) -> tuple[str, str]:
         whose = f"{who}'s interpreter" if facts.role else "this interpreter"
         install = f"{facts.interpreter or 'python'} -m pip install {' '.join(missing)}"
         return f"needs {' and '.join(missing)}, which {are} not installed in {whose}", f'{install}, or write "torch"'
-    if facts.computed is False:
-        return f"has no kernel for anything that {facts.family} computes", 'write "torch" or "auto"'
     return "", ""

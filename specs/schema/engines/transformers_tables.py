@@ -92,7 +92,7 @@ class OwnModules(TrainedHere):
 
     kernels: Asked = Field(
         "torch",
-        description="What computes norms, gated MLPs and rotary positions. `torch`: the model's own modules. `liger`: "
+        description="What computes norms and gated MLPs. `torch`: the model's own modules. `liger`: "
         "Triton kernels of the package liger-kernel, on a GPU, or the spec is refused. `auto`: those where they can be "
         "had, else the model's own; `check-config` and `as_built.json` say which.",
     )

@@ -34,7 +34,7 @@ from backends.ddp.engine import DdpTrainEngine
 from backends.ddp.flat_buffers import FlatParameters
 from backends.hf.hf_model import DTYPES
 from backends.packed.row_ops import RowCopies, copy_rows
-from backends.train.activations.activation_offload import ActivationOffload
+from backends.train.activation_offload import ActivationOffload
 from backends.train.lm_head import Head, LogprobTask, LossTask, target_logprob
 from backends.train.losses import TokenColumns, policy_loss
 from backends.train.tensor_shards import ShardReader

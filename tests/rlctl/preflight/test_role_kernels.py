@@ -1,8 +1,7 @@
-"""The kernels of a role as this machine sees them: its interpreter's packages and its model's family."""
+"""The kernels of a role as this machine sees them: its interpreter's packages."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,6 @@ def test_a_package_that_the_interpreter_lacks(tmp_path: Path, monkeypatch: pytes
     found = role_kernels(asking("auto"), ACTOR, tmp_path)
     assert found is not None
     assert (found.kernels, found.why) == ("torch", f"liger {problem.message}")
-
-
-def test_a_family_that_no_kernel_computes(all_packages: None, tmp_path: Path) -> None:
-    """By the code that transformers has for it: norms with a mean, no gate, learned positions."""
-    for family, refused in (("gpt2", True), ("opt", True), ("qwen2", False), ("gemma3_text", False)):
-        folder = tmp_path / family
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"model_type": family}))
-        found = [*role_kernel_problems(asking("liger", model={"path": str(folder)}), tmp_path)]
-        assert [problem.message for problem in found] == (
-            [f"has no kernel for anything that {family} computes"] if refused else []
-        )
 
 
 def test_only_engines_that_run_the_models_own_modules_are_asked(all_packages: None, tmp_path: Path) -> None:

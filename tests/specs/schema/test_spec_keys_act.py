@@ -124,8 +124,7 @@ NAMED = {
     "Lora.targets": f"{LORA}::test_unknown_targets_are_named_with_what_there_is",
     "Optimizer.max_grad_norm": "tests/backends/ddp/test_ddp.py::test_five_steps_equal_plain_transformers",
     **{
-        f"{table}.kernels": "tests/backends/train/kernels/test_held_kernels.py::"
-        "test_every_engine_asks_for_the_kernels_of_its_table"
+        f"{table}.kernels": "tests/backends/train/test_liger.py::test_every_engine_asks_for_the_kernels_of_its_table"
         for table in ("DdpTable", "Fsdp2Table", "ZeroTable")
     },
     "DdpTable.logits_chunk_tokens": "tests/backends/ddp/test_ddp.py::test_chunks_of_logits_change_nothing",

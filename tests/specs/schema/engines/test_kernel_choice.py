@@ -9,7 +9,7 @@ import pytest
 
 from specs.schema.engines.kernel_choice import KernelFacts, choose_kernels
 
-HERE = KernelFacts("cuda", "actor", {"liger-kernel": "0.8.5", "triton": "3.9.0"}, "/env/bin/python", "qwen2", True)
+HERE = KernelFacts("cuda", "actor", {"liger-kernel": "0.8.5", "triton": "3.9.0"}, "/env/bin/python")
 
 
 def test_where_all_is_there() -> None:
@@ -28,11 +28,6 @@ def test_where_all_is_there() -> None:
             '/env/bin/python -m pip install liger-kernel, or write "torch"',
         ),
         ({"versions": {}}, "needs liger-kernel and triton, which are not installed", "install liger-kernel triton"),
-        (
-            {"computed": False, "family": "gpt2"},
-            "has no kernel for anything that gpt2 computes",
-            'write "torch" or "auto"',
-        ),
     ],
 )
 def test_what_is_in_the_way_is_said(changes: dict[str, Any], problem: str, hint: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from backends.train.activations.activation_offload import ActivationOffload
+from backends.train.activation_offload import ActivationOffload
 
 CPU = torch.device("cpu")
 Work = Callable[[Tensor], Tensor]

@@ -1,1 +1,0 @@
-"""What a forward pass keeps for the backward pass, and where."""
