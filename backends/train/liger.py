@@ -118,7 +118,9 @@ def _twin(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> P
                 parameter.normal_(1.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.05)
-    return twin.to(device=device, dtype=dtype)
+    move: Any = twin.to
+    moved: PreTrainedModel = move(device=device, dtype=dtype)
+    return moved
 
 
 def _computed(model: PreTrainedModel) -> list[Tensor]:
