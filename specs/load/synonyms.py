@@ -791,11 +791,6 @@ NOT_YET_KINDS = frozenset(
     )
 )
 
-# Keys of earlier versions of rlctl → what they are called now.
-RENAMED = {
-    "sync.road": "sync.transport",
-}
-
 # Their section → what of ours says the same.
 SECTIONS = {
     "trainer": "[run], [checkpoint] and [eval]",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path as FilePath
 from typing import Any
+
+import tomli
 
 from specs.errors import Problem
 from specs.load.foreign_values import converted
@@ -19,12 +23,18 @@ from specs.load.keys import (
     tables_at,
     value_at,
 )
-from specs.load.synonyms import ABSENT, NOT_YET, RENAMED, SECTIONS, SYNONYMS, TABLES, TWINS
+from specs.load.synonyms import ABSENT, NOT_YET, SECTIONS, SYNONYMS, TABLES, TWINS
 from specs.text import show
 
 NEVER_KEYS = {
     "lora": ("only roles that learn have adapters", "write it as actor.lora"),
 }
+
+
+@cache
+def removed_keys() -> dict[str, str]:
+    """Return the dotted keys of earlier versions, with what each was for and what does it now."""
+    return tomli.loads((FilePath(__file__).parent / "removed_keys.toml").read_text("utf-8"))
 
 
 def unknown_keys(path: Path, raw: dict[str, Any]) -> list[Problem]:
@@ -96,8 +106,8 @@ def unknown_key(path: Path, raw: dict[str, Any]) -> Problem:
     if name in NEVER_KEYS:
         message, hint = NEVER_KEYS[name]
         return Problem(key, message, hint, value)
-    if key in RENAMED:
-        return Problem(key, "unknown key: it was renamed", f"write {RENAMED[key]}", value)
+    if now := removed_keys().get(dotted(["N" if isinstance(part, int) else part for part in path])):
+        return Problem(key, "unknown key: it was removed", now, value)
     siblings = tables_at(parent, raw)
     here = [known for table in chosen_tables(siblings, value_at(parent, raw)) for known in known_keys(table)]
     other_kinds = [kind_of(table) for table in siblings if name in known_keys(table)]
