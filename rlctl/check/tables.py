@@ -189,7 +189,7 @@ def _add_groups(table: Table, role: str, mesh: str, section: RoleSection, groups
 def _group_row(group: RankGroup) -> tuple[str, str, str, str]:
     places = []
     for node in group.nodes:
-        devices = [rank.device for rank in group.ranks if rank.node == node and rank.device is not None]
+        devices = [device for rank in group.ranks if rank.node == node for device in rank.devices]
         places.append(f"GPU {_span(devices)}" if devices else "CPU")
     nodes = _span(list(group.nodes))
     return str(group.number), _span([rank.rank for rank in group.ranks]), nodes, "; ".join(dict.fromkeys(places))

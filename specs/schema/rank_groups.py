@@ -12,12 +12,12 @@ from specs.schema.role_section import RoleSection
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One rank. `device` is the GPU's number on its node, None on the CPU."""
+    """One rank. `devices` are its GPUs by their numbers on its node; none on the CPU."""
 
     rank: int
     node: int
     local_rank: int
-    device: int | None
+    devices: tuple[int, ...]
     replica: int
     shard: int
     data: int
@@ -128,8 +128,8 @@ def _cut(ranks: Sequence[RankPlacement], size: int) -> list[RankGroup]:
 
 
 def _ranks(section: RoleSection, mesh: Mesh) -> Iterator[RankPlacement]:
-    per_node = max(1, section.processes // section.nodes)
+    per_node, each = max(1, section.processes // section.nodes), devices_of_a_process(section)
     for rank in range(mesh.ranks):
         node, local = divmod(rank, per_node)
-        device = section.devices[local] if local < len(section.devices) else None
-        yield RankPlacement(rank, node, local, device, *mesh.place(rank), *divmod(rank, mesh.sequence))
+        devices = tuple(section.devices[local * each : (local + 1) * each])
+        yield RankPlacement(rank, node, local, devices, *mesh.place(rank), *divmod(rank, mesh.sequence))

@@ -227,7 +227,7 @@ def test_who_shares_samples(spec: Path, capsys: pytest.CaptureFixture[str]) -> N
     actor: dict[str, object] = found["placement"]["actor"]  # type: ignore[index]
     assert actor["sequence"] == 4
     assert actor["ranks"][6] == {  # type: ignore[index]
-        "rank": 6, "node": 0, "local_rank": 6, "device": None, "replica": 6, "shard": 0, "data": 1, "sequence": 2
+        "rank": 6, "node": 0, "local_rank": 6, "devices": [], "replica": 6, "shard": 0, "data": 1, "sequence": 2
     }  # fmt: skip
 
 
@@ -240,10 +240,27 @@ def test_many_groups_are_cut_short(spec: Path, capsys: pytest.CaptureFixture[str
     assert len(lines) < 30
     _, found = as_json(spec, capsys, *mesh)
     assert found["placement"]["actor"]["ranks"][255] == {  # type: ignore[index]
-        "rank": 255, "node": 0, "local_rank": 255, "device": None, "replica": 63, "shard": 3, "data": 255, "sequence": 0
+        "rank": 255, "node": 0, "local_rank": 255, "devices": [], "replica": 63, "shard": 3, "data": 255, "sequence": 0
     }  # fmt: skip
 
 
 def test_a_mesh_that_does_not_fit_is_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(spec, ("actor.engine.kind=fsdp2", "actor.engine.shard=3", "actor.processes=4"), as_json=False) == 2
     assert "actor.engine.shard = 3: shard × replicate = 3 × 1 = 3, but actor has 4" in capsys.readouterr().err
+
+
+def test_replicas_of_several_gpus_have_their_own(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec.with_name("hosts").write_text("a slots=8\nb slots=8\n")
+    vllm = ("rollout.engine.kind=vllm", "rollout.engine.tensor_parallel=2", f"rollout.devices={EIGHT}")
+    vllm += ("rollout.python=bin/python", "actor.devices=[0]")
+    two = ("rollout.nodes=2", "rollout.processes=8", "cluster.hostfile=hosts")
+    for far, nodes in (((), 1), (two, 2)):
+        _, found = as_json(spec, capsys, *vllm, "rollout.processes=4", *far)
+        ranks = found["placement"]["rollout"]["ranks"]  # type: ignore[index]
+        shown = [(one["node"], one["devices"]) for one in ranks]
+        assert shown == [(node, [first, first + 1]) for node in range(nodes) for first in (0, 2, 4, 6)]
+    check(spec, (*vllm, "rollout.processes=4"), as_json=False)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    at = next(n for n, line in enumerate(lines) if line.startswith("rollout tensor 2 "))
+    gpus = ["0 GPU 0–1", "0 GPU 2–3", "0 GPU 4–5", "0 GPU 6–7"]
+    assert [line[-len(gpus[0]) :] for line in lines[at : at + 4]] == gpus

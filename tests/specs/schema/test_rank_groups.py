@@ -54,7 +54,7 @@ def test_sixteen_ranks_as_one_group_or_as_two() -> None:
     two = actor(Fsdp2Table(shard=8, replicate=2), 16, nodes=2)
     assert ranks(two) == [list(range(8)), list(range(8, 16))]
     assert shard_groups(two)[1].ranks[3] == RankPlacement(
-        rank=11, node=1, local_rank=3, device=3, replica=1, shard=3, data=11, sequence=0
+        rank=11, node=1, local_rank=3, devices=(3,), replica=1, shard=3, data=11, sequence=0
     )
     assert [group.nodes for group in shard_groups(two)] == [(0,), (1,)]
 
