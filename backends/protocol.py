@@ -207,6 +207,11 @@ class TrainEngine(ABC):
         of another model."""
 
     @abstractmethod
+    def start_schedule_at(self, optimizer_steps: int) -> None:
+        """Go on with the learning-rate schedule as if so many optimizer steps were behind it. Another run's checkpoint
+        was loaded: its steps are the optimizer's, not this run's schedule's."""
+
+    @abstractmethod
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyCompletion]:
         """Greedy continuation of each prompt by the training forward pass: the proof that an export must repeat. Of a
         model with a value head these are its `values`, and this raises ModelError."""

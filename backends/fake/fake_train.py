@@ -205,7 +205,7 @@ class FakeTrainEngine(TrainEngine):
         optimizer = self.config.optimizer
         assert optimizer is not None, "this role does not learn"
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in self.grads.values()))
-        lr = lr_at(self.state.optimizer_steps, optimizer, self.config.total_optimizer_steps)
+        lr = lr_at(self.state.schedule_steps, optimizer, self.config.total_optimizer_steps)
         finite = math.isfinite(norm)
         if finite:
             self.state.optimizer_steps += 1
@@ -259,6 +259,9 @@ class FakeTrainEngine(TrainEngine):
         _read_into(folder / "model.safetensors", self.parameters)
         _read_into(folder / "optimizer.safetensors", self.moments)
         self.state = state
+
+    def start_schedule_at(self, optimizer_steps: int) -> None:
+        self.state.start_schedule_at(optimizer_steps)
 
 
 def _read_into(path: Path, targets: dict[str, NDArray[np.float32]]) -> None:

@@ -443,7 +443,7 @@ class HfTrainEngine(TrainEngine):
     def _learning_rate(self) -> float:
         """Learning rate of the next optimizer step."""
         assert self.config.optimizer is not None, "this role does not learn"
-        return lr_at(self.state.optimizer_steps, self.config.optimizer, self.config.total_optimizer_steps)
+        return lr_at(self.state.schedule_steps, self.config.optimizer, self.config.total_optimizer_steps)
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
@@ -501,6 +501,9 @@ class HfTrainEngine(TrainEngine):
         self.state = saved
         self._loaded(saved.optimizer_steps)
         self.sequences.restore(read_rng(folder, self.rank.rank))
+
+    def start_schedule_at(self, optimizer_steps: int) -> None:
+        self.state.start_schedule_at(optimizer_steps)
 
     def _saved_shards(self) -> Iterator[Shard]:
         return (shard for shard in self._weight_shards() if self._is_saved(shard.name))

@@ -130,11 +130,12 @@ class WeightSync:
         temperature: float,
         tolerance: Tolerance,
         vocab: int,
+        probe_tokens: int = PROBE_TOKENS,
     ) -> None:
         self.actor, self.rollout, self.residency, self.transport = actor, rollout, residency, transport
         self.dtype, self.bucket_bytes = dtype, bucket_bytes
         self.temperature, self.tolerance = temperature, tolerance
-        self.probe_batch = probe_batch(vocab)
+        self.probe_batch = probe_batch(vocab, probe_tokens)
         self._version = 0  # of the actor's weights now: how many steps it has finished
         self._sent: int | None = None  # the version that every replica holds
         self._readers: Sequence[int] = ()  # replicas of the last pass; (): the next one meets all as for the first time
@@ -340,8 +341,8 @@ def _shown(weight: bodies.WireWeight | None) -> str:
     return f"{weight.dtype} {weight.shape} ({weight.nbytes} bytes)" if weight else "nothing of that name"
 
 
-def probe_batch(vocab: int) -> Batch:
+def probe_batch(vocab: int, tokens: int = PROBE_TOKENS) -> Batch:
     """A few short, fixed token sequences, the same in every run of a vocabulary."""
     rng = np.random.default_rng(20_240_229)
-    tokens_T: NDArray[np.int64] = rng.integers(0, vocab, PROBE_SEQUENCES * PROBE_TOKENS)
-    return Batch({"tokens_T": tokens_T, "length_B": np.full(PROBE_SEQUENCES, PROBE_TOKENS, dtype=np.int64)})
+    tokens_T: NDArray[np.int64] = rng.integers(0, vocab, PROBE_SEQUENCES * tokens)
+    return Batch({"tokens_T": tokens_T, "length_B": np.full(PROBE_SEQUENCES, tokens, dtype=np.int64)})

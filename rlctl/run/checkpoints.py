@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written under a temporary name, fsynced, renamed; found again only when whole.
+"""Write and find checkpoints: under a temporary name, fsynced, renamed; found again only when whole.
 
     RUN/checkpoints/step_000020/manifest.json     what it is, and size and checksum of every file
     RUN/checkpoints/step_000020/actor/…           written by the ranks of a role that learns (each its own RNG)
@@ -8,10 +8,13 @@
 
 The rollout and the data need no state of their own: their randomness is a function of the seed and the sample's
 id, so the cursor says it all.
+
+A reader pins what it reads, by a shared lock on the manifest, and a run that goes on removes no pinned checkpoint.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -20,14 +23,14 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from rlctl import __version__
-from specs.errors import CheckpointError
+from specs.errors import CheckpointError, UsageError
 from specs.json_file import read_object
 from specs.safetensors_header import fsync
 from specs.schema.spec import Spec
@@ -35,19 +38,39 @@ from workers.saved_files import FileMark, mark
 
 FORMAT: Final = 1
 STATE = "driver/state.json"
+MANIFEST = "manifest.json"
 ARRIVAL_TIMEOUT_S = 90.0  # a shared file system may show a new name late: NFS keeps a folder's listing for a minute
 
 Marks = Mapping[str, FileMark]  # by path relative to the role's folder
 
 
+class Pin:
+    """Keep a checkpoint from being removed by the run that wrote it: a shared lock on its manifest."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: int | None = None
+        if (path / MANIFEST).is_file():  # opening a pipe would wait
+            with suppress(OSError):  # a file system without locks
+                self._file = os.open(path / MANIFEST, os.O_RDONLY)
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    __del__ = release
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """Hold a whole checkpoint, which is not removed while it is pinned."""
 
     path: Path
     step: int
     state: Mapping[str, Any]
     manifest: Mapping[str, Any]
+    pin: Pin = field(compare=False, repr=False)
 
 
 class _Mark(BaseModel):
@@ -57,7 +80,7 @@ class _Mark(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """What every reader needs; each checks what it needs beyond that."""
+    """Hold what every reader needs; each checks what it needs beyond that."""
 
     model_config = ConfigDict(strict=True)
     format: Literal[1] = FORMAT
@@ -70,9 +93,16 @@ def step_path(root: Path, step: int) -> Path:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps of the checkpoints there, whole or not, in order. Other names (a copy, a backup) are somebody else's."""
+    """Return the steps of checkpoints there, whole or not, in order; other names (a copy, a backup) are not ours."""
     names = (re.fullmatch(r"step_(\d{6,})", path.name) for path in root.glob("step_*"))
     return sorted(step for name in names if name and step_path(root, step := int(name[1])).name == name[0])
+
+
+def check_has(root: Path, step: int, option: str) -> None:
+    """Raises UsageError that lists the steps which are there."""
+    if step not in (there := steps_in(root)):
+        hint = f"it has: {', '.join(map(str, there)) or 'none'}"
+        raise UsageError(f"{option}{root.parent} has no checkpoint of step {step}", hint=hint)
 
 
 def spec_hash(spec: Spec) -> str:
@@ -98,20 +128,20 @@ def save(
     _remove(temporary)
     try:
         temporary.mkdir()  # not its parents: a run directory that was moved is not made again
-        said: dict[str, FileMark] = {}
+        reported: dict[str, FileMark] = {}
         for folder, write in write_roles.items():
             (temporary / folder).mkdir()
             reports = write(temporary / folder)
-            said |= {f"{folder}/{name}": file for marks in reports for name, file in marks.items()}
+            reported |= {f"{folder}/{name}": file for marks in reports for name, file in marks.items()}
         (temporary / "driver").mkdir()
-        _await(temporary, said)
+        _await(temporary, reported)
         state = write_driver(temporary / "driver")
         (temporary / STATE).write_text(json.dumps({"step": step, **state}))
         here = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
-        files = {name: said.get(name) or mark(temporary / name) for name in here}
+        files = {name: reported.get(name) or mark(temporary / name) for name in here}
         manifest = {"format": FORMAT, "rlctl": __version__, "step": step, "files": files, **about}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        _fsync_tree(temporary)
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        _settle(temporary)
         _remove(final)  # the same step saved again after a resume
         os.replace(temporary, final)
         fsync(root)
@@ -119,8 +149,21 @@ def save(
         _remove(temporary)
         raise
     for old in steps_in(root)[:-keep]:
-        _remove(step_path(root, old))
+        if not _is_pinned(step_path(root, old)):
+            _remove(step_path(root, old))
     return final
+
+
+def add_files(path: Path, written: Marks, about: Mapping[str, Any]) -> None:
+    """Add files that came to a checkpoint after it was whole, and what they say, to its manifest."""
+    _await(path, written)
+    manifest = read_object(path / MANIFEST)
+    partial = path / f"{MANIFEST}.partial"
+    partial.write_text(json.dumps({**manifest, **about, "files": {**manifest["files"], **written}}, indent=2) + "\n")
+    for file in (partial, *(path / name for name in written)):
+        fsync(file)
+    os.replace(partial, path / MANIFEST)
+    fsync(path)
 
 
 def start_anew(run_dir: Path) -> str:
@@ -128,9 +171,9 @@ def start_anew(run_dir: Path) -> str:
 
 
 def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ()) -> Checkpoint | None:
-    """The newest whole checkpoint that has these folders; damaged ones are skipped with a warning. None: there is none
-    at all. Leftovers of a killed save are ignored. Raises CheckpointError where every one is damaged, with what is
-    wrong with each."""
+    """Open the newest whole checkpoint that has these folders; damaged ones are skipped with a warning. None: there is
+    none at all. Leftovers of a killed save are ignored. Raises CheckpointError where every one is damaged, with what
+    is wrong with each."""
     damaged: list[str] = []
     for step in reversed(steps_in(root)):
         path = step_path(root, step)
@@ -151,10 +194,11 @@ def newest(root: Path, warn: Callable[[str], None], folders: Sequence[str] = ())
 
 
 def read(path: Path, folders: Sequence[str] = ()) -> Checkpoint:
-    """Open a checkpoint that must have these folders, and check every file against its manifest. Raises
+    """Open a checkpoint that must have these folders, pin it, and check every file against its manifest. Raises
     CheckpointError."""
+    pin = Pin(path)
     try:
-        content = read_object(path / "manifest.json")
+        content = read_object(path / MANIFEST)
         manifest = _Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -173,7 +217,7 @@ def read(path: Path, folders: Sequence[str] = ()) -> Checkpoint:
         state = read_object(path / STATE)
     except ValueError as error:
         raise CheckpointError(f"{STATE} {error}") from None
-    return Checkpoint(path, manifest.step, state, content)
+    return Checkpoint(path, manifest.step, state, content, pin)
 
 
 def _check_file(folder: Path, name: str, expected: _Mark) -> None:
@@ -192,8 +236,19 @@ def _check_file(folder: Path, name: str, expected: _Mark) -> None:
         raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
 
 
+def _is_pinned(path: Path) -> bool:
+    try:
+        with open(path / MANIFEST, "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def set_aside_after(root: Path, step: int) -> None:
-    """Damaged checkpoints after `step` are renamed, so that they neither count as kept nor stand in the way."""
+    """Rename damaged checkpoints after `step`, so that they neither count as kept nor stand in the way."""
     for later in (each for each in steps_in(root) if each > step):
         path = step_path(root, later)
         aside = path.with_name(f"torn_{path.name}")
@@ -204,7 +259,7 @@ def set_aside_after(root: Path, step: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder with all that is in it, or whatever else has this name. What cannot be removed stays."""
+    """Remove a folder with all that is in it, or whatever else has this name. What cannot be removed stays."""
     if path.is_symlink() or not path.is_dir():
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -212,10 +267,10 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _await(folder: Path, said: Marks) -> None:
+def _await(folder: Path, reported: Marks) -> None:
     """Wait until every file of a rank is here with its size. Raises CheckpointError naming one that never comes."""
     deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
-    for name, want in said.items():
+    for name, want in reported.items():
         while (size := _size(folder / name)) != want["bytes"]:
             if time.monotonic() > deadline:
                 seen = "is not here" if size is None else f"has {size} bytes here"
@@ -234,7 +289,12 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _fsync_tree(root: Path) -> None:
-    for path in root.rglob("*"):
+def _settle(folder: Path) -> None:
+    """Write all files through to the disk, as readable as the manifest: some libraries write for the owner alone."""
+    mode = (folder / MANIFEST).stat().st_mode
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with suppress(OSError):  # of another host's user
+                path.chmod(mode)
         fsync(path)
-    fsync(root)
+    fsync(folder)

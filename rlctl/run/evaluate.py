@@ -21,7 +21,7 @@ from rlctl.run.export import find
 from rlctl.run.interrupt import Interrupt
 from rlctl.run.lineage import SpecSource, spec_source
 from rlctl.run.resume import check_fits
-from rlctl.run.run_dir import RunDir, told_as_disk_errors
+from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.startup import start
 from rlctl.run.train import journaled, open_groups
 from rlctl.show import eval_keys
@@ -89,7 +89,7 @@ def evaluate(
     total = sum(one.samples for one in spec.evaluations)
     try:
         with (
-            told_as_disk_errors(run.path),
+            explained_disk_errors(run.path),
             EvalProgress(Path(what).name, total, screen) as progress,
             journaled(run),
         ):

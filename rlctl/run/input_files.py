@@ -1,4 +1,4 @@
-"""What a run reads besides its spec and the weights of its models: data, reward modules, tokenizers.
+"""Mark what a run reads besides its spec and the weights of its models: data, reward modules, tokenizers.
 
 Their content belongs to the run. Each start hashes every file whole and records it in the run directory and in every
 checkpoint; a resume with other content is refused, or accepted by a flag, which is recorded too. There is no short cut
@@ -27,14 +27,14 @@ from workers.saved_files import FileMark, mark
 
 # Key of the spec → file (relative to the spec where it lies below it) → what is in it; of a hub data set its revision.
 Inputs = Mapping[str, Mapping[str, FileMark]]
-Seen = Callable[[int], None]  # is told of bytes that were read
+Seen = Callable[[int], None]  # is called with the number of bytes that were read
 
 # What makes prompts of rows, and ends completions, besides the vocabulary.
 _TOKENIZER = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-TOLD_AFTER_S = 1.0
+SHOWN_AFTER_S = 1.0
 
 
 def inputs_of(spec: Spec, spec_dir: Path, seen: Seen | None = None, known: Inputs | None = None) -> Inputs:
@@ -44,7 +44,11 @@ def inputs_of(spec: Spec, spec_dir: Path, seen: Seen | None = None, known: Input
     found: dict[str, Mapping[str, FileMark]] = {**(known or {})}
     for key, folder, paths in _files(spec, spec_dir):
         if key not in found and paths:
-            marks |= {path: _mark(key, path, seen) for path in paths if path not in marks}
+            try:
+                marks |= {path: mark(path, seen) for path in paths if path not in marks}
+            except OSError as error:
+                problem = f"{error.filename or paths[0]} cannot be read: {error.strerror}"
+                raise UsageError(problem, hint=f"{key} needs it: make it readable") from None
             found[key] = {_name(path, folder): marks[path] for path in paths}
     for key, source in _data(spec):
         snapshot = hub_snapshot(source.partition(":")[0], "datasets") if is_hub_data(source) else None
@@ -53,43 +57,37 @@ def inputs_of(spec: Spec, spec_dir: Path, seen: Seen | None = None, known: Input
     return found
 
 
-def _mark(key: str, path: Path, seen: Seen | None) -> FileMark:
-    try:
-        return mark(path, seen)
-    except OSError as error:
-        hint = f"{key} needs it: make it readable"
-        raise UsageError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
-
-
 def size_of(spec: Spec, spec_dir: Path) -> int:
-    """Bytes to read."""
+    """Return how many bytes there are to read."""
     return sum(path.stat().st_size for path in {path for _, _, paths in _files(spec, spec_dir) for path in paths})
 
 
 def _files(spec: Spec, spec_dir: Path) -> Iterator[tuple[str, Path, list[Path]]]:
-    """(key, folder that names are relative to, files)."""
+    """Yield key, folder that names are relative to, and files."""
     for key, source in _data(spec):
         file = spec_dir / Path(source).expanduser()
         if file.is_file():
             yield key, spec_dir, [file]
-    for index, term in enumerate(spec.reward.terms):
-        if isinstance(term, Function):
-            file = spec_dir / Path(term.path.rpartition(":")[0]).expanduser()
-            yield f"reward.terms.{index}.path", spec_dir, [path for path in reward_sources(file) if path.is_file()]
-    for key, path in spec.algorithm.own_functions.items():
+    terms = enumerate(spec.reward.terms)
+    code = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
+    code |= {f"algorithm.{key}": path for key, path in spec.algorithm.own_functions.items()}
+    for key, path in code.items():
         file = spec_dir / Path(path.rpartition(":")[0]).expanduser()
-        yield f"algorithm.{key}", spec_dir, [source for source in reward_sources(file) if source.is_file()]
+        yield key, spec_dir, [source for source in reward_sources(file) if source.is_file()]
     model = resolve_model(spec.model.path, spec_dir)
     folder = model if isinstance(model, Path) else hub_snapshot(model)
     if folder is not None and BUILTIN_FOLDER not in folder.parents:  # those come with rlctl
         names = [folder / name for name in (*TOKENIZER_FILES, *_TOKENIZER)]
-        code = sorted(folder.glob("*.py")) if spec.model.trust_remote_code else []
-        yield "model.path", folder, [path for path in (*names, *code) if path.is_file()]
+        own = sorted(folder.glob("*.py")) if spec.model.trust_remote_code else []
+        yield "model.path", folder, [path for path in (*names, *own) if path.is_file()]
 
 
 def _data(spec: Spec) -> list[tuple[str, str]]:
     sources = [("data.train", spec.data.train)]
-    return [*sources, *((f"{one.key}.data", one.data) for one in spec.evaluations if one.data)]
+    return [
+        *sources,
+        *((f"{evaluation.key}.data", evaluation.data) for evaluation in spec.evaluations if evaluation.data),
+    ]
 
 
 def _name(path: Path, folder: Path) -> str:
@@ -101,7 +99,8 @@ def _name(path: Path, folder: Path) -> str:
 
 
 def changes(before: Inputs, after: Inputs) -> list[str]:
-    """What is not as it was, as lines `key: file …`. Another source under a key is the spec's change, not a file's."""
+    """List what is not as it was, as lines `key: file …`. Another source under a key is the spec's change, not a
+    file's."""
     found = []
     for key in [key for key in before if key in after]:
         old, new = before[key], after[key]
@@ -109,17 +108,15 @@ def changes(before: Inputs, after: Inputs) -> list[str]:
             continue
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
-                found.append(f"{key}: {name} {_words(old.get(name), new.get(name))}")
+                found.append(f"{key}: {name} {_change(old.get(name), new.get(name))}")
     return found
 
 
-def _words(old: FileMark | None, new: FileMark | None) -> str:
-    if old is None:
-        return "is new"
-    if new is None:
-        return "is gone, or no longer read"
+def _change(old: FileMark | None, new: FileMark | None) -> str:
+    if old is None or new is None:
+        return "is new" if old is None else "is gone, or no longer read"
     if "revision" in old or "revision" in new:
-        revisions = (str(one.get("revision", "a file"))[:12] for one in (old, new))
+        revisions = (str(marked.get("revision", "a file"))[:12] for marked in (old, new))
         return f"is of another revision ({' → '.join(revisions)})"
     if old["bytes"] == new["bytes"]:
         return f"has other content ({old['bytes']:,} bytes as before)"
@@ -127,50 +124,42 @@ def _words(old: FileMark | None, new: FileMark | None) -> str:
 
 
 def parsed(content: Mapping[str, Any]) -> Inputs:
-    """What a record in the run directory says. Raises ValueError where it is of another shape."""
+    """Return what a record in the run directory says. Raises ValueError where it is of another shape."""
     files = content.get("files")
     keys = files.values() if isinstance(files, dict) else [None]
-    marks = [one for key in keys for one in (key.values() if isinstance(key, dict) else [None])]
-    if not all(isinstance(one, dict) and _is_mark(one) for one in marks):
+    marks = [marked for key in keys for marked in (key.values() if isinstance(key, dict) else [None])]
+    shapes = ({"bytes": int, "xxh3": str}, {"revision": str})
+    if not all(isinstance(marked, dict) and {k: type(v) for k, v in marked.items()} in shapes for marked in marks):
         raise ValueError("is of another shape: it has no files with their marks")
     return cast(Inputs, files)
-
-
-def _is_mark(one: Mapping[str, object]) -> bool:
-    kinds = {name: type(value) for name, value in one.items()}
-    return kinds in ({"bytes": int, "xxh3": str}, {"revision": str})
 
 
 # ── for the person ────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
-def told_progress(total_bytes: int) -> Iterator[Seen]:
-    """How far the reading is, on standard error, when it takes more than a second."""
+def hashing_progress(total_bytes: int) -> Iterator[Seen]:
+    """Show on standard error how far the reading is, when it takes more than a second."""
     from rich.text import Text
 
     from rlctl.show.screen import Screen
 
-    screen, started, done = Screen(stderr=True), time.monotonic(), 0
+    screen, started, done, shown = Screen(stderr=True), time.monotonic(), 0, False
     status = screen.status("")
-    told = False
+    what = f"hashing {total_bytes / 1e9:.1f} GB of data and reward files"
 
     def seen(nbytes: int) -> None:
-        nonlocal done, told
+        nonlocal done, shown
         done += nbytes
-        if not told and time.monotonic() - started > TOLD_AFTER_S:
-            told = True
+        if not shown and time.monotonic() - started > SHOWN_AFTER_S:
+            shown = True
             status.start()
             if not screen.is_terminal:
-                screen.print(f"{_what(total_bytes)} …")
-        if told:
-            status.update(Text(f"{_what(total_bytes)}: {done / max(total_bytes, 1):.0%}"))
+                screen.print(f"{what} …")
+        if shown:
+            status.update(Text(f"{what}: {done / max(total_bytes, 1):.0%}"))
 
     try:
         yield seen
     finally:
         status.stop()
-
-
-def _what(total_bytes: int) -> str:
-    return f"hashing {total_bytes / 1e9:.1f} GB of data and reward files"

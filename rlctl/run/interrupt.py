@@ -1,8 +1,9 @@
-"""Handles Ctrl-C, SIGTERM and a closed terminal during a run."""
+"""Handle Ctrl-C, SIGTERM and a closed terminal during a run."""
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,9 +11,11 @@ from typing import Any
 
 from specs.errors import Interrupted
 
+SAME_PRESS_S = 1.0  # signals that follow so soon are the same one: a wrapper passes it on, or a finger slips
+
 
 class Interrupt:
-    """Ctrl-C, SIGTERM and SIGHUP, turned into `Interrupted` at the next wait.
+    """Turn Ctrl-C, SIGTERM and SIGHUP into `Interrupted` at the next wait.
 
     The first one waits for an update to finish, so that the state can be saved; a second one does not. A SIGHUP that
     is ignored stays so: that is what `nohup` asks for.
@@ -22,12 +25,11 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.count, self.name = 0, ""
+        self._last = -SAME_PRESS_S
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in self.SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
+        for number in _heard(*self.SIGNALS):
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -36,28 +38,33 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count, self.name = self.count + 1, signal.Signals(number).name
+        now = time.monotonic()
+        if now - self._last >= SAME_PRESS_S:
+            self.count, self.name, self._last = self.count + 1, signal.Signals(number).name, now
 
     def check(self, *, finish_first: bool = False) -> None:
         if self.count > (1 if finish_first else 0):
             raise Interrupted(f"interrupted ({self.name})", hint="go on with the same command and --resume")
 
     def forget(self) -> None:
-        """Waiting works again until the next signal."""
+        """Let waiting work again until the next signal."""
         self.count = 0
 
 
 @contextmanager
 def as_ctrl_c(*numbers: signal.Signals) -> Iterator[None]:
-    """These signals raise KeyboardInterrupt, as Ctrl-C does; those that are ignored stay so."""
+    """Raise KeyboardInterrupt for these signals, as Ctrl-C does; those that are ignored stay so."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
+    before = {number: signal.signal(number, interrupt) for number in _heard(*numbers)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _heard(*numbers: signal.Signals) -> list[signal.Signals]:
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""Where a run comes from: the spec that it was started with, and the run that it was forked from."""
+"""Find where a run comes from: the spec that it was started with, and the run that it was forked from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlctl.run.resume import check_fits
 from rlctl.show.journal import read_journal
 from specs.errors import CheckpointError, RunDirError, UsageError
 from specs.json_file import read_object, write_object
-from specs.schema.roles import ROLES
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 
 FORKED_FROM = "forked_from.json"
@@ -20,7 +20,7 @@ FORKED_FROM = "forked_from.json"
 
 @dataclass(frozen=True)
 class SpecSource:
-    """The file that a run's spec is read from, and where relative paths in it start."""
+    """Name the file that a run's spec is read from, and where relative paths in it start."""
 
     path: Path
     folder: Path
@@ -28,7 +28,7 @@ class SpecSource:
 
 
 def spec_source(named: Path, *, resume: bool) -> SpecSource:
-    """The spec in a file, or, at a resume, in a run directory: that of its newest attempt. Raises UsageError or
+    """Find the spec in a file, or, at a resume, in a run directory: that of its newest attempt. Raises UsageError or
     RunDirError."""
     if not (named / "resolved.json").is_file():
         return SpecSource(named, named.absolute().parent)
@@ -50,7 +50,7 @@ def spec_source(named: Path, *, resume: bool) -> SpecSource:
 
 @dataclass(frozen=True)
 class Fork:
-    """A checkpoint of another run that a run begins with."""
+    """Name a checkpoint of another run that a run begins with."""
 
     run: Path
     step: int
@@ -60,7 +60,7 @@ class Fork:
 
     @staticmethod
     def of(run_dir: Path) -> Fork | None:
-        """What a run was forked from. Raises RunDirError."""
+        """Return what a run was forked from. Raises RunDirError."""
         if not (run_dir / FORKED_FROM).exists():
             return None
         try:
@@ -70,10 +70,10 @@ class Fork:
             raise RunDirError(f"{run_dir / FORKED_FROM} {error}", hint="put it back from a copy") from None
 
     def checkpoint(self, spec: Spec, spec_dir: Path) -> checkpoints.Checkpoint:
-        """Raises CheckpointError where it is gone, damaged or of another model."""
+        """Open it. Raises CheckpointError where it is gone, damaged or of another model."""
         path = checkpoints.step_path(self.run / "checkpoints", self.step)
         try:
-            found = checkpoints.read(path, _folders(spec))
+            found = checkpoints.read(path, [folder for _, folder in saved_roles(spec)])
         except CheckpointError as error:
             there = checkpoints.steps_in(self.run / "checkpoints")
             listed = f"its checkpoints are of steps {', '.join(map(str, there))}" if there else "it has no checkpoint"
@@ -83,32 +83,29 @@ class Fork:
 
 
 def fork_from(text: str, spec: Spec, warn: Callable[[str], None]) -> Fork:
-    """What `--from RUN_DIR[@STEP]` names: that checkpoint, or the newest whole one. Raises UsageError or
+    """Find what `--from RUN_DIR[@STEP]` names: that checkpoint, or the newest whole one. Raises UsageError or
     CheckpointError."""
     run, at = Path(text), re.fullmatch(r"(.+)@(\d+)", text)
     step = None
     if at and not run.exists():
         run, step = Path(at[1]), int(at[2])
-    run = run.absolute()
+    run, option = run.absolute(), f"--from {text}: "
     if not (run / "resolved.json").is_file():
-        raise UsageError(
-            f"--from {text}: {run} holds no run", hint="name a run directory: --from RUN_DIR or RUN_DIR@STEP"
-        )
-    if step is None:
-        found = checkpoints.newest(run / "checkpoints", warn, _folders(spec))
+        raise UsageError(f"{option}{run} holds no run", hint="name a run directory: --from RUN_DIR or RUN_DIR@STEP")
+    if step is not None:
+        checkpoints.check_has(run / "checkpoints", step, option)
+    else:
+        found = checkpoints.newest(run / "checkpoints", warn, [folder for _, folder in saved_roles(spec)])
         if found is None:
-            raise CheckpointError(
-                f"--from {text}: {run} has no checkpoint", hint="its checkpoint.every says when it saves"
-            )
+            raise CheckpointError(f"{option}{run} has no checkpoint", hint="its checkpoint.every says when it saves")
+        found.pin.release()
         step = found.step
-    elif step not in (there := checkpoints.steps_in(run / "checkpoints")):
-        hint = f"it has: {', '.join(map(str, there)) or 'none'}"
-        raise UsageError(f"--from {text}: {run} has no checkpoint of step {step}", hint=hint)
     if spec.run.steps <= step:
         hint = f"steps are counted on from there: raise run.steps above {step}, e.g. --set run.steps={2 * step}"
-        raise UsageError(f"--from {text}: that is step {step}, and run.steps = {spec.run.steps}", hint=hint)
+        raise UsageError(f"{option}that is step {step}, and run.steps = {spec.run.steps}", hint=hint)
     return Fork(run, step)
 
 
-def _folders(spec: Spec) -> list[str]:
-    return [folder for role in spec.roles if (folder := ROLES[role].checkpoint)]
+def saved_roles(spec: Spec) -> list[tuple[RoleName, str]]:
+    """Return the roles that have a state, each with its folder in a checkpoint."""
+    return [(role, folder) for role in spec.roles if (folder := ROLES[role].checkpoint)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from rlctl.run.run_dir import is_running
+from rlctl.run.run_lock import owner_of
 from rlctl.show.report import write_report
-from rlctl.show.report_compare import finals, read_runs, render_comparison
+from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
 from rlctl.show.report_page import write_page
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import columns
@@ -21,22 +21,19 @@ def report(run_dirs: Sequence[Path], out: Path | None) -> int:
     for run_dir in run_dirs:
         if not (run_dir / "resolved.json").is_file():
             raise RunDirError(f"{run_dir} is no run", hint="name run directories, as `rlctl train` makes them")
-    screen = Screen()
+    screen, goes_on = Screen(), ""
     if len(run_dirs) == 1:
         (run_dir,) = run_dirs
-        running = is_running(run_dir)
-        written = write_report(run_dir, running=running, target=out)
-        if written is None:
-            page = out or run_dir / "report.html"
-            raise RlctlError(f"{page} cannot be written", hint="name another file with --out")
+        target, running = out or run_dir / "report.html", bool(owner_of(run_dir))
+        written = write_report(run_dir, running=running, target=out) is not None
         goes_on = "; the run goes on" + ("" if out else ", and writes it again") if running else ""
-        screen.print(f"wrote {written}{goes_on}", soft_wrap=True)
-        return 0
-    runs = read_runs(run_dirs)
-    headings, rows = finals(runs)
-    screen.print(Text(columns(headings, rows, left=1)), soft_wrap=True)
-    target = out or Path("comparison.html")
-    if not write_page(target, render_comparison(runs, target)):
+    else:
+        target, runs = out or Path("comparison.html"), read_runs(run_dirs)
+        for headings, rows in (finals(runs), differences(runs)):
+            if rows:
+                screen.print(Text(columns(headings, rows, left=1) + "\n"), soft_wrap=True)
+        written = write_page(target, render_comparison(runs, target))
+    if not written:
         raise RlctlError(f"{target} cannot be written", hint="name another file with --out")
-    screen.print(f"\nwrote {target}", soft_wrap=True)
+    screen.print(f"wrote {target}{goes_on}", soft_wrap=True)
     return 0

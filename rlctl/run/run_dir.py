@@ -1,26 +1,23 @@
-"""The run directory: one run at a time, attempts are numbered, nothing is overwritten.
-
-For `check-config` it also says what lies where a run would write.
-"""
+"""Open a run directory: one run at a time, attempts are numbered, nothing is overwritten."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import step_path, steps_in
-from rlctl.run.input_files import Inputs, changes, inputs_of, parsed, size_of, told_progress
+from rlctl.run.input_files import Inputs, changes, hashing_progress, inputs_of, parsed, size_of
+from rlctl.run.lineage import FORKED_FROM
 from rlctl.run.resume import differences
+from rlctl.run.run_lock import LOCK, RunLock, owner_of
 from rlctl.show.journal import FILE as JOURNAL
-from rlctl.show.journal import Journal
+from rlctl.show.journal import Journal, newest
 from specs.errors import Problem, RlctlError, RoleFailure, RunDirError
 from specs.json_file import read_object, write_object
 from specs.load.as_run import as_run
@@ -29,49 +26,28 @@ from specs.schema.spec import Spec
 START_ANEW = "train with --run-dir or another run.name to start anew"
 ASIDE = "before_attempt_"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_OF_A_DISK = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
+_DISK_ERRORS = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
 
 
 class RunDir:
-    """Paths of a run, and the lock that keeps a second `train` out."""
+    """Hold the paths of a run and its lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
+        self.metrics, self.samples = self.path / "metrics.jsonl", self.path / "samples.jsonl"
+        self.evaluations, self.as_built = self.path / "eval.jsonl", self.path / "as_built.json"
+        self.resolved, self.checkpoints = self.path / "resolved.json", self.path / "checkpoints"
         self.attempt = 0
-        self.changes: list[str] = []  # of the spec since the first attempt, as `key: old → new`
+        self.changes: list[str] = []  # to the spec since the last attempt, as `key: old → new`
         self.inputs: Inputs = {}  # what the run reads, as it is now
-        self.accepted: list[str] = []  # what of it is not as it was in the attempt before
+        self.accepted: list[str] = []  # changes to it since the last attempt
         self.notes: list[str] = []  # what a person should know of this directory
         self.spec_dir = Path()
         self.overrides: Sequence[str] = ()  # of the spec, as the attempt was started with it
         self.journal = Journal(self.path, 0)
         self._suffix = ""  # of the files that an attempt leaves, between name and ending
         self.starting_weights: Mapping[str, str] = {}  # role → checksum, as the first attempt built them
-        self._lock: IO[str] | None = None
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def as_built(self) -> Path:
-        return self.path / "as_built.json"
-
-    @property
-    def resolved(self) -> Path:
-        return self.path / "resolved.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        self._lock: RunLock | None = None
 
     @property
     def logs(self) -> Path:
@@ -94,7 +70,7 @@ class RunDir:
         nothing was changed."""
         self.spec_dir, self.overrides = spec_dir or spec_path.absolute().parent, tuple(overrides)
         try:
-            with told_as_disk_errors(self.path):
+            with explained_disk_errors(self.path):
                 self._open(spec, spec_path, resume=resume, accept_changed_files=accept_changed_files, force=force)
         except BaseException:
             self.release()
@@ -105,10 +81,7 @@ class RunDir:
         if self.path.exists() and not self.path.is_dir():
             raise RunDirError(f"{self.path} is a file", hint="pass another folder with --run-dir")
         if not begun and self._holds_steps():
-            raise RunDirError(
-                f"{self.resolved}, which says what this run was started with, is not there",
-                hint=f"put it back from a copy; {START_ANEW}",
-            )
+            raise self._lost(self.resolved, "was started with", "is not there")
         if resume and not begun:
             raise RunDirError(f"{self.path} holds no run to resume", hint="leave out --resume to start one there")
         if begun:
@@ -119,26 +92,26 @@ class RunDir:
                 raise self._already_there()
             self._set_aside()
             begun = holds_run = False
-        if not begun and self.path.is_dir() and any(not _outlives(p.name) for p in self.path.iterdir()):
+        if not begun and self.path.is_dir() and any(not _outlives(path.name) for path in self.path.iterdir()):
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
         if holds_run:
-            self._same_run(spec)
-        self._read_inputs(spec, self.spec_dir)
+            self._check_same_run(spec)
+        with hashing_progress(size_of(spec, self.spec_dir)) as seen:
+            self.inputs = inputs_of(spec, self.spec_dir, seen)
         if holds_run:
-            self._same_inputs(accept_changed_files)
+            self._check_same_inputs(accept_changed_files)
             self.starting_weights = read_starting_weights(self.as_built)
         elif begun:  # it ended before its first step: begin again, keeping the logs
-            self.as_built.unlink(missing_ok=True)
-            self.resolved.unlink()
-            for record in self.path.glob("inputs.*json"):
-                record.unlink()
+            fork = () if resume else (self.path / FORKED_FROM,)
+            for file in (self.as_built, self.resolved, *self.path.glob("inputs.*json"), *fork):
+                file.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._take_lock()
         self._begin_attempt(spec, spec_path)
 
     def _holds_steps(self) -> bool:
-        """Whether a run made steps here. Raises RunDirError where something else stands in a file's place."""
+        """Tell whether a run made steps here. Raises RunDirError where something else stands in a file's place."""
         for file in (self.metrics, self.samples, self.path / JOURNAL):
             _check_is_file(file)
         metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -152,8 +125,11 @@ class RunDir:
             hint=f"add --resume to go on with it{anew}, or choose another folder with --run-dir or another run.name",
         )
 
+    def _lost(self, file: Path, what: str, problem: object, hint: str = "put it back from a copy") -> RunDirError:
+        return RunDirError(f"{file}, which says what this run {what}, {problem}", hint=f"{hint}; {START_ANEW}")
+
     def _set_aside(self) -> None:
-        """What a run without a checkpoint left moves to a folder of its own, but for its logs and the journal."""
+        """Move what a run without a checkpoint left to a folder of its own, but for its logs and the journal."""
         aside = self.path / f"{ASIDE}{self._next_attempt()}"
         aside.mkdir()
         for path in self.path.iterdir():
@@ -166,78 +142,41 @@ class RunDir:
         return max((int(name[1]) for name in names if name), default=0) + 1
 
     def _take_lock(self) -> None:
-        path = self.path / ".lock"
-        _check_is_file(path)
-        lock = open(path, "a+", errors="replace")  # noqa: SIM115 - held for the life of the run
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # not held: a file system without locks
-                lock.close()
-                raise OSError(error.errno, error.strerror, str(path)) from None
-            lock.seek(0)
-            owner = lock.read().strip()
-            lock.close()
-            raise RunDirError(
-                f"{self.path} is in use by another rlctl" + (f" (process {owner})" if owner else ""),
-                hint="wait for it, stop it, or choose another folder with --run-dir",
-            ) from None
-        lock.seek(0)
-        lock.truncate()
-        lock.write(str(os.getpid()))
-        lock.flush()
-        self._lock = lock
+        _check_is_file(self.path / LOCK)
+        self._lock = RunLock(self.path, "wait for it, stop it, or choose another folder with --run-dir")
 
-    def _same_run(self, spec: Spec) -> None:
+    def _check_same_run(self, spec: Spec) -> None:
+        """Refuse changes to what the first attempt began with; keep the others since the last one for a person."""
         try:
-            before = read_object(self.resolved)
+            first = read_object(self.resolved)
         except ValueError as error:
-            hint = f"put it back from a copy; {START_ANEW}"
-            raise RunDirError(
-                f"{self.resolved}, which says what this run was started with, {error}", hint=hint
-            ) from None
-        refused, _ = differences(before, spec.resolved(), spec.actor.engine)
-        self.changes = self._changes_since_last_attempt(before, spec)
+            raise self._lost(self.resolved, "was started with", error) from None
+        refused, _ = differences(first, spec.resolved(), spec.actor.engine)
+        try:
+            last = read_object(newest(self.path, "resolved"))
+        except ValueError:
+            last = first
+        self.changes = differences(last, spec.resolved())[1]
         if refused:
             raise RunDirError(
-                "the spec differs from the one this run was started with, in what may not change:\n"
-                + "\n".join(f"  - {line}" for line in refused),
+                "the spec differs from the one this run was started with, in what may not change:" + _listed(refused),
                 hint=f"put these back as in {self.path / 'spec.toml'}, or start a new run with --run-dir",
             )
 
-    def _changes_since_last_attempt(self, first: dict[str, Any], spec: Spec) -> list[str]:
-        """What was changed at an earlier resume was told then."""
-        try:
-            before = read_object(self._newest("resolved"))
-        except ValueError:
-            before = first
-        return differences(before, spec.resolved())[1]
-
-    def _newest(self, name: str) -> Path:
-        """What the last attempt wrote as `name`.json or `name`.attempt_N.json."""
-        found = {path: re.fullmatch(rf"{name}\.attempt_(\d+)\.json", path.name) for path in self.path.glob(f"{name}.*")}
-        later = {int(match[1]): path for path, match in found.items() if match}
-        return later[max(later)] if later else self.path / f"{name}.json"
-
-    def _read_inputs(self, spec: Spec, spec_dir: Path) -> None:
-        with told_progress(size_of(spec, spec_dir)) as seen:
-            self.inputs = inputs_of(spec, spec_dir, seen)
-
-    def _same_inputs(self, accept: bool) -> None:
-        """Against the attempt before: what it was resumed with, or what the run was started with."""
-        record = self._newest("inputs")
+    def _check_same_inputs(self, accept: bool) -> None:
+        """Compare with the attempt before: what it was resumed with, or what the run was started with."""
+        record = newest(self.path, "inputs")
         if not record.exists():
             self.notes.append("not known whether data and reward files changed: this run did not record them so far")
             return
         try:
             self.accepted = changes(parsed(read_object(record)), self.inputs)
         except ValueError as error:
-            hint = f"put it back from a copy, or remove it: then this resume cannot tell; {START_ANEW}"
-            raise RunDirError(f"{record}, which says what this run reads, {error}", hint=hint) from None
+            hint = "put it back from a copy, or remove it: then this resume cannot tell"
+            raise self._lost(record, "reads", error, hint) from None
         if self.accepted and not accept:
             raise RunDirError(
-                "files that this run reads are not what they were:\n"
-                + "\n".join(f"  - {line}" for line in self.accepted),
+                "files that this run reads are not what they were:" + _listed(self.accepted),
                 hint="put them back, start a new run with --run-dir, or add --accept-changed-files to go on with them "
                 "as they are, which the run directory records",
             )
@@ -256,11 +195,10 @@ class RunDir:
     def _begin_attempt(self, spec: Spec, spec_path: Path) -> None:
         self.attempt = self._next_attempt()
         self.logs.mkdir(parents=True)
-        name = f".attempt_{self.attempt}" if self.resolved.exists() else ""
-        copy = self.path / f"spec{name}.toml"
+        self._suffix = f".attempt_{self.attempt}" if self.resolved.exists() else ""
+        copy = self.path / f"spec{self._suffix}.toml"
         copy.write_text(as_run(spec_path.read_text(encoding="utf-8"), self.overrides), encoding="utf-8")
-        write_object(self.path / f"resolved{name}.json", spec.resolved())
-        self._suffix = name
+        write_object(self.path / f"resolved{self._suffix}.json", spec.resolved())
         self._record_inputs()
         self.checkpoints.mkdir(exist_ok=True)
         self.journal = Journal(self.path, self.attempt)
@@ -269,13 +207,13 @@ class RunDir:
 
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
 
 def _outlives(name: str) -> bool:
-    """Whether a file of a run directory stays there when a run that was set aside moves."""
-    return name in (".lock", "logs", JOURNAL) or name.startswith(ASIDE)
+    """Tell whether a file of a run directory stays there when a run is set aside."""
+    return name in (LOCK, "logs", JOURNAL) or name.startswith(ASIDE)
 
 
 def _check_is_file(path: Path) -> None:
@@ -284,19 +222,23 @@ def _check_is_file(path: Path) -> None:
         raise RunDirError(f"{path} is not a file", hint=hint)
 
 
+def _listed(lines: Sequence[str]) -> str:
+    return "".join(f"\n  - {line}" for line in lines)
+
+
 @contextmanager
-def told_as_disk_errors(run_dir: Path) -> Iterator[None]:
-    """What a disk or a file system refuses below `run_dir` is told as such, with the file; and so is what a role fails
-    of when the directory is gone."""
+def explained_disk_errors(run_dir: Path) -> Iterator[None]:
+    """Explain what a disk or a file system refuses below `run_dir`, with the file; and what a role fails of when the
+    directory is gone."""
     try:
         yield
-    except RoleFailure:
-        if run_dir.is_dir():
+    except RlctlError as error:
+        if run_dir.is_dir() or not isinstance(error, RoleFailure):
             raise
         raise _gone(run_dir) from None
     except OSError as error:
         file = str(error.filename or "")
-        if not file.startswith(str(run_dir)) and error.errno not in _OF_A_DISK:
+        if not file.startswith(str(run_dir)) and error.errno not in _DISK_ERRORS:
             raise
         raise _disk_error(run_dir, file, error) from None
 
@@ -320,55 +262,31 @@ def _disk_error(run_dir: Path, file: str, error: OSError) -> RlctlError:
 
 
 def run_dir_warnings(spec: Spec) -> list[Problem]:
-    """At most one warning, about the folder `run.dir/run.name`, as seen from here. Nothing is taken, made or
-    changed."""
+    """Return at most one warning about the folder `run.dir/run.name`, as seen from here. Nothing is changed."""
     run = RunDir(spec.run.place)
-    value = f'"{spec.run.name}"'
     try:
-        return _found_there(run, spec, value)
+        message, hint = _found_there(run, spec)
     except OSError as error:
-        return [
-            Problem("run.name", f"{error.filename or run.path} cannot be read: {error.strerror}", START_ANEW, value)
-        ]
+        message, hint = f"{error.filename or run.path} cannot be read: {error.strerror}", START_ANEW
+    return [Problem("run.name", message, hint, f'"{spec.run.name}"')] if message else []
 
 
-def _found_there(run: RunDir, spec: Spec, value: str) -> list[Problem]:
+def _found_there(run: RunDir, spec: Spec) -> tuple[str, str]:
     if run.path.is_file():
-        return [Problem("run.name", f"{run.path} is a file", "remove it, or use another run.name", value)]
-    if not run.path.is_dir() or not any(entry.name != ".lock" for entry in run.path.iterdir()):
-        return []
-    if owner := _owner(run.path / ".lock"):
-        message = f"the run directory {run.path} is in use by another rlctl (process {owner})"
-        return [Problem("run.name", message, "wait for it or stop it; " + START_ANEW, value)]
+        return f"{run.path} is a file", "remove it, or use another run.name"
+    if not run.path.is_dir() or not any(entry.name != LOCK for entry in run.path.iterdir()):
+        return "", ""
+    if owner := owner_of(run.path):
+        return f"the run directory {run.path} is in use by {owner}", f"wait for it or stop it; {START_ANEW}"
     message = f"the run directory {run.path} is not empty"
     if not run.resolved.is_file():
-        return [Problem("run.name", f"{message} and holds no run", START_ANEW, value)]
-    newest = _newest_checkpoint(run.checkpoints)
-    has = f"its newest checkpoint is of step {newest} of {spec.run.steps}" if newest else "it has no checkpoint yet"
-    return [Problem("run.name", f"{message}: {has}", f"train with --resume to go on, {START_ANEW[6:]}", value)]
-
-
-def _owner(lock: Path) -> str:
-    """Process that holds the run's lock, or ""."""
-    if not lock.is_file():  # opening a pipe would wait
-        return ""
-    try:
-        with lock.open(errors="replace") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "unknown"
-    except OSError:
-        pass
-    return ""
-
-
-def is_running(run_dir: Path) -> bool:
-    """Whether an attempt of the run goes on, as far as this host can tell."""
-    return bool(_owner(run_dir / ".lock"))
+        return f"{message} and holds no run", START_ANEW
+    saved = _newest_checkpoint(run.checkpoints)
+    has = f"its newest checkpoint is of step {saved} of {spec.run.steps}" if saved else "it has no checkpoint yet"
+    return f"{message}: {has}", f"train with --resume to go on, {START_ANEW[6:]}"
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """Step of the newest checkpoint with a manifest; `train` finds out whether it is whole. 0: there is none."""
+    """Return the step of the newest checkpoint with a manifest, 0 for none; `train` finds out whether it is whole."""
     steps = (step for step in steps_in(folder) if (step_path(folder, step) / "manifest.json").is_file())
     return max(steps, default=0)

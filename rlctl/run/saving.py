@@ -1,4 +1,4 @@
-"""Saving and resuming a run: between the roles and the files of `rlctl/run/checkpoints.py`."""
+"""Save and resume a run: between the roles and the files of `rlctl/run/checkpoints.py`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import model_paths
 from rlctl.run import checkpoints
-from rlctl.run.lineage import Fork
+from rlctl.run.lineage import Fork, saved_roles
 from rlctl.run.resume import about_model, check_fits
 from rlctl.run.run_dir import RunDir
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.progress import Progress
 from specs.errors import CheckpointError
 from specs.json_file import read_object
-from specs.schema.roles import ACTOR, DATA, ROLES, RoleName
+from specs.schema.roles import ACTOR, DATA, RoleName
 from specs.schema.spec import Spec
 from specs.wire import bodies
 from specs.wire.messages import Verb
 
-PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat
+PROOF_TOKENS = 16  # greedy tokens per proof prompt that an export must repeat, where completions are as long
 
 
 def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress) -> checkpoints.Checkpoint | None:
-    """The checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of another
-    model, or where there should be one and none is whole, and RunDirError; then nothing was changed."""
-    folders = [folder for role in spec.roles if (folder := ROLES[role].checkpoint)]
+    """Find the checkpoint that a resume goes on from; None: from the start. Raises CheckpointError where it is of
+    another model, or where there should be one and none is whole, and RunDirError; then nothing was changed."""
+    folders = [folder for _, folder in saved_roles(spec)]
     checkpoint, fork = checkpoints.newest(run.checkpoints, progress.warning, folders), Fork.of(run.path)
     last = max((record["step"] for record in read_metrics(run.metrics)), default=0)
     if checkpoint is not None:
@@ -52,13 +52,13 @@ def find_checkpoint(spec: Spec, spec_dir: Path, run: RunDir, progress: Progress)
 
 
 def resumed(checkpoint: checkpoints.Checkpoint, steps: int) -> str:
-    """What a person is told of a resume to `steps`."""
+    """Say that a run was resumed, on its way to `steps`."""
     left = "" if checkpoint.step < steps else f"; no step is left: run.steps = {steps}, --set run.steps=N goes on"
     return f"resumed from {checkpoint.path}{left}"
 
 
 def _checkpoints_were_due_every(run: RunDir) -> int:
-    """Steps between checkpoints, in the attempt that made fewest."""
+    """Return the steps between checkpoints, in the attempt that made fewest."""
     every = []
     for file in run.path.glob("resolved*.json"):
         with suppress(ValueError, LookupError, TypeError):
@@ -67,7 +67,7 @@ def _checkpoints_were_due_every(run: RunDir) -> int:
 
 
 class Saver:
-    """Saves and restores the state of the roles of one attempt."""
+    """Save and restore the state of the roles of one attempt."""
 
     def __init__(self, spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, groups: Groups, progress: Progress) -> None:
         self.spec, self.spec_dir, self.run, self.plan = spec, spec_dir, run, plan
@@ -76,35 +76,50 @@ class Saver:
         self.saved = -1  # step of the newest checkpoint that this attempt wrote or started from
 
     def save(self, driver: Driver, step: int) -> None:
-        """Checkpoint the state after a step."""
+        """Checkpoint the state after a step, and only then prove it: whatever fails in a proof costs no step."""
         with driver.phase("save", step):
-            self._write(driver, step)
-        self.saved = step
+            folder = checkpoints.save(
+                self.run.checkpoints,
+                step,
+                about={**self._about(), "proven": False},
+                write_roles={name: partial(self._save_role, role, step) for role, name in saved_roles(self.spec)},
+                write_driver=driver.save,
+                keep=self.spec.checkpoint.keep,
+            )
+            self.saved = step
+            self._prove(folder, step)
         self.progress.checkpoint(step)
 
-    def _write(self, driver: Driver, step: int) -> None:
-        prompts = self._proof_prompts()
+    def _save_role(self, role: RoleName, step: int, folder: Path) -> list[checkpoints.Marks]:
+        return [saved.files for saved in self._ask(role, folder, step)]
 
-        def write_role(role: RoleName, folder: Path) -> list[checkpoints.Marks]:
-            request = bodies.Save(folder=str(folder), proof_prompts=prompts, proof_tokens=PROOF_TOKENS)
-            return [bodies.Saved.of(answer).files for answer in self.groups[role].call(Verb.SAVE, request, step=step)]
+    def _ask(self, role: RoleName, folder: Path, step: int, **proof: Any) -> list[bodies.Saved]:
+        request = bodies.Save(folder=str(folder), **proof)
+        return [bodies.Saved.of(answer) for answer in self.groups[role].call(Verb.SAVE, request, step=step)]
 
-        checkpoints.save(
-            self.run.checkpoints,
-            step,
-            about=self._about(),
-            write_roles={folder: partial(write_role, role) for role, folder in self._folders()},
-            write_driver=driver.save,
-            keep=self.spec.checkpoint.keep,
-        )
+    def _prove(self, folder: Path, step: int) -> None:
+        """Add what an export of this state must repeat. A checkpoint without it can be resumed from."""
+        proof = {
+            "proof_prompts": self._proof_prompts(),
+            "proof_tokens": min(PROOF_TOKENS, self.spec.data.max_response_tokens),
+        }
+        written: dict[str, Any] = {}
+        failed: list[str] = []
+        for role, name in saved_roles(self.spec):
+            for saved in self._ask(role, folder / name, step, **proof):
+                written |= {f"{name}/{file}": mark for file, mark in saved.files.items()}
+                failed += [f"the {role}'s: {saved.unproven}"] if saved.unproven else []
+        if failed:
+            self.progress.warning(
+                f"step {step} is saved without its proof, so that no export is made of it: {failed[0]}"
+            )
+        checkpoints.add_files(folder, written, {"proven": not failed})
 
     def restore(self, driver: Driver, checkpoint: checkpoints.Checkpoint) -> int:
         """Put the roles back into the state after the checkpoint's step, which it returns."""
-        for role, folder in self._folders():
-            self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / folder)))
+        self._load(checkpoint)
         too_old = driver.restore(checkpoint.path / "driver", checkpoint.state)
-        self.saved = checkpoint.step
-        self.progress.start_at(checkpoint.step)
+        checkpoint.pin.release()
         self.progress.message(resumed(checkpoint, self.spec.run.steps))
         if too_old:
             steps = f"{min(too_old)} to {max(too_old)}" if len(too_old) > 1 else f"{min(too_old)}"
@@ -116,28 +131,34 @@ class Saver:
 
     def begin_from(self, driver: Driver, fork: Fork) -> int:
         """Give the roles what a checkpoint of another run holds: weights and optimizer state, and which prompts come
-        next. Returns its step, from which this run counts on."""
+        next. Returns its step, from which this run counts on, and its learning rates too."""
         checkpoint = fork.checkpoint(self.spec, self.spec_dir)
-        for role, folder in self._folders():
-            self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / folder)))
+        self._load(checkpoint, forked_at=fork.step)
         driver.begin_at(checkpoint.path / "driver", checkpoint.state)
-        self.saved = fork.step
-        self.progress.start_at(fork.step)
+        checkpoint.pin.release()
         self.progress.message(f"forked from {checkpoint.path}")
         return fork.step
 
-    def _folders(self) -> list[tuple[RoleName, str]]:
-        """Roles that have a state, and its folder in a checkpoint."""
-        return [(role, folder) for role in self.spec.roles if (folder := ROLES[role].checkpoint)]
+    def _load(self, checkpoint: checkpoints.Checkpoint, forked_at: int | None = None) -> None:
+        for role, name in saved_roles(self.spec):
+            steps = None if forked_at is None else self.spec.optimizer_steps_of(role, forked_at)
+            self.groups[role].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / name), schedule_steps=steps))
+        self.saved = checkpoint.step
+        self.progress.start_at(checkpoint.step)
 
     def _proof_prompts(self) -> list[list[int]]:
-        """Two of the run's own first prompts."""
+        """Return two of the run's own first prompts."""
         body = bodies.Prompts(what="train", position=0, count=2, group_size=1)
         batch = self.groups[DATA].call(Verb.PROMPTS, body)[0].batch
         return [tokens.tolist() for tokens in batch.sequences("tokens_T")]
 
     def _about(self) -> dict[str, Any]:
-        spec = self.spec
+        """Describe the run in the manifest."""
+        spec, paths = self.spec, model_paths(self.spec, self.spec_dir)
+        roles = {
+            role: {"model_path": paths[role], "python": self.plan.role(role).python, "dtype": spec.dtype(role)}
+            for role, _ in saved_roles(spec)
+        }
         return {
             "run": spec.run.name,
             "attempt": self.run.attempt,
@@ -146,18 +167,11 @@ class Saver:
             **about_model(spec, self.spec_dir),
             "inputs": self.run.inputs,
             "actor_ranks": spec.actor.processes,
-            "dtype": spec.actor.dtype,
-            "roles": {role: self._about_role(role) for role, _ in self._folders()},
-            "model_path": model_paths(spec, self.spec_dir)[ACTOR],
+            "roles": roles,
+            **roles[ACTOR],
             "trust_remote_code": spec.model.trust_remote_code,
-            "python": self.plan.role(ACTOR).python,
             "versions": {"python": platform.python_version(), "rlctl": __version__, **self._versions},
         }
-
-    def _about_role(self, role: RoleName) -> dict[str, Any]:
-        """Who wrote the role's folder, for an export."""
-        path, python = model_paths(self.spec, self.spec_dir)[role], self.plan.role(role).python
-        return {"model_path": path, "python": python, "dtype": self.spec.dtype(role)}
 
     def _actor_versions(self) -> dict[str, str]:
         return dict(read_object(self.run.as_built)[ACTOR][0]["versions"])

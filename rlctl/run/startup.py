@@ -10,7 +10,7 @@ from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits
 from rlctl.loop.recovery import Returns, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer, policy_for
 from rlctl.loop.residency import Residency, sleep_level
-from rlctl.loop.sync import WeightSync
+from rlctl.loop.sync import PROBE_TOKENS, WeightSync
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
@@ -121,6 +121,7 @@ def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transp
         temperature=spec.rollout.temperature,
         tolerance=spec.probe_tolerance,
         vocab=model.vocab_size,
+        probe_tokens=min(PROBE_TOKENS, spec.max_sequence_tokens),
     )
 
 

@@ -1,10 +1,12 @@
-"""`rlctl train`: from a spec to a finished run."""
+"""`rlctl train`: take a spec to a finished run."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.groups import Groups
 from rlctl.processes.hosts import plan_for_hosts
 from rlctl.processes.placement import Plan
-from rlctl.run.interrupt import Interrupt
+from rlctl.run import checkpoints
+from rlctl.run.interrupt import Interrupt, as_ctrl_c
 from rlctl.run.lineage import Fork, fork_from, spec_source
-from rlctl.run.run_dir import RunDir, told_as_disk_errors
+from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
 from rlctl.show.metrics_file import MetricsWriter, last_values, read_metrics, truncate_samples_after
@@ -35,6 +38,7 @@ from specs.errors import (
     LogprobGapError,
     MemoryGrowthError,
     NotFiniteError,
+    Problem,
     RlctlError,
     RoleFailure,
     SpecError,
@@ -66,51 +70,62 @@ def train(
     whose weights and optimizer state the run begins with. Returns the run directory; every failure is an RlctlError
     with its own exit code."""
     _check_options(resume, accept_changed_files, force, fork_of)
-    source = spec_source(spec_path, resume=resume)
-    if source.run_dir and run_dir and run_dir.absolute() != source.run_dir:
-        raise UsageError(f"--run-dir {run_dir}: the run is in {source.run_dir}", hint="leave out --run-dir")
-    run_dir, spec_dir = source.run_dir or run_dir, source.folder
-    notes: list[str] = []
-    spec = load_spec(source.path, list(overrides), notes.append)
-    errors, warnings = file_problems(spec, spec_dir, starting=True, run_dir=run_dir)
-    if errors:
-        raise SpecError(errors)
-    run = RunDir(run_dir or spec.run.place)
-    plan = plan_for_hosts(spec, spec_dir, run.path)
-    fork = fork_from(fork_of, spec, notes.append) if fork_of else None
-    if fork is not None:
-        fork.checkpoint(spec, spec_dir)  # before anything is made
-    run.open(
-        spec,
-        source.path,
-        resume=resume,
-        accept_changed_files=accept_changed_files,
-        force=force,
-        spec_dir=spec_dir,
-        overrides=overrides,
-    )
-    try:
+    with as_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+        source = spec_source(spec_path, resume=resume)
+        if source.run_dir and run_dir and run_dir.absolute() != source.run_dir:
+            raise UsageError(f"--run-dir {run_dir}: the run is in {source.run_dir}", hint="leave out --run-dir")
+        notes: list[str] = []
+        spec = load_spec(source.path, list(overrides), notes.append)
+        errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=source.run_dir or run_dir)
+        if errors:
+            raise SpecError(errors)
+        run = RunDir(source.run_dir or run_dir or spec.run.place)
+        plan = plan_for_hosts(spec, source.folder, run.path)
+        fork = fork_from(fork_of, spec, notes.append) if fork_of else None
         if fork is not None:
-            fork.write(run.path)
-        with told_as_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
-            progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
-            for note in notes:
-                progress.message(f"note: {note}")
-            for warning in [*cross_field_warnings(spec), *warnings]:
-                progress.warning(str(warning))
-            for change in run.changes:
-                progress.warning(f"resumed with another {change}")
-            for change in run.accepted:
-                progress.warning(f"accepted: {change}")
-            for note in run.notes:
-                progress.warning(note)
-            progress.message(f"run directory: {run.path}")
-            with journaled(run):
-                attempt(spec, spec_dir, run, plan, progress, resume=resume)
-            progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
-    finally:
-        run.release()
+            fork.checkpoint(spec, source.folder).pin.release()  # whether it fits is found before anything is made
+        run.open(
+            spec,
+            source.path,
+            resume=resume,
+            accept_changed_files=accept_changed_files,
+            force=force,
+            spec_dir=source.folder,
+            overrides=overrides,
+        )
+        try:
+            if fork is not None:
+                fork.write(run.path)
+            _attempt(spec, source.folder, run, plan, [*cross_field_warnings(spec), *warnings], notes, resume=resume)
+        finally:
+            run.release()
     return run.path
+
+
+def _attempt(
+    spec: Spec,
+    spec_dir: Path,
+    run: RunDir,
+    plan: Plan,
+    problems: Sequence[Problem],
+    notes: Sequence[str],
+    *,
+    resume: bool,
+) -> None:
+    """Show an attempt from its first message to its last."""
+    with explained_disk_errors(run.path), Progress(spec.run.steps, 0, spec.run.name) as progress:
+        progress.keep_warnings(lambda text: run.journal.note("warning", text=text))
+        for note in notes:
+            progress.message(f"note: {note}")
+        warnings = [str(problem) for problem in problems]
+        warnings += [f"resumed with another {change}" for change in run.changes]
+        warnings += [f"accepted: {change}" for change in run.accepted]
+        for warning in [*warnings, *run.notes]:
+            progress.warning(warning)
+        progress.message(f"run directory: {run.path}")
+        with journaled(run):
+            attempt(spec, spec_dir, run, plan, progress, resume=resume)
+        progress.message(f"done: {counted(spec.run.steps, 'step')}; report: {run.path / 'report.html'}")
 
 
 def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_of: str) -> None:
@@ -125,14 +140,13 @@ def _check_options(resume: bool, accept_changed_files: bool, force: bool, fork_o
 
 @contextmanager
 def journaled(run: RunDir) -> Iterator[None]:
-    """How the attempt ends, for the journal and then for the report."""
+    """Note how the attempt ends, for the journal and then for the report."""
     try:
         yield
     except BaseException as error:
-        said = error.message if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
-        hint = error.hint if isinstance(error, RlctlError) else ""
+        known = error if isinstance(error, RlctlError) else RlctlError(f"{type(error).__name__}: {error}")
         outcome = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        run.journal.note("end", outcome=outcome, error=said, hint=hint)
+        run.journal.note("end", outcome=outcome, error=known.message, hint=known.hint)
         raise
     else:
         run.journal.note("end", outcome="done")
@@ -141,15 +155,14 @@ def journaled(run: RunDir) -> Iterator[None]:
 
 
 def print_result(run_dir: Path) -> None:
-    """The last line of a run that reached its end, for programs and so not on a terminal: `result: ` and a JSON object
+    """Print the last line of a run that reached its end, for programs and so not on a terminal: `result: ` and JSON
     with `run_dir`, `step` and the last values of `reward/mean` and of every evaluation."""
     screen = Screen(outlives=True)
     if getattr(screen.file, "isatty", lambda: False)():
         return
     last = last_values(read_metrics(run_dir / "metrics.jsonl"))
     shown = {key: value for key, value in last.items() if key in ("step", "reward/mean") or key.startswith("eval/")}
-    said = "result: " + json_text({"run_dir": str(run_dir), **shown})
-    screen.print(Text(said), soft_wrap=True)
+    screen.print(Text("result: " + json_text({"run_dir": str(run_dir), **shown})), soft_wrap=True)
 
 
 def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: Progress, *, resume: bool) -> None:
@@ -157,6 +170,8 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
     newest checkpoint, where there is one; else a run begins at its start, or at that of its fork."""
     checkpoint = find_checkpoint(spec, spec_dir, run_dir, progress) if resume else None
     fork = Fork.of(run_dir.path) if checkpoint is None else None
+    begun = checkpoint or fork
+    progress.start_at(begun.step if begun else 0)
     window = UpdateWindow()
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
@@ -193,8 +208,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
 
 
 def open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None]) -> Groups:
-    """The run's processes, none of them started. `tick` is called while waiting for any of them, at least ten times a
-    second."""
+    """Make the run's processes, none of them started. `tick` is called at least ten times a second while waiting."""
     return Groups(
         plan,
         run_dir.logs,
@@ -207,7 +221,7 @@ def open_groups(spec: Spec, run_dir: RunDir, plan: Plan, tick: Callable[[], None
 
 
 def _compare_memory(spec: Spec, spec_dir: Path, run_dir: RunDir, groups: Groups, progress: Progress) -> None:
-    """What was planned for each role against what it took: for the report, and in a line."""
+    """Compare what was planned for each role with what it took: for the report, and in a line."""
     planned = memory.planned_bytes(spec, spec_dir)
     compared = memory.compare(planned, {role: groups[role] for role in planned})
     if compared:
@@ -225,30 +239,27 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
+@dataclass
 class Run:
-    """The steps of one attempt, after `done` earlier ones: drives, evaluates, logs and saves."""
+    """Take the steps of one attempt, after `done` earlier ones: drive, evaluate, log and save."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        run_dir: RunDir,
-        groups: Groups,
-        driver: Driver,
-        saver: Saver,
-        metrics: MetricsWriter,
-        trackers: Trackers,
-        interrupt: Interrupt,
-        progress: Progress,
-        done: int,
-    ) -> None:
-        self.spec, self.run_dir, self.groups, self.driver, self.saver = spec, run_dir, groups, driver, saver
-        self.metrics, self.trackers, self.interrupt, self.progress = metrics, trackers, interrupt, progress
-        self.memory_watch = MemoryWatch(spec.run.max_memory_growth_GiB, progress.warning)
-        self.done = done  # steps completed
-        self._report_due = 0.0
+    spec: Spec
+    run_dir: RunDir
+    groups: Groups
+    driver: Driver
+    saver: Saver
+    metrics: MetricsWriter
+    trackers: Trackers
+    interrupt: Interrupt
+    progress: Progress
+    done: int
+    _report_due: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.memory_watch = MemoryWatch(self.spec.run.max_memory_growth_GiB, self.progress.warning)
 
     def steps(self) -> None:
-        """All steps that are left. Where a person or a limit ends them early, the last finished one is saved."""
+        """Take all steps that are left. Where a person or a limit ends them early, the last finished one is saved."""
         try:
             self._before_the_first()
             for step in range(self.done + 1, self.spec.run.steps + 1):
@@ -261,7 +272,7 @@ class Run:
             raise
 
     def _before_the_first(self) -> None:
-        """The rollout gets the actor's weights; a run from the start is evaluated before it learns."""
+        """Give the rollout the actor's weights; evaluate a run from the start before it learns."""
         driver = self.driver
         driver.begin(self.done)
         if self.spec.eval and self.done == 0:
@@ -293,7 +304,7 @@ class Run:
         self.interrupt.check()
 
     def _write_report(self) -> None:
-        """Now and then, so that a page that is open follows the run; never more than a hundredth of its time."""
+        """Write it now and then, so that an open page follows the run; never for more than a hundredth of the time."""
         now = time.monotonic()
         if now >= self._report_due:
             write_report(self.run_dir.path, running=True)
@@ -312,13 +323,16 @@ class Run:
 
     def _where_to_resume(self) -> str:
         saved = self.saver.saved
-        if saved <= 0:
+        if saved <= 0 or not checkpoints.step_path(self.run_dir.checkpoints, saved).is_dir():
             return f"no step was saved yet (checkpoint.every = {self.spec.checkpoint.every})"
         return f"go on after step {saved}, which is saved, with the same command and --resume"
 
     def _save_last_step(self, why: str) -> None:
         """Keep what the last finished step reached, where the roles can still be asked. A Ctrl-C now ends it here."""
-        if self.driver.window.is_open or self.done <= max(self.saver.saved, 0):
+        if self.done <= max(self.saver.saved, 0):
+            return
+        if self.driver.window.is_open:
+            self.progress.warning(f"{why} within an update: steps after {max(self.saver.saved, 0)} are not saved")
             return
         self.progress.message(f"{why}: saving the last finished step (Ctrl-C drops it)")
         self.interrupt.forget()

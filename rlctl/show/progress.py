@@ -286,7 +286,7 @@ class Progress:
             parts.append(Text(f"{self._warnings} warning{'s' if self._warnings > 1 else ''}", style="yellow"))
         if self._checkpoint is not None:
             parts.append(Text(f"checkpoint at step {self._checkpoint}", style="dim"))
-        return _fitting(parts, width) if parts else Text("done")
+        return _fitting(parts, width) if parts else Text("done" if self._step >= self._total else "ended")
 
 
 def _fitting(parts: Sequence[Text], width: int) -> Text:

@@ -205,9 +205,9 @@ class Spec(Table):
         """Optimizer steps of the actor."""
         return self.optimizer_steps_of(ACTOR)
 
-    def optimizer_steps_of(self, role: RoleName) -> int:
-        """Optimizer steps of a role that learns, in the whole run."""
-        steps = max(0, self.run.steps - self.learns_after(role))
+    def optimizer_steps_of(self, role: RoleName, steps: int | None = None) -> int:
+        """Return the optimizer steps of a role that learns, in the whole run or in its first `steps`."""
+        steps = max(0, (self.run.steps if steps is None else steps) - self.learns_after(role))
         return steps * self.algorithm.mini_batches_per_step * self.algorithm.epochs_per_step
 
     def learns_after(self, role: RoleName) -> int:

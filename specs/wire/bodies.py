@@ -200,17 +200,21 @@ class Stepped(Answer):
 
 
 class Save(Body):
+    """Save the state into a folder; with prompts instead the proof that an export of that state must repeat."""
+
     folder: str
-    proof_prompts: list[list[int]]
-    proof_tokens: int
+    proof_prompts: list[list[int]] = []
+    proof_tokens: int = 0
 
 
 class Saved(Answer):
     files: dict[str, Any]  # path in the folder → size and checksum
+    unproven: str = ""  # why the proof could not be made
 
 
 class Load(Body):
     folder: str
+    schedule_steps: int | None = None  # of a fork: optimizer steps of its own schedule that are behind it
 
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────

@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 
 from backends import memory
 from backends.protocol import LossScale
-from specs.errors import RlctlError
+from specs.errors import PeerGone, RlctlError
 from specs.schema.roles import PROOF_FILES, ROLES, RoleName
 from specs.wire import bodies
 from specs.wire.messages import Verb
 from workers.roles.trainer import Trainer
-from workers.saved_files import FileMark, settle
+from workers.saved_files import settle
 from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 
 
@@ -47,29 +47,37 @@ class Learner(Trainer):
         }, {}
 
     def save(self, call: Request[bodies.Save], emit: Emit) -> Reply:
-        """Save into `folder`, with the proof that an export must repeat; returns marks of the files."""
+        """Save the state into `folder`, or the proof that an export of it must repeat; return marks of the files. What
+        fails in a proof is an answer: the state is saved by then."""
         folder = Path(call.body.folder)
         if not folder.is_dir():
             hint = "the run directory must lie on a file system that all hosts of the run share"
             raise RlctlError(f"cannot write the checkpoint: this host has no {folder}", hint=hint)
         try:
-            return {"files": self._write(folder, call.body)}, {}
+            if call.body.proof_prompts:
+                return self._prove(folder, call.body), {}
+            return {"files": settle(folder, [*self.engine.save(folder)])}, {}
         except (OSError, SafetensorError) as error:
             hint = "older checkpoints are whole: free some space if the disk is full, then use --resume"
             raise RlctlError(f"cannot write the checkpoint {folder}: {error}", hint=hint) from error
 
-    def _write(self, folder: Path, asked: bodies.Save) -> dict[str, FileMark]:
-        """The engine's files and the proof; their marks."""
-        written = [*self.engine.save(folder)]
-        proof = self.proof(asked.proof_prompts, asked.proof_tokens)
-        if self.rank.rank == 0:
-            path = folder / PROOF_FILES[ROLES[self.role].head]
-            path.write_text(json.dumps({"prompts": asked.proof_prompts, **proof}))
-            written.append(path)
-        return settle(folder, written)
+    def _prove(self, folder: Path, asked: bodies.Save) -> dict[str, Any]:
+        try:
+            proof = self.proof(asked.proof_prompts, asked.proof_tokens)
+        except PeerGone:
+            raise
+        except Exception as error:  # of the model's own code: any
+            return {"files": {}, "unproven": f"{type(error).__name__}: {error}"}
+        if self.rank.rank != 0:
+            return {"files": {}}
+        path = folder / PROOF_FILES[ROLES[self.role].head]
+        path.write_text(json.dumps({"prompts": asked.proof_prompts, **proof}))
+        return {"files": settle(folder, [path])}
 
     def load(self, call: Request[bodies.Load], emit: Emit) -> Reply:
         self.engine.load(Path(call.body.folder))
+        if call.body.schedule_steps is not None:
+            self.engine.start_schedule_at(call.body.schedule_steps)
         return {}, {}
 
     def handlers(self) -> Mapping[Verb, Handler]:

@@ -45,6 +45,28 @@ def test_keeps_the_newest(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000003", "step_000010"]
 
 
+def test_what_somebody_reads_is_not_removed(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    read = checkpoints.read(tmp_path / "step_000001")
+    save(tmp_path, 3, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000003"]
+    read.pin.release()
+    save(tmp_path, 4, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
+
+
+def test_a_proof_comes_when_the_checkpoint_is_whole(tmp_path):
+    path = save(tmp_path, 1)
+    assert checkpoints.read(path).step == 1
+    (path / "actor" / "proof.json").write_text("{}")
+    written = settle(path / "actor", [path / "actor" / "proof.json"])
+    checkpoints.add_files(path, {f"actor/{name}": mark for name, mark in written.items()}, {"proven": True})
+    manifest = checkpoints.read(path).manifest
+    assert manifest["proven"]
+    assert {"actor/proof.json", "actor/model.rank0"} <= manifest["files"].keys()
+
+
 @pytest.mark.parametrize(
     "tear",
     [

@@ -14,7 +14,7 @@ from small_spec import raw_spec
 
 from rlctl.cli import main
 from rlctl.run import input_files
-from rlctl.run.input_files import inputs_of, size_of, told_progress
+from rlctl.run.input_files import hashing_progress, inputs_of, size_of
 from rlctl.run.run_dir import RunDir
 from specs.errors import RunDirError, UsageError
 from specs.load.load import spec_from
@@ -220,7 +220,7 @@ def test_what_takes_longer_than_a_second_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(input_files, "time", SimpleNamespace(monotonic=lambda: clock.now))
     for seconds, said in ((0.4, ""), (0.9, "hashing 4.0 GB of data and reward files …\n")):
         error = io.StringIO()
-        with redirect_stderr(error), told_progress(4_000_000_000) as seen:
+        with redirect_stderr(error), hashing_progress(4_000_000_000) as seen:
             for _ in range(2):
                 clock.now += seconds
                 seen(2_000_000_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from specs.errors import CheckpointError, RunDirError, UsageError
 from specs.load.load import load_spec, spec_from
 
 OPTIONS = ("--set", "run.steps=6", "--set", "checkpoint.every=2", "--set", "checkpoint.keep=3")
+OPTIONS += ("--set", "algorithm.mini_batches_per_step=2")
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +78,15 @@ def test_a_fork_goes_on_as_the_run_would_until_something_is_changed(whole: Path,
     manifest = json.loads((same / "checkpoints" / "step_000006" / "manifest.json").read_text())
     assert manifest["forked_from"] == [str(whole), 4]
 
-    changed = ("--set", "actor.optimizer.lr=0.9", "--set", "algorithm.group_size=8", "--set", "checkpoint.every=50")
+    changed = ("--set", "actor.optimizer.schedule=cosine", "--set", "algorithm.mini_batches_per_step=1")
+    changed += ("--set", "actor.optimizer.lr=0.9", "--set", "algorithm.group_size=8", "--set", "checkpoint.every=50")
     done = warm_rlctl("train", spec, "--run-dir", other, "--from", f"{whole}@4", *OPTIONS, *term, *changed)
     assert done.returncode == 0, done.stdout + done.stderr
     first = trajectory(other)
     assert first[0][0] == 5
     assert first != trajectory(whole)[4:]
+    lrs = [0.9 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in (4, 5)]
+    assert [line["actor/lr"] for line in metrics(other)] == pytest.approx(lrs), "its own schedule's, whose clock it has"
     shutil.rmtree(other / "checkpoints")  # as if it had been killed before its first one
     done = warm_rlctl("train", other, "--resume")
     assert done.returncode == 0, done.stdout + done.stderr

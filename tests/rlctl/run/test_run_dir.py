@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from rlctl.run.lineage import Fork
 from rlctl.run.run_dir import RunDir
 from specs.errors import RunDirError
 from specs.load.load import load_spec
@@ -87,3 +88,15 @@ def test_a_directory_in_use_is_refused(tmp_path, spec_path):
     other = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
     assert "in use by another rlctl (process" in other.stdout
     run.release()
+
+
+def test_a_fork_that_never_made_a_step_leaves_nothing_to_a_plain_run(tmp_path, spec_path):
+    spec, run = load_spec(spec_path), RunDir(tmp_path / "run")
+    run.open(spec, spec_path, resume=False)
+    Fork(tmp_path / "other", 4).write(run.path)
+    run.release()
+    for resume, of in ((True, Fork(tmp_path / "other", 4)), (False, None)):
+        again = RunDir(tmp_path / "run")
+        again.open(spec, spec_path, resume=resume)
+        again.release()
+        assert Fork.of(run.path) == of

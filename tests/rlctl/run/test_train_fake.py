@@ -66,6 +66,10 @@ def test_a_run_leaves_a_directory_that_explains_itself(spec, tmp_path):
     for name in ("spec.toml", "resolved.json", "as_built.json", "samples.jsonl", "report.html"):
         assert (run / name).stat().st_size > 0, name
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    saved = run / "checkpoints" / "step_000004"
+    assert json.loads((saved / "manifest.json").read_text())["proven"]
+    proof = json.loads((saved / "actor" / "greedy_proof.json").read_text())
+    assert [len(answer["tokens"]) for answer in proof["answers"]] == [8, 8], "no longer than the run's completions"
     built = json.loads((run / "as_built.json").read_text())
     assert built["actor"][0]["model"]["parameters"] == built["rollout"][0]["model"]["parameters"] > 0
     assert (run / "logs" / "attempt_1" / "actor" / "rank0.log").is_file()
