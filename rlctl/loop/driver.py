@@ -113,7 +113,7 @@ class Driver:
             groups["rollout"],
             groups["reward"],
             self.clock,
-            sync.restore,
+            sync,
             self._score_model(groups),
         )
         self.queue = SampleQueue(spec, self.sampler)
@@ -371,9 +371,9 @@ class Driver:
         """Metrics of every set of prompts, with the weights after `step` steps, and all of the completions. `arrived`
         is told of each set how many completions of all are here."""
         self.send_weights(step)
-        self.sync.resend_if_asleep(step)
         record = StepRecord({}, [])
         for one in self.spec.evaluations:
+            self.sync.resend_if_asleep(step)  # a reward model may have graded the set before
             with self.phase("rollout", step, f"evaluation {one.name}"):
                 self._evaluate(one, step, record, arrived)
         return record

@@ -188,21 +188,22 @@ class Residency:
 
     def _release(self, groups: Sequence[Group], step: int | None, level: Level) -> None:
         """All leave at the same time; returns when the last rank has left."""
-        calls = [group.post(_moves(group).release, _moves(group).leaving(level), step=step) for group in groups]
-        for group, call in zip(groups, calls, strict=True):
+        calls: dict[Group, Call] = {}
+        for group in groups:
+            calls[group] = group.post(_moves(group).release, _moves(group).leaving(level), step=step)
+            self.states[group.role] = NOTHING  # once sent it will happen, also when Ctrl-C ends the wait
+        for group, call in calls.items():
             self._note(group, _moves(group).release, _moves(group).released, _result(call))
-            self.states[group.role] = NOTHING
 
     def _acquire(self, missing: Mapping[Group, State], step: int | None) -> None:
         """Holders of one kind take what they lack."""
-        calls = {
-            group: group.post(_moves(group).acquire, _moves(group).coming(parts), step=step)
-            for group, parts in missing.items()
-            if parts
-        }
+        calls: dict[Group, Call] = {}
+        for group, parts in missing.items():
+            if parts:
+                calls[group] = group.post(_moves(group).acquire, _moves(group).coming(parts), step=step)
+                self.states[group.role] |= parts
         for group, call in calls.items():
             self._note(group, _moves(group).acquire, _moves(group).acquired, _result(call))
-            self.states[group.role] |= missing[group]
 
     def _note(self, group: Group, verb: Verb, after: str, answers: Sequence[Message]) -> None:
         if not answers:

@@ -242,16 +242,18 @@ class SampleQueue:
         return {"position": self.cursor, "next": self.position if waiting else self.cursor, "ahead": ahead}
 
     def restore(self, folder: Path, state: Mapping[str, Any]) -> Mapping[int, int]:
-        """Go on from what `save` wrote. A batch that would be too old in its step is left out with all after it: their
-        prompts are drawn again. Returns how many samples that were, by step. Raises CheckpointError."""
+        """Go on from what `save` wrote. A batch that would be too old in its step is left out with all after it. Their
+        prompts are drawn again, unless refills drew the ones that follow: those must not come twice. Return how many
+        samples that were, by step. Raises CheckpointError."""
         kept = [_read(folder, entry) for entry in state.get("ahead", ())]
         self.position, self.line = int(state.get("next", kept[-1].end if kept else state["position"])), deque()
+        refilled = bool(kept) and self.position > kept[-1].end  # the prompts after the line were drawn for it, too
         left_out: dict[int, int] = {}
         for planned in kept:
             drawn = self._finish(planned)
             version = self.spec.weights_version(planned.step - 1)
             if left_out or not len(drawn.fresh(version, self.max_staleness).batch):
-                self.position = planned.start if not left_out else self.position
+                self.position = self.position if left_out or refilled else planned.start
                 left_out[planned.step] = len(drawn.batch)
             else:
                 self.line.append(planned)

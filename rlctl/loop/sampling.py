@@ -24,6 +24,7 @@ from specs.wire.role_config import Sampling
 
 if TYPE_CHECKING:
     from rlctl.loop.clock import Clock
+    from rlctl.loop.recovery import SteadySync
     from rlctl.loop.scores.late_scores import LateScores, ScoreModel
     from rlctl.processes.calls import Call
     from rlctl.processes.groups import Group
@@ -69,16 +70,16 @@ class Sampler:
         rollout: Group,
         reward: Group,
         clock: Clock,
-        restore: Callable[[int], None],
+        sync: SteadySync,
         score_model: ScoreModel | None = None,
     ) -> None:
-        """`clock` is told how long grading takes beyond the sampling. `restore` (with the step) brings lost replicas
-        back, with weights (rlctl/loop/recovery.py)."""
+        """`clock` measures the grading beyond the sampling. `sync` restores failed replicas, and gives the rollout its
+        weights where a reward model has taken their place on the device."""
         self.score_model = score_model
         self.spec, self.data, self.rollout, self.reward = spec, data, rollout, reward
         self.graders = Graders(reward)
         self.judged = any(term.graded_by == "judge" for term in spec.reward.terms)
-        self.clock, self.restore = clock, restore
+        self.clock, self.sync = clock, sync
 
     def ask(self, position: int, count: int, step: int) -> Call:
         """Have so many prompts drawn, each repeated for its group and, where the advantage compares with it, for a
@@ -139,7 +140,7 @@ class Generation:
     ) -> None:
         self.prompts, self.step, self.what, self.show = prompts, step, what, show
         self._sampling = sampling
-        self._rollout, self._reward, self._restore = sampler.rollout, sampler.reward, sampler.restore
+        self._rollout, self._reward, self._sync = sampler.rollout, sampler.reward, sampler.sync
         self._graders = sampler.graders
         self._clock, self._weights = sampler.clock, sampler.spec.reward
         self.sent_at = time.perf_counter()
@@ -167,6 +168,7 @@ class Generation:
 
     def extend(self, more: Prompts) -> None:
         """Send out further prompts, whose samples belong to the same batch. Everything before them is here."""
+        self._sync.resend_if_asleep(self.step)
         self.prompts = Prompts.concat(self.prompts, more)
         self._call = self._send(more.batch)
 
@@ -220,7 +222,7 @@ class Generation:
                 left = self._unanswered()
                 if not len(left):
                     return
-                self._restore(self.step)
+                self._sync.restore(self.step)
                 self._call = self._send(left)
 
     def _unanswered(self) -> Batch:

@@ -67,5 +67,5 @@ def driver_of(tmp_path: Path, *overrides: str) -> tuple[Driver, Actor]:
         "reward": LocalGroup("reward", [{}]),
     }
     budget = SimpleNamespace(broken_by=lambda gap: False)
-    steady = SimpleNamespace(restore=None)
+    steady = SimpleNamespace()
     return Driver(spec, groups, Residency(False, [rollout]), steady, budget, UpdateWindow(), Said()), actor

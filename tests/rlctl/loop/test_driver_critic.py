@@ -57,7 +57,7 @@ def ppo_driver(
     others = {role: LocalGroup(role, [{}]) for role in ("rollout", "data", "reward")}
     residency = Residency(False, [others["rollout"]], devices=devices)
     limits = SimpleNamespace(broken_by=lambda gap: False)
-    steady = SimpleNamespace(restore=None)
+    steady = SimpleNamespace()
     return Driver(spec, learners.groups | others, residency, steady, limits, UpdateWindow(), Said())
 
 

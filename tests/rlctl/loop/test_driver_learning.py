@@ -55,7 +55,7 @@ def test_the_reference_is_asked_and_of_an_actor_with_adapters_the_model_below_th
         "reward": LocalGroup("reward", [{}]),
     }
     driver = Driver(
-        spec, groups, Residency(False, [rollout]), SimpleNamespace(restore=None), None, UpdateWindow(), Said()
+        spec, groups, Residency(False, [rollout]), SimpleNamespace(), None, UpdateWindow(), Said()
     )
     batch, _ = drawn()
     names = [name for name in batch.columns if name != "old_logprob_T"]

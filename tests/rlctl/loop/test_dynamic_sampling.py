@@ -10,6 +10,7 @@ from local_run import local_run
 from running import preset
 
 from rlctl.loop.dynamic_sampling import missing_groups, signal_of, with_signal
+from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import Drawn, Scored
 from specs.wire.batch import Batch
 
@@ -125,3 +126,24 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, ahead: int, cut: int) 
         assert run.driver.queue.position == end
     assert [*first, *rest] == whole
     assert any(step[2] for step in rest), "refilled after the resume"
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_no_prompt_comes_twice_when_a_resume_leaves_batches_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shorter: int
+) -> None:
+    """The refills of a batch that stays lie behind the batches that are left out."""
+    file, ids, take = preset("fake", tmp_path), list[int](), SampleQueue.take
+
+    def watched(queue: SampleQueue, step: int) -> Drawn:
+        drawn = take(queue, step)
+        ids.extend(drawn.batch["id_B"].tolist())
+        return drawn
+
+    monkeypatch.setattr(SampleQueue, "take", watched)
+    options = (*SOME, "run.steps=7")
+    with local_run(file, tmp_path / "run", *options, "rollout.max_staleness=3") as run:
+        run.steps(1, save=[1])
+    with local_run(file, tmp_path / "run", *options, f"rollout.max_staleness={shorter}", resume=True) as run:
+        run.steps(7)
+    assert len(ids) == len(set(ids))

@@ -84,7 +84,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_optimizer_step(tmp_path: P
     groups = {"actor": actor, **{role: LocalGroup(role, [{}]) for role in ("rollout", "data", "reward")}}
     limits = SimpleNamespace(broken_by=lambda gap: False)
     window = UpdateWindow()
-    sync = SimpleNamespace(restore=None)
+    sync = SimpleNamespace()
     residency = Residency(False, [groups["rollout"]])
     driver = Driver(load_spec(preset("fake", tmp_path), []), groups, residency, sync, limits, window, Said())
     with pytest.raises(NotFiniteError, match=r"step 3: loss is nan in the update\. Worst sample: id 42"):

@@ -3,6 +3,7 @@
 import pytest
 
 from rlctl.loop.residency import MODEL, MOVES, NOTHING, TABLE, Moves, Residency
+from specs.phases import Phase
 from specs.schema.roles import ROLES, Role
 from specs.wire.messages import Kind, Message, Verb
 
@@ -13,12 +14,15 @@ class Recorder:
 
     def __init__(self, role, log):
         self.role, self.log, self.held = role, log, [1.0, 2.0]
+        self.interrupted = False
 
     def post(self, verb, body=None, *, step=None):
         self.log.append((self.role, verb, getattr(body, "tags", None) or getattr(body, "level", None)))
         return self
 
     def result(self):
+        if self.interrupted:
+            raise KeyboardInterrupt
         self.log.append((self.role, "done", None))
         return self._answers()
 
@@ -155,3 +159,21 @@ def test_who_shares_a_gpu_takes_turns_in_order() -> None:
     assert apart.turns([groups[1], groups[1]]) == [[groups[1]]], "a group that is asked twice"
     shared = Residency(True, [])
     assert [[group.role for group in turn] for turn in shared.turns(groups[:2])] == [["critic"], ["actor"]]
+
+
+@pytest.mark.parametrize("phase", ["train", "rollout"])
+def test_the_table_is_right_when_the_wait_for_a_move_is_broken_off(phase: Phase) -> None:
+    """Ctrl-C ends the wait, not the move: the save that follows brings back what is on its way out."""
+    residency, log = make(shared=True)
+    residency.enter("rollout" if phase == "train" else "train")
+    for group in residency.holders:
+        group.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        residency.enter(phase)
+    for group in residency.holders:
+        group.interrupted = False
+    log.clear()
+    residency.enter("save")
+    moves = {(role, verb) for role, verb, _ in log if verb != "done"}
+    expected = {("actor", Verb.ONLOAD), ("ref", Verb.ONLOAD)}
+    assert moves == expected

@@ -77,7 +77,7 @@ class Roles:
 def queue_of(folder: Path, most: int, steps: int = STEPS) -> tuple[SampleQueue, Roles]:
     spec = load_spec(preset("fake", folder), [f"rollout.max_staleness={most}", f"run.steps={steps}"])
     roles = Roles()
-    return SampleQueue(spec, Sampler(spec, roles.data, roles.rollout, roles.reward, Clock(), lambda step: None)), roles
+    return SampleQueue(spec, Sampler(spec, roles.data, roles.rollout, roles.reward, Clock(), SimpleNamespace())), roles
 
 
 def go(queue: SampleQueue, roles: Roles, first: int, last: int) -> list[list[int]]:
@@ -184,7 +184,7 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
         sent.append(step)
 
     steady = SimpleNamespace(
-        holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None, restore=None
+        holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None
     )
     groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
     driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), Said())
@@ -208,7 +208,7 @@ def test_only_samples_drawn_ahead_are_compared_with_their_sampler(tmp_path: Path
     actor = LocalGroup("actor", [{Verb.UPDATE: update, Verb.STEP: lambda call, emit: (stepped, {})}])
     groups = {"actor": actor, "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
     budget = SimpleNamespace(broken_by=lambda gap: False)
-    steady = SimpleNamespace(restore=None)
+    steady = SimpleNamespace()
     driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, budget, UpdateWindow(), Said())
     batch = driver.queue.take(1).batch
     driver.update(batch.with_columns(advantage_T=np.zeros(batch.num_tokens, np.float32)), 1)
