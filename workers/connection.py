@@ -22,7 +22,6 @@ from backends.weights import lost_peers
 from specs.errors import ChannelError
 from specs.wire.messages import Kind, Message, parse
 from specs.wire.wire_tensors import Buffer
-from workers.proof import Side, make_nonce, make_proof, same_proof
 from workers.watchdog import EXIT_ORPHANED
 
 BEAT_FRAMES = Message(Kind.BEAT).frames()
@@ -33,17 +32,17 @@ _SMALL_BYTES = 65536
 
 @dataclass(frozen=True)
 class Dial:
-    """Address of the driver, and the secrets by which driver and rank prove that they belong to the same run."""
+    """Address of the driver, and the CURVE keys by which driver and rank authenticate each other."""
 
     address: str
-    secret: str
+    secret: str  # CURVE secret key of this run's ranks
     role: str
     rank: int
     server_key: str  # CURVE public key of the driver, which only this run's ranks know
 
     @classmethod
     def from_env(cls, role: str, rank: int) -> Dial:
-        """Read RLCTL_ADDRESS, RLCTL_SECRET and RLCTL_CURVE_KEY, and take secret and key out of the environment, so that
+        """Read RLCTL_ADDRESS, RLCTL_SECRET and RLCTL_CURVE_KEY, and remove the keys from the environment, so that
         processes started from here do not inherit them."""
         try:
             address, secret = os.environ["RLCTL_ADDRESS"], os.environ.pop("RLCTL_SECRET")
@@ -62,24 +61,27 @@ class Link:
         self._dealer = self._context.socket(zmq.DEALER)
         self._lock = threading.Lock()  # guards the socket and the fields below
         self._inbox: deque[Message | ChannelError] = deque()
-        self._beat_s = self._silence_s = self._heard = self._looked = self._next_beat = 0.0
+        self._beat_s = self._silence_s = self._heard = self._polled = self._next_beat = 0.0
         self._closing = threading.Event()
 
     def connect(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Connect and authenticate both ways. Raises ChannelError if the peer lacks the secret or does not reply."""
-        dealer = self._dealer
+        """Connect and introduce this rank. Raise ChannelError if the driver refuses it or does not reply."""
+        dial, dealer = self._dial, self._dealer
         dealer.setsockopt(zmq.SNDHWM, 0)
         dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
-        dealer.curve_serverkey = self._dial.server_key.encode()
-        dealer.connect(self._dial.address)
-        welcome = self._prove(timeout_s)
+        secret = dial.secret.encode()
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_public(secret), secret
+        dealer.curve_serverkey = dial.server_key.encode()
+        dealer.connect(dial.address)
+        who = {"role": dial.role, "rank": dial.rank, "pid": os.getpid(), "host": socket.gethostname()}
+        dealer.send_multipart(Message(Kind.HELLO, who).frames())
+        welcome = self._expect(Kind.WELCOME, timeout_s)
         self._beat_s, self._silence_s = float(welcome.body["beat_s"]), float(welcome.body["silence_s"])
-        self._heard = self._looked = self._next_beat = time.monotonic()
+        self._heard = self._polled = self._next_beat = time.monotonic()
         threading.Thread(target=self._stay_alive, name="channel", daemon=True).start()
 
     def receive(self) -> Message:
-        """The next message. Waits as long as the driver is alive; if the driver falls silent, the process ends."""
+        """Return the next message. Wait as long as the driver is alive; if it falls silent, end the process."""
         while True:
             with self._lock:
                 if not self._inbox:
@@ -91,7 +93,7 @@ class Link:
                 return message
 
     def send(self, message: Message) -> None:
-        """Send at once. Raises the error of the encoding (a body that is not JSON)."""
+        """Send at once. Raise the error of the encoding (a body that is not JSON)."""
         frames = message.frames()
         with self._lock:
             self._dealer.send_multipart(frames, copy=False)
@@ -102,22 +104,6 @@ class Link:
         with self._lock:
             self._dealer.close(linger=int(linger_s * 1000))
             self._context.term()
-
-    def _prove(self, timeout_s: float) -> Message:
-        dial, nonce = self._dial, make_nonce()
-        who = {"role": dial.role, "rank": dial.rank, "pid": os.getpid(), "host": socket.gethostname()}
-        self._dealer.send_multipart(Message(Kind.HELLO, {**who, "nonce": nonce}).frames())
-        challenge = self._expect(Kind.CHALLENGE, timeout_s)
-        driver_nonce = str(challenge.body.get("nonce", ""))
-
-        def proof(side: Side) -> str:
-            bound = {"role": dial.role, "rank_nonce": nonce, "driver_nonce": driver_nonce}
-            return make_proof(dial.secret, side, rank=dial.rank, **bound)
-
-        if not same_proof(challenge.body.get("proof"), proof("driver")):
-            raise ChannelError(f"the process that listens at {dial.address} does not have this run's secret")
-        self._dealer.send_multipart(Message(Kind.PROOF, {"proof": proof("rank")}).frames())
-        return self._expect(Kind.WELCOME, timeout_s)
 
     def _expect(self, kind: Kind, timeout_s: float) -> Message:
         if not self._dealer.poll(int(timeout_s * 1000)):
@@ -139,7 +125,7 @@ class Link:
                 finally:
                     self._lock.release()
 
-    def _take(self, message: Message | ChannelError) -> None:
+    def _handle(self, message: Message | ChannelError) -> None:
         if isinstance(message, Message) and message.kind is Kind.DUMP:
             self._dealer.send_multipart(_dump().frames())
         elif isinstance(message, Message) and message.kind is Kind.PEER_LOST:
@@ -153,13 +139,13 @@ class Link:
         ready = self._dealer.poll(int(wait_s * 1000) + 1 if wait_s else 0)
         now = time.monotonic()
         # A stopped or starved process receives nothing: that time does not count as silence of the driver.
-        self._heard += max(0.0, now - self._looked - 4 * self._beat_s)
-        self._looked = now
+        self._heard += max(0.0, now - self._polled - 4 * self._beat_s)
+        self._polled = now
         if ready:
             self._heard = now
             for frames in receive(self._dealer, self._beat_s):
                 if frames != BEAT_FRAMES:
-                    self._take(_parse(frames))
+                    self._handle(_parse(frames))
         if now >= self._next_beat:
             self._dealer.send_multipart(_beat())
             self._next_beat = now + self._beat_s
@@ -169,14 +155,14 @@ class Link:
 
 
 def _beat() -> list[Buffer]:
-    """Alive; and, while a verb is served, how far it is."""
-    doing = activity.snapshot()
-    return BEAT_FRAMES if doing is None else Message(Kind.BEAT, doing).frames()
+    """Return a heartbeat; while a verb is served it says how far that is."""
+    progress = activity.snapshot()
+    return BEAT_FRAMES if progress is None else Message(Kind.BEAT, progress).frames()
 
 
 def _dump() -> Message:
-    """Write the stacks of all threads to the log, and what was recorded of the group's collectives beside it. For a
-    main thread that answers no more, this runs in the channel's."""
+    """Write the stacks of all threads to the log, and the recorded collectives of the group beside it. This runs in the
+    channel's thread, for the main one may answer no more."""
     print("── where this rank is: the driver asked for all stacks ──", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     try:
@@ -195,8 +181,8 @@ def _parse(frames: list[Buffer]) -> Message | ChannelError:
 
 
 def receive(peer: zmq.Socket[bytes], limit_s: float) -> list[list[Buffer]]:
-    """Messages that have arrived, as many as can be read in `limit_s`: they may come faster than that. Large frames are
-    views of the received memory, not copies."""
+    """Return the messages that have arrived, as many as can be read in `limit_s`: they may come faster than that. Large
+    frames are views of the received memory, not copies."""
     messages: list[list[Buffer]] = []
     until = time.monotonic() + limit_s
     while time.monotonic() < until:

@@ -1,8 +1,9 @@
 """The process of a role: `python -m workers.main --role actor`, started by the driver, by torchrun, or by anything else
 that sets the same environment.
 
-    RLCTL_ADDRESS, RLCTL_SECRET   address of the driver, and the secret that proves that this rank belongs to the run
-    RLCTL_CURVE_KEY               public key of the driver, for which messages are encrypted
+    RLCTL_ADDRESS                 address of the driver
+    RLCTL_SECRET                  CURVE secret key of this run's ranks
+    RLCTL_CURVE_KEY               CURVE public key of the driver
     RLCTL_RANK, RLCTL_SIZE        place among the role's processes; else RANK and WORLD_SIZE, as torchrun and deepspeed
                                   set them, else SLURM_PROCID and SLURM_NTASKS
     RLCTL_LOCAL_SIZE              how many of them are on this host

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import resource
-import secrets
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlctl.processes.door import Door
 from rlctl.processes.handshake import Handshake, Member
 from specs.errors import ChannelError
 from specs.wire.wire_tensors import Buffer
@@ -28,23 +26,20 @@ _MAX_BEAT_S = 1.0
 _SILENCE_FACTOR = 4.0  # a rank gives a silent driver longer than the driver gives a rank: it may be stopped by Ctrl-Z
 _MIN_SILENCE_S = 60.0
 _BURST_S = 0.05  # for messages that have arrived, before a beat that is due
-# Messages of connections without a proof that are read at a time, or twice as many as ranks are awaited; others are
-# dropped.
-_MAX_UNPROVEN = 64
-_HANDSHAKE_MS = 3000  # for ZeroMQ's own, before the run's: silent connections are closed; a rank tries again
+_HANDSHAKE_MS = 3000  # for ZeroMQ's handshake: silent connections are closed; a rank tries again
 _OPEN_FILES = 65536  # silent connections hold one each until then
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank has proven itself."""
+    """A rank has introduced itself."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class Received:
-    """Frames of a proven rank, to be parsed by `specs.wire.messages.parse`."""
+    """Frames of a rank that has joined, to be parsed by `specs.wire.messages.parse`."""
 
     role: str
     rank: int
@@ -53,7 +48,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Silent:
-    """A proven rank has given no sign of life for `seconds`."""
+    """A rank that has joined has given no sign of life for `seconds`."""
 
     role: str
     rank: int
@@ -70,88 +65,98 @@ class _Peer:
     reported: bool = False
 
 
+@dataclass(frozen=True)
+class _RunKeys:
+    """CURVE keys of a run: the driver's, and the one pair that all its ranks use."""
+
+    driver_public: bytes
+    driver_secret: bytes
+    rank_public: bytes
+    rank_secret: bytes
+
+    @classmethod
+    def make(cls) -> _RunKeys:
+        import zmq
+
+        if not zmq.has("curve"):
+            raise ChannelError("this build of ZeroMQ cannot encrypt", hint="install a pyzmq wheel, which has CURVE")
+        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Admit a client by its public key; ZeroMQ's authenticator calls this in its own thread."""
+        return key == self.rank_public
+
+
 class Hub:
     """Binds a free port of the address `host` at once, and of no other.
 
-    Strangers must not cost ranks their beats. The door is shut while nobody is awaited. Connections are encrypted for
-    this run's key (CURVE): whoever lacks it gets no further than ZeroMQ's own thread. Who has it still proves which
-    rank it is, and is heard after the ranks.
+    Connections are encrypted and authenticated by CURVE: who lacks the driver's public key, or the ranks' key pair,
+    gets no further than ZeroMQ's own threads, so that a flood of strangers costs the run pace and nothing else.
 
     `send` and `next` are for the driver's main thread, which uses the socket itself; a second thread beats and
     listens while the first is busy. One lock passes the socket between them.
     """
 
     def __init__(
-        self,
-        *,
-        heartbeat_timeout_s: float = 30.0,
-        driver_silence_s: float | None = None,
-        host: str = "127.0.0.1",
-        secret: str = "",
+        self, *, heartbeat_timeout_s: float = 30.0, driver_silence_s: float | None = None, host: str = "127.0.0.1"
     ) -> None:
         import zmq  # here: `rlctl --help` must not pay for it
+        from zmq.auth.thread import ThreadAuthenticator
 
-        self.secret = secret or secrets.token_hex(32)
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._beat_s = min(_MAX_BEAT_S, heartbeat_timeout_s / 4)
         silence_s = driver_silence_s or max(_MIN_SILENCE_S, _SILENCE_FACTOR * heartbeat_timeout_s)
-        self._expected: dict[str, int] = {}
-        self._given_up: set[tuple[str, int]] = set()
-        self._handshake = Handshake(self.secret, self._expected, {"beat_s": self._beat_s, "silence_s": silence_s})
+        self._handshake = Handshake({"beat_s": self._beat_s, "silence_s": silence_s})
         _allow_open_files(_OPEN_FILES)
+        self._keys = _RunKeys.make()
         self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._server_key = _encrypt(self._router)
-        self._door = Door(host)
-        self.address = f"tcp://{host}:{self._door.port}"
-        _listen(self._router, self._door, self.address)
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=self._keys)
+        self._router = _listen(self._context, self._keys, host)
+        self.address = self._router.last_endpoint.decode()
         self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
         self._events: deque[Event] = deque()
         self._peers: dict[bytes, _Peer] = {}
         self._identities: dict[tuple[str, int], bytes] = {}
-        self._looked = self._next_beat = time.monotonic()
+        self._polled = self._next_beat = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._stay_alive, name="channel", daemon=True)
         self._thread.start()
 
-    @property
-    def refused(self) -> int:
-        """Connections turned away so far."""
-        return self._handshake.refused
-
     def environment(self) -> dict[str, str]:
-        """What a rank needs to dial home."""
-        return {"RLCTL_ADDRESS": self.address, "RLCTL_SECRET": self.secret, "RLCTL_CURVE_KEY": self._server_key}
+        """Return the variables by which a rank connects (`workers.connection.Dial`)."""
+        return {
+            "RLCTL_ADDRESS": self.address,
+            "RLCTL_SECRET": self._keys.rank_secret.decode(),
+            "RLCTL_CURVE_KEY": self._keys.driver_public.decode(),
+        }
 
     def expect(self, role: str, size: int) -> None:
-        """Let ranks 0 … size-1 of a role in. Nobody else is."""
+        """Let ranks 0 … size-1 of a role join. Nobody else may."""
         with self._lock:
-            self._expected[role] = size
-            self._door.open()
+            self._handshake.expect(role, size)
 
     def expect_no_more(self, role: str, rank: int) -> None:
-        """A rank is gone for good: if it is not here, it is not awaited either."""
+        """Refuse a rank that the run goes on without, unless it is connected."""
         with self._lock:
             if (role, rank) not in self._identities:
-                self._handshake.refuse(role, rank)
-                self._given_up.add((role, rank))
-                self._shut_if_all_are_here()
+                self._handshake.drop(role, rank)
 
     def send(self, role: str, rank: int, frames: list[Buffer]) -> None:
-        """Send a message's frames to a rank; never waits. To a rank that is gone it is lost."""
+        """Send a message's frames to a rank; never waits. A rank that is gone misses it."""
         with self._lock:
             self._post(self._identities.get((role, rank)), frames)
 
     def forget(self, role: str, rank: int) -> None:
-        """A rank is gone for good: nothing more is heard of it, and a new process may take its place."""
+        """Hear nothing more of a rank that is gone; a new process may take its place."""
         with self._lock:
             self._peers.pop(self._identities.pop((role, rank), b""), None)
             self._handshake.forget(role, rank)
-            self._door.open()
             self._events = deque(event for event in self._events if _place(event) != (role, rank))
 
     def next(self, timeout_s: float) -> Event | None:
-        """The next event, or None when there is none in time."""
+        """Return the next event, or None when there is none in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -170,7 +175,7 @@ class Hub:
         self._thread.join(timeout=5)
         with self._lock:
             self._router.close(linger=500)
-            self._door.close()
+            self._authenticator.stop()
             self._context.term()
 
     def _stay_alive(self) -> None:
@@ -183,20 +188,17 @@ class Hub:
                     self._lock.release()
 
     def _pump(self, until: float) -> None:
-        """Take in what comes until the time `until` or the next beat, whichever is first, and beat when it is time."""
+        """Receive what comes until the time `until` or the next beat, whichever is first, and beat when it is time."""
         from workers.connection import receive
 
         wait_s = min(until, self._next_beat) - time.monotonic()
         ready = self._router.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 0)
         now = time.monotonic()
-        self._forgive(now - self._looked - self._beat_s)
-        self._looked = now
+        self._excuse(now - self._polled - self._beat_s)
+        self._polled = now
         if ready:
-            arrived = [(bytes(identity), frames) for identity, *frames in receive(self._router, _BURST_S)]
-            proven = [one for one in arrived if one[0] in self._peers]
-            unproven = [one for one in arrived if one[0] not in self._peers]
-            for identity, frames in (*proven, *unproven[: max(_MAX_UNPROVEN, 2 * self._awaited)]):
-                self._hear(identity, frames, now)
+            for identity, *frames in receive(self._router, _BURST_S):
+                self._hear(bytes(identity), frames, now)
         if now >= self._next_beat:
             self._beat(now)
             self._next_beat = now + self._beat_s
@@ -210,23 +212,12 @@ class Hub:
             if frames != BEAT_FRAMES:
                 self._events.append(Received(peer.member.role, peer.member.rank, frames))
             return
-        outcome = self._handshake.hear(identity, frames)
-        if outcome.member is not None:
-            self._peers[identity] = _Peer(outcome.member, now)
-            self._identities[outcome.member.role, outcome.member.rank] = identity
-            self._events.append(Joined(outcome.member))
-            self._shut_if_all_are_here()
-        if outcome.reply is not None:
-            self._post(identity, outcome.reply.frames())
-
-    @property
-    def _awaited(self) -> int:
-        """How many ranks are still to come."""
-        return sum(self._expected.values()) - len(self._given_up) - len(self._peers)
-
-    def _shut_if_all_are_here(self) -> None:
-        if not self._awaited:
-            self._door.shut()
+        reply, member = self._handshake.hear(frames)
+        if member is not None:
+            self._peers[identity] = _Peer(member, now)
+            self._identities[member.role, member.rank] = identity
+            self._events.append(Joined(member))
+        self._post(identity, reply.frames())
 
     def _beat(self, now: float) -> None:
         from workers.connection import BEAT_FRAMES
@@ -238,8 +229,8 @@ class Hub:
                 peer.reported = True
                 self._events.append(Silent(peer.member.role, peer.member.rank, silent_s))
 
-    def _forgive(self, missed_s: float) -> None:
-        """Time in which this process did not listen (Ctrl-Z, a starved machine) is nobody's silence."""
+    def _excuse(self, missed_s: float) -> None:
+        """Do not count driver pauses (Ctrl-Z, a starved machine) against heartbeats."""
         if missed_s > 0:
             for peer in self._peers.values():
                 peer.heard += missed_s
@@ -261,14 +252,17 @@ def _place(event: Event) -> tuple[str, int]:
     return who.role, who.rank
 
 
-def _listen(router: zmq.Socket[bytes], door: Door, address: str) -> None:
+def _listen(context: zmq.Context[zmq.Socket[bytes]], keys: _RunKeys, host: str) -> zmq.Socket[bytes]:
     import zmq
 
+    router = context.socket(zmq.ROUTER)
+    router.curve_server = True
+    router.curve_secretkey = keys.driver_secret
     router.setsockopt(zmq.SNDHWM, 0)
     router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.USE_FD, door.hand_over())
-    router.bind(address)
+    router.bind(f"tcp://{host}:*")
+    return router
 
 
 def _allow_open_files(count: int) -> None:
@@ -277,15 +271,3 @@ def _allow_open_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _encrypt(router: zmq.Socket[bytes]) -> str:
-    """Make CURVE keys for this run; returns the public one, which only its ranks are told."""
-    import zmq
-
-    if not zmq.has("curve"):
-        raise ChannelError("this build of ZeroMQ cannot encrypt", hint="install a pyzmq wheel, which has CURVE")
-    public, private = zmq.curve_keypair()
-    router.curve_server = True
-    router.curve_secretkey = private
-    return public.decode()

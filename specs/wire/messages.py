@@ -101,10 +101,8 @@ COLUMNS: Mapping[Verb, Columns] = {
 class Kind(StrEnum):
     """What a message is."""
 
-    HELLO = "hello"  # rank → driver: role, rank, pid, nonce
-    CHALLENGE = "challenge"  # driver → rank: proof of the secret, and a nonce
-    PROOF = "proof"  # rank → driver: proof of the secret
-    WELCOME = "welcome"
+    HELLO = "hello"  # rank → driver: role, rank, pid, host
+    WELCOME = "welcome"  # driver → rank: how often to beat
     CALL = "call"  # driver → rank: verb
     PART = "part"  # rank → driver: a piece of an answer, more to come
     ANSWER = "answer"  # rank → driver: the verb is done

@@ -21,8 +21,6 @@ from some_hosts import REMOTE_SHELL, Hosts, left_in, some_hosts
 
 from rlctl.presets import write_manifest
 from rlctl.processes.channel import Hub
-from specs.errors import ChannelError
-from workers.connection import Dial, Link
 
 pytestmark = pytest.mark.slow
 
@@ -236,23 +234,6 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
     assert not [*tmp_path.glob("local/*")]
     assert not [*tmp_path.glob(".rlctl-*")]
     wait_for(lambda: hosts.idle, 150, "the end of all hosts' processes")
-
-
-def test_a_wrong_key_cannot_connect() -> None:
-    import zmq
-
-    hub = Hub()
-    try:
-        hub.expect("actor", 1)
-        env = hub.environment()
-        public, _ = zmq.curve_keypair()
-        link = Link(Dial(env["RLCTL_ADDRESS"], env["RLCTL_SECRET"], "actor", 0, public.decode()))
-        with pytest.raises(ChannelError, match="did not send"):
-            link.connect(timeout_s=1)
-        link.close(linger_s=0)
-        assert hub.next(0.1) is None
-    finally:
-        hub.close()
 
 
 def test_the_channel_listens_on_the_address_it_is_given_and_no_other() -> None:

@@ -30,9 +30,13 @@ reward.terms=[{kind="model", weight=0.5}, {kind="exact_match", partial=true, wei
 def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
     model = write_reward_model(tmp_path / "scores")
     spec, run = preset("quickstart", tmp_path), tmp_path / "run"
+    rows = [{"prompt": f"{digits}>", "answer": "".join(sorted(digits))} for digits in ("3142", "4321", "2143", "1423")]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     engine = IN_STAGES if MEGATRON.exists() else ""
     section = f'reward_model={{model="{model}", max_sequence_tokens=96, micro_batch_tokens=256{engine}}}'
-    sets = [part for line in (*SMALL.splitlines(), section, 'run.colocate="always"') for part in ("--set", line)]
+    two = 'eval={every=2, prompts=4, sets=[{name="heldout"}, {name="own", data="own.jsonl"}]}'
+    lines = (*SMALL.splitlines(), two, section, 'run.colocate="always"')
+    sets = [part for line in lines for part in ("--set", line)]
     done = warm_rlctl("train", spec, "--run-dir", run, *sets)
     assert done.returncode == 0, done.stdout + done.stderr
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
@@ -50,7 +54,7 @@ def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
         assert line["mem/reward_model_onloaded_GiB"] > 0
         assert "mem/reward_model_offloaded_GiB" in line
         assert line["sync/verified"] is True
-    assert "eval/heldout/reward_mean" in lines[-1]
+    assert {"eval/heldout/reward_mean", "eval/own/reward_mean"} <= lines[-1].keys(), "the second set has weights too"
     built = json.loads((run / "as_built.json").read_text())["reward_model"][0]["model"]
     assert (built["head"], built["model_class"]) == ("score", "Qwen2ForSequenceClassification")
     assert built["trainable_parameters"] == 0
