@@ -114,7 +114,7 @@ class Hub:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=self._keys)
         self._router = _listen(self._context, self._keys, host)
-        self.address = self._router.last_endpoint.decode()
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
         self._events: deque[Event] = deque()
         self._peers: dict[bytes, _Peer] = {}

@@ -54,9 +54,7 @@ def test_the_reference_is_asked_and_of_an_actor_with_adapters_the_model_below_th
         "data": LocalGroup("data", [{}]),
         "reward": LocalGroup("reward", [{}]),
     }
-    driver = Driver(
-        spec, groups, Residency(False, [rollout]), SimpleNamespace(), None, UpdateWindow(), Said()
-    )
+    driver = Driver(spec, groups, Residency(False, [rollout]), SimpleNamespace(), None, UpdateWindow(), Said())
     batch, _ = drawn()
     names = [name for name in batch.columns if name != "old_logprob_T"]
     learned = driver.add_model_columns(batch.only(names), 1)

@@ -183,9 +183,7 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
         roles.log.append(("sync", step))
         sent.append(step)
 
-    steady = SimpleNamespace(
-        holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None
-    )
+    steady = SimpleNamespace(holds=lambda step: sent[-1] == step, run=sync, resend_if_asleep=lambda step: None)
     groups = {"actor": LocalGroup("actor", [{}]), "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
     driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, None, UpdateWindow(), Said())
     driver.evaluate(3)

@@ -213,9 +213,7 @@ def test_a_gap_over_its_limit_stops_the_run_whatever_the_correction_would_do(tmp
         "reward": LocalGroup("reward", [{}]),
     }
     limits = GapLimits(*spec.logprob_gaps, tmp_path, {}, lambda text: None)
-    driver = Driver(
-        spec, groups, Residency(False, [rollout]), SimpleNamespace(), limits, UpdateWindow(), Said()
-    )
+    driver = Driver(spec, groups, Residency(False, [rollout]), SimpleNamespace(), limits, UpdateWindow(), Said())
     batch, scored = drawn()
     columns = {name: column for name, column in batch.columns.items() if name != "old_logprob_T"}
     broken = Batch({**columns, "old_logprob_T": batch["rollout_logprob_T"] - 4, "row_B": batch["id_B"]})
