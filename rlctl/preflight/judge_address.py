@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+from collections.abc import Iterator, Sequence
 
 from specs.errors import Problem
 from specs.schema.rewards import Judge
 from specs.schema.spec import Spec
 from specs.text import show
-from workers.grading.judge_line import Address, JudgeError, Line, key_problem
+from workers.grading.judge_client import JudgeClient, JudgeError, key_problem
 
 TIMEOUT_S = 5.0
 REFUSED = (401, 403)
@@ -31,29 +31,30 @@ def address_problems(spec: Spec) -> list[Problem]:
     judges = {(term.base_url, term.key_env): index for index, term in reversed(list(_judges(spec)))}
     if not judges:
         return []
-    with ThreadPoolExecutor(len(judges)) as threads:
-        answers = threads.map(lambda known: _asked(Address(*known)), judges)
-        return [
-            Problem(f"reward.terms.{index}.{answer[0]}", *answer[1:])
-            for index, answer in zip(judges.values(), answers, strict=True)
-            if answer is not None
-        ]
+    found = asyncio.run(_ask_all(list(judges)))
+    return [
+        Problem(f"reward.terms.{index}.{wrong[0]}", *wrong[1:])
+        for index, wrong in zip(judges.values(), found, strict=True)
+        if wrong is not None
+    ]
 
 
-def _asked(address: Address) -> tuple[str, str, str, str] | None:
-    """(key, message, hint, value) of what is wrong; None where somebody answers. Not every server lists its models, and
-    some are busy: any other status is an answer too."""
-    line = Line(address)
-    try:
-        line.request("GET", "models", b"", TIMEOUT_S)
-    except JudgeError as error:
-        if address.key and error.status in REFUSED:
-            return "key_env", f"its key is refused: {error}", "check the key and base_url", show(address.key_env)
-        if not error.status:
-            hint = "check the address, and that the server is up and this machine reaches it"
-            return "base_url", f"nobody answers: {error}", hint, show(address.base_url)
-    finally:
-        line.close()
+async def _ask_all(judges: Sequence[tuple[str, str]]) -> list[tuple[str, str, str, str] | None]:
+    return await asyncio.gather(*(_ask(base_url, key_env) for base_url, key_env in judges))
+
+
+async def _ask(base_url: str, key_env: str) -> tuple[str, str, str, str] | None:
+    """Return (key, message, hint, value) of what is wrong; None where somebody answers. Not every server lists its
+    models, and some are busy: any other status is an answer too."""
+    async with JudgeClient(base_url, key_env, 1) as client:
+        try:
+            await client.request("GET", "models", b"", TIMEOUT_S)
+        except JudgeError as error:
+            if client.key and error.status in REFUSED:
+                return "key_env", f"its key is refused: {error}", "check the key and base_url", show(key_env)
+            if not error.status:
+                hint = "check the address, and that the server is up and this machine reaches it"
+                return "base_url", f"nobody answers: {error}", hint, show(base_url)
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from specs.schema.row_values import gold_answer
 from specs.templates import render_template
 from workers.grading.judge_cache import Reply
-from workers.grading.judge_line import JudgeError
+from workers.grading.judge_client import JudgeError
 from workers.grading.terms import Sample
 
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
