@@ -21,12 +21,12 @@ _LOOKS = 2  # that must find nothing before nothing is there
 _CLEANING_S = 3.0  # time for processes that clean up after the others
 
 
-def die_with_parent() -> None:
-    """Have the kernel SIGKILL this process when the thread that started it ends (Linux; elsewhere nothing happens).
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started it ends (Linux; elsewhere nothing happens).
 
     A parent that died before this call goes unnoticed here: pair it with `watch_process`.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def set_process_name(name: str) -> None:

@@ -1,11 +1,11 @@
-"""`rlctl eval`: a checkpoint of a run, or a model, on the sets of a spec's `[eval]`. Nothing is trained."""
+"""`rlctl eval`: evaluate a checkpoint of a run, or a model, on the sets of a spec's `[eval]`. Nothing is trained."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from rlctl.loop.driver import StepRecord, UpdateWindow
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.hosts import plan_for_hosts
 from rlctl.processes.placement import Plan
-from rlctl.run import checkpoints
+from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.export import find
 from rlctl.run.interrupt import Interrupt
 from rlctl.run.lineage import SpecSource, spec_source
-from rlctl.run.resume import check_fits
+from rlctl.run.resume import check_fits, held_out
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.startup import start
 from rlctl.run.train import journaled, open_groups
@@ -30,6 +30,7 @@ from rlctl.show.metrics_file import MetricsWriter
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import number, share
 from specs.errors import Interrupted, SpecError, UsageError
+from specs.json_file import read_object
 from specs.load.load import load_spec
 from specs.schema.algorithms.algorithm_tables import PLAIN
 from specs.schema.roles import ACTOR, CRITIC, REF
@@ -41,18 +42,6 @@ from specs.wire.messages import Verb
 _FINISHED = "finished"
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is evaluated: a checkpoint of a run, or (None) the model that the spec names by now."""
-
-    name: str
-    checkpoint: checkpoints.Checkpoint | None
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step if self.checkpoint else 0
-
-
 def evaluate(
     what: str,
     spec_path: Path | None,
@@ -62,8 +51,8 @@ def evaluate(
     out: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """`what`: the directory of a run, whose own spec stands in where none is named, or a model's folder or hub id.
-    Writes `out`: eval.jsonl, metrics.jsonl, logs. Returns 0; every failure is an RlctlError with its own exit code."""
+    """Evaluate `what`: the directory of a run, whose own spec stands in where none is named, or a model's folder or
+    hub id. Writes `out`: eval.jsonl, metrics.jsonl, logs. Returns 0; every failure is an RlctlError."""
     run_dir = Path(what) if (Path(what) / "resolved.json").is_file() else None
     if run_dir is None and spec_path is None:
         hint = f"name a spec with [eval], [data] and [reward]: rlctl eval {what} SPEC"
@@ -75,14 +64,16 @@ def evaluate(
     spec = load_spec(source.path, [*overrides, *more], lambda note: None)
     if spec.eval is None:
         raise UsageError(f"{source.path} has no [eval]", hint="add it: which prompts, how many, how they are completed")
-    target = Target(what, find(run_dir, step) if run_dir else None)
-    if target.checkpoint is not None:
-        check_fits(target.checkpoint.manifest, spec, source.folder)
+    checkpoint = find(run_dir, step) if run_dir else None
+    done = checkpoint.step if checkpoint else 0
+    if run_dir is not None and checkpoint is not None:
+        check_fits(checkpoint.manifest, spec, source.folder)
+        _check_held_out(run_dir, spec)
     spec = without_learning(spec, adapters=run_dir is not None)
     errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out)
     if errors:
         raise SpecError(errors)
-    run = RunDir(out or _free(Path(spec.run.dir), what, target))
+    run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))
     plan = plan_for_hosts(spec, source.folder, run.path)
     run.open(spec, source.path, resume=False, spec_dir=source.folder, overrides=[*overrides, *more])
     screen = Screen(stderr=as_json, outlives=True)
@@ -95,12 +86,15 @@ def evaluate(
         ):
             for warning in warnings:
                 progress.warning(str(warning))
-            record = _measure(spec, source.folder, run, plan, target, progress)
-            _write(run, target.step, record)
+            record = _measure(spec, source.folder, run, plan, checkpoint, progress)
+            with MetricsWriter(run.metrics) as metrics:
+                metrics.write({"step": done, **record.metrics})
+            lines = (json_text({"step": done, **sample}) + "\n" for sample in record.samples)
+            run.evaluations.write_text("".join(lines), encoding="utf-8")
     finally:
         run.release()
     if as_json:
-        about = {"model": what, "step": target.step, "out": str(run.path)}
+        about = {"model": what, "step": done, "out": str(run.path)}
         print(json_text({**about, "sets": eval_keys.by_set(record.metrics)}))
         return 0
     screen.print(table(spec, record.metrics))
@@ -112,8 +106,8 @@ def evaluate(
 
 
 def without_learning(spec: Spec, *, adapters: bool) -> Spec:
-    """The spec with what sampling and grading need: no reference, no critic. `adapters`: whether the actor has its
-    own; a model of its own has none."""
+    """Return the spec with what sampling and grading need: no reference, no critic. `adapters`: whether the actor has
+    its own; a model of its own has none."""
     actor = spec.actor if adapters else spec.actor.model_copy(update={"lora": None})
     return spec.model_copy(update={"algorithm": PLAIN, ACTOR: actor, REF: None, CRITIC: None, "tracking": ()})
 
@@ -126,19 +120,30 @@ def _source(run_dir: Path | None, spec_path: Path | None) -> SpecSource:
 
 
 def _model(what: str) -> str:
-    """A folder by its whole path: the spec's paths start elsewhere."""
+    """Name a folder by its whole path: the spec's paths start elsewhere."""
     folder = Path(what).expanduser()
     return str(folder.absolute()) if folder.exists() else what
 
 
-def _free(folder: Path, what: str, target: Target) -> Path:
-    """A directory that is not there yet."""
-    name = f"{Path(what).name}-eval" + (f"-step{target.step}" if target.checkpoint else "")
-    names = [name, *(f"{name}-{again}" for again in range(2, 10_000))]
+def _check_held_out(run_dir: Path, spec: Spec) -> None:
+    """Raises UsageError where rows that the run trained on would count as held out."""
+    apart, now = held_out(read_object(run_dir / "resolved.json")), held_out(spec.resolved())
+    if now > apart:
+        message = f"the last {now} rows of data.train would be evaluated on, but the run trained on all but {apart}"
+        raise UsageError(message, hint=f"set eval.prompts to {apart} or less, or name other rows in eval.data")
+
+
+def _free(folder: Path, name: str, checkpoint: Checkpoint | None) -> Path:
+    """Choose a directory that is not there yet."""
+    name = f"{name}-eval" + (f"-step{checkpoint.step}" if checkpoint else "")
+    names = (name if again == 1 else f"{name}-{again}" for again in itertools.count(1))
     return next(folder / one for one in names if not (folder / one).exists())
 
 
-def _measure(spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, target: Target, progress: EvalProgress) -> StepRecord:
+def _measure(
+    spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, checkpoint: Checkpoint | None, progress: EvalProgress
+) -> StepRecord:
+    done = checkpoint.step if checkpoint else 0
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
 
@@ -151,22 +156,15 @@ def _measure(spec: Spec, spec_dir: Path, run: RunDir, plan: Plan, target: Target
         groups = stack.enter_context(open_groups(spec, run, plan, tick))
         progress.follow(groups.moving)
         driver = start(spec, spec_dir, run, plan, groups, UpdateWindow(), progress)
-        if target.checkpoint is not None:
-            groups[ACTOR].call(Verb.LOAD, bodies.Load(folder=str(target.checkpoint.path / ACTOR)))
-            progress.message(f"weights of {target.checkpoint.path}")
-        driver.begin(target.step)
-        return driver.evaluate(target.step, progress.arrived)
-
-
-def _write(run: RunDir, step: int, record: StepRecord) -> None:
-    with MetricsWriter(run.metrics) as metrics:
-        metrics.write({"step": step, **record.metrics})
-    with open(run.evaluations, "w", encoding="utf-8") as file:
-        file.writelines(json_text({"step": step, **sample}) + "\n" for sample in record.samples)
+        if checkpoint is not None:
+            groups[ACTOR].call(Verb.LOAD, bodies.Load(folder=str(checkpoint.path / ACTOR)))
+            progress.message(f"weights of {checkpoint.path}")
+        driver.begin(done)
+        return driver.evaluate(done, progress.arrived)
 
 
 def table(spec: Spec, metrics: Mapping[str, Any]) -> Table:
-    """A column for each set, a row for each metric."""
+    """Return a column for each set, a row for each metric."""
     sets = eval_keys.by_set(metrics)
     counts = {one.name: f"{one.prompts} × {one.samples_per_prompt}" for one in spec.evaluations}
     shown = Table("", *sets, box=None, pad_edge=False)
@@ -180,7 +178,7 @@ def table(spec: Spec, metrics: Mapping[str, Any]) -> Table:
 
 
 def _called(metric: str, spec: Spec) -> str:
-    """`term_0` says which term that is."""
+    """Name a metric for a person; `term_0` says which term that is."""
     index = metric.removeprefix("term_")
     if index == metric or not index.isdecimal():
         return {"reward_mean": "mean reward", "length_mean": "mean length", "failed": "not graded"}.get(metric, metric)

@@ -1,4 +1,4 @@
-"""`rlctl export-checkpoint`: a Hugging Face folder out of a run, proven to load, or nothing at all."""
+"""`rlctl export-checkpoint`: make a Hugging Face folder out of a run, proven to load, or nothing at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """How large the files may become, and how much memory the proof may take; None: half of what is free."""
+    """Say how large the files may become, and how much memory the proof may take; None: half of what is free."""
 
     shard_GB: float = 2.0
     memory_GiB: float | None = None
@@ -62,25 +62,21 @@ def export(
         checkpoint = find(run_dir, step)
     folder = checkpoint.path / role
     if not folder.is_dir():
-        raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(_roles(checkpoint)))
+        there = sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
+        raise UsageError(f"the run has no {role}", hint="it has: " + ", ".join(there))
     about = _about(checkpoint, role)
     dtype, why = (dtype, "") if dtype else own_dtype(about)
     _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
     repo = find_repo(push_to_hub, public=public) if push_to_hub else None
+    name = repo.name if repo else out_dir.name
+    exported = Exported(run_dir, checkpoint.step, about, role, dtype, adapter_only, name)
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with as_ctrl_c(signal.SIGTERM), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
-
-            def say(text: str) -> None:
-                status.update(Text(text))
-
-            name = repo.name if repo else out_dir.name
-            proof = _export(
-                run_dir, checkpoint, about, folder, out_dir, name, dtype, limits or Limits(), adapter_only, say
-            )
+            proof = _export(exported, folder, out_dir, limits or Limits(), lambda text: status.update(Text(text)))
     except OSError as error:
-        told = f"{out_dir} cannot be written: {error.strerror or error}"
-        raise ExportError(told, hint="nothing was exported; free some space, or name another folder") from None
+        problem = f"{out_dir} cannot be written: {error.strerror or error}"
+        raise ExportError(problem, hint="nothing was exported; free some space, or name another folder") from None
     console.print(f"exported step {checkpoint.step} of {run_dir} to {out_dir}, in {dtype}{why}")
     console.print(_proven(proof, adapter_only))
     if repo is not None:
@@ -104,7 +100,6 @@ def _check_options(folder: Path, out_dir: Path, *, adapter_only: bool, push_to_h
 
 
 def _proven(proof: Mapping[str, Any], adapter_only: bool) -> str:
-    """The proof in a line."""
     by = "peft" if adapter_only else "transformers"
     from_disk = ", layer by layer from the disk" if proof["loaded"] == "disk" else ""
     same = f"{proof['values']} values" if proof["values"] else f"{proof['greedy_tokens']} greedy tokens"
@@ -116,16 +111,12 @@ def _proven(proof: Mapping[str, Any], adapter_only: bool) -> str:
 
 
 def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
-    """The checkpoint to export. A torn one is an error when asked for, skipped with a warning when not."""
+    """Open the checkpoint to export. A torn one is an error when asked for, skipped with a warning when not."""
     root = run_dir / "checkpoints"
     if not root.is_dir():
         raise UsageError(f"{run_dir} is not a run directory", hint="pass the folder that train wrote, like runs/NAME")
-    there = checkpoints.steps_in(root)
     if step is not None:
-        if step not in there:
-            raise UsageError(
-                f"{run_dir} has no checkpoint of step {step}", hint=f"it has: {', '.join(map(str, there)) or 'none'}"
-            )
+        checkpoints.check_has(root, step, "")
         return checkpoints.read(checkpoints.step_path(root, step))
     from rlctl.show.screen import Screen
 
@@ -135,13 +126,9 @@ def find(run_dir: Path, step: int | None) -> checkpoints.Checkpoint:
     return found
 
 
-def _roles(checkpoint: checkpoints.Checkpoint) -> list[str]:
-    return sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir() and path.name != "driver")
-
-
 def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
-    """What the manifest says of the model and who reads it. Raises CheckpointError."""
-    manifest = checkpoint.path / "manifest.json"
+    """Return what the manifest says of the model and who reads it. Raises CheckpointError or UsageError."""
+    manifest = checkpoint.path / checkpoints.MANIFEST
     roles = checkpoint.manifest.get("roles")
     own = roles.get(role) if isinstance(roles, Mapping) else None
     about = {**checkpoint.manifest, **(own if isinstance(own, Mapping) else {})}
@@ -149,8 +136,14 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
     for key, kind in (("run", str), ("python", str), ("model_path", str), ("trust_remote_code", bool)):
         if not isinstance(about.get(key), kind):
             raise CheckpointError(f"{manifest} does not say what {key!r} is", hint=hint)
-    proof = f"{role}/{_proof_file(role)}"
+    if about.get("engine") == "fake":
+        hint = "an engine that trains a model, like ddp, writes checkpoints that can be exported"
+        raise UsageError("this run's engine is fake: there is no model to export", hint=hint)
+    proof = f"{role}/{PROOF_FILES[_head(role)]}"
     if proof not in about["files"]:
+        unproven = f"step {checkpoint.step} was saved without the proof that an export must repeat"
+        if about.get("proven") is False:
+            raise CheckpointError(unproven, hint="export another step with --step, or resume and export the next one")
         raise CheckpointError(f"{manifest} does not list {proof}", hint=hint)
     if shutil.which(about["python"]) is None:
         hint = f"put it back, or write another interpreter that has the engine's packages into {manifest}"
@@ -159,7 +152,8 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
 
 
 def own_dtype(about: Mapping[str, Any]) -> tuple[str, str]:
-    """Precision of an export that nobody chose one for, and why: the base model's, else the one trained in."""
+    """Choose the precision of an export that nobody chose one for, and say why: the base model's, else the one trained
+    in."""
     facts = model_facts(config_of(about["model_path"], Path()))
     own = facts.dtype.removeprefix("torch.") if facts else ""
     if own == "float16":
@@ -171,77 +165,66 @@ def own_dtype(about: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _head(role: str) -> HeadKind:
-    """What the role's model ends in."""
     return ROLES[role].head if role in ROLES else "lm"
 
 
-def _proof_file(role: str) -> str:
-    return PROOF_FILES[_head(role)]
-
-
-def _export(
-    run_dir: Path,
-    checkpoint: checkpoints.Checkpoint,
-    about: Mapping[str, Any],
-    folder: Path,
-    out_dir: Path,
-    name: str,
-    dtype: str,
-    limits: Limits,
-    adapter_only: bool,
-    say: Say,
-) -> dict[str, Any]:
+def _export(exported: Exported, folder: Path, out_dir: Path, limits: Limits, say: Say) -> dict[str, Any]:
     """Write beside `out_dir`, prove, and only then rename into place."""
-    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
-        model, request = Path(scratch).absolute() / "model", Path(scratch) / "request.json"
+    about = exported.about
+    base = public_name(about["model_path"]) or Path(about["model_path"]).name
+    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as name:
+        scratch = Path(name).absolute()
+        model = scratch / "model"
         model.mkdir()
-        body = {
+        request = {
             "checkpoint": str(folder.absolute()),
-            "proof_file": str((folder / _proof_file(folder.name)).absolute()),
+            "proof_file": str((folder / PROOF_FILES[_head(folder.name)]).absolute()),
             "model_path": about["model_path"],
             "trust_remote_code": about["trust_remote_code"],
-            "dtype": dtype,
+            "dtype": exported.dtype,
             "head": _head(folder.name),
-            "adapter_only": adapter_only,
+            "adapter_only": exported.adapter_only,
             "out": str(model),
             "shard_bytes": int(limits.shard_GB * 1e9),
             "memory_bytes": int(limits.memory_GiB * 2**30) if limits.memory_GiB else _spare_memory_bytes(),
-            "answer": str(model.with_name("answer.json")),
-            "progress": str(model.with_name("progress.json")),
+            "answer": str(scratch / "answer.json"),
+            "progress": str(scratch / "progress.json"),
         }
-        request.write_text(json.dumps(body))
-        proof = _run(about["python"], Path(scratch), request, say)
-        note = {
-            "run": about["run"],
-            "step": checkpoint.step,
-            "dtype": dtype,
-            "base_model": public_name(about["model_path"]) or Path(about["model_path"]).name,
-        }
-        note["proof"] = proof
+        (scratch / "request.json").write_text(json.dumps(request))
+        proof = _run(about["python"], scratch, say)
+        if exported.adapter_only:
+            _name_base(model / "adapter_config.json", base)
+        note = {"run": about["run"], "step": exported.step, "dtype": exported.dtype, "base_model": base, "proof": proof}
         (model / "rlctl_export.json").write_text(json.dumps(note, indent=2) + "\n")
-        exported = Exported(run_dir, checkpoint.step, about, folder.name, dtype, adapter_only, proof, name)
-        (model / "README.md").write_text(model_card(exported, model), encoding="utf-8")
+        (model / "README.md").write_text(model_card(exported, proof, model), encoding="utf-8")
         if out_dir.exists():
             out_dir.rmdir()  # empty: checked above
         shutil.move(model, out_dir)
     return proof
 
 
-def _run(python: str, scratch: Path, request: Path, say: Say) -> dict[str, Any]:
+def _name_base(file: Path, base: str) -> None:
+    """Name the base model as others know it: the adapters may be pushed, and a path says something of this machine."""
+    if file.is_file():
+        config = {**json.loads(file.read_text()), "base_model_name_or_path": base}
+        file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
     ours = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
-    env, answer, log = {**os.environ, **ours}, scratch / "answer.json", scratch / "log.txt"
+    answer, log = scratch / "answer.json", scratch / "log.txt"
     with open(log, "w") as output:
         process = subprocess.Popen(
-            [python, "-m", "workers.offline.export_model", str(request)],
-            env=env, stdout=output, stderr=output, start_new_session=True,
+            [python, "-m", "workers.offline.export_model", str(scratch / "request.json")],
+            env={**os.environ, **ours}, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     try:
         _follow(process, scratch / "progress.json", say)
     finally:
         process.kill()
         process.wait()
-    said = answer.read_text() if answer.is_file() else ""
-    result = json.loads(said) if said else {}  # empty: no room for a word
+    content = answer.read_text() if answer.is_file() else ""
+    result = json.loads(content) if content else {}  # empty: no room for a word
     if "proof" in result:
         return dict(result["proof"])
     if "error" in result:
@@ -266,7 +249,7 @@ def _follow(process: subprocess.Popen[bytes], progress: Path, say: Say) -> None:
 
 
 class Pace:
-    """Turns bytes done into a line with the time that is left."""
+    """Turn bytes done into a line with the time that is left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -279,10 +262,11 @@ class Pace:
 
     def line(self, what: str, done: int, total: int) -> str:
         now = self._clock()
+        if (what, done) != (self._what, self._done):
+            self._moved = now
         if what != self._what:
-            self._what, self._done, self._began, self._moved = what, done, now, now
-        elif done != self._done:
-            self._done, self._moved = done, now
+            self._began = now
+        self._what, self._done = what, done
         if not total:
             return what
         left = f", {(now - self._began) * (total - done) / done:.0f} s left" if done and now > self._began else ""
@@ -290,7 +274,7 @@ class Pace:
 
 
 def _spare_memory_bytes() -> int:
-    """Half of the host memory that is free: the proof is nothing to press others out of memory for."""
+    """Return half of the host memory that is free: the proof is nothing to press others out of memory for."""
     import psutil
 
     return int(psutil.virtual_memory().available) // 2

@@ -1,4 +1,4 @@
-"""What may differ between the attempts of one run, and whether a checkpoint is of this run's model.
+"""Decide what may differ between the attempts of one run, and whether a checkpoint is of this run's model.
 
 Both are decided from the spec, the manifest and `config.json`, before any process is started.
 """
@@ -49,11 +49,15 @@ _NOT_THE_MODEL = frozenset(
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], engine: TrainTable | None = None
 ) -> tuple[list[str], list[str]]:
-    """Differences between two resolved specs as lines `key: old → new`: those that a resume refuses, and the others.
+    """List differences between two resolved specs as lines `key: old → new`: those that a resume refuses, and the
+    others.
 
     `engine`: that of the actor now. Where its table does not say that a resume may change its shape, it may not."""
     refused: list[str] = []
     allowed: list[str] = []
+    rows = held_out(before), held_out(after)
+    if rows[0] != rows[1]:
+        refused.append(f"rows of data.train held out for evaluation: {rows[0]} → {rows[1]}")
     for key in differing_keys(before, after):
         if _is_of_another_kind(key, before, after):
             continue
@@ -67,8 +71,16 @@ def differences(
     return refused, allowed
 
 
+def held_out(resolved: Mapping[str, Any]) -> int:
+    """Return how many rows of `data.train` a spec evaluates on, and so does not train on."""
+    section = value_at(resolved, "eval") or {}
+    sets = value_at(section, "sets") or [section]
+    rows = [value_at(one, "prompts") or value_at(section, "prompts") for one in sets if not value_at(one, "data")]
+    return max((count for count in rows if isinstance(count, int)), default=0)
+
+
 def _is_of_another_kind(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether a key came or went with the kind of an engine, whose own line says it all."""
+    """Tell whether a key came or went with the kind of an engine, whose own line says it all."""
     section, engine, own = key.partition(".engine.")
     kinds = [value_at(values, f"{section}.engine.kind") for values in (before, after)]
     went = None in (value_at(before, key), value_at(after, key))
@@ -76,7 +88,7 @@ def _is_of_another_kind(key: str, before: Mapping[str, Any], after: Mapping[str,
 
 
 def may_change(key: str) -> bool:
-    """Whether a resume takes another value of a dotted key. docs/checkpoints.md has a table of these."""
+    """Tell whether a resume takes another value of a dotted key. docs/checkpoints.md has a table of these."""
     role, _, own_key = key.partition(".")
     if _is_frozen(role):
         return own_key != "model"
@@ -84,7 +96,7 @@ def may_change(key: str) -> bool:
 
 
 def _is_frozen(role: str) -> bool:
-    """Whether a role's model is the same throughout a run, so that all else of its section may change."""
+    """Tell whether a role's model is the same throughout a run, so that all else of its section may change."""
     return role in ROLES and ROLES[role].holds == "frozen"
 
 
@@ -100,7 +112,7 @@ def _show(value: Any) -> str:
 
 
 def about_model(spec: Spec, spec_dir: Path) -> dict[str, Any]:
-    """What a manifest says of the model, for `check_fits` and for people."""
+    """Describe the model in a manifest, for `check_fits` and for people."""
     lora = spec.actor.lora
     return {
         "engine": spec.actor.engine.kind,
@@ -135,7 +147,7 @@ def check_fits(manifest: Mapping[str, Any], spec: Spec, spec_dir: Path) -> None:
 
 
 def _same_format(written_by: object, reader: TrainTable) -> bool:
-    """Whether an engine reads another's checkpoints: both say what format theirs have, and it is the same."""
+    """Tell whether an engine reads another's checkpoints: both say what format theirs have, and it is the same."""
     if not isinstance(written_by, str) or reader.checkpoint_format is None:
         return False
     try:
@@ -146,7 +158,7 @@ def _same_format(written_by: object, reader: TrainTable) -> bool:
 
 
 def _read_config(spec: Spec, spec_dir: Path) -> dict[str, Any] | None:
-    """The actor's `config.json`, less what does not matter; None where it is not on this host yet."""
+    """Return the actor's `config.json`, less what does not matter; None where it is not on this host yet."""
     where = resolve_model(spec.model_path(ACTOR), spec_dir)
     folder = where if isinstance(where, Path) else hub_snapshot(where)
     if folder is None:

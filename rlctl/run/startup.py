@@ -1,4 +1,4 @@
-"""Starts a run: launches every role, builds its model, compares it with the spec, and makes the driver."""
+"""Start a run: launch every role, build its model, compare it with the spec, and make the driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specs.wire.as_built import AsBuilt
 from specs.wire.bodies import DataOpened
 from specs.wire.messages import Message, Verb
 
-Bodies = Mapping[RoleName, dict[str, Any]]  # what each role's `build` is told
+Bodies = Mapping[RoleName, dict[str, Any]]  # the request of each role's `build`
 Reports = dict[RoleName, list[AsBuilt]]  # what each rank says it has built
 
 
@@ -101,7 +101,7 @@ def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> 
 
 
 def _answers(call: Call) -> list[Message]:
-    """Answers by rank, of the ranks that the run begins with."""
+    """Return answers by rank, of the ranks that the run begins with."""
     try:
         return call.result()
     except RanksLost:
@@ -132,7 +132,7 @@ def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> 
 
 
 def _per_set(rows: Mapping[str, int]) -> str:
-    """128; of several sets, 128 (heldout) and 30 (aime)."""
+    """Write 128, or for several sets 128 (heldout) and 30 (aime)."""
     if len(rows) == 1:
         return f"{next(iter(rows.values())):,}"
     return " and ".join(f"{count:,} ({name})" for name, count in rows.items())

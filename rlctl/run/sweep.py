@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from rlctl.processes.placement import usable_cores
 from rlctl.run.checkpoints import step_path
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.resume import differences
+from rlctl.run.run_lock import RunLock
 from rlctl.show.report_compare import read_runs, render_comparison
+from rlctl.show.report_page import write_page
 from rlctl.show.sweep_table import State, SweepTable, Trial, outcome
 from specs.errors import Problem, SpecError, UsageError
 from specs.json_file import read_object, write_object
@@ -33,11 +35,17 @@ from specs.schema.spec import Spec
 POLL_S = 0.2
 ENDED: dict[int, State] = {0: "done", 130: "interrupted"}
 NOT_SWEPT = ("run.name", "run.dir")
+# `rlctl train` that saves its last finished step and ends when the sweep is gone.
+TRAIN = """import signal, sys
+from workers.watchdog import die_with_parent
+die_with_parent(signal.SIGTERM)
+from rlctl.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))"""
 
 
 @dataclass(frozen=True)
 class Swept:
-    """A key and the values that it takes, as they are written after `--set`."""
+    """Hold a key and the values that it takes, as they are written after `--set`."""
 
     key: str
     values: tuple[str, ...]
@@ -51,6 +59,8 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
         hint = "write --set KEY=VALUE,VALUE, e.g. --set actor.optimizer.lr=1e-6,3e-6; `rlctl train` does one run"
         raise UsageError("no --set has several values", hint=hint)
     trials, folder = plan(spec_path, fixed, swept, folder)
+    if (folder / "resolved.json").exists():
+        raise UsageError(f"--dir {folder}: holds a run of its own", hint="name a folder for the runs of the sweep")
     table = SweepTable([one.key for one in swept], trials, folder)
     if dry_run:
         table.print_plan()
@@ -60,38 +70,34 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
     if dry_run:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    table.print_head(jobs)
-    ran = Runs(spec_path, folder, jobs, table)
-    interrupted = ran.all()
-    write_object(folder / "sweep.json", table.as_object())
-    _write_comparison(folder / "report.html", [trial.run_dir for trial in table.trials])
-    table.print_results()
+    lock = RunLock(folder, "wait for it, stop it, or name another folder with --dir")
+    try:
+        table.print_head(jobs)
+        interrupted = Runs(spec_path, folder, jobs, table).all()
+        write_object(folder / "sweep.json", table.as_object())
+        if begun := [trial.run_dir for trial in table.trials if outcome(trial.run_dir).step]:
+            write_page(folder / "report.html", render_comparison(read_runs(begun), folder / "report.html"))
+        table.print_results()
+    finally:
+        lock.release()
     return 130 if interrupted else 1 if not table.all_done else 0
 
 
 def gpu_note(spec: Spec, jobs: int) -> str:
-    """What to know where runs at a time have GPUs: each has all of the spec's. Empty on the CPU."""
+    """Say that runs at a time share GPUs: each has all of the spec's. Empty on the CPU."""
     used = sorted({device for _, section in spec.sections() for device in getattr(section, "devices", None) or ()})
-    if not used:
-        return ""
     listed = ", ".join(map(str, used))
-    return (
+    note = (
         f"note: {jobs} runs at a time share GPU {listed}: all must fit there together; `rlctl plan` says what one takes"
     )
-
-
-def _write_comparison(page: Path, run_dirs: Sequence[Path]) -> None:
-    """One page of the runs that made a step. It can be made again with `rlctl report`."""
-    begun = [run_dir for run_dir in run_dirs if outcome(run_dir).step]
-    if begun:
-        page.write_text(render_comparison(read_runs(begun), page), encoding="utf-8", errors="replace")
+    return note if used else ""
 
 
 # ── which runs ────────────────────────────────────────────────────────────────────────────────────
 
 
 def expand(overrides: Sequence[str]) -> tuple[list[str], list[Swept]]:
-    """The settings of every run, and those that have several values. Raises UsageError."""
+    """Divide settings into those of every run and those that have several values. Raises UsageError."""
     fixed: list[str] = []
     swept: list[Swept] = []
     for text in overrides:
@@ -114,7 +120,7 @@ def expand(overrides: Sequence[str]) -> tuple[list[str], list[Swept]]:
 
 
 def split_values(text: str) -> tuple[str, ...]:
-    """`1e-6,3e-6` are two values; commas in brackets, braces and quotes divide none: `[0, 1],[2, 3]` are two lists."""
+    """Split `1e-6,3e-6` in two values; commas in brackets, braces and quotes divide none: `[0, 1],[2, 3]` are two."""
     if not isinstance(parse_value(text), str):
         return (text,)
     values, depth, quote = [""], 0, ""
@@ -137,12 +143,13 @@ def split_values(text: str) -> tuple[str, ...]:
 def plan(
     spec_path: Path, fixed: Sequence[str], swept: Sequence[Swept], folder: Path | None
 ) -> tuple[list[Trial], Path]:
-    """A trial for each combination, and the folder of all. Raises SpecError with what is wrong in any of them."""
-    combined = [dict(zip([one.key for one in swept], values, strict=True)) for values in _product(swept)]
-    names = _names(combined)
+    """Return a trial for each combination, and the folder of all. Raises SpecError with what is wrong in any of them,
+    each problem once."""
+    products = itertools.product(*(one.values for one in swept))
+    combined = [dict(zip([one.key for one in swept], values, strict=True)) for values in products]
     found: dict[str, tuple[Problem, list[str]]] = {}
     trials: list[Trial] = []
-    for name, values in zip(names, combined, strict=True):
+    for name, values in zip(_names(combined), combined, strict=True):
         own = [*fixed, *(f"{key}={value}" for key, value in values.items())]
         try:
             spec = load_spec(spec_path, own)
@@ -159,12 +166,8 @@ def plan(
     return [_as_left(trial, spec_path) for trial in trials], folder.absolute()
 
 
-def _product(swept: Sequence[Swept]) -> Iterator[tuple[str, ...]]:
-    return itertools.product(*(one.values for one in swept))
-
-
 def _names(combined: Sequence[dict[str, str]]) -> list[str]:
-    """A name for each, that may be a folder's and a run's: `lr_1e-6-seed_0`."""
+    """Name each as a folder and a run may be called: `lr_1e-6-seed_0`."""
     keys = list(combined[0])
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: tail if last[tail := key.rpartition(".")[2]] == 1 else key for key in keys}
@@ -179,23 +182,19 @@ def _clean(value: str) -> str:
 
 
 def _in_some(problem: Problem, of: Sequence[str], count: int) -> Problem:
-    if len(of) == count:
-        return problem
     listed = ", ".join(of[:3]) + (f" and {len(of) - 3} more" if len(of) > 3 else "")
-    return replace(problem, message=f"{problem.message} (in {listed})")
+    return problem if len(of) == count else replace(problem, message=f"{problem.message} (in {listed})")
 
 
 def _as_left(trial: Trial, spec_path: Path) -> Trial:
-    """The trial as an earlier call left it. Raises SpecError where another spec made what is there."""
+    """Return the trial as an earlier call left it. Raises UsageError where another spec made what is there."""
     resolved = trial.run_dir / "resolved.json"
     if not resolved.exists():
         return trial
-    now = load_spec(spec_path, trial.overrides).resolved()
     try:
-        before = read_object(resolved)
+        refused, _ = differences(read_object(resolved), load_spec(spec_path, trial.overrides).resolved())
     except ValueError as error:
         raise UsageError(f"{resolved} {error}", hint="remove the folder, or name another with --dir") from None
-    refused, _ = differences(before, now)
     if refused:
         message = f"{trial.run_dir} holds a run of another spec: {'; '.join(refused)}"
         raise UsageError(message, hint="put the spec back, or name another folder with --dir")
@@ -207,14 +206,14 @@ def _as_left(trial: Trial, spec_path: Path) -> Trial:
 
 
 class Runs:
-    """The runs of a sweep, at most `jobs` of them at a time."""
+    """Run the trials of a sweep, at most `jobs` of them at a time."""
 
     def __init__(self, spec_path: Path, folder: Path, jobs: int, table: SweepTable) -> None:
         self.spec_path, self.folder, self.jobs, self.table = spec_path, folder, jobs, table
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def all(self) -> bool:
-        """Until none is left. Returns whether a person ended it; then every run has saved what it reached."""
+        """Run until none is left. Returns whether a person ended it; then every run has saved what it reached."""
         waiting = deque(trial.name for trial in self.table.trials if trial.state in ("waiting", "begun"))
         with as_ctrl_c(signal.SIGTERM, signal.SIGHUP), self.table:
             try:
@@ -231,7 +230,7 @@ class Runs:
         trial = self.table[name]
         resumed = ["--resume"] if trial.state == "begun" else []
         settings = [word for text in trial.overrides for word in ("--set", text)]
-        command = [sys.executable, "-m", "rlctl", "train", str(self.spec_path), "--run-dir", str(trial.run_dir)]
+        command = [sys.executable, "-c", TRAIN, str(self.spec_path), "--run-dir", str(trial.run_dir)]
         env = {"WANDB_RUN_GROUP": self.folder.name, **os.environ}
         if self.jobs > 1:
             env.setdefault("RLCTL_CPU_CORES", str(max(1, usable_cores() // self.jobs)))
@@ -251,7 +250,7 @@ class Runs:
                 self.table.now(name, ENDED.get(code, "failed"))
 
     def _end(self) -> None:
-        """Each run saves its last finished step, as after a Ctrl-C; a second one drops that."""
+        """Have each run save its last finished step, as after a Ctrl-C; a second one drops that."""
         self.table.say("interrupted: every run saves its last finished step; the same call goes on from there")
         while self._running:
             for process in self._running.values():

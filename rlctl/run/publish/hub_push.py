@@ -1,4 +1,4 @@
-"""`rlctl export-checkpoint --push-to-hub`: an exported folder as a repository on the Hugging Face hub.
+"""`rlctl export-checkpoint --push-to-hub`: make a repository on the Hugging Face hub of an exported folder.
 
 What would refuse the upload is found out before the export. A repository is private unless the user says otherwise.
 """
@@ -6,8 +6,6 @@ What would refuse the upload is found out before the export. A repository is pri
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,7 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A repository that may be pushed to. `there`: it exists."""
+    """Name a repository that may be pushed to. `there`: it exists."""
 
     name: str  # owner/name
     public: bool
@@ -29,28 +27,34 @@ class HubRepo:
 
 
 def find_repo(name: str, *, public: bool) -> HubRepo:
-    """The repository to push to, which need not exist. Raises UsageError for what the hub would refuse, and for a
+    """Find the repository to push to, which need not exist. Raises UsageError for what the hub would refuse, and for a
     repository that is public where `public` was not asked for, or private where it was."""
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError  # type: ignore[attr-defined]
 
     option = f"--push-to-hub {name}"
     if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{option}: not the name of a repository", hint="write OWNER/NAME, or NAME for your own"
-        ) from None
+        raise UsageError(f"{option}: not the name of a repository", hint="write OWNER/NAME, or NAME for your own")
     if offline():
         raise UsageError(f"{option}: HF_HUB_OFFLINE is set", hint="unset it, or push later: `hf upload NAME OUT_DIR`")
     if not get_token():
         raise UsageError(f"{option}: this machine has no token of the hub", hint="`hf auth login`, or set HF_TOKEN")
     api = HfApi(endpoint())
-    with _as_usage_error(option):
+    try:
         user = api.whoami()["name"]
         name = name if "/" in name else f"{user}/{name}"
-        try:
-            there = api.repo_info(name)
-        except RepositoryNotFoundError:
-            return HubRepo(name, public, there=False)
+        there = api.repo_info(name)
+    except RepositoryNotFoundError:
+        return HubRepo(name, public, there=False)
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        hint = (
+            "`hf auth login` with a token that may write, or set HF_TOKEN" if code in (401, 403) else "try again later"
+        )
+        raise UsageError(f"{option}: the hub answered {code}: {_words(error)}", hint=hint) from None
+    except (HTTPError, OSError) as error:
+        hint = "see that this machine reaches the hub, or push later: `hf upload NAME OUT_DIR`"
+        raise UsageError(f"{option}: the hub cannot be reached: {_words(error)}", hint=hint) from None
     if not there.private and not public:
         raise UsageError(f"{option}: {name} is public", hint="add --public to push there, or name another repository")
     if there.private and public:
@@ -62,45 +66,20 @@ def push(repo: HubRepo, folder: Path, message: str) -> str:
     """Upload the folder as one commit; weights of earlier exports go. Returns the repository's address. Raises
     ExportError."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     api = HfApi(endpoint())
-    with _as_export_error(repo.name, folder):
+    try:
         if not repo.there:
             api.create_repo(repo.name, private=not repo.public, exist_ok=True)
         api.upload_folder(repo_id=repo.name, folder_path=folder, commit_message=message, delete_patterns=_WEIGHTS)
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        message = f"{folder} is exported, but not on the hub: {_words(error)}"
+        raise ExportError(message, hint=f"`hf upload {repo.name} {folder}` tries again") from None
     return f"{api.endpoint}/{repo.name}"
 
 
-@contextmanager
-def _as_usage_error(option: str) -> Iterator[None]:
-    """The hub's refusals, and that it cannot be reached."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
-
-    try:
-        yield
-    except HfHubHTTPError as error:
-        code = error.response.status_code
-        hint = (
-            "`hf auth login` with a token that may write, or set HF_TOKEN" if code in (401, 403) else "try again later"
-        )
-        raise UsageError(f"{option}: the hub answered {code}: {_words(error)}", hint=hint) from None
-    except (HTTPError, OSError) as error:
-        hint = "see that this machine reaches the hub, or push later: `hf upload NAME OUT_DIR`"
-        raise UsageError(f"{option}: the hub cannot be reached: {_words(error)}", hint=hint) from None
-
-
-@contextmanager
-def _as_export_error(name: str, folder: Path) -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
-
-    try:
-        yield
-    except (HfHubHTTPError, HTTPError, OSError, ValueError, RuntimeError) as error:
-        message = f"{folder} is exported, but not on the hub: {_words(error)}"
-        raise ExportError(message, hint=f"`hf upload {name} {folder}` tries again") from None
-
-
 def _words(error: Exception) -> str:
-    """The first line of what huggingface_hub says."""
+    """Return the first line of what huggingface_hub says."""
     said = getattr(error, "server_message", None) or str(error)
     return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)

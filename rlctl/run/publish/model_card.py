@@ -1,4 +1,4 @@
-"""The model card of an export, `README.md`: what was trained on what, how far it came, what was proven.
+"""Write the model card of an export, `README.md`: what was trained on what, how far it came, what was proven.
 
 A card may become public: nothing of it is a path of this machine or a variable's value.
 """
@@ -25,8 +25,8 @@ RESULTS = ("reward/mean", "rollout/length_mean", "rollout/finished")
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export knows of itself. `about`: what the checkpoint's manifest says of the role; `name`: the repository
-    on the hub, or the folder."""
+    """Hold what an export knows of itself. `about`: what the checkpoint's manifest says of the role; `name`: the
+    repository on the hub, or the folder."""
 
     run_dir: Path
     step: int
@@ -34,29 +34,30 @@ class Exported:
     role: str
     dtype: str
     adapter_only: bool
-    proof: Mapping[str, Any]
     name: str
 
 
-def model_card(exported: Exported, folder: Path) -> str:
-    """The card of the model in `folder`. What of the run directory cannot be read is left out."""
+def model_card(exported: Exported, proof: Mapping[str, Any], folder: Path) -> str:
+    """Return the card of the model in `folder`. What of the run directory cannot be read is left out."""
     spec = _read(exported.run_dir / "resolved.json")
+    alone = " (LoRA adapters alone)" if exported.adapter_only else ""
+    same = f"{proof['values']} values" if proof.get("values") else f"{proof.get('greedy_tokens', 0)} greedy tokens"
     parts = [
-        _metadata(exported, spec),
+        _metadata(exported, spec, "" if proof.get("values") else "text-generation"),
         f"# {exported.name}",
         f"Step {exported.step} of the run `{exported.about['run']}`, trained with reinforcement learning by rlctl "
-        f"{__version__}: the weights of the {exported.role}{' (LoRA adapters alone)' if exported.adapter_only else ''} "
-        f"in {exported.dtype}.",
+        f"{__version__}: the weights of the {exported.role}{alone} in {exported.dtype}.",
         _use(exported, folder),
         _table("## Training", ("", ""), _training(exported, spec)),
         _table("## Results", ("", "first", f"step {exported.step}"), _results(exported)),
-        _proven(exported),
+        f"## Proof\n\nBefore it was written, the export was loaded again: {proof['tensors']} tensors equal the "
+        f"checkpoint's, and {same} equal the trainer's. `rlctl_export.json` has the details.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metadata(exported: Exported, spec: Mapping[str, Any]) -> str:
-    """The head that the hub reads: JSON values are YAML."""
+def _metadata(exported: Exported, spec: Mapping[str, Any], pipeline: str) -> str:
+    """Return the head that the hub reads: JSON values are YAML."""
     base = public_name(str(exported.about["model_path"]))
     train = public_name(str(value_at(spec, "data.train") or ""))
     kind = value_at(spec, "algorithm.kind")
@@ -64,7 +65,7 @@ def _metadata(exported: Exported, spec: Mapping[str, Any]) -> str:
         "base_model": base if "/" in base else None,
         "datasets": [train] if "/" in train else None,
         "library_name": "peft" if exported.adapter_only else "transformers",
-        "pipeline_tag": None if exported.proof.get("values") else "text-generation",
+        "pipeline_tag": pipeline,
         "tags": ["rlctl", "reinforcement-learning", *([kind] if kind else [])],
     }
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value]
@@ -72,9 +73,10 @@ def _metadata(exported: Exported, spec: Mapping[str, Any]) -> str:
 
 
 def _use(exported: Exported, folder: Path) -> str:
-    config = _read(folder / ("adapter_config.json" if exported.adapter_only else "config.json"))
-    name = next(iter(config.get("architectures") or ()), "AutoModelForCausalLM")
-    auto = "AutoModelForSequenceClassification" if "SequenceClassification" in name else "AutoModelForCausalLM"
+    names = [] if exported.adapter_only else _read(folder / "config.json").get("architectures") or []
+    auto = (
+        "AutoModelForSequenceClassification" if "SequenceClassification" in "".join(names) else "AutoModelForCausalLM"
+    )
     package, auto = ("peft", "AutoPeftModelForCausalLM") if exported.adapter_only else ("transformers", auto)
     return f'```python\nfrom {package} import {auto}\n\nmodel = {auto}.from_pretrained("{exported.name}")\n```'
 
@@ -82,16 +84,16 @@ def _use(exported: Exported, folder: Path) -> str:
 def _training(exported: Exported, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     terms = value_at(spec, "reward.terms") or []
     section = value_at(spec, exported.role) or value_at(spec, "actor")
-    versions = value_at(exported.about, "versions") or {}
-    optimizer, lora = value_at(section, "optimizer"), value_at(section, "lora")
+    lora, versions = value_at(section, "lora"), value_at(exported.about, "versions") or {}
+    prompts, group = value_at(spec, "data.prompts_per_step"), value_at(spec, "algorithm.group_size")
     rows = {
         "base model": public_name(str(exported.about["model_path"])) or "local files",
         "data": (public_name(str(value_at(spec, "data.train") or "")) or "local files") if spec else None,
         "algorithm": value_at(spec, "algorithm.kind"),
         "reward": ", ".join(str(term.get("kind")) for term in terms if isinstance(term, Mapping)),
-        "samples per step": _product(value_at(spec, "data.prompts_per_step"), value_at(spec, "algorithm.group_size")),
+        "samples per step": prompts * group if isinstance(prompts, int) and isinstance(group, int) else None,
         "longest completion": value_at(spec, "data.max_response_tokens"),
-        "learning rate": value_at(optimizer, "lr"),
+        "learning rate": value_at(section, "optimizer.lr"),
         "KL coefficient": value_at(spec, "algorithm.kl_coef"),
         "LoRA": f"rank {value_at(lora, 'rank')}, alpha {value_at(lora, 'alpha')}" if lora else None,
         "temperature": value_at(spec, "rollout.temperature"),
@@ -106,43 +108,26 @@ def _results(exported: Exported) -> list[tuple[str, ...]]:
         records = [line for line in read_metrics(exported.run_dir / "metrics.jsonl") if line["step"] <= exported.step]
     except RunDirError:
         return []
-    evals = list(eval_keys.keys(records).values())
     rows: list[tuple[str, ...]] = []
-    for key in (*evals, *RESULTS):
-        values = [line[key] for line in records if isinstance(line.get(key), int | float)]
-        if values:
+    for key in (*eval_keys.keys(records).values(), *RESULTS):
+        if values := [line[key] for line in records if isinstance(line.get(key), int | float)]:
             rows.append((f"`{key}`", number(values[0]), number(values[-1])))
     return rows
 
 
-def _proven(exported: Exported) -> str:
-    proof = exported.proof
-    same = f"{proof['values']} values" if proof.get("values") else f"{proof.get('greedy_tokens', 0)} greedy tokens"
-    return (
-        f"## Proof\n\nBefore it was written, the export was loaded again: {proof['tensors']} tensors equal the "
-        f"checkpoint's, and {same} equal the trainer's. `rlctl_export.json` has the details."
-    )
-
-
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
     lines = [head, ["---"] * len(head), *rows]
-    return f"{title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if rows else ""
 
 
 def public_name(path: str) -> str:
-    """A model or data set as everybody knows it: a hub id, `builtin:NAME`; "" for files of this machine."""
+    """Name a model or data set as everybody knows it: a hub id, `builtin:NAME`; "" for files of this machine."""
     if Path(path).is_relative_to(BUILTIN_FOLDER):
         return f"builtin:{Path(path).name}"
     if path.startswith("builtin:"):
         return path
     local = not path or path.startswith((".", "~", "/")) or Path(path).suffix in (".jsonl", ".json", ".parquet", ".csv")
     return "" if local or path.count("/") > 1 or Path(path).exists() else path
-
-
-def _product(*numbers: Any) -> int | None:
-    return numbers[0] * numbers[1] if all(isinstance(one, int) for one in numbers) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

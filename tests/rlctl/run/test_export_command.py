@@ -15,7 +15,7 @@ from running import start, wait_for
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run import checkpoints
 from rlctl.run.export import Limits, Pace, export, own_dtype
-from specs.errors import ExportError
+from specs.errors import CheckpointError, ExportError, UsageError
 from workers.offline import export_model
 from workers.saved_files import settle
 
@@ -146,3 +146,17 @@ def test_getting_nowhere_is_noticed():
     assert pace.stalled_s == 50
     pace.line("writing", 2, 9)
     assert pace.stalled_s == 0
+
+
+def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):
+    manifest = run / "checkpoints" / "step_000001" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    proof = content["files"].pop("actor/greedy_proof.json")
+    for more, error, told in (
+        ({"proven": False}, CheckpointError, "step 1 was saved without the proof"),
+        ({"engine": "fake"}, UsageError, "engine is fake: there is no model to export"),
+    ):
+        manifest.write_text(json.dumps({**content, **more}))
+        with pytest.raises(error, match=told):
+            export(run, tmp_path / "out", None, "actor")
+    assert proof

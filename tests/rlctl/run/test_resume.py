@@ -13,7 +13,7 @@ from running import preset
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.presets import presets
-from rlctl.run.resume import about_model, check_fits, differences, may_change
+from rlctl.run.resume import about_model, check_fits, differences, held_out, may_change
 from specs.errors import CheckpointError
 from specs.load.dotted_keys import flattened
 from specs.load.load import load_spec
@@ -92,6 +92,23 @@ def test_what_may_change(tmp_path, change):
         assert refused == []
     else:
         assert (refused, allowed) == ([REFUSED[change]], [])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rows"),
+    [
+        ("{every=1, prompts=8}", "{every=1, prompts=400}", (8, 400)),
+        ("{every=1, prompts=8}", '{every=1, prompts=8, data="other.jsonl"}', (8, 0)),
+        ('{every=1, sets=[{name="a", prompts=4}, {name="b", data="b.jsonl"}]}', "{every=9, prompts=4}", (4, 4)),
+        ('{every=1, prompts=8, data="b.jsonl"}', '{every=2, prompts=9, data="c.jsonl"}', (0, 0)),
+    ],
+)
+def test_rows_that_are_held_out_of_training_stay_so(tmp_path, before, after, rows):
+    spec = preset("quickstart", tmp_path)
+    resolved = [load_spec(spec, [f"eval={sets}"]).resolved() for sets in (before, after)]
+    assert tuple(map(held_out, resolved)) == rows
+    refused = [f"rows of data.train held out for evaluation: {rows[0]} → {rows[1]}"]
+    assert differences(*resolved)[0] == (refused if rows[0] != rows[1] else [])
 
 
 def test_ranks_may_share_samples_from_now_on(tmp_path):

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from running import metrics, preset, start, steps_done, wait_for, warm_rlctl, workers_of
 
+from rlctl.run.run_lock import owner_of
 from rlctl.run.sweep import Swept, expand, plan, split_values, sweep
 from rlctl.run.train import print_result
-from specs.errors import SpecError, UsageError
+from specs.errors import RunDirError, SpecError, UsageError
 
 
 @pytest.fixture
@@ -171,3 +172,20 @@ def test_a_ctrl_c_ends_every_run_and_each_is_saved(spec: Path, tmp_path: Path) -
     for run in runs:
         assert not workers_of(run)
         assert list((run / "checkpoints").iterdir())
+
+
+def test_a_sweep_that_is_killed_takes_its_runs_with_it(spec: Path, tmp_path: Path) -> None:
+    run = tmp_path / "out" / "seed_0"
+    forever = ("--set", "run.steps=100000", "--set", "checkpoint.every=90000")
+    process = start("sweep", spec, "--dir", tmp_path / "out", "--set", "run.seed=0,1", *forever)
+    try:
+        wait_for(lambda: steps_done(run) > 1, 90, "two steps")
+        with pytest.raises(RunDirError, match="is in use by another rlctl"):
+            sweep(spec, ["run.seed=0,1"], tmp_path / "out", jobs=1, dry_run=False)
+        with pytest.raises(UsageError, match="holds a run of its own"):
+            sweep(spec, ["run.seed=0,1"], run, jobs=1, dry_run=False)
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not workers_of(run) and not owner_of(run), 90, "the end of the run")
+    assert list((run / "checkpoints").iterdir()), "its last step is saved"

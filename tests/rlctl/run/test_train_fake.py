@@ -34,6 +34,8 @@ def evaluated_alone(run, folder):
     """`rlctl eval` of a checkpoint says what the run said after that step, to the bit."""
     done = rlctl("eval", run, "--step", "2", "--out", folder / "alone", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
+    more = rlctl("eval", run, "--set", "eval.prompts=5", "--out", folder / "more")
+    assert (more.returncode, "but the run trained on all but 4" in more.stderr) == (2, True), "rows it has learned"
     assert f"weights of {run / 'checkpoints' / 'step_000002'}" in done.stderr.replace("\n", "")
     found = json.loads(done.stdout)
     assert (found["step"], found["out"]) == (2, str(folder / "alone"))
