@@ -323,6 +323,16 @@ def report(
     raise typer.Exit(write(run_dirs, out))
 
 
+@app.command("runs", short_help="List runs with state, step and reward.")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of runs.")] = Path("runs"),
+) -> None:
+    """List the runs in a folder with their state, step and reward."""
+    from rlctl.run.runs_command import runs
+
+    raise typer.Exit(runs(folder))
+
+
 @app.command("export-checkpoint", short_help="Turn a checkpoint into a model folder.")
 def export_checkpoint(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],

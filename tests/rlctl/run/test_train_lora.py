@@ -58,6 +58,8 @@ def test_exports_are_proven(finished, tmp_path, only):
     assert ("loads in peft" if only else "loads in transformers") in done.stdout
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file() == only
     assert (tmp_path / "out" / "model.safetensors").is_file() != only
+    if only:  # the adapters may be pushed: nothing of this machine is in them
+        assert "/" not in json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert json.loads((tmp_path / "out" / "rlctl_export.json").read_text())["proof"]["greedy_tokens"] > 8
 
 

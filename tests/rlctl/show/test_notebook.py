@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
 import types
 from typing import Any
 
 import pytest
-from running import REPO
 
 from rlctl.show import notebook
 from rlctl.show.progress import Progress
@@ -71,38 +67,3 @@ def test_no_panel_where_nothing_can_be_drawn_over(env: dict[str, str], monkeypat
         progress.step({"step": 2, "reward/mean": 0.5, "time/step_s": 0.1})
     assert len(file.getvalue().splitlines()) == 1
     assert "\x1b[1A" not in file.getvalue()
-
-
-def test_a_terminal_that_becomes_narrow_gets_a_narrow_panel() -> None:
-    """A real terminal, resized while the panel is drawn."""
-    code = """
-import fcntl, struct, sys, termios
-from rlctl.show.progress import Progress
-def resize(columns):
-    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-resize(120)
-with Progress(9, 0, "quickstart") as progress:
-    progress.step({"step": 1, "reward/mean": 0.5, "time/step_s": 0.1, "perf/tokens_per_s": 12345.0, "actor/loss": -0.1})
-    progress.message("now it is narrow")
-    resize(44)
-    progress.step({"step": 2, "reward/mean": 0.6, "time/step_s": 0.1, "perf/tokens_per_s": 12345.0, "actor/loss": -0.1})
-"""
-    ours, theirs = pty.openpty()
-    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "FORCE_COLOR")}
-    done = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPO, env={**env, "TERM": "xterm"}
-    )
-    os.close(theirs)
-    said = b""
-    try:
-        while piece := os.read(ours, 65536):
-            said += piece
-    except OSError:  # how a pty says that it ends
-        pass
-    os.close(ours)
-    assert done.wait(150) == 0, said.decode()
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode()).replace("\r", "\n").split("\n")
-    first = max(index for index, line in enumerate(drawn) if "step 2/9" in line)
-    assert any(len(line.rstrip()) > 60 for line in drawn[:first])
-    assert all(len(line) <= 44 for line in drawn[first:]), drawn[first:]
-    assert any("reward" in line and "0.600" in line for line in drawn[first:])

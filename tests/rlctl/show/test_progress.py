@@ -137,34 +137,6 @@ def test_the_estimate_leaves_the_first_step_out_and_counts_from_the_resumed_one(
     assert bar.eta_s == pytest.approx(5 * 2.0)
 
 
-def test_the_panel_is_not_redrawn_more_often_than_it_can_be_seen(
-    clock: HandClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = 0
-    render = Progress.render
-
-    def counting(self: Progress) -> Any:
-        nonlocal drawn
-        drawn += 1
-        return render(self)
-
-    monkeypatch.setattr(Progress, "render", counting)
-    with Progress(10, 0, "x", console(terminal=True)) as bar:
-        drawn = 0
-        for _ in range(1000):
-            clock.now += 0.01
-            bar.tick()
-    assert 10 <= drawn <= 10 / module.REDRAW_S + 2
-
-
-def test_missing_and_broken_numbers_are_dashes(clock: HandClock) -> None:
-    target = console(terminal=False)
-    with Progress(1, 0, "x", target) as bar:
-        bar.step({"step": 1, "reward/mean": None})
-    assert "reward –" in text_of(target)
-    bar.render()
-
-
 def test_a_console_without_unicode_does_not_end_the_run() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)

@@ -12,7 +12,6 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
-import browser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,13 +187,6 @@ def test_what_a_model_or_a_file_says_is_text_on_the_page(tmp_path: Path) -> None
     assert hostile.text.count("<script>alert(1)") >= 12
     assert not set(hostile.text) & set("\x1b\x07\x9b\u202e\u2028")
     assert "default-src 'none'" in (run_dir / "report.html").read_text()
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_run_that_has_barely_begun(tmp_path: Path, steps: int) -> None:
-    fill(tmp_path, steps)
-    _, text = page_of(tmp_path)
-    assert ("No step has ended yet." in text) is (steps == 0)
 
 
 def test_an_empty_or_broken_directory_still_gives_a_page(tmp_path: Path) -> None:
@@ -416,54 +408,3 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
     assert "actor.optimizer.lr" in source
     with pytest.raises(RunDirError, match="is no run"):
         read_runs([tmp_path])
-
-
-def fill_long(run_dir: Path) -> None:
-    """1,000 steps with 10,000 samples."""
-    fill(run_dir, 1000)
-    sample = {"prompt": "p" * 300, "completion_raw": "c" * 600, "reward": 0.5, "finished": True, "terms": [0.5]}
-    with (run_dir / "samples.jsonl").open("a") as file:
-        file.write("\n" + "".join(json.dumps({"step": i // 10, **sample}) + "\n" for i in range(10_000)))
-
-
-def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
-    fill_long(tmp_path)
-    assert len(render(tmp_path)) < 3_000_000
-
-
-@pytest.mark.skipif(browser.found() is None, reason="no Chromium on PATH, and RLCTL_TEST_BROWSER names none")
-def test_a_browser_opens_the_page_of_a_long_run_at_once(tmp_path: Path) -> None:
-    """In under 2 s, without a complaint; and the pointer tells values, a click picks samples."""
-    fill_long(tmp_path)
-    page = write_report(tmp_path)
-    assert page is not None
-    with browser.Browser(str(browser.found())) as chromium:
-        chromium.look(1280, 900)
-        opened_s = [chromium.open(page) for _ in range(3)]
-        assert min(opened_s) < 2.0, opened_s
-        box = chromium.run("(({x, y, width, height}) => [x + width / 2, y + height / 2])"
-                           "(document.querySelector('svg[data-x]').getBoundingClientRect())")  # fmt: skip
-        figure = "document.querySelector('svg[data-x]').parentNode"
-        said = f"[...{figure}.querySelectorAll('.tip, .key b')].map(one => one.textContent)"
-        latest = chromium.run(said)
-        chromium.move("mouseMoved", *box)
-        step, train = chromium.run(said)[:2]
-        assert re.fullmatch(r"step [45]\d\d", step), step
-        assert float(train) == pytest.approx(1 - math.exp(-int(step.split()[1]) / 30), abs=0.02)
-        wide = chromium.run(f"{figure}.querySelector('polyline').getBBox().width")
-        chromium.move("mousePressed", *box, button="left", clickCount=1)
-        chromium.move("mouseMoved", box[0] + 40, box[1], buttons=1)
-        chromium.move("mouseReleased", box[0] + 40, box[1], button="left", clickCount=1)
-        assert chromium.run(f"{figure}.querySelector('polyline').getBBox().width") > 4 * wide
-        chromium.move("mouseMoved", 1, 1)
-        assert chromium.run(said)[1:] == latest[1:]
-        rows = "[...document.querySelectorAll('.filter tr:not(.head)')].filter(row => row.offsetHeight).length"
-        every = chromium.run(rows)
-        chromium.run("document.getElementById('samples-truncated').click()")
-        assert 0 < chromium.run(rows) < every
-        for width in (1280, 390):
-            chromium.look(width, 900)
-            outside = "[...document.querySelectorAll('.tiles div, figure')]"
-            outside += f".filter(one => one.getBoundingClientRect().right > {width - 10}).length"
-            assert chromium.run(outside) == 0, f"{width} pixels wide"
-        assert chromium.complaints == []

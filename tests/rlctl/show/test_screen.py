@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import json
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from running import REPO
 from small_spec import raw_spec
 
 from rlctl.cli import app, main
@@ -60,13 +58,6 @@ def test_what_commands_is_visible_and_the_rest_stays(text: str) -> None:
     assert_harmless(shown)
     if not commands(text):
         assert shown == text
-
-
-@given(st.text(st.characters(exclude_categories=[])))
-def test_json_says_the_same_and_is_harmless(text: str) -> None:
-    shown = json_text({text: [text]}, indent=1)
-    assert_harmless(shown)
-    assert json.loads(shown) == json.loads(json.dumps({text: [text]}))
 
 
 def test_letters_of_all_scripts_stay() -> None:
@@ -166,6 +157,7 @@ CALLS = {
     "train": [["{sound}", "--dry-run"], ["{broken}"], ["{sound}", "--set", f"run.name={NAME}"], ["--run-dir", NAME]],
     "plan": [["{sound}"], ["{sound}", "--json"], ["{broken}"], ["{sound}", "--gpu-GiB", HOSTILE]],
     "eval": [[NAME], [NAME, "{sound}"], ["some/model", "{broken}"], [NAME, "{sound}", "--set", NAME]],
+    "runs": [[NAME]],
     "report": [[NAME], [NAME, "other"], [NAME, "--out", f"{NAME}/x.html"]],
     "sweep": [
         *(["{sound}", "--set", f"run.name={NAME},b", "--dry-run"], ["{broken}", "--set", f"{NAME}=1,2"]),
@@ -194,13 +186,6 @@ def test_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command:
             assert json.loads(said)
 
 
-def test_words_of_the_command_line_itself(tmp_path: Path) -> None:
-    for arguments in ([HOSTILE], ["train", f"--{HOSTILE}"], ["train", HOSTILE]):
-        said = said_by(*arguments, cwd=tmp_path)
-        assert "owned" in said
-        assert_harmless(said)
-
-
 def test_a_fault_of_rlctl_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ValueError(HOSTILE)
@@ -209,13 +194,3 @@ def test_a_fault_of_rlctl_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said = said_by("check-config", "x.toml", cwd=tmp_path)
     assert "this is a fault in rlctl" in said
     assert_harmless(said)
-
-
-def test_only_the_screen_makes_a_console() -> None:
-    """Another one would interpret markup and pass on what it is given."""
-    for folder in ("rlctl", "scripts"):
-        for file in (REPO / folder).rglob("*.py"):
-            if file.name in ("screen.py",) or file.name.startswith("bench"):
-                continue
-            names = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
-            assert "Console" not in names, f"{file} makes a rich console of its own: use Screen"

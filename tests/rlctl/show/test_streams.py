@@ -35,15 +35,6 @@ def test_what_nobody_takes_goes_nowhere(where):
     # the end of the block flushes what was left: that raised nothing either
 
 
-def test_what_is_taken_arrives(tmp_path):
-    with open(tmp_path / "out", "w", encoding="utf-8") as file:
-        outlet = SafeStdout(file)
-        outlet.write("ein\n")
-        outlet.flush()
-        assert (outlet.isatty(), outlet.encoding) == (False, "utf-8")
-        assert (tmp_path / "out").read_text() == "ein\n"
-
-
 def test_an_error_that_nobody_hears_is_no_second_error():
     with closed_pipe() as file, redirect_stderr(file):
         show_error(RlctlError("one", hint="two"))

@@ -1,0 +1,49 @@
+"""`rlctl runs` lists what is in a folder: state, step and reward of each run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.run.run_lock import RunLock
+from rlctl.run.runs_command import runs
+from rlctl.show.journal import Journal
+from specs.errors import UsageError
+
+
+def run_in(folder: Path, steps: int, outcome: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "resolved.json").write_text(json.dumps({"run": {"steps": 9}}))
+    lines = ({"step": step, "reward/mean": step / 10} for step in range(1, steps + 1))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Journal(folder, 1).add("start")
+    if outcome:
+        Journal(folder, 1).add("end", outcome=outcome)
+    return folder
+
+
+def test_each_run_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_in(tmp_path / "a", 9, "done")
+    run_in(tmp_path / "grid" / "lr_1", 3, "failed")
+    run_in(tmp_path / "killed", 0)
+    going_on = run_in(tmp_path / "now", 2)
+    (going_on / "resolved.attempt_2.json").write_text(json.dumps({"run": {"steps": 20}}))
+    lock = RunLock(going_on, "")
+    try:
+        assert runs(tmp_path) == 0
+    finally:
+        lock.release()
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["run", "state", "step", "reward"],
+        ["a", "done", "9/9", "0.900"],
+        ["grid/lr_1", "failed", "3/9", "0.300"],
+        ["killed", "killed", "0/9", "–"],
+        ["now", "running", "2/20", "0.200"],
+    ]
+
+
+def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no runs"):
+        runs(tmp_path)
