@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -23,6 +23,15 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
 from specs.load.keys import is_list, kind_of, tables_of  # noqa: E402
+from specs.schema.algorithms.algorithm import Algorithm  # noqa: E402
+from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
+    PRESETS,
+    ActorCritic,
+    AdvantageTable,
+    LossTable,
+    ValueLoss,
+)
+from specs.schema.role_section import Dispensable, Learner, ModelRole, RoleSection  # noqa: E402
 from specs.schema.spec import Spec  # noqa: E402
 from specs.schema.table import Table  # noqa: E402
 from specs.text import show  # noqa: E402
@@ -82,51 +91,156 @@ def default_of(field: FieldInfo) -> str:
     return "unset" if value is None else f"`{show(value) or '{}'}`"
 
 
-def rows(table: type[Table]) -> list[str]:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in table.model_fields.items():
-        meaning = (field.description or "").replace("|", "\\|")
-        if name == "kind":
-            meaning = "Chooses this table."
-        cells = (f"`{field.alias or name}`", " ".join(filter(None, (type_of(field.annotation), bounds_of(field)))))
-        lines.append(f"| {cells[0]} | {cells[1]} | {default_of(field)} | {meaning} |")
-    return [*lines, ""]
+# Tables whose keys the sections of several roles have: each is described once, under this title.
+SHARED: dict[type[Table], str] = {
+    RoleSection: "every role",
+    ModelRole: "roles with a model",
+    Learner: "roles that learn",
+    Dispensable: "roles whose processes can be lost",
+}
+ALGORITHM = """\
+`kind` names a preset of an advantage and a loss. Its keys are those that every algorithm has, those of its
+advantage and those of its loss, side by side. How each is computed: [algorithms.md](algorithms.md)."""
+
+Keys = Mapping[str, FieldInfo]
 
 
-def section(path: str, table: type[Table], depth: int, *, name_kind: bool = True) -> list[str]:
-    """A table and, below it, the tables that it holds. `name_kind`: its title says which kind it is."""
-    title = f"`[{path}]`" if depth == 2 else f"`{path}`"
-    if name_kind and (kind := kind_of(table)):
-        title += f' with `kind = "{kind}"`'
-    lines = [f"{'#' * depth} {title}", "", cleandoc(table.__doc__ or ""), "", *rows(table)]
-    for name, field in table.model_fields.items():
-        below = f"{path}.{name}" + (".N" if is_list(field.annotation) else "")
-        for sub in tables_of(field.annotation):
-            lines += section(below, sub, depth + 1)
-    return lines
+def keys_of(table: type[Table]) -> Keys:
+    """Return the keys that are described with this table, by name: those that no shared table has as they are."""
+    shared = {name: field for base in SHARED if base in table.__mro__[1:] for name, field in base.model_fields.items()}
+    return {
+        name: field
+        for name, field in table.model_fields.items()
+        if name != "kind" and (name not in shared or repr(shared[name]) != repr(field))
+    }
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [*(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines), ""]
+
+
+def cells_of(name: str, field: FieldInfo) -> list[str]:
+    kind = " ".join(filter(None, (type_of(field.annotation), bounds_of(field))))
+    return [f"`{field.alias or name}`", kind, default_of(field), field.description or ""]
+
+
+def key_table(keys: Keys) -> list[str]:
+    return grid(("key", "type", "default", "meaning"), (cells_of(name, field) for name, field in keys.items()))
+
+
+def name_of(table: type[Table]) -> str:
+    """Return the `kind` that a table has, or stands for by default."""
+    return kind_of(table) or str(table.model_fields["kind"].default)
+
+
+def what(table: type[Table]) -> str:
+    return " ".join(cleandoc(table.__doc__ or "").split())
+
+
+def kinds_table(tables: Sequence[type[Table]]) -> list[str]:
+    return grid(("`kind`", "what it is"), ((f"`{name_of(table)}`", what(table)) for table in tables))
+
+
+def union_table(tables: Sequence[type[Table]], but: Collection[str] = ()) -> list[str]:
+    """Return the keys of tables that a `kind` chooses between, each with the kinds that have it."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for table in tables:
+        for name, field in keys_of(table).items():
+            if name not in but:
+                kinds.setdefault(tuple(cells_of(name, field)), []).append(f"`{name_of(table)}`")
+    found = ((*cells, "all" if len(names) == len(tables) else ", ".join(names)) for cells, names in kinds.items())
+    return grid(("key", "type", "default", "meaning", "`kind`"), found)
+
+
+class Page:
+    """The page as it grows. What stands in several places is described at the first."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.place: dict[tuple[type[Table], ...], str] = {}
+
+    def section(self, path: str, tables: tuple[type[Table], ...], title: str) -> None:
+        """Describe a table, or the several that its `kind` chooses between, and below it what it holds."""
+        self.lines += [title, ""]
+        if len(tables) > 1:
+            self.lines += [*kinds_table(tables), *union_table(tables)]
+            return
+        (table,) = tables
+        shared = [f"[{name}](#{name.replace(' ', '-')})" for base, name in SHARED.items() if base in table.__mro__[1:]]
+        self.lines += [
+            cleandoc(table.__doc__ or ""),
+            *([f"It has the keys of {', of '.join(shared)}."] if shared else []),
+        ]
+        self.lines += ["", *key_table(keys_of(table))]
+        self.below(path, keys_of(table))
+
+    def below(self, path: str, keys: Keys) -> None:
+        for name, field in keys.items():
+            place, tables = f"{path}.{name}" + (".N" if is_list(field.annotation) else ""), tables_of(field.annotation)
+            if tables in self.place:
+                self.lines += [f"`{place}` is as [`{self.place[tables]}`](#{self.place[tables].replace('.', '')}).", ""]
+            elif tables:
+                self.place[tables] = place
+                self.section(place, tables, f"### `{place}`")
+
+    def roles(self) -> None:
+        self.lines += ["## Keys of several roles", ""]
+        for base, name in SHARED.items():
+            self.lines += [f"### {name.capitalize()}", "", *key_table(keys_of(base))]
+            self.below("actor", keys_of(base))
+
+    def algorithm(self) -> None:
+        advantages, losses = tables_of(AdvantageTable), [one for one in tables_of(LossTable) if one is not ValueLoss]
+        self.lines += ["## `[algorithm]`", "", ALGORITHM, ""]
+        head = ("`kind`", "advantage", "loss", "defaults of its own", "what it is")
+        self.lines += grid(head, (preset_row(kind, table) for kind, table in PRESETS.items()))
+        self.lines += ["### Every algorithm", "", *key_table(keys_of(Algorithm))]
+        self.below("algorithm", keys_of(Algorithm))
+        not_written = {*Algorithm.model_fields, "corrected", "path"}
+        self.lines += ["### Advantages", "", *kinds_table(advantages), *union_table(advantages, not_written)]
+        self.lines += ["### Losses", "", *kinds_table(losses), *union_table(losses, not_written)]
+        critic = {name: field for name, field in ActorCritic.model_fields.items() if name not in Algorithm.model_fields}
+        self.lines += ["### The critic", "", what(ValueLoss), "", *key_table(critic)]
+
+
+def preset_row(kind: str, table: type[Algorithm]) -> list[str]:
+    bases = (table.advantage_table, table.loss_table, table.__mro__[1])
+    default = {name: field.default for base in bases for name, field in base.model_fields.items()}
+    own = [
+        f"`{name} = {show(field.default)}`"
+        for name, field in table.model_fields.items()
+        if name != "kind" and field.default != default[name]
+    ]
+    names = [f"`{name_of(part)}`" for part in (table.advantage_table, table.loss_table)]
+    return [f"`{kind}`", *names, ", ".join(own), what(table)]
 
 
 def about(tables: Sequence[type[Table]]) -> str:
-    """A section in a line; of several tables, the kinds that it may be."""
+    """Return a section in a line; of several tables, the kinds that it may be."""
     if len(tables) > 1:
         return "one of the kinds " + ", ".join(f"`{kind_of(table)}`" for table in tables) + "."
-    return (tables[0].__doc__ or "").strip().splitlines()[0]
+    return what(tables[0]).partition(". ")[0].rstrip(".") + "."
 
 
 def render() -> str:
-    lines = [INTRO, "`schema = 1` stands first. Sections:", ""]
+    page = Page()
+    page.lines = [INTRO, "`schema = 1` stands first. Sections:", ""]
     sections = {name: found for name, field in Spec.model_fields.items() if (found := tables_of(field.annotation))}
+    titles = {name: f"[[{name}]]" if is_list(Spec.model_fields[name].annotation) else f"[{name}]" for name in sections}
     for name, tables in sections.items():
         needed = "" if not Spec.model_fields[name].is_required() else " (required)"
-        title = f"[[{name}]]" if is_list(Spec.model_fields[name].annotation) else f"[{name}]"
-        lines.append(f"- [`{title}`](#{name}){needed}: {about(tables)}")
-    lines.append("")
+        page.lines.append(f"- [`{titles[name]}`](#{name}){needed}: {about(tables)}")
+    page.lines.append("")
     for name, tables in sections.items():
-        lines += [f'<a id="{name}"></a>', ""]
-        for table in tables:
-            many = is_list(Spec.model_fields[name].annotation)
-            lines += section(f"[{name}]" if many else name, table, 2, name_kind=len(tables) > 1)
-    return "\n".join(lines).rstrip() + "\n"
+        if name == "reward":
+            page.roles()
+        page.lines += [f'<a id="{name}"></a>', ""]
+        if name == "algorithm":
+            page.algorithm()
+        else:
+            page.section(name, tables, f"## `{titles[name]}`")
+    return "\n".join(page.lines).rstrip() + "\n"
 
 
 # ── docs/models.md ────────────────────────────────────────────────────────────────────────────────

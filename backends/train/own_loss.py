@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specs.schema.algorithms.own_function import LOSS, OwnFunctionError, load, raised
+from specs.own_function import LOSS, OwnFunctionError, load, raised
 
 
 def own_loss(path: str, logprob_N: Tensor, anchor_N: Tensor, advantage_N: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from rlctl.loop.rollouts import Rollouts
 from rlctl.loop.token_advantages import TOKEN_ADVANTAGES, WHITEN_EPS, token_columns
 from specs.errors import RlctlError
+from specs.own_function import own_advantage
 from specs.schema.algorithms.algorithm import Advantage, FunctionAdvantage
 from specs.schema.algorithms.algorithm_tables import GroupCentredWhitened, GroupRelative, LeaveOneOut, LengthWeighted
-from specs.schema.algorithms.own_function import own_advantage
 from specs.wire.batch import Batch
 
 GROUP_EPS = 1e-6

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.loop import advantages, finite_check, step_metrics
+from rlctl.loop import advantages, correction, covariance, finite_check, step_metrics
 from rlctl.loop.clock import Clock
 from rlctl.loop.kl_control import KlController
 from rlctl.loop.logprob_gap import Gap, GapLimits
-from rlctl.loop.loss_columns import correction, covariance
 from rlctl.loop.recovery import SteadyGrading, SteadySync
 from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts, without_truncated

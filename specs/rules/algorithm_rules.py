@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.algorithms.algorithm import FunctionLoss
-from specs.schema.algorithms.algorithm_tables import GaeKeys
+from specs.schema.algorithms.algorithm_tables import Gae
 from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.roles import ROLES
 from specs.schema.sections import same_source
@@ -128,7 +128,8 @@ def _critic(spec: Spec) -> Iterator[Problem]:
     if spec.critic is not None and not spec.needs_critic:
         hint = 'set algorithm.kind = "ppo", or remove the section'
         yield Problem("[critic]", f'has no effect: algorithm.kind = "{algorithm.kind}" has no critic', hint)
-    settled = isinstance(algorithm, GaeKeys) and None not in (algorithm.gae_length_alpha, algorithm.gae_lambda_value)
+    advantage = algorithm.advantage
+    settled = isinstance(advantage, Gae) and None not in (advantage.gae_length_alpha, advantage.gae_lambda_value)
     if settled and "gae_lambda" in algorithm.model_fields_set:
         why = "the policy's λ follows from gae_length_alpha, and the critic's is gae_lambda_value"
         yield no_effect("algorithm.gae_lambda", algorithm, why)

@@ -24,7 +24,7 @@ from specs.rules.reward_model_rules import reward_model_problems, reward_model_w
 from specs.rules.sequence_rules import sharing_problems
 from specs.rules.staleness_rules import run_ahead_problems, run_ahead_warnings
 from specs.rules.transport_rules import transport_problems
-from specs.schema.algorithms.algorithm_tables import ValueLossKeys
+from specs.schema.algorithms.algorithm_tables import ActorCritic
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import devices_of_a_process, sequence_parallel_of
 from specs.schema.rewards import Overlong
@@ -62,27 +62,25 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
 
 
 def _ratio_bounds(spec: Spec) -> Iterator[Problem]:
-    """Keys of the loss that bound a ratio which is always 1, or whose values are seldom meant."""
-    one_update = spec.ratio_against == "current"
-    idle = spec.loss.ratio_keys if one_update else ()
+    """Keys of the loss that bound a ratio which is always 1."""
+    algorithm = spec.algorithm
+    if spec.ratio_against != "current":
+        return
+    always = "with one mini-batch and one epoch per step the ratio is always 1"
     more_updates = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or "
-    if one_update and (left := spec.loss.while_ratio_is_1):
-        message = f"with one mini-batch and one epoch per step the ratio is always 1, and what is left is {left}"
-        yield Problem("algorithm.kind", message, f"{more_updates}choose grpo", show(spec.algorithm.kind))
-    for key, why in spec.loss.seldom_meant().items():
-        if key not in idle:
-            yield Problem(f"algorithm.{key}", why, "leave it out for the default", show(getattr(spec.algorithm, key)))
-    for key in idle:
-        if key in spec.algorithm.model_fields_set:
-            message = "does nothing: with one mini-batch and one epoch per step the ratio is always 1"
-            value = show(getattr(spec.algorithm, key))
-            yield Problem(f"algorithm.{key}", message, f"{more_updates}leave it out", value)
+    if spec.loss.needs_ratio:
+        message = f"{always}, and the loss is the plain policy gradient"
+        yield Problem("algorithm.kind", message, f"{more_updates}choose grpo", show(algorithm.kind))
+    for key in spec.loss.ratio_keys:
+        if key in algorithm.model_fields_set:
+            value = show(getattr(algorithm, key))
+            yield Problem(f"algorithm.{key}", f"does nothing: {always}", f"{more_updates}leave it out", value)
 
 
 def _critic_bounds(spec: Spec) -> Iterator[Problem]:
     """Keys of a critic that do nothing here."""
     algorithm = spec.algorithm
-    if isinstance(algorithm, ValueLossKeys) and algorithm.value_clip is not None and algorithm.on_policy:
+    if isinstance(algorithm, ActorCritic) and algorithm.value_clip is not None and algorithm.on_policy:
         message = "does nothing: with one mini-batch and one epoch per step no value has moved yet"
         hint = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or leave it out"
         yield Problem("algorithm.value_clip", message, hint, show(algorithm.value_clip))

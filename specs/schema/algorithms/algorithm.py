@@ -1,13 +1,12 @@
-"""What every advantage, every loss and every algorithm is. The tables themselves are in `algorithm_tables.py`."""
+"""Base classes of advantages, losses and algorithms. The tables themselves are in `algorithm_tables.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, create_model
 
 from specs.schema.table import PathText, Table
 
@@ -16,26 +15,57 @@ FunctionPath = Annotated[PathText, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]
 # Whose log-probs the probability ratio divides by: the current ones, detached, so that it is 1 ("current"); the
 # trainer's before the step's first update ("trainer"); those of the distribution sampled from ("sampler").
 Anchor = Literal["current", "trainer", "sampler"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
-# How the values of loss tokens become a step's metric: over all tokens of all ranks and updates their mean, or their
-# maximum; or their sum over an update's tokens, as a mean over the step's updates.
+# How the values of loss tokens become a step's metric: the mean or the maximum over all tokens of all ranks and
+# updates; or the sum over an update's tokens, averaged over the step's updates.
 Reduction = Literal["token_mean", "token_max", "update_mean"]
+KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through"]
+
+LossAggregation = Annotated[
+    Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"],
+    Field(description="How token losses become one number, over the whole mini-batch of all ranks."),
+]
+EntropyCoef = Annotated[float, Field(description="Weight of the entropy bonus.")]
 
 T = TypeVar("T", bound=Table)
 
-# Where the KL stands: a term of the loss, with a gradient of its own; or taken off the reward at each loss token.
-KlPlace = Literal["loss", "reward"]
-KlEstimator = Literal["k1", "k2", "k3", "k1-straight-through", "k3-straight-through"]
 
-KL_IN = (
-    "Where the KL stands: a term of the `loss`, or taken off the `reward` at each loss token, before advantages are "
-    "computed."
-)
-KL_ESTIMATOR = (
-    "Estimator of the KL at a token (Schulman 2020). `k1` is for the reward alone: as a loss its gradient is zero in "
-    "expectation. `…-straight-through`, for the loss alone, has the value of its estimator and the gradient of k2."
-)
-AGGREGATION = "How token losses become one number, over the whole mini-batch of all ranks."
+# ── advantages ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Advantage(Table):
+    """How scores become advantages. `kind` names it. Its function is in `rlctl/loop/advantages.py` where all tokens of
+    a rollout share one, else in `rlctl/loop/token_advantages.py`."""
+
+    # Fewest rollouts of a group, and what a smaller group would mean.
+    min_group: ClassVar[int] = 1
+    why_min_group: ClassVar[str] = ""
+    # Whether a group whose scores are all equal has advantages of 0, so that dynamic sampling may throw it away.
+    equal_is_silent: ClassVar[bool] = False
+    # Whether each prompt gets a greedy completion too, whose score is the column `baseline_B`.
+    greedy_baseline: ClassVar[bool] = False
+    # Whether it learns from another model, which `ref.model` must name.
+    needs_teacher: ClassVar[bool] = False
+    # Columns of the batch that it reads besides scores, groups and masks.
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    def placed(self, spec_dir: Path) -> Self:
+        """Return the table with its paths made absolute."""
+        return self
+
+
+class FunctionAdvantage(Advantage):
+    """A function of the user's, of rollouts' scores, groups and loss tokens."""
+
+    kind: Literal["own_function"] = "own_function"
+    path: str
+
+    equal_is_silent: ClassVar[bool] = True  # whoever throws such groups away wants it so
+
+    def placed(self, spec_dir: Path) -> Self:
+        return self.model_copy(update={"path": str(spec_dir / self.path)})
+
+
+# ── losses ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -54,76 +84,6 @@ class LossMetric:
     before_learning: bool = False
 
 
-# Of every loss that has a ratio.
-RATIO_METRICS = (
-    LossMetric(
-        "actor/approx_kl",
-        "approx_kl",
-        "token_mean",
-        "Estimate of the KL from the policy that the ratio is against to the learning one.",
-        "nats per token",
-    ),
-    LossMetric("actor/ratio", "ratio", "token_mean", "The loss's ratio of probabilities, before any clip."),
-)
-
-
-class Advantage(Table):
-    """How scores become advantages. `kind` names it. Its function is in `rlctl/loop/advantages.py` where all tokens of
-    a rollout share one, else in `rlctl/loop/token_advantages.py`."""
-
-    min_group: ClassVar[int] = 1
-    why_min_group: ClassVar[str] = ""  # what a smaller group means; the message of check-config
-    # Whether a group whose scores are all equal has advantages of 0, so that dynamic sampling may throw it away.
-    equal_is_silent: ClassVar[bool] = False
-    # Whether each prompt gets a greedy completion too, whose score is the column `baseline_B`.
-    greedy_baseline: ClassVar[bool] = False
-    # Whether it learns from another model, which `ref.model` must name.
-    needs_teacher: ClassVar[bool] = False
-    # Columns of the batch that it reads besides scores, groups and masks.
-    columns: ClassVar[tuple[str, ...]] = ()
-
-    def placed(self, spec_dir: Path) -> Self:
-        """With the paths that it names made absolute."""
-        return self
-
-
-class FunctionAdvantage(Advantage):
-    """A function of the user's, of rollouts' scores, groups and loss tokens."""
-
-    kind: Literal["own_function"] = "own_function"
-    path: str
-
-    equal_is_silent: ClassVar[bool] = True  # whoever throws such groups away wants it so
-
-    def placed(self, spec_dir: Path) -> Self:
-        return self.model_copy(update={"path": str(spec_dir / self.path)})
-
-
-class KlKeys(Table):
-    """Keys of the KL that holds the actor near a reference. They stand here and nowhere else: the loss gets what is
-    its part."""
-
-    kl_coef: float = Field(0.0, ge=0, description="β, weight of KL(actor ‖ ref). 0: no reference is loaded.")
-    kl_in: KlPlace = Field("loss", description=KL_IN)
-    kl_estimator: KlEstimator = Field("k3", description=KL_ESTIMATOR)
-    kl_target: float | None = Field(
-        None,
-        gt=0,
-        description="Mean KL per loss token that β is steered to, from `kl_coef` on (Ziegler et al. 2019); unset: β "
-        "stays.",
-    )
-    kl_horizon: int = Field(
-        10_000, gt=0, description="Rollouts in which β changes by at most 20 %: a larger number steers more slowly."
-    )
-
-
-class LossKeys(Table):
-    """Keys that every policy loss has."""
-
-    loss_aggregation: Aggregation = Field("token-mean", description=AGGREGATION)
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-
-
 class AnyLoss(Table):
     """A loss as it travels to a trainer: Σ weight · token loss over the mini-batch. `kind` names it.
 
@@ -131,7 +91,7 @@ class AnyLoss(Table):
     """
 
     kind: str
-    loss_aggregation: Aggregation = Field("token-mean", description=AGGREGATION)
+    loss_aggregation: LossAggregation = "token-mean"
 
     metrics: ClassVar[tuple[LossMetric, ...]] = ()
 
@@ -141,23 +101,24 @@ class AnyLoss(Table):
         raise NotImplementedError
 
     def placed(self, spec_dir: Path) -> Self:
-        """With the paths that it names made absolute."""
+        """Return the loss with its paths made absolute."""
         return self
 
     @classmethod
     def summed(cls) -> tuple[str, ...]:
-        """Sources that an engine adds up over its loss tokens, in the order of its report."""
+        """Return the sources that an engine adds up over its loss tokens, in the order of its report."""
         return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce != "token_max"))
 
     @classmethod
     def maxima(cls) -> tuple[str, ...]:
-        """Sources of which an engine reports the maximum over its loss tokens."""
+        """Return the sources of which an engine reports the maximum over its loss tokens."""
         return tuple(dict.fromkeys(metric.source for metric in cls.metrics if metric.reduce == "token_max"))
 
 
-class Loss(LossKeys, AnyLoss):
+class Loss(AnyLoss):
     """The loss of a policy: a token's is correction · policy loss + kl_coef·KL - entropy_coef·entropy."""
 
+    entropy_coef: EntropyCoef = 0.0
     anchor: Anchor
     corrected: bool = False  # the policy loss of each token is multiplied with `correction_T`
     kl_coef: float = Field(0.0, ge=0)
@@ -188,10 +149,10 @@ class Loss(LossKeys, AnyLoss):
     )
     # Keys that do nothing while the ratio is 1.
     ratio_keys: ClassVar[tuple[str, ...]] = ()
-    # What it is while the ratio is 1, where that is another loss than it is named for; check-config warns.
-    while_ratio_is_1: ClassVar[str] = ""
+    # Whether it is the plain policy gradient while the ratio is 1, whatever its keys say.
+    needs_ratio: ClassVar[bool] = False
     # Whether it treats tokens of high covariance in a way of their own: those of the column `covariant_T`, which the
-    # driver makes of each mini-batch (`rlctl/loop/loss_columns/covariance.py`).
+    # driver makes of each mini-batch (`rlctl/loop/covariance.py`).
     selects_covariant: ClassVar[bool] = False
     # Columns that the loss's own function makes of the log-ratios of whole sequences, before any gradient.
     sequence_columns: ClassVar[tuple[str, ...]] = ()
@@ -209,24 +170,34 @@ class Loss(LossKeys, AnyLoss):
         covariant = ("covariant_T",) if self.selects_covariant else ()
         return ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T", *old, *ref, *correction, *covariant)
 
-    def seldom_meant(self) -> Mapping[str, str]:
-        """Keys whose values work but are seldom meant, and why; check-config warns of them."""
-        return {}
+
+class RatioLoss(Loss):
+    """A loss of the ratio of probabilities, policy over anchor, which it reports."""
+
+    metrics: ClassVar[tuple[LossMetric, ...]] = (
+        *Loss.metrics,
+        LossMetric(
+            "actor/approx_kl",
+            "approx_kl",
+            "token_mean",
+            "Estimate of the KL from the policy that the ratio is against to the learning one.",
+            "nats per token",
+        ),
+        LossMetric("actor/ratio", "ratio", "token_mean", "The loss's ratio of probabilities, before any clip."),
+    )
 
 
-class FunctionLoss(Loss):
+class FunctionLoss(RatioLoss):
     """A function of the user's, of a token's log-prob, that of the ratio's anchor, and its advantage."""
 
     kind: Literal["own_function"] = "own_function"
     path: str
 
-    metrics: ClassVar[tuple[LossMetric, ...]] = (
-        *Loss.metrics,
-        *RATIO_METRICS,
-    )
-
     def placed(self, spec_dir: Path) -> Self:
         return self.model_copy(update={"path": str(spec_dir / self.path)})
+
+
+# ── algorithms ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Correction(Table):
@@ -254,8 +225,8 @@ class Correction(Table):
         return self.low or low, self.high or high
 
 
-class Algorithm(KlKeys):
-    """A named setting of an advantage and a loss. Its keys are theirs, side by side under `[algorithm]`."""
+class Algorithm(Table):
+    """The keys that every algorithm has. Under `[algorithm]` those of its advantage and its loss stand beside them."""
 
     advantage_table: ClassVar[type[Advantage]]
     loss_table: ClassVar[type[Loss]]
@@ -266,6 +237,29 @@ class Algorithm(KlKeys):
         1, ge=1, description="Optimizer steps that one pass over the step's samples makes."
     )
     epochs_per_step: int = Field(1, ge=1, description="Passes over the step's samples.")
+    loss_aggregation: LossAggregation = "token-mean"
+    entropy_coef: EntropyCoef = 0.0
+    kl_coef: float = Field(0.0, ge=0, description="β, weight of KL(actor ‖ ref). 0: no reference is loaded.")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where the KL stands: a term of the `loss`, or taken off the `reward` at each loss token, before "
+        "advantages are computed.",
+    )
+    kl_estimator: KlEstimator = Field(
+        "k3",
+        description="Estimator of the KL at a token (Schulman 2020). `k1` is for the reward alone: as a loss its "
+        "gradient is zero in expectation. `…-straight-through`, for the loss alone, has the value of its estimator and "
+        "the gradient of k2.",
+    )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Mean KL per loss token that β is steered to, from `kl_coef` on (Ziegler et al. 2019); unset: β "
+        "stays.",
+    )
+    kl_horizon: int = Field(
+        10_000, gt=0, description="Rollouts in which β changes by at most 20 %: a larger number steers more slowly."
+    )
     dynamic_sampling: bool = Field(
         False,
         description="Throw away groups whose scores are all equal, and draw prompts in their place (DAPO, Yu et al. "
@@ -287,7 +281,6 @@ class Algorithm(KlKeys):
     correction: Correction | None = Field(
         None, description="Off-policy correction: what the policy loss of a token is multiplied with."
     )
-
     advantage_function: FunctionPath | None = Field(
         None,
         description="A function of your own in the place of the kind's advantage, `file.py:name`, relative to the spec "
@@ -307,13 +300,15 @@ class Algorithm(KlKeys):
 
     @property
     def on_policy(self) -> bool:
-        """One update per step: the sampled tokens' old log-probs are the current ones."""
+        """Whether one update follows a step's samples: their old log-probs are the current ones."""
         return self.mini_batches_per_step == 1 and self.epochs_per_step == 1
 
     def ratio_against(self, *, runs_ahead: bool) -> Anchor:
-        """As `anchor` says. Unless told, where the sampler may run ahead of learning, its own log-probs, so that the
-        clipped ratio corrects what the actor has learned since; with a `correction` that is the weights' part. The
-        trainer's before the step are the current ones if one update follows.
+        """Return the loss's anchor.
+
+        Where the sampler may run ahead of learning, `auto` takes its log-probs, so that the clipped ratio corrects what
+        the actor has learned since; with a `correction` that is the weights' part. The trainer's before the step are
+        the current ones if one update follows.
         """
         if self.anchor == "sampler" or (self.anchor == "auto" and runs_ahead and self.correction is None):
             return "sampler"
@@ -326,11 +321,12 @@ class Algorithm(KlKeys):
         return _filled(self.advantage_table, self)
 
     def loss(self, anchor: Anchor) -> Loss:
-        no_kl: dict[str, Any] = {"kl_coef": 0.0, "kl_estimator": "k3"} if self.kl_in == "reward" else {}
+        """Return the loss of the actor's updates, with a ratio against `anchor`."""
+        more: dict[str, Any] = {"kl_coef": 0.0, "kl_estimator": "k3"} if self.kl_in == "reward" else {}
         if self.loss_function is not None:
-            no_kl["path"] = self.loss_function
+            more["path"] = self.loss_function
         table = self.loss_table if self.loss_function is None else FunctionLoss
-        return _filled(table, self, anchor=anchor, corrected=self.correction is not None, **no_kl)
+        return _filled(table, self, anchor=anchor, corrected=self.correction is not None, **more)
 
     @property
     def penalty_columns(self) -> tuple[str, ...]:
@@ -353,7 +349,39 @@ class Algorithm(KlKeys):
         return 0
 
 
+_NO_KEYS = ("kind", "corrected")  # of a loss: nobody writes them
+
+
 def _filled(table: type[T], keys: Table, **more: Any) -> T:
-    """`table` with what `keys` says under the same names, or `more`."""
+    """Return `table` with the values that `keys` has under the same names, or `more`."""
     shared = (table.model_fields.keys() & type(keys).model_fields.keys()) - {"kind"}
     return table(**{**{name: getattr(keys, name) for name in shared}, **more})
+
+
+def preset(
+    kind: str,
+    about: str,
+    advantage: type[Advantage],
+    loss: type[Loss],
+    base: type[Algorithm] = Algorithm,
+    **defaults: Any,
+) -> type[Algorithm]:
+    """Return the table of an `algorithm.kind`: the keys of `base`, of an advantage and of a loss, side by side, with
+    `defaults` of its own."""
+    fields = dict(base.model_fields)
+    for name, field in (*advantage.model_fields.items(), *loss.model_fields.items()):
+        if name not in fields and name not in _NO_KEYS:
+            fields[name] = field
+        elif name in fields and not field.is_required() and field.default != fields[name].default:
+            defaults.setdefault(name, field.default)
+    new = fields.keys() - base.model_fields.keys()
+    keys: dict[str, Any] = {
+        name: (Annotated[field.annotation, field], defaults.get(name, field.get_default()))
+        for name, field in fields.items()
+        if name in new or name in defaults
+    }
+    made = create_model(
+        kind, __base__=base, __doc__=about, __module__=__name__, **{**keys, "kind": (Literal[kind], ...)}
+    )
+    made.advantage_table, made.loss_table = advantage, loss
+    return made

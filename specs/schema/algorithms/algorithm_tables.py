@@ -1,114 +1,101 @@
-"""The tables of advantages and losses, and the algorithms: named settings of one of each.
+"""The tables of advantages and losses, and the algorithms: presets of one of each.
 
-An algorithm is added here: an advantage or a loss where there is none yet, then a setting of the two. Its paper stands
-in its docstring, and numbers that a loss reports beside its table.
+An algorithm is added here: an advantage or a loss where there is none yet, then a preset of the two. Its paper stands
+in its description, and numbers that a loss reports beside its table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from specs.errors import RlctlError
 from specs.schema.algorithms.algorithm import (
-    AGGREGATION,
-    KL_ESTIMATOR,
-    KL_IN,
-    RATIO_METRICS,
     Advantage,
-    Aggregation,
     Algorithm,
     AnyLoss,
     FunctionAdvantage,
     FunctionLoss,
-    KlEstimator,
-    KlPlace,
-    Loss,
-    LossKeys,
+    LossAggregation,
     LossMetric,
-)
-from specs.schema.table import Table
-
-SCALE = (
-    "Divide advantages by the standard deviation of the group's scores (`std`), of the whole step's (`batch`: Lite "
-    "PPO, Zihe Liu et al. 2025), or not (`none`: Dr.GRPO, Zichen Liu et al. 2025)."
+    RatioLoss,
+    preset,
 )
 
-DYNAMIC = Algorithm.model_fields["dynamic_sampling"].description
+Discount = Annotated[float, Field(ge=0, le=1, description="γ: what a reward one token later is worth.")]
+ValueClip = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        description="How far from its value before the step a value may move before it gains nothing; unset: any way.",
+    ),
+]
 
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 
-class GroupRelativeKeys(Table):
-    """Keys of the group-relative advantage."""
-
-    scale: Literal["std", "none", "batch"] = Field("std", description=SCALE)
-
-
-class GroupRelative(GroupRelativeKeys, Advantage):
-    """Score minus the mean of its group (Shao et al. 2024)."""
-
-    kind: Literal["group_relative"] = "group_relative"
+class GroupAdvantage(Advantage):
+    """An advantage that compares the rollouts of a group."""
 
     min_group: ClassVar[int] = 2
     equal_is_silent: ClassVar[bool] = True
     why_min_group: ClassVar[str] = "with one completion per prompt every advantage is 0"
 
 
-class LeaveOneOut(Advantage):
+class GroupRelative(GroupAdvantage):
+    """Score minus the mean of its group (Shao et al. 2024)."""
+
+    kind: Literal["group_relative"] = "group_relative"
+    scale: Literal["std", "none", "batch"] = Field(
+        "std",
+        description="Divide advantages by the standard deviation of the group's scores (`std`), of the whole step's "
+        "(`batch`: Lite PPO, Zihe Liu et al. 2025), or not (`none`: Dr.GRPO, Zichen Liu et al. 2025).",
+    )
+
+
+class LeaveOneOut(GroupAdvantage):
     """Score minus the mean of the others in its group (Ahmadian et al. 2024)."""
 
     kind: Literal["leave_one_out"] = "leave_one_out"
 
-    min_group: ClassVar[int] = 2
-    equal_is_silent: ClassVar[bool] = True
     why_min_group: ClassVar[str] = (
         "the baseline is the mean score of the group's other completions, and there are none (Ahmadian et al. 2024)"
     )
 
 
-class LengthWeighted(Advantage):
+class LengthWeighted(GroupAdvantage):
     """Score minus the mean of its group in which every rollout weighs as many loss tokens as it has: the baseline of
     least variance where a gradient grows with the square root of the length (OPO, Hao et al. 2025)."""
 
     kind: Literal["length_weighted"] = "length_weighted"
 
-    min_group: ClassVar[int] = 2
-    equal_is_silent: ClassVar[bool] = True
-    why_min_group: ClassVar[str] = "with one completion per prompt every advantage is 0"
 
-
-class GroupCentredWhitened(Advantage):
+class GroupCentredWhitened(GroupAdvantage):
     """Score minus the mean of its group, then mean 0 and standard deviation 1 over all loss tokens of the step
     (REINFORCE++ with a baseline, Hu et al. 2025)."""
 
     kind: Literal["group_centred_whitened"] = "group_centred_whitened"
 
-    min_group: ClassVar[int] = 2
-    equal_is_silent: ClassVar[bool] = True
     why_min_group: ClassVar[str] = "with one completion per prompt every score is its own baseline"
 
 
-class ReturnToGoKeys(Table):
-    """Keys of the return-to-go."""
-
-    discount: float = Field(1.0, ge=0, le=1, description="γ: what a reward one token later is worth.")
-
-
-class ReturnToGo(ReturnToGoKeys, Advantage):
+class ReturnToGo(Advantage):
     """Discounted sum of the rewards from a token on, then mean 0 and standard deviation 1 over all loss tokens of the
     step (REINFORCE++, Hu et al. 2025). It needs no group."""
 
     kind: Literal["return_to_go"] = "return_to_go"
+    discount: Discount = 1.0
 
 
-class GaeKeys(Table):
-    """Keys of generalised advantage estimation."""
+class Gae(Advantage):
+    """Generalised advantage estimation from a critic's values (Schulman et al. 2015), with a λ of its own for the
+    critic's returns (VC-PPO, Yuan et al. 2025). It needs no group."""
 
-    discount: float = Field(1.0, ge=0, le=1, description="γ: what a reward one token later is worth.")
+    kind: Literal["gae"] = "gae"
+    discount: Discount = 1.0
     gae_lambda: float = Field(
         0.95,
         ge=0,
@@ -136,29 +123,25 @@ class GaeKeys(Table):
         """λ of the critic's returns."""
         return self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
 
-
-class Gae(GaeKeys, Advantage):
-    """Generalised advantage estimation from a critic's values (Schulman et al. 2015), with a λ of its own for the
-    critic's returns (VC-PPO, Yuan et al. 2025). It needs no group."""
-
-    kind: Literal["gae"] = "gae"
-
     columns: ClassVar[tuple[str, ...]] = ("value_T",)
 
 
-class GreedyBaseline(ReturnToGoKeys, Advantage):
+class GreedyBaseline(Advantage):
     """Discounted sum of the rewards from a token on, minus the score of a greedy completion of the same prompt (ReMax,
     Li et al. 2023). It needs no group."""
 
     kind: Literal["greedy_baseline"] = "greedy_baseline"
+    discount: Discount = 1.0
 
     greedy_baseline: ClassVar[bool] = True
     columns: ClassVar[tuple[str, ...]] = ("baseline_B",)
 
 
-class TeacherKeys(Table):
-    """Keys of what a teacher says of each token."""
+class Teacher(Advantage):
+    """Log-prob of a teacher minus the actor's at each token that the actor sampled: minus the reverse KL, token by
+    token (on-policy distillation: Agarwal et al. 2024; Gu et al. 2024; Lu et al. 2025). It needs no group."""
 
+    kind: Literal["teacher"] = "teacher"
     reward_coef: float = Field(
         0.0,
         ge=0,
@@ -169,13 +152,6 @@ class TeacherKeys(Table):
         False, description="Mean 0 and standard deviation 1 over the step's loss tokens; else in nats, as they are."
     )
 
-
-class Teacher(TeacherKeys, Advantage):
-    """Log-prob of a teacher minus the actor's at each token that the actor sampled: minus the reverse KL, token by
-    token (on-policy distillation: Agarwal et al. 2024; Gu et al. 2024; Lu et al. 2025). It needs no group."""
-
-    kind: Literal["teacher"] = "teacher"
-
     needs_teacher: ClassVar[bool] = True
     columns: ClassVar[tuple[str, ...]] = ("old_logprob_T", "ref_logprob_T")
 
@@ -183,111 +159,78 @@ class Teacher(TeacherKeys, Advantage):
 # ── losses ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class PpoClipKeys(LossKeys):
-    """Keys of the clipped surrogate."""
+class ClippedLoss(RatioLoss):
+    """A loss that bounds what its ratio does."""
 
+    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    metrics: ClassVar[tuple[LossMetric, ...]] = (
+        *RatioLoss.metrics,
+        LossMetric("actor/clip_fraction", "clipped", "token_mean", "Loss tokens that the clip decided.", "share"),
+    )
+
+
+class PpoClip(ClippedLoss):
+    """Clipped surrogate at each token (Schulman et al. 2017), with DAPO's two bounds and the dual clip."""
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, gt=0, lt=1, description="Probability ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.2, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
     dual_clip: float | None = Field(
         None, gt=1, description="Bound on the loss where the advantage is negative (3.0 is usual); unset: none."
     )
 
-
-class PpoClip(PpoClipKeys, Loss):
-    """Clipped surrogate at each token (Schulman et al. 2017), with DAPO's two bounds and the dual clip."""
-
-    kind: Literal["ppo_clip"] = "ppo_clip"
-
     ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
-    metrics: ClassVar[tuple[LossMetric, ...]] = (
-        *Loss.metrics,
-        LossMetric("actor/clip_fraction", "clipped", "token_mean", "Loss tokens that the clip decided.", "share"),
-        *RATIO_METRICS,
-    )
-
-    def seldom_meant(self) -> Mapping[str, str]:
-        why = "a whole completion's bound: a token's ratio leaves it with nearly every update (0.2 is usual)"
-        return {key: why for key in ("clip_low", "clip_high") if getattr(self, key) < 0.01}
 
 
-class GspoKeys(LossKeys):
-    """Keys of the sequence-level clipped surrogate."""
-
-    clip_low: float = Field(3e-4, gt=0, lt=1, description="A sequence's ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(4e-4, gt=0, description="A sequence's ratio is clipped above at 1 + clip_high.")
-    loss_aggregation: Aggregation = Field("seq-mean-token-mean", description=AGGREGATION)
-
-
-class GspoLoss(GspoKeys, Loss):
+class GspoLoss(ClippedLoss):
     """Clipped surrogate of whole sequences, whose ratio is the geometric mean of their tokens' (Zheng et al. 2025)."""
 
     kind: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="A sequence's ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(4e-4, gt=0, description="A sequence's ratio is clipped above at 1 + clip_high.")
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
 
-    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     sequence_columns: ClassVar[tuple[str, ...]] = ("log_ratio_B",)
-    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
-
-    def seldom_meant(self) -> Mapping[str, str]:
-        why = "a token's bound: the ratio of a whole completion moves far less (the paper's: 3e-4 below, 4e-4 above)"
-        return {key: why for key in self.ratio_keys if getattr(self, key) >= 0.1}
 
 
-class CispoKeys(LossKeys):
-    """Keys of the clipped importance weight."""
-
-    clip_low: float = Field(1.0, gt=0, le=1, description="A ratio counts as at least 1 - clip_low; 1: no bound.")
-    clip_high: float = Field(4.0, gt=0, description="A token's weight is at most 1 + clip_high.")
-
-
-class CispoLoss(CispoKeys, Loss):
+class CispoLoss(ClippedLoss):
     """The log-prob times the advantage and the clipped, detached ratio: every token keeps a gradient (MiniMax-M1,
     Chen et al. 2025)."""
 
     kind: Literal["cispo"] = "cispo"
-
-    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
-    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
-
-
-class SapoKeys(LossKeys):
-    """Keys of the soft gate."""
-
-    tau_positive: float = Field(1.0, gt=0, description="How sharply the gate closes where the advantage is positive.")
-    tau_negative: float = Field(1.05, gt=0, description="The same where it is negative.")
-    loss_aggregation: Aggregation = Field("seq-mean-token-mean", description=AGGREGATION)
+    clip_low: float = Field(1.0, gt=0, le=1, description="A ratio counts as at least 1 - clip_low; 1: no bound.")
+    clip_high: float = Field(4.0, gt=0, description="A token's weight is at most 1 + clip_high.")
 
 
-class SapoLoss(SapoKeys, Loss):
+class SapoLoss(RatioLoss):
     """A sigmoid of the ratio in the place of the clip: gradients fade instead of ending (Gao et al. 2025)."""
 
     kind: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(1.0, gt=0, description="How sharply the gate closes where the advantage is positive.")
+    tau_negative: float = Field(1.05, gt=0, description="The same where it is negative.")
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
 
     ratio_keys: ClassVar[tuple[str, ...]] = ("tau_positive", "tau_negative")
-    metrics: ClassVar[tuple[LossMetric, ...]] = tuple(one for one in PpoClip.metrics if one.source != "clipped")
 
 
-class GmpoKeys(LossKeys):
-    """Keys of the geometric mean of clipped ratios."""
-
-    clip_low: float = Field(0.4, gt=0, description="A token's log-ratio is clipped below at -clip_low.")
-    clip_high: float = Field(0.4, gt=0, description="A token's log-ratio is clipped above at clip_high.")
-    loss_aggregation: Aggregation = Field("seq-mean-token-mean", description=AGGREGATION)
-
-
-class GmpoLoss(GmpoKeys, Loss):
+class GmpoLoss(ClippedLoss):
     """The advantage times the geometric mean of a sequence's clipped ratios, each clipped at its token, on the side
     that the advantage pushes to (Zhao et al. 2025)."""
 
     kind: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(0.4, gt=0, description="A token's log-ratio is clipped below at -clip_low.")
+    clip_high: float = Field(0.4, gt=0, description="A token's log-ratio is clipped above at clip_high.")
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
 
-    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     sequence_columns: ClassVar[tuple[str, ...]] = ("log_ratio_up_B", "log_ratio_down_B")
-    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
 
 
-class ClipCovKeys(LossKeys):
-    """Keys of the covariance beyond which tokens are left out."""
+class ClipCovLoss(ClippedLoss):
+    """The clipped surrogate, but for a few tokens whose covariance of log-prob and advantage lies in a band: drawn at
+    random, they have no loss and no gradient (Clip-Cov, Cui et al. 2025, eq. 11 and 12, which have no clip; the bounds
+    by default are those of the authors' runs)."""
 
+    kind: Literal["clip_cov"] = "clip_cov"
     covariance_share: float = Field(
         2e-4, gt=0, lt=1, description="Share of a mini-batch's loss tokens that is left out, at least one token."
     )
@@ -296,60 +239,30 @@ class ClipCovKeys(LossKeys):
     clip_low: float = Field(1.0, gt=0, le=1, description="A ratio counts as at least 1 - clip_low; 1: no bound.")
     clip_high: float = Field(1.0, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
 
-
-class ClipCovLoss(ClipCovKeys, Loss):
-    """The clipped surrogate, but for a few tokens whose covariance of log-prob and advantage lies in a band: drawn at
-    random, they have no loss and no gradient (Clip-Cov, Cui et al. 2025, eq. 11 and 12, which have no clip; the bounds
-    by default are those of the authors' runs)."""
-
-    kind: Literal["clip_cov"] = "clip_cov"
-
     selects_covariant: ClassVar[bool] = True
-    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
-    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
-
-    def seldom_meant(self) -> Mapping[str, str]:
-        if self.covariance_low < self.covariance_high:
-            return {}
-        return {"covariance_high": f"no token is left out: the band begins at covariance_low = {self.covariance_low:g}"}
 
 
-class KlCovKeys(LossKeys):
-    """Keys of the KL at tokens of large covariance."""
+class KlCovLoss(ClippedLoss):
+    """-A·ρ, and at the tokens with the largest covariance of log-prob and advantage a KL to the ratio's anchor, |log ρ|
+    (KL-Cov, Cui et al. 2025, eq. 13 and 14)."""
 
+    kind: Literal["kl_cov"] = "kl_cov"
     covariance_share: float = Field(
         2e-3, gt=0, lt=1, description="Share of a mini-batch's loss tokens that has the KL, at least one token."
     )
     covariance_kl_coef: float = Field(1.0, gt=0, description="Weight of |log ρ| at these tokens.")
 
-
-class KlCovLoss(KlCovKeys, Loss):
-    """-A·ρ, and at the tokens with the largest covariance of log-prob and advantage a KL to the ratio's anchor, |log ρ|
-    (KL-Cov, Cui et al. 2025, eq. 13 and 14)."""
-
-    kind: Literal["kl_cov"] = "kl_cov"
-
     selects_covariant: ClassVar[bool] = True
     ratio_keys: ClassVar[tuple[str, ...]] = ("covariance_share", "covariance_kl_coef")
-    while_ratio_is_1: ClassVar[str] = "the plain policy gradient: its KL is 0, and so is that KL's gradient"
-    metrics: ClassVar[tuple[LossMetric, ...]] = PpoClip.metrics
+    needs_ratio: ClassVar[bool] = True
 
 
-class ValueLossKeys(Table):
-    """Keys of the clipped value loss."""
-
-    value_clip: float | None = Field(
-        None,
-        gt=0,
-        description="How far from its value before the step a value may move before it gains nothing; unset: any way.",
-    )
-
-
-class ValueLoss(ValueLossKeys, AnyLoss):
+class ValueLoss(AnyLoss):
     """Half the squared error of a critic's values V against returns R; with `value_clip` c the larger of it and that
     of V_old + clip(V - V_old, ±c) (Schulman et al. 2017 have it in their code; Engstrom et al. 2020, eq. 3)."""
 
     kind: Literal["clipped_value"] = "clipped_value"
+    value_clip: ValueClip = None
 
     metrics: ClassVar[tuple[LossMetric, ...]] = (
         LossMetric("critic/loss", "loss", "update_mean", "The loss of the values."),
@@ -363,164 +276,17 @@ class ValueLoss(ValueLossKeys, AnyLoss):
         return ("tokens_T", "loss_mask_T", "value_T", "return_T")
 
 
-# ── algorithms: named settings ────────────────────────────────────────────────────────────────────
+# ── algorithms ────────────────────────────────────────────────────────────────────────────────────
 
 
-class Grpo(PpoClipKeys, GroupRelativeKeys, Algorithm):
-    """Group-relative policy optimisation (Shao et al. 2024), with the choices of DAPO and Dr.GRPO."""
+class ActorCritic(Algorithm):
+    """An algorithm whose advantage comes from a critic, which learns beside the actor."""
 
-    kind: Literal["grpo"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupRelative
-    loss_table: ClassVar[type[Loss]] = PpoClip
-
-
-class Dapo(Grpo):
-    """GRPO with the choices of DAPO (Yu et al. 2025): the clip is higher than low, the loss is a mean over tokens, no
-    reference, and groups of equal scores are drawn anew. Its overlong shaping is the reward term `overlong`."""
-
-    kind: Literal["dapo"]  # type: ignore[assignment]
-    clip_high: float = Field(0.28, gt=0, description="Probability ratio is clipped above at 1 + clip_high.")
-    dynamic_sampling: bool = Field(True, description=DYNAMIC)
-
-
-class DrGrpo(Grpo):
-    """GRPO without its two biases (Zichen Liu et al. 2025): no division by the group's standard deviation, and a
-    completion's tokens are divided by `data.max_response_tokens`, not by how many they are."""
-
-    kind: Literal["dr_grpo"]  # type: ignore[assignment]
-    scale: Literal["std", "none", "batch"] = Field("none", description=SCALE)
-    loss_aggregation: Aggregation = Field("token-sum-constant", description=AGGREGATION)
-
-
-class Rloo(PpoClipKeys, Algorithm):
-    """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024). A completion is one action: its log-probs are
-    summed. With several updates per step the ratio of each token is clipped, as PPO's."""
-
-    kind: Literal["rloo"]
-    loss_aggregation: Aggregation = Field("seq-mean-token-sum", description=AGGREGATION)
-
-    advantage_table: ClassVar[type[Advantage]] = LeaveOneOut
-    loss_table: ClassVar[type[Loss]] = PpoClip
-
-
-class Gspo(GspoKeys, GroupRelativeKeys, Algorithm):
-    """Group sequence policy optimisation (Zheng et al. 2025): group-relative advantages; ratio and clip are those of
-    whole sequences. The bounds are the paper's, far narrower than a token's."""
-
-    kind: Literal["gspo"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupRelative
-    loss_table: ClassVar[type[Loss]] = GspoLoss
-
-
-class ReinforcePlusPlus(PpoClipKeys, ReturnToGoKeys, Algorithm):
-    """REINFORCE++ (Hu et al. 2025): no critic and no groups; the step's own mean is the baseline. A KL is taken off the
-    reward at each token."""
-
-    kind: Literal["reinforce++"]
-    kl_in: KlPlace = Field("reward", description=KL_IN)
-    kl_estimator: KlEstimator = Field("k1", description=KL_ESTIMATOR)
-
-    advantage_table: ClassVar[type[Advantage]] = ReturnToGo
-    loss_table: ClassVar[type[Loss]] = PpoClip
-
-
-class ReinforcePlusPlusBaseline(PpoClipKeys, Algorithm):
-    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): advantages are normalised over the step, not in
-    the group, where a small group's standard deviation is mostly noise."""
-
-    kind: Literal["reinforce++_baseline"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupCentredWhitened
-    loss_table: ClassVar[type[Loss]] = PpoClip
-
-
-class ReMax(PpoClipKeys, ReturnToGoKeys, Algorithm):
-    """REINFORCE with the score of a greedy completion as baseline (Li et al. 2023): one more sample for each prompt,
-    graded but not learned from. A completion is one action: its log-probs are summed."""
-
-    kind: Literal["remax"]
-    loss_aggregation: Aggregation = Field("seq-mean-token-sum", description=AGGREGATION)
-
-    advantage_table: ClassVar[type[Advantage]] = GreedyBaseline
-    loss_table: ClassVar[type[Loss]] = PpoClip
-
-
-class Opo(PpoClipKeys, Algorithm):
-    """On-policy optimisation with the baseline of least variance (Hao et al. 2025). A completion is one action: its
-    log-probs are summed. The paper makes one update per step; with several, each token's ratio is clipped."""
-
-    kind: Literal["opo"]
-    loss_aggregation: Aggregation = Field("seq-mean-token-sum", description=AGGREGATION)
-
-    advantage_table: ClassVar[type[Advantage]] = LengthWeighted
-    loss_table: ClassVar[type[Loss]] = PpoClip
-
-
-class Gmpo(GmpoKeys, GroupRelativeKeys, Algorithm):
-    """Geometric-mean policy optimisation (Zhao et al. 2025): group-relative advantages; a single token's ratio moves
-    that of its sequence little, so the clip may be wide."""
-
-    kind: Literal["gmpo"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupRelative
-    loss_table: ClassVar[type[Loss]] = GmpoLoss
-
-
-class Cispo(CispoKeys, GroupRelativeKeys, Algorithm):
-    """Clipped importance sampling (MiniMax-M1, Chen et al. 2025): group-relative advantages, and no token is left
-    out of the gradient."""
-
-    kind: Literal["cispo"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupRelative
-    loss_table: ClassVar[type[Loss]] = CispoLoss
-
-
-class ClipCov(ClipCovKeys, GroupRelativeKeys, Algorithm):
-    """Group-relative advantages without the few tokens that would cost most entropy (Cui et al. 2025). The clip is as
-    wide as in the authors' runs: it bounds only ratios above 2."""
-
-    kind: Literal["clip_cov"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupRelative
-    loss_table: ClassVar[type[Loss]] = ClipCovLoss
-
-
-class KlCov(KlCovKeys, GroupRelativeKeys, Algorithm):
-    """Group-relative advantages with a KL at the few tokens that would cost most entropy (Cui et al. 2025). The paper
-    has no clip."""
-
-    kind: Literal["kl_cov"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupRelative
-    loss_table: ClassVar[type[Loss]] = KlCovLoss
-
-
-class Sapo(SapoKeys, GroupRelativeKeys, Algorithm):
-    """Soft adaptive policy optimisation (Gao et al. 2025): group-relative advantages, and a gate that closes softly, a
-    little sharper for tokens that are pushed down."""
-
-    kind: Literal["sapo"]
-
-    advantage_table: ClassVar[type[Advantage]] = GroupRelative
-    loss_table: ClassVar[type[Loss]] = SapoLoss
-
-
-class Ppo(PpoClipKeys, GaeKeys, ValueLossKeys, Algorithm):
-    """Proximal policy optimisation (Schulman et al. 2017): a critic, the role `critic`, predicts what is still to come
-    at every token, and learns beside the actor from the same mini-batches. It needs no groups."""
-
-    kind: Literal["ppo"]
-    kl_in: KlPlace = Field("reward", description=KL_IN)
-    value_loss_aggregation: Aggregation = Field(
+    value_clip: ValueClip = None
+    value_loss_aggregation: LossAggregation = Field(
         "token-mean", description="How the critic's token losses become one number, over the whole mini-batch."
     )
     critic_warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")
-
-    advantage_table: ClassVar[type[Advantage]] = Gae
-    loss_table: ClassVar[type[Loss]] = PpoClip
 
     @property
     def value_loss(self) -> ValueLoss:
@@ -531,17 +297,132 @@ class Ppo(PpoClipKeys, GaeKeys, ValueLossKeys, Algorithm):
         return self.critic_warmup_steps
 
 
-class Distill(PpoClipKeys, TeacherKeys, Algorithm):
-    """On-policy distillation: the model in `ref.model` scores what the actor writes, token by token (Agarwal et al.
-    2024; Lu et al. 2025)."""
-
-    kind: Literal["distill"]
-
-    advantage_table: ClassVar[type[Advantage]] = Teacher
-    loss_table: ClassVar[type[Loss]] = PpoClip
-
+_ALL = (
+    preset("grpo", "Group-relative policy optimisation (Shao et al. 2024).", GroupRelative, PpoClip),
+    preset(
+        "dapo",
+        "GRPO with the choices of DAPO (Yu et al. 2025): the clip is higher than low, the loss is a mean over tokens, "
+        "no reference, and groups of equal scores are drawn anew. Its overlong shaping is the reward term `overlong`.",
+        GroupRelative,
+        PpoClip,
+        clip_high=0.28,
+        dynamic_sampling=True,
+    ),
+    preset(
+        "dr_grpo",
+        "GRPO without its two biases (Zichen Liu et al. 2025): no division by the group's standard deviation, and a "
+        "completion's tokens are divided by `data.max_response_tokens`, not by how many they are.",
+        GroupRelative,
+        PpoClip,
+        scale="none",
+        loss_aggregation="token-sum-constant",
+    ),
+    preset(
+        "rloo",
+        "REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024). A completion is one action: its log-probs are "
+        "summed. With several updates per step the ratio of each token is clipped, as PPO's.",
+        LeaveOneOut,
+        PpoClip,
+        loss_aggregation="seq-mean-token-sum",
+    ),
+    preset(
+        "reinforce++",
+        "REINFORCE++ (Hu et al. 2025): no critic and no groups; the step's own mean is the baseline. A KL is taken off "
+        "the reward at each token.",
+        ReturnToGo,
+        PpoClip,
+        kl_in="reward",
+        kl_estimator="k1",
+    ),
+    preset(
+        "reinforce++_baseline",
+        "REINFORCE++ with the group's mean as baseline (Hu et al. 2025): advantages are normalised over the step, not "
+        "in the group, where a small group's standard deviation is mostly noise.",
+        GroupCentredWhitened,
+        PpoClip,
+    ),
+    preset(
+        "remax",
+        "REINFORCE with the score of a greedy completion as baseline (Li et al. 2023): one more sample for each "
+        "prompt, graded but not learned from. A completion is one action: its log-probs are summed.",
+        GreedyBaseline,
+        PpoClip,
+        loss_aggregation="seq-mean-token-sum",
+    ),
+    preset(
+        "opo",
+        "On-policy optimisation with the baseline of least variance (Hao et al. 2025). A completion is one action: its "
+        "log-probs are summed. The paper makes one update per step; with several, each token's ratio is clipped.",
+        LengthWeighted,
+        PpoClip,
+        loss_aggregation="seq-mean-token-sum",
+    ),
+    preset(
+        "gspo",
+        "Group sequence policy optimisation (Zheng et al. 2025): ratio and clip are those of whole sequences. The "
+        "bounds are the paper's, far narrower than a token's.",
+        GroupRelative,
+        GspoLoss,
+    ),
+    preset(
+        "gmpo",
+        "Geometric-mean policy optimisation (Zhao et al. 2025): a single token's ratio moves that of its sequence "
+        "little, so the clip may be wide.",
+        GroupRelative,
+        GmpoLoss,
+    ),
+    preset(
+        "cispo",
+        "Clipped importance sampling (MiniMax-M1, Chen et al. 2025): no token is left out of the gradient.",
+        GroupRelative,
+        CispoLoss,
+    ),
+    preset(
+        "sapo",
+        "Soft adaptive policy optimisation (Gao et al. 2025): a gate that closes softly, a little sharper for tokens "
+        "that are pushed down.",
+        GroupRelative,
+        SapoLoss,
+    ),
+    preset(
+        "clip_cov",
+        "GRPO without the few tokens that would cost most entropy (Cui et al. 2025). The clip is as wide as in the "
+        "authors' runs: it bounds only ratios above 2.",
+        GroupRelative,
+        ClipCovLoss,
+    ),
+    preset(
+        "kl_cov",
+        "GRPO with a KL at the few tokens that would cost most entropy (Cui et al. 2025). The paper has no clip.",
+        GroupRelative,
+        KlCovLoss,
+    ),
+    preset(
+        "ppo",
+        "Proximal policy optimisation (Schulman et al. 2017): a critic, the role `critic`, predicts what is still to "
+        "come at every token, and learns beside the actor from the same mini-batches. It needs no groups.",
+        Gae,
+        PpoClip,
+        ActorCritic,
+        kl_in="reward",
+    ),
+    preset(
+        "distill",
+        "On-policy distillation: the model in `ref.model` scores what the actor writes, token by token (Agarwal et al. "
+        "2024; Lu et al. 2025).",
+        Teacher,
+        PpoClip,
+    ),
+)
+PRESETS: Mapping[str, type[Algorithm]] = {table.__name__: table for table in _ALL}
+PLAIN = PRESETS["grpo"](kind="grpo", group_size=2)  # where nothing is learned: it needs neither reference nor critic
 
 # ── the unions ────────────────────────────────────────────────────────────────────────────────────
+
+if TYPE_CHECKING:
+    AlgorithmTable = Algorithm
+else:
+    AlgorithmTable = Annotated[Union[_ALL], Field(discriminator="kind")]  # noqa: UP007
 
 AdvantageTable = Annotated[
     GroupRelative
@@ -559,27 +440,6 @@ LossTable = Annotated[
     PpoClip | GspoLoss | CispoLoss | SapoLoss | FunctionLoss | GmpoLoss | ClipCovLoss | KlCovLoss | ValueLoss,
     Field(discriminator="kind"),
 ]
-PLAIN = Grpo(kind="grpo", group_size=2)  # where nothing is learned: it needs neither reference nor critic
-
-AlgorithmTable = Annotated[
-    Grpo
-    | Dapo
-    | DrGrpo
-    | Rloo
-    | ReinforcePlusPlus
-    | ReinforcePlusPlusBaseline
-    | ReMax
-    | Opo
-    | Gspo
-    | Gmpo
-    | Cispo
-    | Sapo
-    | ClipCov
-    | KlCov
-    | Ppo
-    | Distill,
-    Field(discriminator="kind"),
-]
 
 
 @cache
@@ -588,11 +448,11 @@ def _losses() -> TypeAdapter[AnyLoss]:
 
 
 def read_loss(raw: Any) -> AnyLoss:
-    """The loss that travelled as `raw`. Raises RlctlError for one that is not known here, or is not whole."""
+    """Return the loss that travelled as `raw`. Raises RlctlError for one that is not known here, or is not whole."""
     try:
         return _losses().validate_python(raw)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}".lstrip(": ") for one in error.errors())
+        found = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}".lstrip(": ") for item in error.errors())
         raise RlctlError(
             f"the update's loss cannot be used: {found}", hint="every role must run the same version of rlctl"
         ) from None

@@ -15,7 +15,7 @@ from rlctl.loop.kl_control import KlController, token_kl
 from rlctl.loop.sampling import Scored
 from specs.errors import CheckpointError
 from specs.schema.algorithms.algorithm import KlEstimator
-from specs.schema.algorithms.algorithm_tables import Grpo, PpoClip, ReinforcePlusPlus
+from specs.schema.algorithms.algorithm_tables import PRESETS, PpoClip
 from specs.wire.batch import Batch
 
 IN_REWARD = {"kind": "grpo", "group_size": 2, "kl_coef": 0.5, "kl_in": "reward"}
@@ -44,7 +44,7 @@ def two_rollouts() -> Batch:
     ],
 )
 def test_the_penalty_by_hand(estimator: KlEstimator, values: list[float]) -> None:
-    controller = KlController(Grpo.model_validate({**IN_REWARD, "kl_estimator": estimator}))
+    controller = KlController(PRESETS["grpo"].model_validate({**IN_REWARD, "kl_estimator": estimator}))
     penalty_T = controller.penalty_T(two_rollouts())
     assert penalty_T is not None
     half = [0.5 * value for value in values]
@@ -79,28 +79,28 @@ def test_the_weight_by_hand() -> None:
     """Ziegler et al. 2019: at twice the target and more β grows by 20 % of rollouts / horizon, at half of it and less
     it falls by as much, in between by the relative error."""
     keys = {"kind": "grpo", "group_size": 2, "kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 400}
-    controller, seen = KlController(Grpo.model_validate(keys)), []
+    controller, seen = KlController(PRESETS["grpo"].model_validate(keys)), []
     for kl in (0.3, 0.05, 0.11, 0.1, -4.0):
         seen.append(controller.after_step({"actor/kl": kl}, 100)["actor/kl_coef"])
     want = [0.5, 0.5 * 1.05, 0.5 * 1.05 * 0.95, 0.5 * 1.05 * 0.95 * 1.025, 0.5 * 1.05 * 0.95 * 1.025]
     assert seen == pytest.approx(want)
     assert controller.coef == pytest.approx(want[-1] * 0.95)
     assert controller.in_loss(PpoClip(anchor="current", kl_coef=0.5)).kl_coef == controller.coef
-    assert KlController(Grpo.model_validate({**keys, "kl_target": None})).coef == 0.5
+    assert KlController(PRESETS["grpo"].model_validate({**keys, "kl_target": None})).coef == 0.5
 
 
 def test_without_a_target_the_weight_stays_and_without_a_weight_nothing_is_said() -> None:
-    fixed = KlController(Grpo.model_validate(IN_REWARD))
+    fixed = KlController(PRESETS["grpo"].model_validate(IN_REWARD))
     fixed.penalty_T(two_rollouts())
     assert fixed.after_step({}, 1000)["actor/kl_coef"] == fixed.coef == 0.5
     assert fixed.save() == {}
-    off = KlController(Grpo(kind="grpo", group_size=2))
+    off = KlController(PRESETS["grpo"](kind="grpo", group_size=2))
     assert off.penalty_T(two_rollouts()) is None
     assert off.after_step({"actor/kl": 0.0}, 1000) == {}
 
 
 def test_the_weight_goes_through_a_checkpoint_to_the_bit() -> None:
-    algorithm = Grpo.model_validate({**IN_REWARD, "kl_target": 0.1, "kl_horizon": 777})
+    algorithm = PRESETS["grpo"].model_validate({**IN_REWARD, "kl_target": 0.1, "kl_horizon": 777})
     controller = KlController(algorithm)
     controller.after_step({"actor/kl": 0.1 + 1e-9}, 13)
     again = KlController(algorithm)
@@ -111,7 +111,7 @@ def test_the_weight_goes_through_a_checkpoint_to_the_bit() -> None:
 
 
 def test_reinforce_plus_plus_has_its_kl_in_the_reward() -> None:
-    table = ReinforcePlusPlus(kind="reinforce++", group_size=1, kl_coef=0.1)
+    table = PRESETS["reinforce++"](kind="reinforce++", group_size=1, kl_coef=0.1)
     assert (table.kl_in, table.kl_estimator) == ("reward", "k1")
     assert table.penalty_columns == ("old_logprob_T", "ref_logprob_T")
     loss = table.loss("current")

@@ -3,7 +3,6 @@
 Each key is changed alone, in a spec where it has a meaning (`CONTEXT`), and then something must differ: the plan with
 its commands and environments, the request that a role is built with, the driver's requests, or what the spec derives
 for the driver (`observed`). Keys that act only while a run goes on name a test that fails without them (`AT_RUN_TIME`).
-That keys which are handed on are read as well: `test_spec_keys_act.py`.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ AT_RUN_TIME = {
     },
     "rollout.top_p": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
     "rollout.top_k": "tests/backends/torch_rollout/test_torch_rollout.py::test_restricted_logprobs_are_exact",
-    "algorithm.correction.level": "tests/rlctl/loop/loss_columns/test_correction.py::test_levels_by_hand",
+    "algorithm.correction.level": "tests/rlctl/loop/test_correction.py::test_levels_by_hand",
     **{
-        f"algorithm.correction.{key}": "tests/rlctl/loop/loss_columns/test_correction.py::test_modes_by_hand"
+        f"algorithm.correction.{key}": "tests/rlctl/loop/test_correction.py::test_modes_by_hand"
         for key in ("mode", "low", "high")
     },
     "algorithm.kl_target": "tests/rlctl/loop/test_kl_control.py::test_the_weight_by_hand",

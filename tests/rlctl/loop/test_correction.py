@@ -14,9 +14,9 @@ from running import preset
 from told_actor import drawn, driver_of
 
 from rlctl.loop import finite_check
+from rlctl.loop.correction import correct, diagnostics, effective_share, without_non_numbers
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits
-from rlctl.loop.loss_columns.correction import correct, diagnostics, effective_share, without_non_numbers
 from rlctl.loop.residency import Residency
 from specs.errors import LogprobGapError, NotFiniteError
 from specs.load.load import load_spec

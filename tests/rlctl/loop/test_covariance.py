@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from told_actor import RANKS, drawn, driver_of
 
-from rlctl.loop.loss_columns.covariance import covariances, with_selection
+from rlctl.loop.covariance import covariances, with_selection
 from specs.schema.algorithms.algorithm_tables import ClipCovLoss, KlCovLoss
 from specs.wire.batch import Batch
 

@@ -1,1 +1,0 @@
-"""Columns that the driver makes for the policy loss, and no model."""
