@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from specs.errors import RlctlError
-from specs.schema.algorithms.own_function import own_advantage
+from specs.own_function import own_advantage
 
 
 def try_advantage(path: str) -> None:
