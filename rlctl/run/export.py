@@ -235,42 +235,22 @@ def _run(python: str, scratch: Path, say: Say) -> dict[str, Any]:
 
 def _follow(process: subprocess.Popen[bytes], progress: Path, say: Say) -> None:
     """Show how far the process is until it ends. Raises ExportError when it gets nowhere for `STALL_S`."""
-    pace = Pace()
+    moved, line = time.monotonic(), ""
     while True:
         try:
             process.wait(0.2)
             return
         except subprocess.TimeoutExpired:
             pass
-        if progress.is_file():
-            say(pace.line(**json.loads(progress.read_text())))
-        if pace.stalled_s > STALL_S:
+        if progress.is_file() and (now := _line(**json.loads(progress.read_text()))) != line:
+            moved, line = time.monotonic(), now
+            say(line)
+        if time.monotonic() - moved > STALL_S:
             raise ExportError(f"the export process made no progress for {STALL_S:.0f} s", hint="nothing was exported")
 
 
-class Pace:
-    """Turn bytes done into a line with the time that is left."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = self._moved = clock()
-        self._what, self._done = "", 0
-
-    @property
-    def stalled_s(self) -> float:
-        return self._clock() - self._moved
-
-    def line(self, what: str, done: int, total: int) -> str:
-        now = self._clock()
-        if (what, done) != (self._what, self._done):
-            self._moved = now
-        if what != self._what:
-            self._began = now
-        self._what, self._done = what, done
-        if not total:
-            return what
-        left = f", {(now - self._began) * (total - done) / done:.0f} s left" if done and now > self._began else ""
-        return f"{what} {done / 1e9:.2f} of {total / 1e9:.2f} GB{left}"
+def _line(what: str, done: int, total: int) -> str:
+    return f"{what} {done / 1e9:.2f} of {total / 1e9:.2f} GB" if total else what
 
 
 def _spare_memory_bytes() -> int:

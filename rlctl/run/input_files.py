@@ -9,9 +9,7 @@ a file system's tick, and hashing costs little beside tokenising what was read. 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,17 +25,15 @@ from workers.saved_files import FileMark, mark
 
 # Key of the spec → file (relative to the spec where it lies below it) → what is in it; of a hub data set its revision.
 Inputs = Mapping[str, Mapping[str, FileMark]]
-Seen = Callable[[int], None]  # is called with the number of bytes that were read
 
 # What makes prompts of rows, and ends completions, besides the vocabulary.
 _TOKENIZER = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-SHOWN_AFTER_S = 1.0
 
 
-def inputs_of(spec: Spec, spec_dir: Path, seen: Seen | None = None, known: Inputs | None = None) -> Inputs:
+def inputs_of(spec: Spec, spec_dir: Path, known: Inputs | None = None) -> Inputs:
     """Read all of them but the `known`. What is not on this host (yet) is left out. Raises UsageError for a file that
     cannot be read."""
     marks: dict[Path, FileMark] = {}  # one file may be read for several keys
@@ -45,7 +41,7 @@ def inputs_of(spec: Spec, spec_dir: Path, seen: Seen | None = None, known: Input
     for key, folder, paths in _files(spec, spec_dir):
         if key not in found and paths:
             try:
-                marks |= {path: mark(path, seen) for path in paths if path not in marks}
+                marks |= {path: mark(path) for path in paths if path not in marks}
             except OSError as error:
                 problem = f"{error.filename or paths[0]} cannot be read: {error.strerror}"
                 raise UsageError(problem, hint=f"{key} needs it: make it readable") from None
@@ -132,34 +128,3 @@ def parsed(content: Mapping[str, Any]) -> Inputs:
     if not all(isinstance(marked, dict) and {k: type(v) for k, v in marked.items()} in shapes for marked in marks):
         raise ValueError("is of another shape: it has no files with their marks")
     return cast(Inputs, files)
-
-
-# ── for the person ────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def hashing_progress(total_bytes: int) -> Iterator[Seen]:
-    """Show on standard error how far the reading is, when it takes more than a second."""
-    from rich.text import Text
-
-    from rlctl.show.screen import Screen
-
-    screen, started, done, shown = Screen(stderr=True), time.monotonic(), 0, False
-    status = screen.status("")
-    what = f"hashing {total_bytes / 1e9:.1f} GB of data and reward files"
-
-    def seen(nbytes: int) -> None:
-        nonlocal done, shown
-        done += nbytes
-        if not shown and time.monotonic() - started > SHOWN_AFTER_S:
-            shown = True
-            status.start()
-            if not screen.is_terminal:
-                screen.print(f"{what} …")
-        if shown:
-            status.update(Text(f"{what}: {done / max(total_bytes, 1):.0%}"))
-
-    try:
-        yield seen
-    finally:
-        status.stop()

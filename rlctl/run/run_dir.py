@@ -6,13 +6,14 @@ import errno
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlctl.models.as_built_check import read_starting_weights
 from rlctl.run.checkpoints import step_path, steps_in
-from rlctl.run.input_files import Inputs, changes, hashing_progress, inputs_of, parsed, size_of
+from rlctl.run.input_files import Inputs, changes, inputs_of, parsed, size_of
 from rlctl.run.lineage import FORKED_FROM
 from rlctl.run.resume import differences
 from rlctl.run.run_lock import LOCK, RunLock, owner_of
@@ -25,6 +26,7 @@ from specs.schema.spec import Spec
 
 START_ANEW = "train with --run-dir or another run.name to start anew"
 ASIDE = "before_attempt_"
+SLOW_BYTES = 5e9  # to hash takes more than a second
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_ERRORS = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # an error in a write does not say in which file
 
@@ -96,8 +98,9 @@ class RunDir:
             raise RunDirError(f"{self.path} is not empty and holds no run", hint="choose another folder with --run-dir")
         if holds_run:
             self._check_same_run(spec)
-        with hashing_progress(size_of(spec, self.spec_dir)) as seen:
-            self.inputs = inputs_of(spec, self.spec_dir, seen)
+        if (size := size_of(spec, self.spec_dir)) > SLOW_BYTES:
+            print(f"hashing {size / 1e9:.0f} GB of data and reward files …", file=sys.stderr, flush=True)
+        self.inputs = inputs_of(spec, self.spec_dir)
         if holds_run:
             self._check_same_inputs(accept_changed_files)
             self.starting_weights = read_starting_weights(self.as_built)

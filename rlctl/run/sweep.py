@@ -30,7 +30,6 @@ from specs.errors import Problem, SpecError, UsageError
 from specs.json_file import read_object, write_object
 from specs.load.load import load_spec
 from specs.load.overrides import parse_value
-from specs.schema.spec import Spec
 
 POLL_S = 0.2
 ENDED: dict[int, State] = {0: "done", 130: "interrupted"}
@@ -64,10 +63,6 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
     table = SweepTable([one.key for one in swept], trials, folder)
     if dry_run:
         table.print_plan()
-    apart = any(one.key.endswith(".devices") for one in swept)
-    if jobs > 1 and not apart and (note := gpu_note(load_spec(spec_path, trials[0].overrides), jobs)):
-        table.say(note)
-    if dry_run:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder, "wait for it, stop it, or name another folder with --dir")
@@ -81,16 +76,6 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
     finally:
         lock.release()
     return 130 if interrupted else 1 if not table.all_done else 0
-
-
-def gpu_note(spec: Spec, jobs: int) -> str:
-    """Say that runs at a time share GPUs: each has all of the spec's. Empty on the CPU."""
-    used = sorted({device for _, section in spec.sections() for device in getattr(section, "devices", None) or ()})
-    listed = ", ".join(map(str, used))
-    note = (
-        f"note: {jobs} runs at a time share GPU {listed}: all must fit there together; `rlctl plan` says what one takes"
-    )
-    return note if used else ""
 
 
 # ── which runs ────────────────────────────────────────────────────────────────────────────────────

@@ -20,6 +20,15 @@ from specs.errors import RunDirError
 from specs.json_file import read_object
 from specs.load.dotted_keys import value_at
 
+SETTINGS = {
+    "algorithm": "algorithm.kind",
+    "prompts per step": "data.prompts_per_step",
+    "completions of each": "algorithm.group_size",
+    "max response tokens": "data.max_response_tokens",
+    "KL coefficient": "algorithm.kl_coef",
+    "temperature": "rollout.temperature",
+    "seed": "run.seed",
+}
 RESULTS = ("reward/mean", "rollout/length_mean", "rollout/finished")
 
 
@@ -82,22 +91,15 @@ def _use(exported: Exported, folder: Path) -> str:
 
 
 def _training(exported: Exported, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    terms = value_at(spec, "reward.terms") or []
     section = value_at(spec, exported.role) or value_at(spec, "actor")
-    lora, versions = value_at(section, "lora"), value_at(exported.about, "versions") or {}
-    prompts, group = value_at(spec, "data.prompts_per_step"), value_at(spec, "algorithm.group_size")
+    terms, versions = value_at(spec, "reward.terms") or [], value_at(exported.about, "versions") or {}
     rows = {
         "base model": public_name(str(exported.about["model_path"])) or "local files",
         "data": (public_name(str(value_at(spec, "data.train") or "")) or "local files") if spec else None,
-        "algorithm": value_at(spec, "algorithm.kind"),
         "reward": ", ".join(str(term.get("kind")) for term in terms if isinstance(term, Mapping)),
-        "samples per step": prompts * group if isinstance(prompts, int) and isinstance(group, int) else None,
-        "longest completion": value_at(spec, "data.max_response_tokens"),
         "learning rate": value_at(section, "optimizer.lr"),
-        "KL coefficient": value_at(spec, "algorithm.kl_coef"),
-        "LoRA": f"rank {value_at(lora, 'rank')}, alpha {value_at(lora, 'alpha')}" if lora else None,
-        "temperature": value_at(spec, "rollout.temperature"),
-        "seed": value_at(spec, "run.seed"),
+        "LoRA rank": value_at(section, "lora.rank"),
+        **{label: value_at(spec, key) for label, key in SETTINGS.items()},
         "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
     }
     return [(name, f"`{value}`") for name, value in rows.items() if value not in (None, "")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from running import start, wait_for
 
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.run import checkpoints
-from rlctl.run.export import Limits, Pace, export, own_dtype
+from rlctl.run.export import Limits, _follow, export, own_dtype
 from specs.errors import CheckpointError, ExportError, UsageError
 from workers.offline import export_model
 from workers.saved_files import settle
@@ -123,29 +124,17 @@ def test_a_full_disk_is_told_and_makes_room_for_the_telling(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
-def test_the_time_that_is_left():
-    """From the pace of what is being done now, not of what came before."""
-    now = [0.0]
-    pace = Pace(lambda: now[0])
-    assert pace.line("writing", 0, 4_000_000_000) == "writing 0.00 of 4.00 GB"
-    now[0] = 10.0
-    assert pace.line("writing", 1_000_000_000, 4_000_000_000) == "writing 1.00 of 4.00 GB, 30 s left"
-    now[0] = 12.0
-    pace.line("comparing", 0, 4_000_000_000)
-    now[0] = 13.0
-    assert pace.line("comparing", 2_000_000_000, 4_000_000_000) == "comparing 2.00 of 4.00 GB, 1 s left"
-    assert pace.line("loading it back", 0, 0) == "loading it back"
-
-
-def test_getting_nowhere_is_noticed():
-    now = [0.0]
-    pace = Pace(lambda: now[0])
-    pace.line("writing", 1, 9)
-    now[0] = 50.0
-    pace.line("writing", 1, 9)
-    assert pace.stalled_s == 50
-    pace.line("writing", 2, 9)
-    assert pace.stalled_s == 0
+def test_getting_nowhere_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlctl.run.export.STALL_S", 0.5)
+    (tmp_path / "progress.json").write_text('{"what": "writing", "done": 1000000000, "total": 4000000000}')
+    lines, process = [], subprocess.Popen(["sleep", "60"])
+    try:
+        with pytest.raises(ExportError, match="made no progress"):
+            _follow(process, tmp_path / "progress.json", lines.append)
+    finally:
+        process.kill()
+        process.wait()
+    assert lines == ["writing 1.00 of 4.00 GB"]
 
 
 def test_what_cannot_be_exported_is_said_at_once(run, tmp_path):

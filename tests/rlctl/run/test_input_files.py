@@ -7,14 +7,13 @@ import json
 import os
 from contextlib import redirect_stderr
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from small_spec import raw_spec
 
 from rlctl.cli import main
 from rlctl.run import input_files
-from rlctl.run.input_files import hashing_progress, inputs_of, size_of
+from rlctl.run.input_files import inputs_of, size_of
 from rlctl.run.run_dir import RunDir
 from specs.errors import RunDirError, UsageError
 from specs.load.load import spec_from
@@ -200,8 +199,8 @@ def test_a_run_without_a_record_says_so_and_gets_one(folder: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path, seen: object) -> None:
-        raise PermissionError(13, "Permission denied")
+    def fail(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(input_files, "mark", fail)  # a test may run as root, who may read anything
     with pytest.raises(UsageError, match=r"rows\.jsonl cannot be read: Permission denied"):
@@ -213,15 +212,3 @@ def test_the_flag_is_for_a_resume(tmp_path: Path) -> None:
     with redirect_stderr(error):
         assert main(["train", str(tmp_path / "x.toml"), "--accept-changed-files"]) == 2
     assert "only with --resume" in error.getvalue()
-
-
-def test_what_takes_longer_than_a_second_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(input_files, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    for seconds, said in ((0.4, ""), (0.9, "hashing 4.0 GB of data and reward files …\n")):
-        error = io.StringIO()
-        with redirect_stderr(error), hashing_progress(4_000_000_000) as seen:
-            for _ in range(2):
-                clock.now += seconds
-                seen(2_000_000_000)
-        assert error.getvalue() == said

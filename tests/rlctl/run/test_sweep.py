@@ -61,15 +61,6 @@ def test_what_cannot_be_swept(settings: list[str], said: str) -> None:
     assert caught.value.hint
 
 
-def test_runs_at_a_time_that_share_gpus_are_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    eight = preset("grpo-8gpu-colocated", tmp_path)
-    sweep(eight, ["run.seed=0,1"], None, jobs=2, dry_run=True)
-    assert "2 runs at a time share GPU 0, 1, 2, 3, 4, 5, 6, 7" in " ".join(capsys.readouterr().out.split())
-    sweep(eight, ["run.seed=0,1"], None, jobs=1, dry_run=True)
-    sweep(preset("fake", tmp_path), ["run.seed=0,1"], None, jobs=2, dry_run=True)
-    assert "share GPU" not in capsys.readouterr().out
-
-
 def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path) -> None:
     swept = [Swept("actor.optimizer.lr", ("1e-3", "1e-2")), Swept("run.seed", ("0", "1"))]
     trials, folder = plan(spec, ["run.steps=3"], swept, tmp_path / "out")

@@ -45,8 +45,8 @@ def test_it_says_how_far_the_run_came_by_this_step(tmp_path: Path) -> None:
     text = card(tmp_path)
     assert "| `reward/mean` | 0.100 | 0.300 |" in text  # step 4 is after the checkpoint
     assert "| `eval/test/reward_mean` | 0.200 | 0.600 |" in text
-    assert "| samples per step | `32` |" in text
-    assert "| LoRA | `rank 8, alpha 16.0` |" in text
+    assert "| completions of each | `4` |" in text
+    assert "| LoRA rank | `8` |" in text
     assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in text
 
 
