@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,39 +12,50 @@ from backends.hf.tokenizer import TextCodec
 from specs.wire.batch import Batch
 
 
+class Stretches(NamedTuple):
+    """The runs of loss tokens of a batch, in order: places in its `_T` columns, and the sample of each."""
+
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    sample: NDArray[np.int64]
+
+
+def stretches(batch: Batch) -> Stretches:
+    """Find them: masks [0, 1, 1, 0, 1] and [1] give places 1–3 and 4–5 of sample 0, and 5–6 of sample 1."""
+    mask_T, offsets = batch["loss_mask_T"] != 0, batch.offsets
+    # A run ends where its sample does, so a gap stands before and behind each.
+    gaps_T = np.insert(mask_T, offsets, False)
+    edges = np.flatnonzero(gaps_T[1:] != gaps_T[:-1])
+    sample = np.searchsorted(offsets + np.arange(len(offsets)), edges[::2], side="right") - 1
+    return Stretches(edges[::2] - sample, edges[1::2] - sample, sample)
+
+
 def completion_texts(batch: Batch, codec: TextCodec, *, special_tokens: bool = False) -> list[str]:
     """Decode each run of loss tokens; several turns are joined by line breaks, so that the end of one turn and the
     start of the next do not merge into a new word or number. Needs `tokens_T`, `loss_mask_T`. `special_tokens`: the
     text has them too, for people; no reward sees them."""
-    cuts = [stretches(mask) for mask in batch.sequences("loss_mask_T")]
-    tokens = batch.sequences("tokens_T")
-    pieces = [tokens[i][start:stop].tolist() for i, found in enumerate(cuts) for start, stop in found]
+    found, tokens = stretches(batch), batch["tokens_T"].tolist()
+    pieces = [tokens[start:stop] for start, stop in zip(found.start.tolist(), found.stop.tolist(), strict=True)]
     texts = codec.decode(pieces, special_tokens=special_tokens)
-    ends = np.cumsum([len(found) for found in cuts], dtype=np.int64).tolist()
-    return [_joined(texts[end - len(found) : end]) for found, end in zip(cuts, ends, strict=True)]
+    first = np.searchsorted(found.sample, np.arange(len(batch) + 1)).tolist()  # stretch of each sample
+    return ["\n".join(text for text in texts[start:stop] if text) for start, stop in pairwise(first)]
 
 
 def prompt_texts(batch: Batch, codec: TextCodec) -> list[str]:
     """Decode what stands before each sample's first loss token: what the model saw, special tokens included, and not
     what its tokenizer dropped."""
-    tokens, masks = batch.sequences("tokens_T"), batch.sequences("loss_mask_T")
-    firsts = [next((start for start, _ in stretches(mask)), len(mask)) for mask in masks]
-    pieces = [ids[:first].tolist() for ids, first in zip(tokens, firsts, strict=True)]
-    return codec.decode(pieces, special_tokens=True)
+    found, tokens = stretches(batch), batch["tokens_T"].tolist()
+    stop_B = batch.offsets[1:].copy()
+    np.minimum.at(stop_B, found.sample, found.start)
+    return codec.decode(
+        [tokens[start:stop] for start, stop in zip(batch.offsets.tolist(), stop_B.tolist(), strict=False)],
+        special_tokens=True,
+    )
 
 
 def longest_stretches(batch: Batch) -> list[int]:
-    """Tokens of each sample's longest stretch: what `max_response_tokens`, a limit per call, is compared with."""
-    return [
-        max((stop - start for start, stop in stretches(mask)), default=0) for mask in batch.sequences("loss_mask_T")
-    ]
-
-
-def stretches(mask: NDArray[np.integer]) -> list[tuple[int, int]]:
-    """Start and stop of each run of ones: [0, 1, 1, 0, 1] → [(1, 3), (4, 5)]."""
-    edges = np.flatnonzero(np.diff(mask != 0, prepend=False, append=False)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _joined(texts: Sequence[str]) -> str:
-    return "\n".join(text for text in texts if text)
+    """Return the tokens of each sample's longest stretch: what `max_response_tokens`, a limit per call, is compared
+    with."""
+    found, longest_B = stretches(batch), np.zeros(len(batch), np.int64)
+    np.maximum.at(longest_B, found.sample, found.stop - found.start)
+    return [int(tokens) for tokens in longest_B]

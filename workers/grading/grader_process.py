@@ -61,6 +61,7 @@ class GraderProcess:
         os.set_blocking(self.stdout, False)
         self.ready = False
         self.job: deque[int] = deque()  # indices of samples that it has not graded yet, in order
+        self._given_at, self._given = 0.0, 1  # when the last job was, and its samples
         self.deadline = time.monotonic() + start_timeout_s
         self._out, self._in, self._eof = bytearray(hello), bytearray(), False
 
@@ -73,12 +74,23 @@ class GraderProcess:
         return bool(self._out)
 
     @property
+    def closed(self) -> bool:
+        """Whether its output has ended, as far as it was read."""
+        return self._eof
+
+    @property
     def dead(self) -> bool:
         return self._eof or self.process.poll() is not None
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """What each sample of the last job has taken."""
+        return (time.monotonic() - self._given_at) / self._given
 
     def give(self, indices: Sequence[int], job: dict[str, Any], timeout_s: float) -> None:
         assert self.idle
         self.job.extend(indices)
+        self._given_at, self._given = time.monotonic(), len(indices)
         self._out += encode(job)
         self.deadline = time.monotonic() + timeout_s
         self.write()
@@ -109,12 +121,12 @@ class GraderProcess:
             yield message
 
     def _read(self) -> None:
-        try:
-            while chunk := os.read(self.stdout, READ_BYTES):
+        full = True
+        with suppress(BlockingIOError):
+            while full:  # a short read has emptied the pipe
+                chunk = os.read(self.stdout, READ_BYTES)
                 self._in += chunk
-            self._eof = True
-        except BlockingIOError:
-            return
+                self._eof, full = not chunk, len(chunk) == READ_BYTES
 
     def kill(self) -> None:
         """Kill the process and all that it started, in other sessions too; earlier output can still be read."""

@@ -35,6 +35,7 @@ METRICS: tuple[Metric, ...] = (
 )
 TICK_S = 0.1  # how often dead processes whose pipe is still open are looked for
 JOB_SAMPLES = 64  # max samples in one message
+JOB_S = 0.005  # what a job should take at least, as far as earlier ones tell: shorter ones cost more than they grade
 LOG_BYTES = 64 << 20  # size limit of the log of what reward code prints
 
 
@@ -85,6 +86,7 @@ class GraderPool:
         self._requests: Sequence[Request] = ()
         self._grades: list[Grade | None] = []
         self._queue: deque[int] = deque()
+        self._sample_s = JOB_S  # that a sample took lately
         for _ in range(workers):
             self._start()
 
@@ -129,9 +131,9 @@ class GraderPool:
             if not self._queue:
                 return
             if process.idle and not process.dead:
-                # large jobs first, single samples last: all processes finish at about the same time
-                size = max(1, min(JOB_SAMPLES, len(self._queue) // (4 * len(self._processes))))
-                self._give(process, [self._queue.popleft() for _ in range(size)])
+                # Large jobs first, small ones last: all processes finish at about the same time.
+                size = max(len(self._queue) // (4 * len(self._processes)), int(JOB_S / self._sample_s), 1)
+                self._give(process, [self._queue.popleft() for _ in range(min(size, JOB_SAMPLES, len(self._queue)))])
 
     def _give(self, process: GraderProcess, indices: Sequence[int]) -> None:
         rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -145,16 +147,18 @@ class GraderPool:
 
     def _turn(self) -> None:
         """Wait for output of a process, a deadline or the tick; then handle all of them."""
-        for key, events in self._selector.select(self._wait_s()):
+        events = self._selector.select(self._wait_s())
+        for key, event in events:
             process: GraderProcess = key.data
-            if events & selectors.EVENT_WRITE:
+            if event & selectors.EVENT_WRITE:
                 process.write()
                 self._watch(process)
+            if event & selectors.EVENT_READ:
+                self._listen(process)
         now = time.monotonic()
         for process in list(self._processes):
-            self._listen(process)
             waited_for = process.job or not process.ready
-            if process.dead:
+            if process.dead if not events else process.closed:
                 self._ended(process, "crashes")
             elif waited_for and now > process.deadline:
                 self._ended(process, "timeouts")
@@ -168,10 +172,11 @@ class GraderPool:
             if not process.ready:
                 self._started(process, message)
             elif process.job and message.get("i") == process.job[0]:
-                index = process.job.popleft()
-                self._grades[index] = _grade_of(message, self._numbers)
+                self._grades[process.job.popleft()] = _grade_of(message, self._numbers)
                 activity.count("grade")
                 process.deadline = time.monotonic() + self.timeout_s
+                if not process.job:
+                    self._sample_s = max(process.seconds_per_sample, self._sample_s / 2)
             else:
                 process.kill()  # a result for another sample: reward code wrote to the pipe
                 return

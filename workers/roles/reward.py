@@ -198,6 +198,8 @@ class Reward:
         self, batch: Batch, requests: Sequence[Request], columns: Mapping[str, Column], count: int
     ) -> list[dict[str, Any]]:
         """`count` samples spread over the batch, as readable text."""
+        if not count:
+            return []
         assert self._config is not None
         assert self._codec is not None
         answer = self._config.answer_column
