@@ -28,6 +28,12 @@ class TextCodec:
         return bool(self.tokenizer.chat_template)
 
     @property
+    def unknown_id(self) -> int | None:
+        """The token that stands for what the tokenizer does not know."""
+        found = self.tokenizer.unk_token_id
+        return found if isinstance(found, int) else None
+
+    @property
     def chat_template(self) -> str:
         """The text of its chat template. Raises ModelError where none of several is the default."""
         try:

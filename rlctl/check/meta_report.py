@@ -65,17 +65,10 @@ def _beyond(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
 
 
 def _no_end(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
-    """Completions that never end, or that the chat template ends with another token."""
-    ends = probed[ROLLOUT].ends if ROLLOUT in probed else None
-    turn = probed[DATA].turn_end if DATA in probed else None
-    if ends is None:
-        return
-    if not ends:
+    """Completions that never end."""
+    if ROLLOUT in probed and probed[ROLLOUT].ends == ():
         message = "no token ends a completion: each has data.max_response_tokens tokens"
         yield Problem("model.path", message, "put eos_token_id into its generation_config.json", path)
-    elif turn is not None and turn.id not in ends:
-        message = f"the chat template ends an answer with {show(turn.text)}, which ends no completion"
-        yield Problem("rollout.stop", message, "add it, unless the model was trained to end with another token")
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────

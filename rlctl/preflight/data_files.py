@@ -1,141 +1,171 @@
-"""Whether the data files, built-in tasks and hub ids that a spec names exist. Rows: `rlctl/preflight/data_rows.py`."""
+"""Whether the data that a spec names exists, parses and fits: its first rows become prompts as in a run."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 
-from rlctl.models.chat_template import ChatTemplate, chat_template_of
+from rlctl.models.chat_template import chat_template_of
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
-from rlctl.preflight.data_relations import relation_warnings
-from rlctl.preflight.data_rows import Looked, look_at_rows, missing_column
-from rlctl.preflight.data_sense import held_out_problems, sense_problems
-from rlctl.preflight.data_texts import text_warnings
-from rlctl.preflight.rendered_rows import rendered_warnings
-from rlctl.preflight.small_tokens import token_warnings
-from specs.builtin_tasks import BUILTIN_TASKS
+from rlctl.models.weight_files import LFS
+from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import NotHere, Problem
 from specs.load.keys import closest
+from specs.schema.rewards import compares_answer, judged_columns
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
 from specs.text import show
+from specs.wire.finding import Finding
+from specs.wire.role_config import DataConfig, EvalSource
+from workers.chat_renderer import ChatRenderer
+from workers.data.first_prompts import first_findings
+from workers.data.row_source import read_rows
+from workers.data.tokenizer_file import TokenizerFile
+
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings about the data files that a spec names."""
-    errors: list[Problem] = []
-    warnings: list[Problem] = []
-    looked: dict[str, Looked] = {}
+    """Return errors and warnings about the data that a spec names."""
     sources = [("data.train", spec.data.train)]
     sources += [(f"{one.key}.data", one.data) for one in spec.evaluations if one.data]
-    for key, source in sources:
-        found = _source(key, source, spec, spec_dir, looked)
-        errors += found[0]
-        warnings += found[1]
+    errors = [problem for key, source in sources for problem in _source(key, source, spec_dir)]
+    warnings = [] if errors else [problem for key, source in sources for problem in _to_download(key, source)]
     if errors:
         return errors, warnings
-    sense = sense_problems(spec, spec_dir, looked)
-    template = _template(spec, spec_dir).text
-    warnings += [*sense[1], *text_warnings(spec, looked, template)]
-    if not sense[0]:
-        warnings += relation_warnings(spec, looked, template)
-    folder = model_folder(spec.model.path, spec_dir)
-    if isinstance(folder, Path) and not sense[0]:
-        told = {problem.key for problem in warnings}
-        more = [*rendered_warnings(spec, folder, template, looked), *token_warnings(spec, folder, template, looked)]
-        for problem in more:  # of a key that has been said something of, the rest may follow from it
-            warnings += [problem] if problem.key not in told else []
-            told.add(problem.key)
-    return held_out_problems(spec, spec_dir) or sense[0], warnings
+    for finding in _first_prompts(spec, spec_dir):
+        problem = Problem(finding.key, finding.message, finding.hint, finding.value)
+        (errors if finding.refuses else warnings).append(problem)
+    return errors or _held_out(spec, spec_dir), warnings
 
 
-def _source(
-    key: str, source: str, spec: Spec, spec_dir: Path, looked: dict[str, Looked]
-) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings; the rows of a file that could be read go to `looked`."""
-    value = show(source)
-    if source.startswith("builtin:"):
-        return _builtin(key, source, spec), []
-    file = spec_dir / Path(source).expanduser()
-    if "://" in source:
-        return [_address(key, source)], []
-    if file.is_symlink() and not file.exists():
+# ── sources ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
+    value, file = show(source), spec_dir / Path(source).expanduser()
+    if source.startswith(PREFIX):
+        yield from _builtin(key, source)
+    elif "://" in source:
+        pattern = r"(?:https?://huggingface\.co/datasets/|hf://(?:datasets/)?)([\w.-]+/[\w.-]+).*"
+        found = re.fullmatch(pattern, source)
+        hint = f'write "{found[1]}"' if found else "download it, and name the file"
+        yield Problem(key, "a URL, not a file or a hub id", hint, value)
+    elif file.is_symlink() and not file.exists():
         hint = "repair the link, or name the file itself"
-        return [Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist", hint, value)], []
-    if file.is_dir():
-        return [Problem(key, "a folder, not a file", "name one file; rows of several can be joined", value)], []
-    if is_hub_data(source):
-        return _hub(key, source, file, spec_dir)
-    if file.suffix not in DATA_SUFFIXES:
+        yield Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist", hint, value)
+    elif file.is_dir():
+        yield Problem(key, "a folder, not a file", "name one file; rows of several can be joined", value)
+    elif file.exists() and file.suffix in _COMPRESSED:
+        yield Problem(key, "compressed", "decompress it (gunzip, unzstd, …) and use the result", value)
+    elif file.suffix not in DATA_SUFFIXES and (file.exists() or not is_hub_data(source)):
         hint = "write one JSON object per line into a file that ends in .jsonl"
-        return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
-    if not file.is_file():
-        return [not_found(key, f"no such file ({os.path.abspath(file)})", source, hint=_where_it_may_be(file))], []
-    most = spec.data.max_rows if key == "data.train" else None
-    found = looked[key] = look_at_rows(file, spec, chat=_may_chat(_template(spec, spec_dir)), most=most)
-    fault = found.fault
-    if fault is None:
-        return [], []
-    problem = Problem(key, fault.message, fault.hint, value)
-    return ([], [problem]) if fault.of_a_row and spec.data.bad_rows == "drop" else ([problem], [])
+        yield Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)
+    elif is_hub_data(source):
+        yield from _hub(key, source, file, spec_dir)
+    elif not file.is_file():
+        yield not_found(key, f"no such file ({os.path.abspath(file)})", source, hint=_similar_file(file))
+    elif not os.access(file, os.R_OK):
+        yield Problem(key, "cannot be read: permission denied", "make it readable", value)
+    elif not file.stat().st_size:
+        yield Problem(key, "the file is empty", "write rows into it, or name another file", value)
+    elif _begins_with(file, LFS):
+        yield Problem(key, "a pointer of Git LFS, not the file itself", "fetch it: `git lfs pull` in its folder", value)
 
 
-def _template(spec: Spec, spec_dir: Path) -> ChatTemplate:
-    folder = model_folder(spec.model.path, spec_dir)
-    return ChatTemplate(unknown=True) if folder is None else chat_template_of(folder)
+def _builtin(key: str, source: str) -> Iterator[Problem]:
+    if (name := source.removeprefix(PREFIX)) not in BUILTIN_TASKS:
+        near = closest(name, list(BUILTIN_TASKS))
+        hint = f'did you mean "{PREFIX}{near}"?' if near else f'write "{PREFIX}{next(iter(BUILTIN_TASKS))}"'
+        yield Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint, show(source))
 
 
-def _may_chat(template: ChatTemplate) -> bool:
-    """Whether the model has a chat template, or may have one."""
-    return template.unknown or bool(template.text or template.names)
-
-
-def _hub(key: str, source: str, file: Path, spec_dir: Path) -> tuple[list[Problem], list[Problem]]:
-    """A source that is a hub id, or a file of an unknown kind."""
-    value = show(source)
-    if file.name.endswith((".gz", ".zst", ".bz2", ".xz", ".zip")) and file.exists():
-        return [Problem(key, "compressed", "decompress it (gunzip, unzstd, …) and use the result", value)], []
-    if file.exists():
-        hint = "rename it, or convert it to JSON Lines"
-        return [Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)], []
+def _hub(key: str, source: str, file: Path, spec_dir: Path) -> Iterator[Problem]:
     hub_id = source.partition(":")[0]
     if not looks_like_hub_id(hub_id, spec_dir):
-        return [not_found(key, f"no such file ({os.path.abspath(file)})", source)], []
-    if hub_snapshot(hub_id, "datasets") is not None:
-        return [], []
-    if offline():
+        yield not_found(key, f"no such file ({os.path.abspath(file)})", source)
+    elif hub_snapshot(hub_id, "datasets") is None and offline():
         message = "not in the Hugging Face cache while HF_HUB_OFFLINE is set"
-        return [NotHere(key, message, "check the name", value)], []
-    hint = "check the name, and that this machine reaches the hub"
-    if hub_id in BUILTIN_TASKS:
-        hint = f'did you mean "builtin:{hub_id}"?'
-    return [], [NotHere(key, "will be downloaded from the hub when the run starts", hint, value)]
+        yield NotHere(key, message, "check the name", show(source))
 
 
-def _address(key: str, source: str) -> Problem:
-    """A URL where a file or a hub id is expected."""
-    found = re.fullmatch(r"(?:https?://huggingface\.co/datasets/|hf://(?:datasets/)?)([\w.-]+/[\w.-]+).*", source)
-    hint = f'write "{found[1]}"' if found else "download it, and name the file"
-    return Problem(key, "a URL, not a file or a hub id", hint, show(source))
+def _to_download(key: str, source: str) -> Iterator[Problem]:
+    """Name a hub id of which nothing is known before the run starts."""
+    hub_id = source.partition(":")[0]
+    if is_hub_data(source) and hub_snapshot(hub_id, "datasets") is None:
+        builtin = f'did you mean "{PREFIX}{hub_id}"?' if hub_id in BUILTIN_TASKS else ""
+        hint = builtin or "check the name, and that this machine reaches the hub"
+        yield NotHere(key, "will be downloaded from the hub when the run starts", hint, show(source))
 
 
-def _where_it_may_be(file: Path) -> str:
+def _similar_file(file: Path) -> str:
     if "*" in file.name:
         return "name one file; rows of several can be joined"
-    there = (
-        [other.name for other in file.parent.glob("*") if other.suffix in DATA_SUFFIXES] if file.parent.is_dir() else []
-    )
-    near = closest(file.name, there)
+    there = file.parent.glob("*") if file.parent.is_dir() else ()
+    near = closest(file.name, [other.name for other in there if other.suffix in DATA_SUFFIXES])
     return f"did you mean {near}?" if near else ""
 
 
-def _builtin(key: str, source: str, spec: Spec) -> list[Problem]:
-    name = source.removeprefix("builtin:")
-    if name not in BUILTIN_TASKS:
-        near = closest(name, list(BUILTIN_TASKS))
-        hint = f'did you mean "builtin:{near}"?' if near else f'write "builtin:{next(iter(BUILTIN_TASKS))}"'
-        return [Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint, show(source))]
-    fault = missing_column(next(BUILTIN_TASKS[name]()), spec)
-    return [Problem(key, f"{name} {fault.message}", fault.hint, show(source))] if fault else []
+def _begins_with(file: Path, text: str) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(text)) == text.encode()
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _first_prompts(spec: Spec, spec_dir: Path) -> list[Finding]:
+    """Look at the first rows, with the model's tokenizer and chat template where these are on this machine. Without
+    them, or where they are broken, which is reported of the model, rows are only parsed."""
+    folder = model_folder(spec.model.path, spec_dir)
+    config = _data_config(spec, spec_dir)
+    if not isinstance(folder, Path):
+        return [*first_findings(config, None, None)]
+    template = chat_template_of(folder)
+    chat = spec.data.chat != "never" and bool(template.text)
+    missing = template.unknown or template.names or (not chat and (spec.data.system or spec.data.chat == "always"))
+    try:
+        codec = None if missing else TokenizerFile(folder)
+    except ValueError:
+        codec = None
+    if codec is None:
+        return [*first_findings(config, None, None)]
+    with ChatRenderer(template.text, codec.special_tokens, library=False) if chat else nullcontext() as chats:
+        return [*first_findings(config, codec, chats)]
+
+
+def _data_config(spec: Spec, spec_dir: Path) -> DataConfig:
+    """Return what the data role would be told, as far as it matters for the first rows."""
+    return DataConfig(
+        model_path=spec.model.path,
+        trust_remote_code=False,
+        spec_dir=str(spec_dir),
+        data=spec.data,
+        evals=tuple(
+            EvalSource(key=one.key, name=one.name, data=one.data, split=one.split, prompts=one.prompts)
+            for one in spec.evaluations
+        ),
+        needs_answer=compares_answer(spec.reward.terms),
+        needs_columns=judged_columns(spec.reward.terms),
+        row_columns=None,
+        seed=spec.run.seed,
+    )
+
+
+def _held_out(spec: Spec, spec_dir: Path) -> list[Problem]:
+    """Find sets that leave no row of `data.train` to train on. Reads only as many rows as it needs."""
+    held = next((one for one in spec.evaluations if not one.data), None)
+    if held is None or is_hub_data(spec.data.train):
+        return []
+    counted = islice(read_rows(spec.data.train, split="", base=spec_dir, max_rows=spec.data.max_rows), held.prompts + 1)
+    rows = sum(1 for _ in counted)
+    if rows > held.prompts:
+        return []
+    message = f"holding them out leaves none of the {rows} rows of data.train to train on"
+    hint = f"use fewer than {rows}, or name another source in {held.key}.data"
+    return [Problem(f"{held.key}.prompts", message, hint, str(held.prompts))]

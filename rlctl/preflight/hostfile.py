@@ -17,15 +17,15 @@ _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._:-]*)\s+slots=([1-9][0-9]*)", re.AS
 
 @dataclass(frozen=True)
 class Host:
-    """A host by its name or address, and how many processes of a role it takes."""
+    """A host by its name or address, and how many processes of a role fit there."""
 
     name: str
     slots: int
 
 
 def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Host]:
-    """Hosts that the spec's hostfile names; none without one, and none of one that is not on this machine when the run
-    is for machines `elsewhere`. Raises SpecError, which names line and text."""
+    """Return the hosts that the spec's hostfile names; none without one, and none of one that is not on this machine
+    when the run is for machines `elsewhere`. Raises SpecError, which names line and text."""
     if spec.cluster is None or not spec.cluster.hostfile:
         return []
     path = spec_dir / Path(spec.cluster.hostfile).expanduser()
@@ -42,7 +42,7 @@ def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Hos
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text, OSError and
+    """Return hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text, OSError and
     UnicodeDecodeError."""
     text = path.read_text(encoding="utf-8")
     hosts: dict[str, Host] = {}
@@ -64,7 +64,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
-    """What the hostfile lacks for this spec."""
+    """Return what the hostfile lacks for this spec."""
     if spec.cluster is None or not spec.cluster.hostfile:
         return []
     try:
@@ -91,33 +91,6 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
                 message = f"it names {len(section.devices)} GPUs of each node, and {host.name} has slots={host.slots}"
                 hint = "raise slots in the hostfile if it has more, or use hosts with as many GPUs"
                 problems.append(Problem(f"{role}.devices", message, hint, show(section.devices)))
-    return problems
-
-
-def hostfile_warnings(spec: Spec, spec_dir: Path) -> list[Problem]:
-    """Hosts, and GPUs of hosts, that the file names and nothing uses. `slots` are GPUs where a role has GPUs."""
-    cluster, sections = spec.cluster, spec.sections()
-    if cluster is None or not cluster.hostfile or not any(through_shell(*one) for one in sections):
-        return []
-    try:
-        hosts = hosts_of(spec, spec_dir)
-    except SpecError:
-        return []  # said as a problem
-    used = {number for _, section in sections for number in section.hosts}
-    named = frozenset().union(*(spec.gpus(role) for role in spec.roles))
-    unused = [host for number, host in enumerate(hosts) if number not in used]
-    problems = []
-    if unused:
-        kind = "GPUs" if named else "slots"
-        message = f"no role is on {', '.join(host.name for host in unused)}: {sum(h.slots for h in unused)} {kind} idle"
-        hint = "raise `nodes` of a role, or remove the lines"
-        problems.append(Problem("cluster.hostfile", message, hint, show(cluster.hostfile)))
-    for number in sorted({number for number, _ in named} & set(range(len(hosts)))):
-        count = sum(node == number for node, _ in named)
-        if count < hosts[number].slots:
-            message = f"{hosts[number].name} has slots={hosts[number].slots}, and roles name {count} GPUs there"
-            hint = f"{hosts[number].slots - count} are idle: name them in `devices`, or lower slots"
-            problems.append(Problem("cluster.hostfile", message, hint, show(cluster.hostfile)))
     return problems
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from specs.schema.table import Table
 from specs.wire.as_built import ModelBuilt
+from specs.wire.finding import Finding
 
 Level = Literal["meta", "run"]
 
@@ -48,16 +49,6 @@ class OneUpdate(Table):
     peak_GiB: float
 
 
-class Finding(Table):
-    """Something wrong that shows only in the role's interpreter. `refuses`: no warning, but an error."""
-
-    key: str
-    message: str
-    hint: str
-    value: str = ""
-    refuses: bool = True
-
-
 class Token(Table):
     """A token of the tokenizer."""
 
@@ -73,7 +64,6 @@ class Probed(Table):
     not_seen: tuple[str, ...] = ()  # fields of `model` that only a real start can show
     tokens: int | None = None  # of the tokenizer, for a role that holds one instead of a model
     highest: Token | None = None  # of that tokenizer
-    turn_end: Token | None = None  # with which the chat template ends what the assistant says
     ends: tuple[int, ...] | None = None  # tokens that end a completion, of a role that samples
     findings: tuple[Finding, ...] = ()
     one_update: OneUpdate | None = None

@@ -64,7 +64,7 @@ class Prompts:
         end = position + count if self.endless else min(position + count, len(self.indices))
         draws = range(position, max(position, end))
         rows = [self._row(draw) for draw in draws]
-        tokens = [self.table.prompt_tokens(row) for row in rows for _ in range(group_size)]
+        tokens = [np.array(self.table.prompt_ids(row)) for row in rows for _ in range(group_size)]
         group = np.repeat(np.arange(draws.start, draws.stop, dtype=np.int64), group_size)
         member = np.tile(np.arange(group_size, dtype=np.int64), len(rows))
         id_B = group * group_size + member + self.first_id

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from backends.hf.tokenizer import TextCodec
 from specs.errors import DataError
 from specs.schema.row_values import blank_answer, ends_with_answer, not_a_value
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
-from specs.wire.batch import Column
 from workers.chat_renderer import ChatRenderer, ChatTemplateError, renderer_of
 from workers.data.row_source import DataRow
 
+if TYPE_CHECKING:
+    from backends.hf.tokenizer import TextCodec
+    from specs.wire.batch import Column
+
 ENCODE_ROWS = 2048  # rows per call of the tokenizer
+
+Messages = list[dict[str, Any]]
+
+
+class PromptCodec(Protocol):
+    """The part of a tokenizer that prompts need; `TextCodec` says more of each."""
+
+    @property
+    def unknown_id(self) -> int | None: ...
+
+    def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]: ...
+
+    def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]: ...
 
 
 @dataclass
@@ -30,10 +44,10 @@ class PromptTable:
 
     source: str
     rows: list[dict[str, Any]] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)  # the text that the model sees
+    prompts: list[str] = field(default_factory=list)  # as text, before the tokenizer
     wheres: list[str] = field(default_factory=list)
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    offsets: array[int] = field(default_factory=lambda: array("q", [0]))
     dropped_bad: int = 0
     first_bad: str = ""
     dropped_overlong: int = 0
@@ -43,30 +57,30 @@ class PromptTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def prompt_tokens(self, row: int) -> NDArray[np.int64]:
+    def prompt_ids(self, row: int) -> array[int]:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
     def rows_of(
         self, row_B: Column, columns: Sequence[str] | None, conversations: DataSection | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Rows by number, as JSON for a scorer: location of the row, its prompt as text,
-        and its values in `columns` (None: all). Values that JSON does not know (dates, decimals, bytes) are text.
-        `conversations`: the section that says how a row becomes messages, where these are to go along."""
+        """Return rows by number, as JSON for a scorer: location of the row, its prompt as text, and its values in
+        `columns` (None: all). Values that JSON does not know (dates, decimals, bytes) are text. `conversations`: the
+        section that says how a row becomes messages, where these are to go along."""
         return {
             str(row): {
                 "where": self.wheres[row],
                 "prompt": self.prompts[row],
                 "values": _plain(self.rows[row], columns),
-                **({} if conversations is None else {"messages": _told(self.rows[row], conversations)}),
+                **({} if conversations is None else {"messages": _conversation(self.rows[row], conversations)}),
             }
-            for row in np.unique(row_B).tolist()
+            for row in sorted(set(row_B.tolist()))
         }
 
 
-def _told(values: Mapping[str, Any], data: DataSection) -> list[dict[str, Any]]:
-    """The conversation that a row's prompt was made from; of plain text, one message of the user."""
-    told: list[dict[str, Any]] = json.loads(json.dumps(messages_of(prompt_of(values, data), data), default=str))
-    return told
+def _conversation(values: Mapping[str, Any], data: DataSection) -> Messages:
+    """Return the conversation that a row's prompt was made from; of plain text, one message of the user."""
+    messages: Messages = json.loads(json.dumps(messages_of(prompt_of(values, data), data), default=str))
+    return messages
 
 
 def _plain(values: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
@@ -88,52 +102,62 @@ def build_table(
 
     Raises DataError on a bad or overlong row where the spec refuses them, and when no row is left.
     """
-    table = read_table(source, rows, data, codec, needs_answer, needs_columns)
+    chat = uses_chat(data, codec)
+    reader = RowReader(data, needs_answer, needs_columns, chat=chat)
+    with renderer_of(codec) if chat else nullcontext() as chats:
+        table = read_table(source, rows, reader, codec, chats)
     _refuse_overlong_or_empty(table, data)
     return table
 
 
 def read_table(
-    source: str,
-    rows: Iterable[DataRow],
-    data: DataSection,
-    codec: TextCodec,
-    needs_answer: bool,
-    needs_columns: Sequence[str] = (),
+    source: str, rows: Iterable[DataRow], reader: RowReader, codec: PromptCodec, chats: ChatRenderer | None
 ) -> PromptTable:
-    """As `build_table`, but overlong rows are only counted, and the table may be empty."""
-    chat = uses_chat(data, codec)
-    table, lengths, pieces = PromptTable(source), [0], []
-    pending: list[tuple[DataRow, str]] = []
-
-    def flush() -> None:
-        encoded = codec.encode([text for _, text in pending], rendered=chat)
-        for (row, text), ids in zip(pending, encoded, strict=True):
+    """Build the table, only counting overlong rows; it may be empty. `chats`: the chat template, where prompts go
+    through one. Raises DataError on a bad row where the spec refuses them, and ModelError when the template cannot be
+    used at all."""
+    table, data = PromptTable(source), reader.data
+    rendered = _rendered(table, rows, reader, chats)
+    while chunk := list(islice(rendered, ENCODE_ROWS)):
+        encoded = codec.encode([text for _, text in chunk], rendered=chats is not None)
+        for (row, text), ids in zip(chunk, encoded, strict=True):
             if _admit(table, row, ids, data):
                 table.rows.append(row.values)
                 table.prompts.append(text)
                 table.wheres.append(row.where)
-                lengths.append(len(ids))
-                pieces.append(np.array(ids, dtype=np.int64))
-        pending.clear()
-
-    with renderer_of(codec) if chat else nullcontext() as chats:
-        render = _Renderer(data, chats, needs_answer, needs_columns)
-        for row in rows:
-            try:
-                pending.append((row, render(row)))
-            except _BadRow as error:
-                _bad(table, row, str(error), data)
-            if len(pending) >= ENCODE_ROWS:
-                flush()
-    flush()
-    table.tokens = np.concatenate(pieces) if pieces else table.tokens
-    table.offsets = np.cumsum(lengths, dtype=np.int64)
+                table.tokens.extend(ids)
+                table.offsets.append(len(table.tokens))
     return table
 
 
+def _rendered(
+    table: PromptTable, rows: Iterable[DataRow], reader: RowReader, chats: ChatRenderer | None
+) -> Iterator[tuple[DataRow, str]]:
+    for row in rows:
+        try:
+            prompt = reader.prompt(row)
+            text = prompt if isinstance(prompt, str) else _render(prompt, chats)
+            if not text:
+                raise BadRow("the prompt is empty")
+            text.encode()
+        except UnicodeEncodeError:
+            drop_bad(table, row, "the prompt holds half of a surrogate pair, which is not text", reader.data)
+        except BadRow as error:
+            drop_bad(table, row, str(error), reader.data)
+        else:
+            yield row, text
+
+
+def _render(messages: Messages, chats: ChatRenderer | None) -> str:
+    assert chats is not None, "messages are for a chat template"
+    try:
+        return chats.render(messages)
+    except ChatTemplateError as error:
+        raise BadRow(str(error)) from error
+
+
 def uses_chat(data: DataSection, codec: TextCodec) -> bool:
-    """Whether prompts go through the chat template. Raises DataError if the spec needs one that is missing."""
+    """Return whether prompts go through the chat template. Raises DataError if the spec needs one that is missing."""
     if data.chat == "always" and not codec.has_chat_template:
         hint = 'use an instruct model, or set data.chat = "never"'
         raise DataError(f'data.chat = "always": the tokenizer of {codec.model_path} has no chat template', hint=hint)
@@ -144,99 +168,84 @@ def uses_chat(data: DataSection, codec: TextCodec) -> bool:
     return chat
 
 
-class _BadRow(ValueError):
+class BadRow(ValueError):
     """The reason why a row cannot become a prompt."""
 
 
-class _Renderer:
-    """Renders a row as the text that the model sees. Raises _BadRow."""
+class RowReader:
+    """Takes the prompt out of a row and checks everything that the run reads of it."""
 
-    def __init__(
-        self, data: DataSection, chats: ChatRenderer | None, needs_answer: bool, needs_columns: Sequence[str]
-    ) -> None:
-        self.data, self.chats = data, chats
+    def __init__(self, data: DataSection, needs_answer: bool, needs_columns: Sequence[str] = (), *, chat: bool) -> None:
+        self.data, self.chat, self.needs_answer = data, chat, needs_answer
         columns = template_columns(data.template) if data.template else (data.prompt_column,)
         answer = (data.answer_column,) if needs_answer else ()
         self.columns = tuple(dict.fromkeys((*columns, *answer, *needs_columns)))
-        self.needs_answer = needs_answer
         self.in_template = template_columns(data.template)
 
-    def __call__(self, row: DataRow) -> str:
+    def prompt(self, row: DataRow) -> str | Messages:
+        """Return the row's text, or its messages where prompts go through a chat template. Raises BadRow."""
         if row.problem:
-            raise _BadRow(row.problem)
+            raise BadRow(row.problem)
         self._check_columns(row.values)
-        text = self._text(row.values)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise _BadRow("the prompt holds half of a surrogate pair, which is not text") from None
-        if not text:
-            raise _BadRow("the prompt is empty")
-        return text
+        prompt = prompt_of(row.values, self.data)
+        if self.chat:
+            return messages_of(prompt, self.data)
+        if isinstance(prompt, str):
+            return prompt
+        why = "the tokenizer has no chat template" if self.data.chat != "never" else 'data.chat = "never"'
+        raise BadRow(f"column {self.data.prompt_column!r} is {type(prompt).__name__}, not text, and {why}")
 
     def _check_columns(self, values: Mapping[str, Any]) -> None:
         for column in self.columns:
             if values.get(column) is None:
                 lacks = f"column {column!r} is null" if column in values else f"no column {column!r}"
-                raise _BadRow(f"{lacks}; the row has {', '.join(map(repr, values)) or 'none'}")
-            if said := not_a_value(values[column]):
-                raise _BadRow(f"column {column!r} is {said}")
-            if self.data.template and isinstance(values[column], dict | list) and column in self.in_template:
-                raise _BadRow(f"column {column!r} is {type(values[column]).__name__}, which no template can write")
+                raise BadRow(f"{lacks}; the row has {', '.join(map(repr, values)) or 'none'}")
+            if problem := not_a_value(values[column]):
+                raise BadRow(f"column {column!r} is {problem}")
+            if isinstance(values[column], dict | list) and column in self.in_template:
+                raise BadRow(f"column {column!r} is {type(values[column]).__name__}, which no template can write")
         if self.needs_answer:
             self._check_answer(values[self.data.answer_column])
 
     def _check_answer(self, answer: Any) -> None:
         column = f"column {self.data.answer_column!r}"
         if not isinstance(answer, str | int | float):
-            raise _BadRow(f"{column} must be text or a number, not {type(answer).__name__}")
-        if said := blank_answer(answer):
-            raise _BadRow(f"{column} {said}")
-
-    def _text(self, values: Mapping[str, Any]) -> str:
-        prompt = prompt_of(values, self.data)
-        if self.chats is None:
-            if isinstance(prompt, str):
-                return prompt
-            why = "the tokenizer has no chat template" if self.data.chat != "never" else 'data.chat = "never"'
-            raise _BadRow(f"column {self.data.prompt_column!r} is {type(prompt).__name__}, not text, and {why}")
-        try:
-            return self.chats.render(messages_of(prompt, self.data))
-        except ChatTemplateError as error:
-            raise _BadRow(str(error)) from error
+            raise BadRow(f"{column} must be text or a number, not {type(answer).__name__}")
+        if problem := blank_answer(answer):
+            raise BadRow(f"{column} {problem}")
 
 
 def prompt_of(values: Mapping[str, Any], data: DataSection) -> Any:
-    """A row's prompt before any chat template: text, or messages."""
+    """Return a row's prompt before any chat template: text, or messages."""
     return render_template(data.template, values) if data.template else values[data.prompt_column]
 
 
-def messages_of(prompt: Any, data: DataSection) -> list[dict[str, Any]]:
-    """What the chat template is given for a prompt. Raises ValueError where it is not one."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+def messages_of(prompt: Any, data: DataSection) -> Messages:
+    """Return what the chat template is given for a prompt. Raises BadRow where it is not one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _checked_messages(prompt)
     if data.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": data.system}, *messages]
     return messages
 
 
-def _messages(prompt: Any) -> list[dict[str, Any]]:
+def _checked_messages(prompt: Any) -> Messages:
     messages = prompt if isinstance(prompt, list) else []
-    if not messages or not all(_is_message(one) for one in messages):
-        raise _BadRow("a prompt is text, or a list of messages with role and content")
+    if not messages or not all(_is_message(message) for message in messages):
+        raise BadRow("a prompt is text, or a list of messages with role and content")
     if ends_with_answer(messages):
-        raise _BadRow("the prompt ends with the assistant's own answer, which the model is to write")
+        raise BadRow("the prompt ends with the assistant's own answer, which the model is to write")
     return messages
 
 
-def _is_message(one: Any) -> bool:
-    return isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) -> bool:
-    """Count a prompt that is too long or empty; returns True if it may be drawn."""
+    """Count a prompt that is too long or empty; return True if it may be drawn."""
     table.longest_prompt_tokens = max(table.longest_prompt_tokens, len(ids))
     if not ids:
-        _bad(table, row, "the prompt has no tokens", data)
+        drop_bad(table, row, "the prompt has no tokens: the tokenizer drops all of its characters", data)
         return False
     if len(ids) <= data.max_prompt_tokens:
         return True
@@ -245,7 +254,8 @@ def _admit(table: PromptTable, row: DataRow, ids: list[int], data: DataSection) 
     return False
 
 
-def _bad(table: PromptTable, row: DataRow, problem: str, data: DataSection) -> None:
+def drop_bad(table: PromptTable, row: DataRow, problem: str, data: DataSection) -> None:
+    """Count a bad row. Raises DataError where the spec refuses them."""
     if data.bad_rows == "refuse":
         hint = 'fix the row, or set data.bad_rows = "drop" to leave such rows out'
         raise DataError(f"{row.where}: {problem}", hint=hint)

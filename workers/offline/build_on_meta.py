@@ -11,20 +11,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TextIO
 
-from backends.hf.tokenizer import load_codec
+from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
 from backends.registry import rollout_engine, train_engine
 from backends.rollout.stop_tokens import named_end_tokens, single_token
 from specs.errors import ModelError, RlctlError
 from specs.schema.roles import ROLES
 from specs.text import show
-from specs.wire.meta_request import Finding, Probed, ProbeRequest, RoleRequest
+from specs.wire.finding import Finding
+from specs.wire.meta_request import Probed, ProbeRequest, RoleRequest, Token
 from specs.wire.role_config import TEXT_CONFIGS, DataConfig, RewardConfig, RolloutConfig, TextConfig, TrainConfig
 from workers.chat_renderer import renderer_of
-from workers.offline.first_rows import foreign_markup, highest_token, no_generation_prompt, row_findings, turn_end
+from workers.data.first_prompts import first_findings
+from workers.data.prompts import uses_chat
 from workers.offline.one_update import one_update
 from workers.offline.right_answers import answer_findings
 from workers.watchdog import die_with_parent, set_process_name
@@ -84,18 +87,20 @@ def _on_meta(role: str, asked: RoleRequest) -> Probed:
 def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
     """A role that reads text: its tokenizer, and what it makes of the first rows."""
     codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
-    about = Probed(role=role, tokens=len(codec.tokenizer), highest=highest_token(codec))
+    about = Probed(role=role, tokens=len(codec.tokenizer), highest=_highest_token(codec))
     if isinstance(config, DataConfig):
-        rows = tuple(row_findings(config, codec))
-        if config.data.chat == "never" or not codec.has_chat_template:
-            return about.model_copy(update={"findings": rows})
-        with renderer_of(codec) as chats:
-            of_template = filter(None, (foreign_markup(codec, chats), no_generation_prompt(chats)))
-            return about.model_copy(update={"findings": (*of_template, *rows), "turn_end": turn_end(codec, chats)})
+        with renderer_of(codec) if uses_chat(config.data, codec) else nullcontext() as chats:
+            return about.model_copy(update={"findings": tuple(first_findings(config, codec, chats))})
     if isinstance(config, RewardConfig) and asked.data:
         findings = answer_findings(config, DataConfig.model_validate(asked.data), codec)
         return about.model_copy(update={"findings": tuple(findings)})
     return about
+
+
+def _highest_token(codec: TextCodec) -> Token:
+    vocabulary = codec.tokenizer.get_vocab()
+    text = max(vocabulary, key=vocabulary.__getitem__)
+    return Token(id=vocabulary[text], text=text)
 
 
 def _ends(role: str, config: RolloutConfig) -> Probed:

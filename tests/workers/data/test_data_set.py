@@ -80,7 +80,7 @@ def test_jsonl_keeps_columns_and_skips_blank_lines(tmp_path: Path, codec: TextCo
     (tmp_path / "rows.jsonl").write_text(text, "utf-8")
     table = table_of(tmp_path, codec)
     assert table.rows[0]["extra"] == [1, {"a": None}]
-    assert [codec.decode([table.prompt_tokens(i).tolist()])[0] for i in range(2)] == ["one", "zwei"] == table.prompts
+    assert [codec.decode([table.prompt_ids(i)])[0] for i in range(2)] == ["one", "zwei"] == table.prompts
     assert [where.rsplit(":", 1)[1] for where in table.wheres] == ["1", "3"]
 
 

@@ -1,0 +1,158 @@
+"""What a run would say of its data, told by the first rows: they are read, rendered and tokenised as a run does it."""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from specs.builtin_tasks import PREFIX
+from specs.errors import DataError, ModelError
+from specs.schema.sections import is_hub_data
+from specs.text import show
+from specs.wire.finding import Finding
+from specs.wire.role_config import DataConfig
+from workers.chat_renderer import ChatRenderer
+from workers.data.prompts import (
+    BadRow,
+    PromptCodec,
+    PromptTable,
+    RowReader,
+    drop_bad,
+    messages_of,
+    prompt_of,
+    read_table,
+)
+from workers.data.row_source import DataRow, read_rows
+
+TRAIN = "data.train"
+_ROWS = 256  # that are tokenised at once
+_TIMES = 8  # how often so many more, where all of them are too long
+_LATER_ROWS, _LATER_S = 4_000, 0.5  # that are parsed behind these
+_UNWRITTEN = 0.5  # share of the characters that a tokenizer may lose before prompts mean nothing
+_NOT_COUNTED = "\"'`"  # normalisers write quotes in other ways
+
+
+def first_findings(config: DataConfig, codec: PromptCodec | None, chats: ChatRenderer | None) -> Iterator[Finding]:
+    """Yield what is wrong with each source that lies on this machine. `codec`: None where no tokenizer is at hand, so
+    that rows are only parsed; `chats`: the chat template, where prompts go through one."""
+    sources = {TRAIN: config.data.train, **{f"{one.key}.data": one.data for one in config.evals if one.data}}
+    chat = chats is not None if codec is not None else config.data.chat != "never"
+    reader = RowReader(config.data, config.needs_answer, config.needs_columns, chat=chat)
+    for key, source in sources.items():
+        if is_hub_data(source):
+            continue
+        most = config.data.max_rows if key == TRAIN else None
+        try:
+            rows = read_rows(source, split="", base=Path(config.spec_dir), max_rows=most)
+            if codec is not None:
+                yield from _tokenised(key, source, rows, reader, codec, chats)
+            if not source.startswith(PREFIX):
+                _check_later(source, rows, reader)
+        except DataError as error:
+            yield Finding(key=key, message=error.message, hint=error.hint, value=show(source))
+        except ModelError as error:
+            yield Finding(key="model.path", message=error.message, hint=error.hint, value=show(config.model_path))
+            return
+
+
+def _check_later(source: str, rows: Iterator[DataRow], reader: RowReader) -> None:
+    """Parse more rows, as far as there is time. Raises DataError on a bad one where the spec refuses them."""
+    table, until = PromptTable(source), time.monotonic() + _LATER_S
+    for row in islice(rows, _LATER_ROWS):
+        try:
+            reader.prompt(row)
+        except BadRow as error:
+            drop_bad(table, row, str(error), reader.data)
+        if time.monotonic() > until:
+            return
+
+
+def _tokenised(
+    key: str, source: str, rows: Iterator[DataRow], reader: RowReader, codec: PromptCodec, chats: ChatRenderer | None
+) -> Iterator[Finding]:
+    table, seen = PromptTable(source), 0
+    for _ in range(_TIMES):
+        chunk = list(islice(rows, _ROWS))
+        long, bad, longest = table.dropped_overlong, table.dropped_bad, table.longest_prompt_tokens
+        table = read_table(source, chunk, reader, codec, chats)
+        table.dropped_overlong, table.dropped_bad = table.dropped_overlong + long, table.dropped_bad + bad
+        table.longest_prompt_tokens, seen = max(longest, table.longest_prompt_tokens), seen + len(chunk)
+        if len(table) or len(chunk) < _ROWS:
+            break
+    yield from _lengths(key, table, seen, reader, whole=len(chunk) < _ROWS)
+    if len(table):
+        yield from _lost_characters(key, table, codec)
+    if len(table) and chats is not None:
+        yield from _left_out(key, table, reader)
+
+
+def _lengths(key: str, table: PromptTable, rows: int, reader: RowReader, *, whole: bool) -> Iterator[Finding]:
+    """Find prompts that are refused for their length, and data of which nothing is left."""
+    data, long = reader.data, table.dropped_overlong
+    limit = {"key": "data.max_prompt_tokens", "value": str(data.max_prompt_tokens)}
+    longest = f"the longest has {table.longest_prompt_tokens} tokens"
+    if long and data.overlong == "refuse":
+        message = f"{long} of the first {rows} prompts of {table.source} are longer, and data.overlong refuses them"
+        yield Finding(**limit, message=f"{message}; {longest}", hint='raise it, or set data.overlong = "drop"')
+    elif long and not len(table):
+        message = f"all of the first {rows} prompts of {table.source} are longer, and dropped; {longest}"
+        yield Finding(**limit, message=message, hint="raise it, or shorten the prompts", refuses=whole)
+    elif not len(table) and whole:
+        message = f"no prompt is left: {f'all of its {rows} rows are bad' if rows else 'it has no rows'}"
+        hint = f"repair the rows, the first: {table.first_bad}" if rows else "write rows into it"
+        yield Finding(key=key, message=message, hint=hint, value=show(table.source))
+    elif 2 * long >= rows:
+        message = f"{long} of the first {rows} prompts of {table.source} are longer, and dropped; {longest}"
+        yield Finding(**limit, message=message, hint="raise it, or shorten the prompts", refuses=False)
+
+
+def _lost_characters(key: str, table: PromptTable, codec: PromptCodec) -> Iterator[Finding]:
+    """Find characters that the tokenizer drops or does not know, such as those of another language."""
+    wanted, lost = Counter[str](), Counter[str]()
+    known = [[one for one in table.prompt_ids(row) if one != codec.unknown_id] for row in range(len(table))]
+    for prompt, text in zip(table.prompts, codec.decode(known, special_tokens=True), strict=True):
+        characters = _characters(prompt)
+        wanted += characters
+        lost += characters - _characters(text)
+    if not lost:
+        return
+    share, shown = lost.total() / wanted.total(), " ".join(one for one, _ in lost.most_common(12))
+    message = f"the tokenizer drops or does not know {share:.1%} of the characters of the first {len(table)} prompts"
+    hint = "use the model that knows these characters, with its own tokenizer, or leave them out of the prompts"
+    yield Finding(
+        key=key, message=f"{message}: {shown}", hint=hint, value=show(table.source), refuses=share > _UNWRITTEN
+    )
+
+
+def _characters(text: str) -> Counter[str]:
+    """Count what can be seen of a text, whatever a normaliser does to case, accents, widths and spaces."""
+    plain = unicodedata.normalize("NFKD", text).casefold()
+    return Counter(
+        one
+        for one in plain
+        if one.isprintable() and not (one.isspace() or unicodedata.combining(one) or one in _NOT_COUNTED)
+    )
+
+
+def _left_out(key: str, table: PromptTable, reader: RowReader) -> Iterator[Finding]:
+    """Find text of system or user messages that is in none of the prompts."""
+    data, found = reader.data, dict[str, list[bool]]()
+    for row, prompt in zip(table.rows, table.prompts, strict=True):
+        for message in messages_of(prompt_of(row, data), data):
+            content = message["content"]
+            words = content.casefold().split() if isinstance(content, str) else []
+            if words and message["role"] in ("system", "user"):
+                found.setdefault(message["role"], []).append(max(words, key=len) in prompt.casefold())
+    absent = [role for role, seen in found.items() if not any(seen)]
+    if "user" in absent:
+        message, hint = "the chat template leaves out what users say", "repair it, or use the model's own"
+        yield Finding(key="model.path", message=f"{message}: a prompt is {show(table.prompts[0])}", hint=hint)
+    elif "system" in absent:
+        where = ("data.system", show(data.system)) if data.system else (key, show(table.source))
+        hint = "put its text into the user's message, such as with data.template"
+        message = "has no effect: the chat template leaves system messages out"
+        yield Finding(key=where[0], value=where[1], message=message, hint=hint, refuses=bool(data.system))
