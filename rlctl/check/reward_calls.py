@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.preflight.first_row import first_rows
+from rlctl.preflight.first_row import first_row
 from rlctl.preflight.interpreters import own_path
 from specs.errors import Problem
 from specs.schema.rewards import Function
@@ -55,7 +55,7 @@ def call_rewards(
     errors: list[Problem] = []
     warnings: list[Problem] = []
     calls: list[RewardCall] = []
-    row = next(iter(first_rows(spec, spec_dir)), None)
+    row = first_row(spec, spec_dir)
     functions = {f"reward.terms.{n}.path": one for n, one in enumerate(spec.reward.terms) if isinstance(one, Function)}
     with ExitStack() as stack:
         callers = {

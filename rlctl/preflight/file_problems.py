@@ -25,11 +25,11 @@ from rlctl.models.shapes_fit import (
 from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
 from rlctl.models.vocabulary import vocabulary_problems
 from rlctl.preflight.data_files import check_data
-from rlctl.preflight.hostfile import hostfile_problems, hostfile_warnings
+from rlctl.preflight.hostfile import hostfile_problems
 from rlctl.preflight.interpreters import interpreter_problems, packages_of
 from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
-from rlctl.preflight.reward_files import own_function_problems, reward_problems
+from rlctl.preflight.reward_files import function_problems
 from rlctl.preflight.role_attention import role_attention_problems
 from rlctl.preflight.role_kernels import role_kernel_problems
 from rlctl.preflight.sizes import size_problems
@@ -55,8 +55,8 @@ def file_problems(
     run_dir: Path | None = None,
     notes: list[Problem] | None = None,
 ) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`: where
-    the run writes, when it is not where the spec says.
+    """Return errors and warnings about everything that the spec names. Relative paths start at `spec_dir`. `run_dir`:
+    where the run writes, when it is not where the spec says.
 
     GPUs that this machine lacks are errors when `starting` a run, else warnings: a spec may be checked elsewhere.
     Interpreters, engines, launchers and judges' keys that it lacks are errors unless the run is to start `elsewhere`.
@@ -66,28 +66,31 @@ def file_problems(
     errors, warnings, config = _models(spec, spec_dir)
     of_here = warnings if notes is None else notes
     data_errors, data_warnings = check_data(spec, spec_dir)
-    errors += data_errors + reward_problems(spec, spec_dir) + own_function_problems(spec, spec_dir)
-    lacking = interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()) + _launchers(spec)
-    lacking += key_problems(spec)
+    errors += [*_new(data_errors, errors), *function_problems(spec, spec_dir), *hostfile_problems(spec, spec_dir)]
+    warnings += data_warnings
+    lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()), *_launchers(spec)]
+    lacking += [*key_problems(spec), *role_kernel_problems(spec, spec_dir)]
     (of_here if elsewhere else errors).extend(lacking)
     errors += address_problems(spec) if starting and not errors else []
-    attention = list(role_attention_problems(spec, spec_dir, elsewhere=elsewhere))
+    attention = [*role_attention_problems(spec, spec_dir, elsewhere=elsewhere)]
     errors += attention
     if elsewhere:
         of_here += [problem for problem in role_attention_problems(spec, spec_dir) if problem not in attention]
-    (of_here if elsewhere else errors).extend(role_kernel_problems(spec, spec_dir))
-    errors += hostfile_problems(spec, spec_dir)
-    warnings += [*data_warnings, *hostfile_warnings(spec, spec_dir)]
     (errors if starting else of_here if elsewhere else warnings).extend(_devices(spec))
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     errors += size_problems(spec, config, here=here and not elsewhere)
     where = run_dir or spec.run.place
-    machine = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
-    errors, warnings = [*errors, *machine[0]], [*warnings, *machine[1]]
+    machine_errors, machine_warnings = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
+    errors, warnings = [*errors, *machine_errors], [*warnings, *machine_warnings]
     if elsewhere and notes is not None:
-        notes += [one for one in (*errors, *warnings) if isinstance(one, NotHere)]
+        notes += [problem for problem in (*errors, *warnings) if isinstance(problem, NotHere)]
         errors, warnings = ([one for one in found if not isinstance(one, NotHere)] for found in (errors, warnings))
     return errors, warnings
+
+
+def _new(found: Sequence[Problem], known: Sequence[Problem]) -> list[Problem]:
+    """Leave out problems of keys that have one: what is wrong with a chat template shows in the rows too."""
+    return [problem for problem in found if problem.key not in {one.key for one in known}]
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""The first row of each source that a spec names, where this host has it: what a reward function would be given."""
+"""The first row that a reward function would be called with, where this host has it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from specs.schema.spec import Spec
 from workers.data.row_source import DataRow, read_rows
 
 
-def first_rows(spec: Spec, spec_dir: Path) -> list[DataRow]:
-    """The first row of `data.train`, then of each evaluation set. Sources on a hub, which are not read here, and those
-    that cannot be read are left out."""
-    sources = [spec.data.train, *(one.data for one in spec.evaluations if one.data)]
-    rows = []
-    for source in sources:
+def first_row(spec: Spec, spec_dir: Path) -> DataRow | None:
+    """Return the first row of `data.train`, or of the first evaluation set that can be read. Nothing is downloaded."""
+    for source in [spec.data.train, *(one.data for one in spec.evaluations if one.data)]:
         if is_hub_data(source):
             continue
         try:
@@ -23,5 +20,5 @@ def first_rows(spec: Spec, spec_dir: Path) -> list[DataRow]:
         except DataError:
             continue
         if row is not None and not row.problem:
-            rows.append(row)
-    return rows
+            return row
+    return None

@@ -42,8 +42,8 @@ def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Hos
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Return hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text, OSError and
-    UnicodeDecodeError."""
+    """Return hosts in the order of the file; `#` starts a comment. Raises SpecError, which names line and text,
+    OSError and UnicodeDecodeError."""
     text = path.read_text(encoding="utf-8")
     hosts: dict[str, Host] = {}
     problems = []

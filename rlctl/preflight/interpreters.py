@@ -19,8 +19,9 @@ from specs.errors import Problem
 from specs.packages import environments, installed_here
 from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES, library_names
 from specs.schema.engines.engine_table import EngineTable, engine_of
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
-from specs.schema.spec import RoleSection, Spec
+from specs.schema.spec import Spec
 from specs.text import show
 
 OLDEST_PYTHON = (3, 11)

@@ -16,31 +16,27 @@ from typing import Any
 from rlctl.models.model_tensors import tensors_of_config
 from rlctl.show.tracking import missing_package
 from specs.errors import NotHere, Problem
+from specs.memory_parts import GIB
 from specs.model_facts import model_facts
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
 from specs.text import show
 
-_GIB = 2**30
-_THREADS_A_PROCESSOR = 8
 SHARED_MEMORY = Path("/dev/shm")
-ROOM = 1.2  # free space per what checkpoints take, below which a warning is due
 
 
 def machine_problems(
     spec: Spec, spec_dir: Path, config: Mapping[str, Any], run_dir: Path, *, starting: bool, here: bool
 ) -> tuple[list[Problem], list[Problem]]:
-    """Errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `run_dir`: where the
-    run writes. `starting`: the run begins now; `here`: nothing in the spec asks for another machine than this one."""
+    """Return errors and warnings. `config`: the actor's parsed config.json, {} where it is not at hand. `run_dir`:
+    where the run writes. `starting`: the run begins now; `here`: nothing in the spec asks for another machine."""
     errors: list[Problem] = [*_tracking(spec), *_folders(spec, spec_dir, run_dir)]
-    warnings: list[Problem] = []
+    warnings: list[Problem] = [] if starting else _commands(spec)  # the launcher knows better what it lacks
     (errors if starting else warnings).extend(_ports(spec))
-    warnings += [] if starting else _commands(spec)  # the launcher knows better what it lacks
-    warnings += [*_shared_memory(spec), *_interfaces(spec), *_threads(spec)] if here else []
-    short, tight = _disk(spec, config, run_dir)
-    (errors if here else warnings).extend([] if errors else short)
-    return errors, [*warnings, *tight]
+    warnings += _shared_memory(spec) if here else []
+    (errors if here else warnings).extend([] if errors else _disk(spec, config, run_dir))
+    return errors, warnings
 
 
 def _commands(spec: Spec) -> list[Problem]:
@@ -57,7 +53,7 @@ def _tracking(spec: Spec) -> list[Problem]:
 
 
 def _ports(spec: Spec) -> list[Problem]:
-    """Ports where the ranks of roles on several nodes meet, on this host."""
+    """Find a port that is taken where the ranks of roles on several nodes are to meet, on this host."""
     if spec.cluster is None or spec.actor.nodes == 1:
         return []
     port = spec.cluster.port
@@ -71,36 +67,11 @@ def _ports(spec: Spec) -> list[Problem]:
     return []
 
 
-def _interfaces(spec: Spec) -> list[Problem]:
-    """Network interfaces by which ranks are to meet, and that this host has not."""
-    there, problems = [name for _, name in socket.if_nameindex()], []
-    for role, section in spec.sections():
-        for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            names = section.env.get(variable, "").split(",")
-            wanted = [name.lstrip("=").partition(":")[0] for name in names if name and not name.startswith("^")]
-            if wanted and not any(have.startswith(name) for name in wanted for have in there):
-                message = f"this host has no such network interface; it has {', '.join(there)}"
-                value, hint = show(section.env[variable]), "name one, or leave it out"
-                problems.append(Problem(f"{role}.env.{variable}", message, hint, value))
-    return problems
-
-
-def _threads(spec: Spec) -> list[Problem]:
-    """Roles that ask for many times the processors of this host."""
-    has, problems = os.cpu_count() or 1, []
-    for role, section in spec.sections():
-        asked = (section.threads or 0) * -(-section.processes // section.nodes)
-        if asked > _THREADS_A_PROCESSOR * has:
-            message = f"{asked} threads on this host's {has} processors wait for one another"
-            problems.append(Problem(f"{role}.threads", message, "leave it out", show(section.threads)))
-    return problems
-
-
 # ── folders and disk ──────────────────────────────────────────────────────────────────────────────
 
 
 def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
-    """Folders that the run writes to: they must be folders that this user may write, or be made in one."""
+    """Find folders that the run cannot write to, or make."""
     named = [("run.dir", spec.run.dir, run_dir.parent)]
     if spec.sync.folder:
         named.append(("sync.folder", spec.sync.folder, spec_dir / Path(spec.sync.folder).expanduser()))
@@ -121,38 +92,35 @@ def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
 
 
 def _broken_link(path: Path) -> Path | None:
-    """`path` or a folder above it that is a link to nowhere: nothing can be made behind it."""
+    """Return `path` or a folder above it that is a link to nowhere: nothing can be made behind it."""
     path = Path(os.path.abspath(path))
     return next((place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None)
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path`, or the closest folder above it that is there."""
+    """Return `path`, or the closest folder above it that is there."""
     path = Path(os.path.abspath(path))
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> tuple[list[Problem], list[Problem]]:
-    """(too little, hardly enough) room for the checkpoints that lie on the disk together: those kept, and one more
-    while it is written. Those of a run to resume are there already."""
+def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> list[Problem]:
+    """Find too little room for the checkpoints that lie on the disk together: those kept, and one more while it is
+    written. Those of a run to resume are there already."""
     each = checkpoint_bytes(spec, config)
     there = len(list((run_dir / "checkpoints").glob("step_*")))
     count = max(1, min(spec.checkpoint.keep + 1, -(-spec.run.steps // spec.checkpoint.every)) - there)
     place = nearest_existing(run_dir)
     free, needed = shutil.disk_usage(place).free, each * count
-    if not each or free >= ROOM * needed:
-        return [], []
-    message = (
-        f"{count} checkpoint{'s' if count > 1 else ''} of {each / _GIB:.3g} GiB take {needed / _GIB:.3g} GiB, "
-        f"and {place} has {free / _GIB:.3g} GiB free"
-    )
+    if free >= needed:
+        return []
+    sizes = f"of {each / GIB:.3g} GiB take {needed / GIB:.3g} GiB, and {place} has {free / GIB:.3g} GiB free"
+    message = f"{count} checkpoint{'s' if count > 1 else ''} {sizes}"
     hint = "free some space, lower it, or set run.dir"
-    problem = Problem("checkpoint.keep", message, hint, str(spec.checkpoint.keep))
-    return ([problem], []) if free < needed else ([], [problem])
+    return [Problem("checkpoint.keep", message, hint, str(spec.checkpoint.keep))]
 
 
 def _shared_memory(spec: Spec) -> list[Problem]:
-    """Engines whose libraries want more of `/dev/shm` than is free: in containers it is small unless asked for."""
+    """Find engines whose libraries want more of `/dev/shm` than is free: in containers it is small unless asked for."""
     if not SHARED_MEMORY.is_dir():
         return []
     free_MiB, problems = shutil.disk_usage(SHARED_MEMORY).free / 2**20, []
@@ -170,7 +138,7 @@ def _shared_memory(spec: Spec) -> list[Problem]:
 
 
 def checkpoint_bytes(spec: Spec, config: Mapping[str, Any]) -> int:
-    """Size of one checkpoint, of every role that learns; 0 for what is not known or small (adapters)."""
+    """Return the size of one checkpoint, of every role that learns; 0 for what is not known or small (adapters)."""
     facts, tensors, total = model_facts(config), tensors_of_config(config), 0
     for role in spec.roles if facts and tensors else ():
         section: Any = spec.role(role)

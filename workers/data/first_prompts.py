@@ -149,10 +149,10 @@ def _left_out(key: str, table: PromptTable, reader: RowReader) -> Iterator[Findi
                 found.setdefault(message["role"], []).append(max(words, key=len) in prompt.casefold())
     absent = [role for role, seen in found.items() if not any(seen)]
     if "user" in absent:
-        message, hint = "the chat template leaves out what users say", "repair it, or use the model's own"
-        yield Finding(key="model.path", message=f"{message}: a prompt is {show(table.prompts[0])}", hint=hint)
+        said = f"the chat template leaves out what users say: a prompt is {show(table.prompts[0])}"
+        yield Finding(key="model.path", message=said, hint="repair it, or use the model's own")
     elif "system" in absent:
-        where = ("data.system", show(data.system)) if data.system else (key, show(table.source))
+        where = {"key": "data.system", "value": show(data.system)} if data.system else {"key": key}
+        said = "has no effect: the chat template leaves system messages out"
         hint = "put its text into the user's message, such as with data.template"
-        message = "has no effect: the chat template leaves system messages out"
-        yield Finding(key=where[0], value=where[1], message=message, hint=hint, refuses=bool(data.system))
+        yield Finding(**where, message=said, hint=hint, refuses=bool(data.system))

@@ -9,22 +9,25 @@ from pathlib import Path
 from backends.hf.tokenizer import TextCodec
 from specs.schema.rewards import ExactMatch, MathVerify, compares_answer
 from specs.schema.row_values import gold_answer
+from specs.schema.sections import is_hub_data
 from specs.text import show
-from specs.wire.meta_request import Finding
+from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig, RewardConfig
+from workers.data.row_source import read_rows
 from workers.grading.pool import GraderPool, Request
 from workers.grading.terms import Setting
-from workers.offline.first_rows import first_tables
 
 _ROWS = 64  # whose answers are looked at
 
 
 def answer_findings(config: RewardConfig, data: DataConfig, codec: TextCodec) -> Iterator[Finding]:
     """Yield what no completion could be right about, by the terms that compare with the rows' answers."""
-    found = next(iter(first_tables(data, codec)), None)
-    if found is None or isinstance(found, Finding) or not len(found[1]) or not compares_answer(config.reward.terms):
-        return  # the data is on a hub, or the data role says what is wrong with it
-    golds = [gold_answer(row[config.answer_column]) for row in found[1].rows[:_ROWS]]
+    if is_hub_data(data.data.train) or not compares_answer(config.reward.terms):
+        return
+    rows = read_rows(data.data.train, split="", base=Path(config.spec_dir), max_rows=_ROWS)
+    golds = [gold_answer(row.values[config.answer_column]) for row in rows if config.answer_column in row.values]
+    if not golds:
+        return  # the data role says what is wrong with the rows
     if any(isinstance(term, ExactMatch) and not term.partial for term in config.reward.terms):
         yield from _never_equal(golds, config, codec)
     for number, term in enumerate(config.reward.terms):
