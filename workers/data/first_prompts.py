@@ -113,8 +113,10 @@ def _lengths(key: str, table: PromptTable, rows: int, reader: RowReader, *, whol
 def _lost_characters(key: str, table: PromptTable, codec: PromptCodec) -> Iterator[Finding]:
     """Find characters that the tokenizer drops or does not know, such as those of another language."""
     wanted, lost = Counter[str](), Counter[str]()
-    known = [[one for one in table.prompt_ids(row) if one != codec.unknown_id] for row in range(len(table))]
-    for prompt, text in zip(table.prompts, codec.decode(known, special_tokens=True), strict=True):
+    unknown = "" if codec.unknown_id is None else codec.decode([[codec.unknown_id]], special_tokens=True)[0]
+    texts = codec.decode([table.prompt_ids(row) for row in range(len(table))], special_tokens=True)
+    for prompt, text in zip(table.prompts, texts, strict=True):
+        text = text.replace(unknown, "") if unknown and unknown not in prompt else text
         characters = _characters(prompt)
         wanted += characters
         lost += characters - _characters(text)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 PARQUET_BATCH_ROWS = 1024
+_GZIP = b"\x1f\x8b"
+_PER_LINE = "write one JSON object per line, such as `jq -c .[]` does of a list"
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,17 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
 
 
 def _parse_line(line: bytes, where: str) -> DataRow:
+    if line.startswith(_GZIP):
+        return DataRow(where, {}, "compressed: decompress the file (gunzip)")
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return DataRow(where, {}, f"not UTF-8 (byte {error.start})")
     except (ValueError, RecursionError) as error:
-        return DataRow(where, {}, f"not JSON: {error}")
+        cut = f"; {_PER_LINE}" if line.strip() in (b"{", b"[") else ""
+        return DataRow(where, {}, f"not JSON: {error}{cut}")
     if not isinstance(values, dict):
-        return DataRow(where, {}, f"not a JSON object but {type(values).__name__}")
+        return DataRow(where, {}, f"not a JSON object but {type(values).__name__}; {_PER_LINE}")
     return DataRow(where, values, not_text(values) if b"\\u" in line else "")
 
 

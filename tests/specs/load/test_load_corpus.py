@@ -47,8 +47,8 @@ def test_the_base_of_the_corpus_is_sound(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_corpus_is_large_and_says_nothing_twice() -> None:
-    assert len(CASES) >= 650
-    assert sum("sound" in case for case in CASES.values()) >= 40
+    assert len(CASES) >= 150
+    assert sum("sound" in case for case in CASES.values()) >= 10
     seen: list[Case] = []
     for case in CASES.values():
         assert case not in seen, case
