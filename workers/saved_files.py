@@ -6,7 +6,7 @@ checksum computed there would cover what arrived, not what was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -16,15 +16,13 @@ from specs.safetensors_header import fsync
 FileMark = dict[str, int | str]  # {"bytes": size, "xxh3": xxh3-64 of the content, hex}
 
 
-def mark(path: Path, seen: Callable[[int], None] | None = None) -> FileMark:
-    """Size and checksum of a file. `seen` is told of the bytes as they are read."""
+def mark(path: Path) -> FileMark:
+    """Return size and checksum of a file."""
     digest, size = xxhash.xxh3_64(), 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
             size += len(block)
-            if seen is not None:
-                seen(len(block))
     return {"bytes": size, "xxh3": digest.hexdigest()}
 
 

@@ -12,13 +12,11 @@ import pytest
 from small_spec import raw_spec
 
 from rlctl.cli import main
-from rlctl.run import input_files
 from rlctl.run.input_files import inputs_of, size_of
 from rlctl.run.run_dir import RunDir
-from specs.errors import RunDirError, UsageError
+from specs.errors import RunDirError
 from specs.load.load import spec_from
 from specs.schema.spec import Spec
-from workers.grading.reward_sources import reward_sources
 
 REWARD = """
 import math, json
@@ -97,18 +95,6 @@ def test_what_belongs_to_a_run(folder: Path) -> None:
     assert inputs_of(spec_from(raw_spec()), folder) == {}, "what comes with rlctl is rlctl's"
 
 
-def test_code_that_a_model_brings_belongs_to_it(folder: Path) -> None:
-    (folder / "model" / "modeling_mine.py").write_text("")
-    with_code = spec_of(model={"path": "model", "trust_remote_code": True})
-    assert "modeling_mine.py" in inputs_of(with_code, folder)["model.path"]
-    assert "modeling_mine.py" not in inputs_of(spec_of(), folder)["model.path"]
-
-
-def test_a_reward_file_that_does_not_parse_counts_alone(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text("import words\n(")
-    assert reward_sources(tmp_path / "rewards.py") == [tmp_path / "rewards.py"]
-
-
 @pytest.mark.parametrize(
     ("name", "key", "shown"),
     [
@@ -156,14 +142,6 @@ def test_files_that_come_and_go(folder: Path) -> None:
     assert "model.path: chat_template.jinja is new" in caught.value.message
 
 
-def test_another_source_is_a_change_of_the_spec(folder: Path) -> None:
-    attempt(folder, resume=False)
-    (folder / "other.jsonl").write_text(FILES["held.jsonl"] * 3)
-    run = attempt(folder, spec_of(eval={"every": 1, "data": "other.jsonl"}))
-    assert run.accepted == []
-    assert run.changes == ['eval.data: "held.jsonl" → "other.jsonl"']
-
-
 def test_a_hub_data_set_is_known_by_its_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = folder / "hub" / "datasets--owner--name"
     monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
@@ -187,24 +165,6 @@ def test_a_damaged_record_is_named(folder: Path, content: str) -> None:
     (folder / "run" / "inputs.json").write_text(content)
     with pytest.raises(RunDirError, match=r"inputs\.json, which says what this run reads"):
         attempt(folder)
-
-
-def test_a_run_without_a_record_says_so_and_gets_one(folder: Path) -> None:
-    attempt(folder, resume=False)
-    (folder / "run" / "inputs.json").unlink()
-    assert "not known whether" in attempt(folder).notes[0]
-    edit(folder, "rows.jsonl")
-    with pytest.raises(RunDirError):
-        attempt(folder)
-
-
-def test_a_file_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(input_files, "mark", fail)  # a test may run as root, who may read anything
-    with pytest.raises(UsageError, match=r"rows\.jsonl cannot be read: Permission denied"):
-        attempt(folder, resume=False)
 
 
 def test_the_flag_is_for_a_resume(tmp_path: Path) -> None:

@@ -248,6 +248,7 @@ def test_ctrl_c_saves_the_last_step_and_the_run_goes_on_from_there(running, spec
     again = rlctl("train", spec, "--run-dir", run, "--resume", *FOREVER[2:], "--set", f"run.steps={done + 2}")
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line["step"] for line in metrics(run) if line["step"] > 0] == list(range(1, done + 3))
+    assert "step 0/" not in again.stdout, "it begins where it was"
 
 
 def test_a_directory_in_use_is_refused_and_the_move_of_one_ends_its_run(running, spec):

@@ -11,9 +11,8 @@ import pytest
 from running import preset, start, steps_done, wait_for, workers_of
 
 from rlctl.cli import show_error
-from rlctl.run.interrupt import Interrupt
 from rlctl.show.streams import SafeStdout
-from specs.errors import Interrupted, RlctlError
+from specs.errors import RlctlError
 
 FOREVER = ("--set", "run.steps=100000", "--set", "checkpoint.every=100000")
 
@@ -57,19 +56,3 @@ def test_what_was_reached_is_saved_though_nobody_listens(tmp_path, end):
     newest = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
     assert newest == steps_done(run) >= 2
     wait_for(lambda: not workers_of(run), 150, "the end of every worker")
-
-
-def test_nohup_is_heeded():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Interrupt() as interrupt:
-            os.kill(os.getpid(), signal.SIGHUP)
-            interrupt.check()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with Interrupt() as interrupt:
-            os.kill(os.getpid(), signal.SIGHUP)
-            with pytest.raises(Interrupted, match=r"interrupted \(SIGHUP\)"):
-                interrupt.check()
-    finally:
-        signal.signal(signal.SIGHUP, before)
