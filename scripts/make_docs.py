@@ -1,5 +1,5 @@
 """Write the pages that are made of the source, so that they cannot drift: `spec.md` of the schema, `models.md` of what
-the tests try, `metrics.md` of where metrics are made.
+the tests try, `metrics.md` of where metrics are made, `coming-from.md` of other tools' keys.
 
 python scripts/make_docs.py            # write them
 python scripts/make_docs.py --check    # exit 1 when a file is not what it would be
@@ -22,6 +22,7 @@ from families import FAMILIES, SAMPLED, TRAINED  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
+from specs.load.foreign_keys import foreign_keys  # noqa: E402
 from specs.load.keys import is_list, kind_of, tables_of  # noqa: E402
 from specs.schema.algorithms.algorithm import Algorithm  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
@@ -351,13 +352,55 @@ def render_metrics() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+# ── docs/coming-from.md ───────────────────────────────────────────────────────────────────────────
+
+COMING_FROM = """# Coming from TRL, verl, OpenRLHF or prime-rl
+
+Generated from `specs/load/foreign_keys.toml` by `scripts/make_docs.py`; do not edit.
+
+A spec takes no other tool's keys, but `rlctl check-config` knows those below and says what each is here. A whole
+command line can be asked at once, in its own words:
+
+```bash
+rlctl init my.toml --preset grpo-8gpu-colocated
+rlctl check-config my.toml --target cluster --set data.train_batch_size=1024 --set actor_rollout_ref.rollout.n=8
+```
+
+```text
+error: actor_rollout_ref.rollout.n = 8: unknown key
+
+hint: here it is `algorithm.group_size`
+```
+
+What differs in kind: a **step** is generate, score, learn, once (verl's training step, TRL's generation batch); a batch
+is counted in **prompts** (`data.prompts_per_step`), each completed `algorithm.group_size` times, and divided into
+`algorithm.mini_batches_per_step` optimizer steps; memory is set in **tokens** (`micro_batch_tokens`), and never
+changes what is computed; rewards are a list of weighted terms; a reward function is
+`score(prompt, completion, row)`, called for one completion ([rewards.md](rewards.md)).
+
+| their key | here | |
+|---|---|---|
+"""
+
+
+def render_coming_from() -> str:
+    """Render a row for each row of the table, those without a key of ours last."""
+    rows = sorted(foreign_keys().items(), key=lambda row: not row[1].ours)
+    cells = [
+        (", ".join(f"`{key}`" for key in keys.split()), f"`{row.ours}`" if row.ours else "–", row.remark)
+        for keys, row in rows
+    ]
+    return COMING_FROM + "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is stale")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
     given = parser.parse_args()
     check, docs = given.check, given.docs
-    pages = {docs / "spec.md": render(), docs / "models.md": render_models(), docs / "metrics.md": render_metrics()}
+    made = {"spec": render, "models": render_models, "metrics": render_metrics, "coming-from": render_coming_from}
+    pages = {docs / f"{name}.md": make() for name, make in made.items()}
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if check and stale:
         names = ", ".join(f"docs/{path.name}" for path in stale)

@@ -11,7 +11,8 @@ from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.show.text_format import counted
 from specs.errors import Problem, SpecError
-from specs.load.load import parse, read_toml
+from specs.load.load import parse
+from specs.load.toml_file import read_toml
 from specs.rules.all_rules import cross_field_warnings
 from specs.schema.rewards import Function
 from specs.schema.spec import Spec

@@ -1,4 +1,4 @@
-"""Nested tables by dotted keys, as `resolved.json` holds a spec."""
+"""Nested tables by dotted keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 
 def value_at(values: Any, key: str | Sequence[str | int], missing: Any = None) -> Any:
-    """The value at a dotted key, or at a path of names and places in lists; all of it at an empty one. `missing`: what
-    stands for a value that is not there."""
+    """Return the value at a dotted key, or at a path of names and places in lists; `missing` where there is none."""
     for part in (key.split(".") if key else ()) if isinstance(key, str) else key:
         try:
             values = values[part]
@@ -18,7 +17,7 @@ def value_at(values: Any, key: str | Sequence[str | int], missing: Any = None) -
 
 
 def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value. Tables in a list stand under their number; an empty table is a value."""
+    """Return dotted key → value. Tables in a list stand under their number; an empty table is a value."""
     if isinstance(values, list) and any(isinstance(one, Mapping) for one in values):
         values = {str(number): one for number, one in enumerate(values)}
     if not isinstance(values, Mapping) or not values:
@@ -28,7 +27,7 @@ def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differing_keys(before: Any, after: Any, prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ, sorted; lists are compared whole."""
+    """Return the dotted keys whose values differ, sorted; lists are compared whole."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = sorted(before.keys() | after.keys())
         return [

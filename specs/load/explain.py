@@ -1,34 +1,26 @@
-"""pydantic's findings in plain words: each a `Problem` with dotted key, value, what is wrong, and what to do."""
+"""Pydantic's findings in plain words: each a `Problem` with dotted key, value, what is wrong, and what to do."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specs.errors import Problem
-from specs.load.hints import hint_for
-from specs.load.keys import (
-    Path,
-    closest,
-    dotted,
-    engine_family,
-    kind_of,
-    kinds_of,
-    tables_at,
-    value_at,
-)
-from specs.load.synonyms import NOT_YET_KINDS
+from specs.load.dotted_keys import value_at
+from specs.load.foreign_keys import foreign_kind_hint
+from specs.load.keys import Path, chosen_tables, closest, dotted, engine_family, kind_of, kinds_of, tables_at
 from specs.load.unknown_keys import unknown_keys
+from specs.packages import page
 from specs.schema.engines.foreign import foreign_kinds
 from specs.schema.roles import ROLES
 from specs.schema.table import Table
-from specs.text import show
+from specs.text import show, show_default
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+_TABLE = "a table"
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -36,186 +28,161 @@ TYPES = {
     "string_type": "text",
     "bool_type": "true or false",
     "tuple_type": "a list",
-    "dict_type": "a table",
-    "model_type": "a table",
-    "model_attributes_type": "a table",
-    "dataclass_type": "a table",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "dataclass_type"), _TABLE),
 }
-BOUNDS = {
-    "greater_than": ("gt", "must be greater than"),
-    "greater_than_equal": ("ge", "must be at least"),
-    "less_than": ("lt", "must be less than"),
-    "less_than_equal": ("le", "must be at most"),
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number with a point", str: "text"}
+TYPE_NAMES |= {list: "a list", tuple: "a list", dict: _TABLE}
+# pydantic's finding → what is wrong, from the context that comes with it
+MESSAGES = {
+    "greater_than": "must be greater than {gt:.10g}",
+    "greater_than_equal": "must be at least {ge:.10g}",
+    "less_than": "must be less than {lt:.10g}",
+    "less_than_equal": "must be at most {le:.10g}",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "too_short": "needs {min_length} or more entries",
+    "too_long": "takes at most {max_length} entries",
 }
 PATTERNS = {
-    "run.name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
-    "name": "letters, digits, dashes and underscores",
+    "name": "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
     **dict.fromkeys(("path", "advantage_function", "loss_function"), "the form file.py:name"),
 }
 
 
-def explain(errors: list[ErrorDetails], raw: dict[str, Any]) -> list[Problem]:
-    """One problem per finding, each with a hint, in the order of the spec's sections."""
-    found = [error for error in errors if not _echo(error, errors)]
-    return [problem for error in found for problem in _problems(error, raw)]
+def explain(errors: Sequence[ErrorDetails], raw: dict[str, Any]) -> list[Problem]:
+    """Return a problem, each with a hint, for every finding, in the order of the spec's sections."""
+    return [problem for error in errors if not _is_echo(error, errors) for problem in _problems(error, raw)]
 
 
-def _problems(error: ErrorDetails, raw: dict[str, Any]) -> list[Problem]:
-    """The finding; where `kind` is missing, also the keys that every kind requires."""
-    if error["type"] == "extra_forbidden":
-        return unknown_keys(without_tags(error["loc"], raw), raw)
-    said = [_with_hint(_explain_one(error, raw), error, raw)]
-    if error["type"] == "union_tag_not_found":
-        path = without_tags(error["loc"], raw)
-        wanted = [name for name in _needed_keys(tables_at(path, raw)) if name not in value_at(path, raw)]
-        said += [_missing((*path, name)) for name in wanted if name != "kind"]
-    return said
-
-
-def _with_hint(problem: Problem, error: ErrorDetails, raw: dict[str, Any]) -> Problem:
-    if problem.hint:
-        return problem
-    kind, context = error["type"], error.get("ctx", {})
-    bound = context.get(BOUNDS[kind][0]) if kind in BOUNDS else None
-    return replace(problem, hint=hint_for(kind, without_tags(error["loc"], raw), bound, raw))
-
-
-def _echo(error: ErrorDetails, errors: list[ErrorDetails]) -> bool:
-    """A list whose entries are broken is also called too short; only the entries are news."""
+def _is_echo(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
+    """Tell whether a list is called too short only because its entries are broken."""
     place = error["loc"]
     return error["type"] == "too_short" and any(
         other["loc"][: len(place)] == place for other in errors if other is not error
     )
 
 
-def _explain_one(error: ErrorDetails, raw: dict[str, Any]) -> Problem:
-    kind, context = error["type"], error.get("ctx", {})
+def _problems(error: ErrorDetails, raw: dict[str, Any]) -> list[Problem]:
+    kind, given, context = error["type"], error["input"], error.get("ctx", {})
     path = without_tags(error["loc"], raw)
-    key, value = dotted(path), show(error["input"])
+    if kind == "extra_forbidden":
+        return unknown_keys(path, raw)
     if kind == "missing":
-        return _missing(path)
-    if kind in TYPES:
-        return _wrong_type(key, error["input"], TYPES[kind])
-    if kind in BOUNDS:
-        name, words = BOUNDS[kind]
-        bound = f"{context[name]:g}" if isinstance(context[name], float) else context[name]
-        return Problem(key, f"{words} {bound}", value=value)
-    if kind in ("literal_error", "union_tag_invalid"):
-        return _not_one_of(path, error["input"], str(context.get("expected") or context.get("expected_tags")), raw)
+        return [_missing(path)]
     if kind == "union_tag_not_found":
-        kinds = [kind_of(table) for table in tables_at(path, raw)]
-        return Problem(f"{key}.kind", "missing", f"add kind = {' or '.join(show(name) for name in kinds)}")
-    if kind in ("string_too_short", "too_short", "too_long"):
-        return _wrong_length(key, kind, value, context)
-    if kind == "string_pattern_mismatch":
-        form = PATTERNS.get(key) or PATTERNS.get(str(path[-1])) or str(context["pattern"])
-        return Problem(key, f"must be {form}", value=value)
-    if kind == "finite_number":
-        return Problem(key, "must be a finite number", value=value)
-    return Problem(key, error["msg"], str(context.get("hint", "")), value)
+        return _missing_kind(path, raw)
+    if kind in ("literal_error", "union_tag_invalid"):
+        return [_not_a_choice(path, given, str(context.get("expected") or context.get("expected_tags")), raw)]
+    hint = str(context.get("hint", ""))
+    if kind in TYPES:
+        message = f"must be {TYPES[kind]}, not {TYPE_NAMES.get(type(given), 'a date or time')}"
+        hint = _write_it(path, given, TYPES[kind], raw)
+    elif kind == "string_pattern_mismatch":
+        message = f"must be {PATTERNS.get(str(path[-1])) or context['pattern']}"
+    else:
+        message = MESSAGES[kind].format(**context) if kind in MESSAGES else error["msg"]
+    return [Problem(dotted(path), message, hint or _default_or_meaning(path, raw), show(given))]
 
 
 def without_tags(loc: Path, raw: Any) -> Path:
-    """pydantic puts the chosen `kind` into the path of an error; the spec's own key has no such part."""
+    """Return the key of the spec: pydantic puts the chosen `kind` into the path of an error."""
     path: list[str | int] = []
     node = raw
     for part in loc:
         if isinstance(node, dict) and part not in node and part == node.get("kind"):
             continue
         path.append(part)
-        node = value_at((part,), node)
+        node = value_at(node, (part,))
     return tuple(path)
 
 
 def _missing(path: Path) -> Problem:
-    key = dotted(path)
-    if len(path) == 1:
-        if path[0] == "schema":
-            return Problem(key, "missing", "add `schema = 1` as the first line")
-        return Problem(f"[{key}]", "this section is missing", _needed(key))
-    section, name = dotted(path[:-1]), path[-1]
+    *parents, name = path
+    if path == ("schema",):
+        return Problem("schema", "missing", "add `schema = 1` as the first line")
+    if not parents:
+        needed = ", ".join(_required(tables_at(path, {})))
+        return Problem(f"[{name}]", "this section is missing", f"add [{name}] with {needed}")
     if isinstance(name, int):
-        return Problem(section, f"needs {name + 1} entries at least")
-    entry = path[-2]
-    where = f"to entry {entry + 1} of {dotted(path[:-2])}" if isinstance(entry, int) else f"under [{section}]"
-    return Problem(key, "missing", f"add `{name} = …` {where}")
+        return Problem(dotted(parents), f"needs {name + 1} entries", f"write {name + 1} values in brackets")
+    entry = parents[-1]
+    where = (
+        f"to entry {entry + 1} of {dotted(parents[:-1])}" if isinstance(entry, int) else f"under [{dotted(parents)}]"
+    )
+    return Problem(dotted(path), "missing", f"add `{name} = …` {where}")
 
 
-def _needed(section: str) -> str:
-    return f"add [{section}] with {', '.join(_needed_keys(tables_at((section,), {})))}"
+def _missing_kind(path: Path, raw: dict[str, Any]) -> list[Problem]:
+    """Name the kinds, and what every kind requires besides."""
+    tables, given = tables_at(path, raw), value_at(raw, path)
+    kinds = " or ".join(show(kind_of(table)) for table in tables)
+    besides = [name for name in _required(tables) if name != "kind" and name not in given]
+    missing = Problem(dotted((*path, "kind")), "missing", f"add kind = {kinds}")
+    return [missing, *(_missing((*path, name)) for name in besides)]
 
 
-def _needed_keys(tables: Sequence[type[Table]]) -> list[str]:
-    """Keys that are required in each of these tables."""
+def _required(tables: Sequence[type[Table]]) -> list[str]:
+    """Return the keys that each of these tables requires."""
     needed = [[name for name, field in table.model_fields.items() if field.is_required()] for table in tables]
     return [name for name in needed[0] if all(name in others for others in needed)]
 
 
-def _wrong_type(key: str, given: Any, wanted: str) -> Problem:
-    hint = ""
-    if isinstance(given, str) and wanted in ("a whole number", "a number", "true or false"):
-        hint = "write it without quotes" if _reads_as(given, wanted) else ""
-        if not hint and "," in given and all(_reads_as(one.strip(), wanted) for one in given.split(",")):
-            hint = f"write one value; `rlctl sweep SPEC --set {key}={given}` does a run for each"
-    elif wanted == "text" and isinstance(given, bool | int | float):
-        hint = f"write it in quotes: {show(str(given).lower() if isinstance(given, bool) else str(given))}"
-    elif wanted == "a list" and not isinstance(given, dict):
-        numbers = isinstance(given, str) and re.fullmatch(r"\d+(\s*,\s*\d+)*", given.strip())
-        inside = ", ".join(re.findall(r"\d+", given)) if numbers else show(given)
-        hint = f"write it in brackets: [{inside}]"
-    elif wanted == "a whole number" and isinstance(given, float) and given.is_integer():
-        hint = f"write {int(given)}"
-    return Problem(key, f"must be {wanted}, not {_type_name(given)}", hint, show(given))
-
-
-def _reads_as(text: str, wanted: str) -> bool:
-    if wanted == "true or false":
-        return text in ("true", "false")
-    return (
-        re.fullmatch(r"[+-]?\d+" if wanted == "a whole number" else r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", text)
-        is not None
-    )
-
-
-def _type_name(value: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number with a point", str: "text"}
-    names |= {list: "a list", tuple: "a list", dict: "a table"}
-    return names.get(type(value), "a date or time")
-
-
-def _not_one_of(path: Path, given: Any, expected: str, raw: dict[str, Any]) -> Problem:
+def _not_a_choice(path: Path, given: Any, expected: str, raw: dict[str, Any]) -> Problem:
     known = re.findall(r"'([^']*)'", expected) or [expected]
-    by_kind = isinstance(given, dict)
-    family = engine_family(tables_at(path, raw)) if by_kind else None
-    if family:
-        known += foreign_kinds(family)
-    key = dotted((*path, "kind")) if by_kind else dotted(path)
-    wrong = given.get("kind") if by_kind else given
-    near = closest(str(wrong), known)
-    what = "unknown kind" if key.endswith("kind") else "not a choice"
-    hint = f'did you mean "{near}"?' if near else _other_family(path, wrong, family)
-    if wrong in NOT_YET_KINDS:
-        hint = f"{wrong} is not in rlctl yet"
-    return Problem(key, f"{what}; known: {', '.join(known)}", hint, show(wrong))
+    if not isinstance(given, dict):
+        near = closest(str(given), known)
+        hint = f'did you mean "{near}"?' if near else _default_or_meaning(path, raw)
+        return Problem(dotted(path), f"not a choice; known: {', '.join(known)}", hint, show(given))
+    family, kind = engine_family(tables_at(path, raw)), given.get("kind")
+    known += foreign_kinds(family) if family else []
+    others = [role.name for role in ROLES.values() if family and role.engine_family not in (None, family)]
+    hint = foreign_kind_hint(kind)
+    if not hint and (near := closest(str(kind), known)):
+        hint = f'did you mean "{near}"?'
+    elif not hint and others and any(kind in kinds_of(table) for table in tables_at((others[0], "engine"), {})):
+        hint = f"{kind} is an engine of {', '.join(others)}"
+    message = f"unknown kind; known: {', '.join(known)}"
+    return Problem(dotted((*path, "kind")), message, hint or "write one of them", show(kind))
 
 
-def _other_family(path: Path, wrong: Any, family: str | None) -> str:
-    """The hint for an engine that belongs to the other kind of role."""
-    if family is None or not isinstance(wrong, str):
-        return ""
-    homes = [role.name for role in ROLES.values() if role.engine_family not in (None, family)]
-    if any(wrong in kinds_of(table) for table in tables_at((homes[0], "engine"), {})):
-        return f"{wrong} is an engine of {' and '.join(homes)}"
-    return ""
+def _write_it(path: Path, given: Any, wanted: str, raw: dict[str, Any]) -> str:
+    """Return how the value is written where another type was meant for certain; "" where it is not certain."""
+    if wanted == _TABLE:
+        return _as_table(path, raw)
+    if isinstance(given, dict):
+        return f"write [[{dotted(path)}]], once for each" if wanted == "a list" else f"write `{dotted(path)} = …`"
+    if wanted == "a list":
+        numbers = isinstance(given, str) and re.fullmatch(r"\d+(\s*,\s*\d+)*", given.strip())
+        return f"write it in brackets: [{given.strip() if numbers else show(given)}]"
+    if wanted == "text" and isinstance(given, bool | int | float):
+        return f'write it in quotes: "{show(given)}"'
+    if wanted == "a whole number" and isinstance(given, float) and given.is_integer():
+        return f"write {int(given)}"
+    plain = r"true|false" if wanted == "true or false" else r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?"
+    return "write it without quotes" if isinstance(given, str) and re.fullmatch(plain, given) else ""
 
 
-def _wrong_length(key: str, kind: str, value: str, context: dict[str, Any]) -> Problem:
-    if kind == "string_too_short":
-        return Problem(key, "must not be empty", value=value)
-    if kind == "too_short":
-        return Problem(key, f"needs at least {context['min_length']} {_entries(context['min_length'])}", value=value)
-    return Problem(key, f"takes at most {context['max_length']} {_entries(context['max_length'])}", value=value)
+def _as_table(path: Path, raw: dict[str, Any]) -> str:
+    tables, given = tables_at(path, raw), value_at(raw, path)
+    if known := [kind for table in tables for kind in kinds_of(table)]:
+        return f'write {{ kind = "{given if given in known else known[0]}" }}'
+    if isinstance(path[-1], int) or not tables:
+        return "write { key = value } in place of it"
+    needed = ", ".join(_required(tables[:1]))
+    return f"write [{dotted(path)}] on a line of its own and its keys below" + (f": {needed}" if needed else "")
 
 
-def _entries(count: int) -> str:
-    return "entry" if count == 1 else "entries"
+def _default_or_meaning(path: Path, raw: dict[str, Any]) -> str:
+    """Return what a key is without the line, else the first sentence of its description."""
+    while isinstance(path[-1], int):
+        path = path[:-1]
+    tables = chosen_tables(tables_at(path[:-1], raw), value_at(raw, path[:-1]))
+    fields = [
+        field for table in tables for name, field in table.model_fields.items() if path[-1] in (name, field.alias)
+    ]
+    if not fields:
+        return f"{page('spec.md')} says what {dotted(path)} takes"
+    if not fields[0].is_required():
+        default = show_default(fields[0].default)
+        return f"leave it out for the default, {default}" if default else "leave the key out"
+    return f"{dotted(path)} is: {(fields[0].description or '').split('. ')[0].rstrip('.')}"

@@ -3,49 +3,146 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import tomli
+from pydantic_core import PydanticCustomError
 
 from specs.errors import Problem, UsageError
-from specs.load.keys import Path
-from specs.load.kind_change import Dropped, drop_keys_of_old_kinds
-from specs.load.toml_text import written
+from specs.load.dotted_keys import value_at
+from specs.load.keys import Path, chosen_tables, dotted, tables_at
+from specs.load.toml_file import written
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
+from specs.schema.table import Table
+from specs.text import show
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Keys of a table that the file wrote for another kind than the one that `--set` chose.
+
+    A kind has keys and defaults of its own, so a key of the file stays only where the new kind has it with the same
+    default. What `--set` itself sets always stays.
+    """
+
+    table: str  # dotted
+    kinds: tuple[str, str]  # the file's, and that of --set
+    keys: dict[str, Any]
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{name} = {show(value)}" for name, value in self.keys.items())
+        old, new = map(show, self.kinds)
+        return f"{self.table}.kind = {new}: not used of the file, which wrote it for kind {old}: {listed}"
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[list[Problem], list[Dropped]]:
-    """Change `raw` in place, in order. Returns what could not be applied, and the keys of the file that went because
+    """Change `raw` in place, in order. Return what could not be applied, and the keys of the file that went because
     another `kind` was set; the schema finds unknown keys later."""
-    fill_engine_kinds(raw)
+    _fill_engine_kinds(raw)
     file, problems, paths = copy.deepcopy(raw) if overrides else raw, [], []
     for text in overrides:
         key, equals, value = text.partition("=")
-        key = key.strip()
-        if not equals or not key or not all(part.strip() for part in key.split(".")):
+        parts = [part.strip() for part in key.split(".")]
+        if not equals or not all(parts):
             problems.append(Problem(f"--set {text}", "not of the form key=value", "write e.g. --set run.steps=10"))
             continue
-        parts = [part.strip() for part in key.split(".")]
-        problem = _assign(raw, parts, parse_value(value), text)
-        if problem:
-            problems.append(problem)
+        try:
+            paths.append(_assign(raw, parts, parse_value(value)))
+        except KeyError as error:
+            message, hint = error.args
+            problems.append(Problem(f"--set {text}", message, hint))
+    _fill_engine_kinds(raw)
+    tables = dict.fromkeys(path[:-1] for path in paths if path[-1] == "kind")
+    return problems, [found for table in tables if (found := _drop_keys_of_old_kind(table, file, raw, paths))]
+
+
+def parse_value(text: str) -> Any:
+    """Return a TOML value where `text` is one, else `text`: `3` is a number, `[1, 2]` a list, `cosine` a string."""
+    try:
+        parsed = tomli.loads(f"value = {text.strip()}")
+    except tomli.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _assign(raw: dict[str, Any], parts: Sequence[str], value: Any) -> Path:
+    """Set a key and return its path. Raises KeyError with message and hint."""
+    path: Path = ()
+    node: Any = raw
+    for depth, part in enumerate(parts):
+        name: str | int = part
+        if isinstance(node, list):
+            if not (part.isascii() and part.isdecimal() and int(part) < len(node)):
+                here = dotted(path)
+                hint = f"write {here}.0 to {here}.{len(node) - 1}" if node else f"set {here} as a whole"
+                raise KeyError(f"{here} is a list of {len(node)}; it has no entry {part!r}", hint)
+            name = int(part)
+        elif not isinstance(node, dict):
+            raise KeyError(f"{dotted(path)} holds a value, not a table", f"--set {dotted(path)}=VALUE changes it")
+        path = (*path, name)
+        if depth == len(parts) - 1:
+            node[name] = value
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
         else:
-            paths.append(_path(raw, parts))
-    fill_engine_kinds(raw)
-    return problems, drop_keys_of_old_kinds(file, raw, paths)
+            node = node[name]
+    return path
+
+
+def _fill_engine_kinds(raw: dict[str, Any]) -> None:
+    """Fill in the role's default engine where an engine table has no `kind`."""
+    for role in ROLES.values():
+        section = raw.get(role.name)
+        if role.holds_model and isinstance(section, dict) and isinstance(section.get("engine"), dict):
+            section["engine"].setdefault("kind", Spec.section_class(role.name).model_fields["engine"].default.kind)
+
+
+def _drop_keys_of_old_kind(
+    path: Path, file: dict[str, Any], raw: dict[str, Any], set_paths: Sequence[Path]
+) -> Dropped | None:
+    """Take out of the table at `path` of `raw` what `file` wrote for a kind that is no longer chosen."""
+    before, after = value_at(file, path), value_at(raw, path)
+    if path in set_paths or not isinstance(before, dict) or not isinstance(after, dict):
+        return None
+    old, new = (_table_of(path, raw, node) for node in (before, after))
+    if old is None or new is None or old is new:
+        return None
+    kept = {other[len(path)] for other in set_paths if other[: len(path)] == path and len(other) > len(path)}
+    keys = {name: value for name, value in before.items() if name not in kept and _differs(name, old, new)}
+    for name in keys:
+        del after[name]
+    return Dropped(dotted(path), (before["kind"], after["kind"]), keys) if keys else None
+
+
+def _table_of(path: Path, raw: dict[str, Any], node: dict[str, Any]) -> type[Table] | None:
+    """Return the table of the kind that `node` names; None where there is none, or it is another package's and broken,
+    which is said when the spec is read."""
+    try:
+        tables = chosen_tables(tables_at(path, raw), node)
+    except PydanticCustomError:
+        return None
+    return tables[0] if len(tables) == 1 else None
+
+
+def _differs(name: str, old: type[Table], new: type[Table]) -> bool:
+    """Tell whether `name`, a key of the old kind, is none of the new one, or has another default there."""
+    fields = (old.model_fields.get(name), new.model_fields.get(name))
+    if fields[0] is None or name == "kind":
+        return False
+    return fields[1] is None or fields[0].default != fields[1].default
 
 
 def assignments(overrides: Mapping[str, Any]) -> list[str]:
-    """Values of Python as `--set`s: `run__steps=10` is `run.steps=10`. Raises UsageError for what TOML cannot say."""
+    """Return values of Python as `--set`s: `run__steps=10` is `run.steps=10`. Raises UsageError for what TOML cannot
+    say."""
     return [f"{name.replace('__', '.')}={written(_plain(value, name))}" for name, value in overrides.items()]
 
 
 def _plain(value: Any, name: str) -> Any:
-    """The value, of what TOML has alone."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one, name) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -58,53 +155,3 @@ def _plain(value: Any, name: str) -> Any:
         f"{name}: {type(value).__name__} is nothing that a spec can hold",
         hint="give text, a number, true or false, a list or a dict; leave a key out for its default",
     )
-
-
-def _path(raw: dict[str, Any], parts: Sequence[str]) -> Path:
-    """As the schema's tools take it: numbers where a list is."""
-    path: list[str | int] = []
-    node: Any = raw
-    for part in parts:
-        path.append(int(part) if isinstance(node, list) else part)
-        node = node[path[-1]]
-    return tuple(path)
-
-
-def parse_value(text: str) -> Any:
-    """A TOML value where `text` is one, else `text` itself: `3` is a number, `[1, 2]` a list, `cosine` a string."""
-    try:
-        parsed = tomli.loads(f"value = {text.strip()}")
-    except tomli.TOMLDecodeError:
-        return text
-    return parsed["value"] if parsed.keys() == {"value"} else text
-
-
-def _assign(raw: dict[str, Any], parts: list[str], value: Any, text: str) -> Problem | None:
-    node: Any = raw
-    for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        here = ".".join(parts[:depth])
-        if isinstance(node, list):
-            if not re.fullmatch("[0-9]+", part) or int(part) >= len(node):
-                hint = f"write {here}.0 to {here}.{len(node) - 1}" if node else f"set {here} as a whole"
-                return Problem(f"--set {text}", f"{here} is a list of {len(node)}; it has no entry {part!r}", hint)
-            if last:
-                node[int(part)] = value
-            else:
-                node = node[int(part)]
-        elif isinstance(node, dict):
-            if last:
-                node[part] = value
-            else:
-                node = node.setdefault(part, {})
-        else:
-            return Problem(f"--set {text}", f"{here} holds a value, not a table", f"--set {here}=VALUE changes it")
-    return None
-
-
-def fill_engine_kinds(raw: dict[str, Any]) -> None:
-    """An engine table without `kind` means the role's default engine, as a missing engine table does."""
-    for role in ROLES.values():
-        section = raw.get(role.name)
-        if role.holds_model and isinstance(section, dict) and isinstance(section.get("engine"), dict):
-            section["engine"].setdefault("kind", Spec.section_class(role.name).model_fields["engine"].default.kind)

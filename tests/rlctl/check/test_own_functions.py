@@ -13,7 +13,8 @@ from backends.train.own_loss import try_loss
 from rlctl.check.findings import examine
 from rlctl.run.input_files import inputs_of
 from specs.errors import RlctlError
-from specs.load.load import load_spec, parse, read_toml
+from specs.load.load import load_spec, parse
+from specs.load.toml_file import read_toml
 
 GOOD = """
 import numpy as np

@@ -23,7 +23,7 @@ from specs.schema import roles
 def spec_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The preset `fake` with a coach, on devices that all take turns on."""
     monkeypatch.setitem(roles.ROLES, "coach", toy_learner.ROW)
-    for module in ("load.load", "load.keys", "load.overrides", "load.repair"):
+    for module in ("load.load", "load.keys", "load.overrides"):
         monkeypatch.setattr(f"specs.{module}.Spec", toy_learner.SpecWithCoach)
     keys.homes.cache_clear()
     path = preset("fake", tmp_path)

@@ -1,0 +1,108 @@
+"""Read and write TOML."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from specs.errors import SpecError
+from specs.packages import page
+
+_OTHER_FORMATS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".py": "Python", ".sh": "a script"}
+_HINTS = {  # what a line looks like → what to do
+    r"\ufeff": "the file begins with a byte order mark; save it as UTF-8 without one",
+    r"\s*\[[^\]]*$": "write a section as [section], on a line of its own",
+    r"[^=]*$": "write key = value, or [section]",
+    r"[^=]*=\s*(True|False|None|null|nil|yes|no|on|off)\s*(#.*)?$": (
+        "TOML writes true and false in lower case, and has no None: leave the key out"
+    ),
+    r"[^=]*=\s*[A-Za-z$./~\u201c\u2018]": 'text needs quotes, "…"',
+    r'[^=]*=\s*("[^"]*|' r"'[^']*)$": "the quote is not closed on its line",
+    r'.*"[^"]*\\[^"]*"': "a backslash starts an escape; use single quotes for a literal backslash",
+}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a file. Raises SpecError with line and column."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        return tomli.loads(text)
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file", hint="`rlctl init SPEC.toml --preset quickstart` writes one") from None
+    except IsADirectoryError:
+        raise SpecError(f"{path}: a folder, not a spec", hint="name the TOML file inside it") from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}", hint="make it readable") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: not UTF-8 (byte {error.start})", hint="save the file as UTF-8") from None
+    except tomli.TOMLDecodeError as error:
+        if other := _OTHER_FORMATS.get(path.suffix.lower()):
+            hint = f"`rlctl init SPEC.toml` writes one; {page('coming-from.md')} has the keys of TRL and verl"
+            raise SpecError(f"{path}: {other}, and a spec is TOML", hint=hint) from None
+        raise _syntax_error(path, text, error) from None
+    except RecursionError:
+        raise SpecError(f"{path}: not a spec: brackets within brackets, hundreds deep", hint="flatten it") from None
+
+
+def _syntax_error(path: Path, text: str, error: tomli.TOMLDecodeError) -> SpecError:
+    """Name the line; of a value that goes on over several lines, the one where it begins."""
+    lines, line, column, cause = text.split("\n"), error.lineno, error.colno, error.msg
+    begins = next(count for count in range(line - 1, -1, -1) if reads("\n".join(lines[:count])))
+    while begins < line - 1 and not lines[begins].partition("#")[0].strip():
+        begins += 1
+    hint = next((hint for form, hint in _HINTS.items() if re.match(form, lines[line - 1])), "")
+    if begins < line - 1:
+        cause = f"the value that begins here is not closed before line {line}"
+        hint = "close its bracket, brace or quotes; entries are separated by commas"
+        line, column = begins + 1, 1
+    message = f"{path}:{line}:{column}: not TOML: {cause}\n  {line} | {lines[line - 1].rstrip()}"
+    return SpecError(message, hint=hint or "repair that line; a key may stand only once in its section")
+
+
+def reads(text: str) -> bool:
+    """Tell whether the text is TOML."""
+    try:
+        tomli.loads(text)
+    except (tomli.TOMLDecodeError, RecursionError):
+        return False
+    return True
+
+
+def dumped(tables: Mapping[str, Any]) -> str:
+    """Return the tables as TOML, a section each."""
+    plain = {name: value for name, value in tables.items() if not isinstance(value, Mapping)}
+    text = "".join(f"{_key(name)} = {written(value)}\n" for name, value in plain.items())
+    for name, table in tables.items():
+        if isinstance(table, Mapping):
+            text += f"\n[{_key(name)}]\n" + "".join(f"{_key(key)} = {written(one)}\n" for key, one in table.items())
+    return text
+
+
+def written(value: Any) -> str:
+    """Return the value as TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(name)} = {written(one)}" for name, one in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    return str(value.isoformat())  # a date or a time
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
+
+
+def _quoted(text: str) -> str:
+    """Quote the text: JSON's escapes are among TOML's, but for half of a surrogate pair and U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
