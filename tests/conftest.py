@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,22 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 
 HANGS_S = 480  # what takes longer has no end; on a busy machine a whole run takes many times as long
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out tests that are slow or start a process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `--quick` a test is skipped the moment it starts a process."""
+
+    def no_process(event: str, _: object) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") and "PYTEST_CURRENT_TEST" in os.environ:
+            pytest.skip("starts a process")
+
+    if config.option.quick:
+        config.option.markexpr = f"({config.option.markexpr or 'not gpu'}) and not slow"
+        sys.addaudithook(no_process)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
