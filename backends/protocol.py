@@ -280,7 +280,7 @@ class RolloutEngine(ABC):
         tensor*. Raises SyncError naming the weight when name, dtype or shape is not what the engine holds.
 
         One exception: sglang holds its tensors in a server that shows no bytes, so it reads back what it hands over,
-        and compares the server's own hashes in `finish_import` (docs/sglang.md)."""
+        and compares the server's own hashes in `finish_import` (docs/rollout.md)."""
 
     def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
         """As `import_weight`, from bytes that come block by block. A block is gone when the next one is asked for. An

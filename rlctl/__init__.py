@@ -1,6 +1,6 @@
 """The command line and the driver. Never imports torch.
 
-For Python and notebooks (docs/python.md): `rlctl.train`, `rlctl.check_config`, `rlctl.load_metrics`, of
+For Python and notebooks (docs/watching.md#from-python): `rlctl.train`, `rlctl.check_config`, `rlctl.load_metrics`, of
 `rlctl/check/python_api.py`, which is imported when one of them is asked for: `import rlctl` costs nothing.
 """
 

@@ -1,5 +1,5 @@
-"""Write the pages that are made of the source, so that they cannot drift: `spec.md` of the schema, `models.md` of what
-the tests try, `metrics.md` of where metrics are made, `coming-from.md` of other tools' keys.
+"""Write the pages that are made of the source, so that they cannot drift: `spec.md` of the schema, `metrics.md` of
+where metrics are made, `coming-from.md` of other tools' keys.
 
 python scripts/make_docs.py            # write them
 python scripts/make_docs.py --check    # exit 1 when a file is not what it would be
@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from declared_metrics import declared  # noqa: E402
-from families import FAMILIES, SAMPLED, TRAINED  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
@@ -244,81 +243,6 @@ def render() -> str:
     return "\n".join(page.lines).rstrip() + "\n"
 
 
-# ── docs/models.md ────────────────────────────────────────────────────────────────────────────────
-
-MODELS = """# Which models were tried
-
-Generated from `tests/support/families.py` by `scripts/make_docs.py`; do not edit.
-
-rlctl trains causal language models of transformers. Each family below has its own module layout, and each is tried in
-it with a few thousand parameters, on CPUs, with weights from disk:
-
-{table}
-
-- **ddp, fsdp2, zero**: two ranks; one optimizer step on ragged completions that share prompts. Log-probs, gradients
-  and the weights after the step are those of transformers' own modules on one sequence at a time, without padding, by
-  plain autograd: to 2e-5 nats and 1e-4 of each tensor's largest gradient in fp32. In bf16 they are as near to the
-  numbers of fp32 as the stock model's in bf16. Exported, they load with `AutoModelForCausalLM` to the bit
-  (`tests/backends/test_protocol_sharded.py`).
-- **megatron**: two tensor ranks in two stages; log-probs are those of transformers to 1e-5, and what is exported is
-  what was read, to the bit (`tests/backends/megatron/test_megatron.py`). A dense model and a mixture, Qwen2's and
-  Qwen3's, are trained there too ([megatron.md](megatron.md#what-is-computed)). Other families have no table of names.
-- **torch**: the trainer's weights after a step arrive to the bit; scores are those of the stock model, greedy
-  completions those of its `generate` (`tests/backends/torch_rollout/test_torch_rollout_families.py`).
-- `check-config` finds nothing wrong with any of them (`tests/specs/load/test_load_corpus.py`).
-- **vllm**: scores of synced weights on the CPU (`tests/backends/vllm_rollout/test_vllm_rollout.py`). SGLang was not
-  tried with real models ([sglang.md](sglang.md)).
-
-What is not in the table is not refused: every engine proves at its start that packed rows give the model's own logits,
-the `torch` sampler that its cache does, and every sync that sampler and trainer agree. Full-size models, and all of
-this on GPUs, were not tried.
-
-## Mixtures of experts
-
-- The loss has no term that balances the experts; the router learns from the policy gradient alone.
-- Where rounding decides between two experts, sampler and trainer may choose differently: expect a larger
-  `rollout/logprob_gap` in bf16 than of a dense model.
-- Files hold expert by expert what the model computes with as two tensors per layer. Ranks of `fsdp2` and `zero` stage 3
-  read their rows of them straight from files that name them `experts.N.gate_proj`, `up_proj` and `down_proj` (Qwen,
-  DeepSeek, GLM, …). With other names (Mixtral) each rank loads the whole model on its host first; its log says so.
-- With `actor.lora` only the attention gets adapters. Experts are no linear layers, and of dense layers beside them peft
-  would take the names for theirs. `check-config` says so, and refuses targets that only MLPs have.
-- vLLM packs experts on the CPU when it starts, and a sync could not reach them: refused. On GPUs it is held to its
-  Triton kernels, which keep the layout that a sync writes.
-
-## Refused
-
-- vLLM with multi-head latent attention (`kv_lora_rank`: DeepSeek V2 and V3, …): it derives matrices when it starts, and
-  a sync would leave them as they were.
-- Sequences beyond the first context of a model with LongRoPE (4,096 tokens for Phi 3 and 4 mini): transformers then
-  takes other rotary frequencies for all sequences of a call, and log-probs would depend on the micro-batch.
-- Layers that keep a state instead of keys and values, encoder-decoder models, quantized weights.
-"""
-
-
-def render_models() -> str:
-    kinds = ["ddp", "fsdp2", "zero"]
-    head = ["family", "`model_type`", "its own", *(f"`{kind}`" for kind in (*kinds, "megatron", "torch", "vllm"))]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, family in FAMILIES.items():
-        trained = [trained_with(kind) for kind in kinds]
-        sampled = f"refused: {family.torch}" if family.torch else ", ".join(SAMPLED)
-        cut = "fp32" if family.megatron else "refused"
-        cells = [family.models, f"`{name}`", family.layout, *trained, cut, sampled, family.vllm]
-        lines.append(f"| {' | '.join(cells)} |")
-    return MODELS.format(table="\n".join(lines))
-
-
-def trained_with(kind: str) -> str:
-    """Precisions of an engine's cases; of DeepSpeed's, with their stages."""
-    found: dict[str, list[str]] = {}
-    for case in TRAINED:
-        if case.startswith(kind):
-            found.setdefault("bf16" if "bf16" in case else "fp32", []).append(case.split()[0].removeprefix(kind))
-    said = {dtype: f" (stages {' and '.join(stages)})" if all(stages) else "" for dtype, stages in found.items()}
-    return ", ".join(f"{dtype}{stages}" for dtype, stages in said.items())
-
-
 # ── docs/metrics.md ───────────────────────────────────────────────────────────────────────────────
 
 METRICS = """# Every metric
@@ -326,8 +250,9 @@ METRICS = """# Every metric
 Generated from where metrics are made by `scripts/make_docs.py`; do not edit.
 
 `metrics.jsonl` in the run directory has one JSON object per step, `rlctl.load_metrics(RUN_DIR)` reads it
-([python.md](python.md)), trackers get the same names ([tracking.md](tracking.md)), and the report draws them
-([watching.md](watching.md)). Parts in angle brackets vary: `reward/term_<i>` is entry `i` of `reward.terms`, from 0 on;
+([from Python](watching.md#from-python)), [trackers](watching.md#trackers) get the same names, and the
+[report](watching.md#the-report) draws them. Parts in angle brackets vary:
+`reward/term_<i>` is entry `i` of `reward.terms`, from 0 on;
 `<role>` is a role of the run; `<set>` is the name of an evaluation. A number that is not finite is written as `null`.
 What says nothing of when it is there is in the line of every step.
 """
@@ -399,7 +324,7 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
     given = parser.parse_args()
     check, docs = given.check, given.docs
-    made = {"spec": render, "models": render_models, "metrics": render_metrics, "coming-from": render_coming_from}
+    made = {"spec": render, "metrics": render_metrics, "coming-from": render_coming_from}
     pages = {docs / f"{name}.md": make() for name, make in made.items()}
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if check and stale:

@@ -1,6 +1,6 @@
 """Model families in their own module layouts, at a few thousand parameters, and which engines they are tried with.
 
-`docs/models.md` is written from here (`scripts/make_docs.py`). Needs no torch.
+Needs no torch.
 """
 
 from __future__ import annotations

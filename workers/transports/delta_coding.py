@@ -3,7 +3,7 @@
 An update at a small learning rate leaves most bf16 weights as they were, and moves the others by one or few steps of
 their grid. So a delta has two streams, each deflated: gaps between changed words, and differences of words as integers
 modulo 2^bits, folded so that small ones of either sign are small (zigzag), byte by byte of all. On weights of a real
-training that is half of what XOR deflated takes, at twice the speed (docs/benchmarks.md).
+training that is half of what XOR deflated takes, at twice the speed.
 
 W: words of a weight, C: those that changed.
 """

@@ -67,7 +67,7 @@ def turns(request):
 
 
 def test_the_order_of_a_sync(turns):
-    """As docs/weight-sync.md draws it: each side probes while it has the device."""
+    """As docs/architecture.md draws it: each side probes while it has the device."""
     turns.log.clear()
     turns.cycle()
     assert turns.log == [

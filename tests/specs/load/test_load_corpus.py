@@ -65,7 +65,7 @@ def test_edits_change_a_copy() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_that_runs_is_not_refused(name: str, findings: Callable[[Case], Findings]) -> None:
-    """Those of docs/models.md, as they run there: only what the sampler refuses is refused."""
+    """Those of `families.py`, as they run there: only what the sampler refuses is refused."""
     config = FAMILIES[name].config
     found = findings({"set": {"model.path": "./model"}, "model": {"config.json": json.dumps(config)}})
     refused = FAMILIES[name].torch
