@@ -1,4 +1,4 @@
-"""What `import rlctl` offers to Python and notebooks (docs/watching.md#from-python): `train`, `check_config` and `load_metrics`."""
+"""What `import rlctl` offers to Python and notebooks (docs/watching.md): `train`, `check_config` and `load_metrics`."""
 
 from __future__ import annotations
 
