@@ -27,7 +27,7 @@ class Part:
 
     `host`: in host memory although the rank computes on a GPU. `leaves`: moves to the host while another role has a
     shared device, or (`dropped`) is let go of. `context`: of the process, not in what allocators report.
-    `first_rank`: only the first rank has it.
+    `first_rank`: only the first rank has it. `of_tokens`: it grows with the tokens of a micro-batch.
     """
 
     name: str
@@ -39,20 +39,21 @@ class Part:
     dropped: bool = False
     context: bool = False
     first_rank: bool = False
+    of_tokens: bool = False
 
 
 def pinned_rounding(sizes: Iterable[int]) -> int:
-    """Bytes that torch takes beyond tensors of these sizes in pinned memory: it rounds each up to a power of two
-    (CachingHostAllocator.h)."""
+    """Return the bytes that torch takes beyond tensors of these sizes in pinned memory: it rounds each up to a power of
+    two (CachingHostAllocator.h)."""
     return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
 
 def total(parts: Iterable[Part], phase: Moment) -> int:
-    """Bytes in a phase."""
+    """Return the bytes in a phase."""
     return sum(part.nbytes for part in parts if phase in part.phases)
 
 
 def peak(parts: Iterable[Part]) -> int:
-    """Bytes in the fullest phase."""
+    """Return the bytes in the fullest phase."""
     kept = list(parts)
     return max(total(kept, phase) for phase in MOMENTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -23,9 +23,6 @@ ODD_TESTS = {
     "tests/test_house.py": "the whole source tree",
     "tests/scripts/test_pick_torch.py": "scripts/_pick_torch.py, which is no command and so begins with an underscore",
 }
-# Imports for type checkers close circles too, but here: the rules of an engine or an algorithm stand in its table and
-# take the whole spec, which holds that table.
-TYPES_GO_ROUND = Path("specs/schema")
 # What `specs` never calls: importing `shutil` or `os` is no crime, asking the machine is.
 MACHINE_CALLS = {"shutil.which", "shutil.disk_usage", "os.system", "os.popen", "os.cpu_count", "os.fork"}
 
@@ -143,24 +140,15 @@ def test_a_stray_test_is_found() -> None:
 # ── imports ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def imported(path: Path, *, for_types: bool = True) -> set[str]:
-    """Dotted names of everything that a file imports, anywhere in it; `for_types`: under `if TYPE_CHECKING` too."""
+def imported(path: Path) -> set[str]:
+    """Return the dotted names of everything that a file imports, anywhere in it, also for type checkers alone."""
     found: set[str] = set()
-    skipped = set() if for_types else {id(node) for block in type_blocks(tree(path)) for node in ast.walk(block)}
     for node in ast.walk(tree(path)):
-        if id(node) in skipped:
-            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
-
-
-def type_blocks(module: ast.Module) -> Iterator[ast.If]:
-    for node in ast.walk(module):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            yield node
 
 
 def dotted(path: Path) -> str:
@@ -172,7 +160,7 @@ def import_graph() -> dict[str, set[str]]:
     modules = {dotted(path): path for path in SOURCE}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
-        found = imported(path, for_types=TYPES_GO_ROUND not in path.parents) & modules.keys()
+        found = imported(path) & modules.keys()
         # Naming a module imports its packages too, but none of them may need what lies in it.
         graph[name] = {module for module in found if not any(other.startswith(f"{module}.") for other in found)}
     return graph
@@ -197,7 +185,7 @@ def circle(graph: Mapping[str, Set[str]]) -> list[str]:
 
 
 def test_no_import_circles() -> None:
-    """Imports in functions and, outside `specs/schema`, for type checkers count: a circle means halves of one thing."""
+    """Imports in functions and for type checkers count: a circle means halves of one thing."""
     assert not circle(import_graph())
 
 

@@ -102,9 +102,15 @@ class MegatronTrainEngine(HfTrainEngine):
 
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
-        """Without Megatron-core: the model that its parameters are made of."""
+        """Describe the model that its parameters are made of; Megatron-core checks options that the spec adds."""
+        assert isinstance(config.engine, MegatronTable)
         held = hold_model(config, cls._held_dtype(config), _without_memory)
         ModelMap.of(held.model, config.model.path)
+        if config.engine.megatron:
+            import_megatron(config.model.device)
+            from backends.megatron.own_options import check_options
+
+            check_options(config)
         about = describe(held.model, config.model, checksum=False).model_copy(update={"attn_function": _ATTENTION})
         head = () if config.model.head == "lm" else ("new_head",)
         return OnMeta(about, not_seen=("mesh", "options", *head))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +14,15 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from backends import activity
 from backends.megatron.layouts import padded_vocabulary, part_of
 from backends.megatron.model_group import ModelGroup
+from backends.megatron.own_options import check_options, with_options
 from backends.megatron.packed_stage import PackedRow, Stage, build_stage, transformer_config
-from backends.megatron.sharded_weights import adam_config, named_parameters, rank_slots
+from backends.megatron.sharded_weights import adam_settings, named_parameters, rank_slots
 from backends.megatron.vocab_head import VocabPart
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
@@ -41,12 +40,6 @@ Told = Callable[[Tensor, int], Any]  # hidden states [T, E] of a row, its number
 Learned = Callable[[Tensor, int], LossResult]
 
 
-def _of_class(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The `options` that a configuration of Megatron-core has."""
-    own = {field.name for field in fields(config)}
-    return {name: value for name, value in options.items() if name in own}
-
-
 class MegatronModel:
     """Gradients are summed over the data ranks once, when they are asked for."""
 
@@ -55,10 +48,10 @@ class MegatronModel:
     ) -> None:
         self.group, self.table = group, table
         dtype = DTYPES[config.model.dtype]
-        more = _of_class(TransformerConfig, table.megatron)
+        check_options(config)
         configs = [
             transformer_config(
-                model, model_map, table, dtype=dtype, recompute=config.gradient_checkpointing, stage=stage, more=more
+                model, model_map, table, dtype=dtype, recompute=config.gradient_checkpointing, stage=stage
             )
             for stage in group.own_stages
         ]
@@ -83,8 +76,8 @@ class MegatronModel:
             for stage in self.chunks:
                 stage.requires_grad_(False)
             return
-        more = _of_class(DistributedDataParallelConfig, table.megatron)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **more)
+        settings = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+        ddp = with_options(DistributedDataParallelConfig, settings, table.megatron)
         self.wrapped = [
             DistributedDataParallel(own, ddp, stage, disable_bucketing=stage is not self.chunks[0])
             for own, stage in zip(configs, self.chunks, strict=True)
@@ -92,7 +85,7 @@ class MegatronModel:
         # A micro-batch that another follows sends nothing.
         no_sync = [wrapped.no_sync for wrapped in self.wrapped]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        adam = adam_config(config.optimizer, dtype, _of_class(OptimizerConfig, table.megatron))
+        adam = with_options(OptimizerConfig, adam_settings(config.optimizer, dtype), table.megatron)
         self.optimizer = get_megatron_optimizer(adam, self.wrapped, use_gloo_process_groups=False)
         for decayed in self.optimizer.param_groups:  # what its scheduler would do; vectors decay by 0 times as much
             decayed["weight_decay"] = config.optimizer.weight_decay * decayed["wd_mult"]

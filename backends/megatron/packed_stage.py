@@ -9,9 +9,7 @@ stage ends with hidden states: the head is `vocab_head.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from backends.megatron.layouts import Experts, layers_of_stage, padded_vocabulary
+from backends.megatron.own_options import with_options
 from backends.megatron.weight_map import ModelMap
 from backends.packed.layout import PackedLayout
 from backends.train.rms_norm import rms_norm
@@ -140,11 +139,9 @@ def transformer_config(
     dtype: torch.dtype,
     recompute: bool | int,
     stage: int,
-    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> TransformerConfig:
     """Megatron's configuration of a Hugging Face model. `recompute`: the layers whose activations are recomputed, the
-    first so many of the model, or all. `more`: options that the spec adds. Raises ModelError for what its layers do not
-    compute."""
+    first so many of the model, or all. Raises ModelError for what its layers do not compute."""
     text: Any = model.config.get_text_config()
     if text.hidden_act != "silu":
         raise ModelError(f"Megatron's layers here compute silu, and this model {text.hidden_act}")
@@ -153,7 +150,11 @@ def transformer_config(
     each = text.num_hidden_layers // (table.pipeline_parallel * table.virtual_pipeline)
     layers = each if recompute is True else min(each, max(0, int(recompute) - stage * each))  # of this stage
     recomputed = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
-    return TransformerConfig(
+    free = {
+        "batch_p2p_comm": table.virtual_pipeline == 1,
+        "transformer_impl": TRANSFORMER_ENGINE if model_map.fused_norms else LOCAL,
+    }
+    settings: dict[str, Any] = dict(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         num_attention_heads=model_map.heads.query,
@@ -180,11 +181,6 @@ def transformer_config(
         variable_seq_lengths=True,
         # Stages that take turns send both ways at once, which two ranks mix up when it is one batch.
         overlap_p2p_comm=table.virtual_pipeline > 1,
-        **{
-            "batch_p2p_comm": table.virtual_pipeline == 1,
-            "transformer_impl": TRANSFORMER_ENGINE if model_map.fused_norms else LOCAL,
-            **more,
-        },
         moe_token_dispatcher_type="alltoall",  # the other one takes rows of one length alone
         calculate_per_token_loss=True,  # gradients are summed over ranks; losses divide by global counts
         perform_initialization=False,
@@ -194,6 +190,7 @@ def transformer_config(
         **(recomputed if layers else {}),
         **(_experts(text, model_map.experts, table) if model_map.experts else {}),
     )
+    return with_options(TransformerConfig, settings, {**free, **table.megatron})
 
 
 def _name_what_is_missing() -> None:

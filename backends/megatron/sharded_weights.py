@@ -188,21 +188,17 @@ def is_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def adam_config(config: Optimizer, dtype: torch.dtype, more: Mapping[str, Any]) -> Any:
-    """Megatron's configuration of AdamW with weight decay on matrices alone, over the data ranks. `more`: options that
-    the spec adds."""
-    from megatron.core.optimizer import OptimizerConfig
-
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.eps,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-        clip_grad=config.max_grad_norm,
-        **more,
-    )
+def adam_settings(config: Optimizer, dtype: torch.dtype) -> dict[str, Any]:
+    """Return Megatron's settings of AdamW with weight decay on matrices alone, over the data ranks."""
+    return {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.betas[0],
+        "adam_beta2": config.betas[1],
+        "adam_eps": config.eps,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": True,
+        "clip_grad": config.max_grad_norm,
+    }

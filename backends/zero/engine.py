@@ -26,9 +26,15 @@ from backends.train.role_group import heaviest_of_any_rank, most_of_any_rank
 from backends.train.tensor_shards import Shard, whole
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import named_weights, tensor_bytes
-from backends.zero.deepspeed_start import cut_model, start_deepspeed, stop_deepspeed
+from backends.zero.deepspeed_start import (
+    check_keys,
+    cut_model,
+    deepspeed_config,
+    import_deepspeed,
+    start_deepspeed,
+    stop_deepspeed,
+)
 from backends.zero.partitions import CutParameters, Partitions, SlicedGroups, full_shape
-from specs.schema.engines.deepspeed_config import deepspeed_config
 from specs.schema.engines.zero_table import ZeroTable
 from specs.schema.role_section import DType, Optimizer
 from specs.wire.as_built import ModelBuilt
@@ -43,7 +49,8 @@ class ZeroTrainEngine(HfTrainEngine):
         super().__init__(config, rank)
         assert isinstance(config.engine, ZeroTable)
         self.stage = config.engine.stage
-        ds_config = deepspeed_config(config.engine, config.model.dtype, config.optimizer, device=config.model.device)
+        ds_config = deepspeed_config(config)
+        check_keys(deepspeed, config)
         cuts = self.stage == 3
         held = self._hold_model(build_on_meta if cuts else partial(build_model, load_weights=False))
         model = held.model
@@ -72,7 +79,10 @@ class ZeroTrainEngine(HfTrainEngine):
 
     @classmethod
     def _wrapped_on_meta(cls, policy: Policy, config: TrainConfig, rank: Rank) -> OnMeta:
-        """DeepSpeed cuts only with memory and with all ranks there."""
+        """DeepSpeed shards only with memory and with all ranks there, but it checks the keys that the spec adds."""
+        assert isinstance(config.engine, ZeroTable)
+        if config.engine.deepspeed:
+            check_keys(import_deepspeed(config.model.device), config)
         about = super()._wrapped_on_meta(policy, config, rank).model
         return OnMeta(about, not_seen=("mesh",))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.memory.fit import fit_problems
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.placement import Plan, make_plan
 from rlctl.show.text_format import counted
@@ -61,7 +62,9 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     notes += [not_here(problem) for problem in of_here]
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
         return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes, elsewhere=elsewhere)
-    warnings = [*cross_field_warnings(spec), *warnings, *_run_dir(spec)]
+    too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
+    problems += too_large
+    warnings = [*cross_field_warnings(spec), *warnings, *tight, *_run_dir(spec)]
     try:
         plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
     except SpecError as error:

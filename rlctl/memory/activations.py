@@ -73,7 +73,7 @@ def learning_parts(work: Pass) -> Iterator[Part]:
     stages = [list(_stage_parts(work, stage)) for stage in range(work.stages)]
     yield from max(stages, key=lambda parts: sum(part.nbytes for part in parts if not part.host))
     if mask := _mask_bytes(work):
-        yield Part("attention mask", mask, _LEARN)
+        yield Part("attention mask", mask, _LEARN, of_tokens=True)
 
 
 def chunks_under_way(stage: int, stages: int, chunks: int) -> list[int]:
@@ -97,21 +97,21 @@ def _stage_parts(work: Pass, stage: int) -> Iterator[Part]:
     outside = (3 if last else 0) * row + len(begun) * ((not first) + (not last)) * row
     of_layers = again * row + (layers - again) * kept
     if work.offloaded:
-        yield Part("activations, offloaded", of_layers, _LEARN, host=True)
+        yield Part("activations, offloaded", of_layers, _LEARN, host=True, of_tokens=True)
         of_layers = min(of_layers, OFFLOADED_LAYERS * (row if again == layers else kept))
     # The head runs when all that is kept is there, but for the layer that is recomputed; a layer's backward pass when
     # the layer's own activations are there too. The layers that are recomputed come last on the way back.
     all_again = again == layers
-    yield Part("activations", of_layers + outside + (kept if all_again else 0), _LEARN)
+    yield Part("activations", of_layers + outside + (kept if all_again else 0), _LEARN, of_tokens=True)
     logits = _head_bytes(work) - (kept if all_again else 0) if last else 0
     backward = _backward_bytes(work)
     name = "logits and their gradient" if logits >= backward else "backward pass of a layer"
-    yield Part(name, max(logits, backward), _LEARN)
+    yield Part(name, max(logits, backward), _LEARN, of_tokens=True)
 
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
     """What a forward pass alone holds: log-probs."""
-    yield Part("forward pass", max(_forward_bytes(work), _scored_bytes(work)), _LEARN)
+    yield Part("forward pass", max(_forward_bytes(work), _scored_bytes(work)), _LEARN, of_tokens=True)
 
 
 def _scored_bytes(work: Pass) -> int:

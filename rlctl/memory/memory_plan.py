@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlctl.memory.activations import Pass, learning_parts, scoring_parts
-from rlctl.memory.places import Place, places_of
-from rlctl.memory.role_memory import RoleMemory
-from rlctl.memory.role_models import Model, find_model
+from rlctl.memory.places import Place, RoleMemory, places_of
+from rlctl.memory.role_models import Model, find_model, held_trainer, longest_share, replica_of
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, MOMENTS, SAMPLING, SCORING, Moment, Part
 from specs.rules.attention_rules import AtHand, attention_of
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
-from specs.schema.engines.held_model import held_trainer, longest_share, replica_of
 from specs.schema.engines.transformers_tables import KEPT_OF_MLP, TrainedHere
 from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR
 from specs.schema.rank_groups import axis_of, devices_of_a_process, sequence_parallel_of
@@ -30,6 +28,8 @@ PROCESS_GIB = 0.6  # of a process on the CPU: Python, torch, transformers
 
 @dataclass(frozen=True)
 class MemoryPlan:
+    """What each role holds, and where it adds up."""
+
     roles: tuple[RoleMemory, ...]
     places: tuple[Place, ...]
 
@@ -44,20 +44,22 @@ class MemoryPlan:
         scores = any(ROLES[role.role].holds == "score_model" for role in self.roles)
         return tuple(moment for moment in MOMENTS if scores or moment not in SCORING)
 
-    def fits(self, phases: Sequence[Moment] = MOMENTS, *, kind: str = "", share: float = 1.0) -> bool:
-        """Whether places (of a kind, or all) whose memory is known hold what is planned, in that share of it."""
-        places = [place for place in self.places if place.memory and kind in ("", place.kind)]
-        return all(place.bytes_in(phase) <= share * place.memory for place in places for phase in phases)
+    @property
+    def fits(self) -> bool:
+        """Whether all places whose memory is known hold what is planned."""
+        return all(place.fits is not False for place in self.places)
 
 
-def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, may_build: bool = False) -> MemoryPlan:
-    """`gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. `may_build`: a model of an unknown family
-    is built without memory, in a process with torch. Raises SpecError where a model's shape cannot be found out."""
-    roles = tuple(_roles(spec, spec_dir, spec.colocated, gpu_GiB, may_build))
+def plan_memory(spec: Spec, spec_dir: Path, *, gpu_GiB: float, host_GiB: float, exact: bool = False) -> MemoryPlan:
+    """Plan a run. `gpu_GiB`: memory of each GPU. `host_GiB`: of each host; 0: not known. `exact`: count only what
+    follows from shapes and dtypes. Raises SpecError where a model's shape cannot be found out."""
+    roles = tuple(_roles(spec, spec_dir, spec.colocated, gpu_GiB))
+    if exact:
+        roles = tuple(replace(role, parts=tuple(part for part in role.parts if part.exact)) for role in roles)
     return MemoryPlan(roles, tuple(places_of(spec, roles, gpu_GiB, host_GiB)))
 
 
-def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float, may_build: bool) -> Iterator[RoleMemory]:
+def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float) -> Iterator[RoleMemory]:
     for name in spec.roles:
         section: Any = spec.role(name)
         if not ROLES[name].holds_model or section.engine.negligible_memory:
@@ -66,7 +68,7 @@ def _roles(spec: Spec, spec_dir: Path, colocated: bool, gpu_GiB: float, may_buil
         parts: list[Part] = []
         source, open_ = "", tuple(_left_open(section.engine))
         if len(open_) < len(_QUESTIONS):  # else no formula needs the model's shape
-            model = find_model(spec, name, spec_dir, may_build=may_build)
+            model = find_model(spec, name, spec_dir)
             source = model.tensors.source
             if ROLES[name].samples:
                 parts += _rollout(spec, model, colocated, gpu_GiB)
@@ -85,7 +87,7 @@ _QUESTIONS = {"memory": "weights and all that follows from them", "model_of": "a
 
 
 def _left_open(engine: EngineTable) -> Iterator[str]:
-    """What of its memory an engine's table does not say, in words. A rollout's formula is whole."""
+    """Yield what of its memory an engine's table does not say, in words. A rollout's formula is whole."""
     for question, what in _QUESTIONS.items():
         if not answered(type(engine), question) and not (isinstance(engine, RolloutTable) and question == "model_of"):
             yield what
@@ -146,7 +148,7 @@ def _pass(spec: Spec, role: RoleName, section: Any, model: Model, device: str, t
 
 
 def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
-    """A weight that is whole for a moment, in fp32 and as it travels, and the transport's ring, or its two buckets."""
+    """Count a weight that is whole for a moment, in fp32 and as it travels, and the transport's ring or two buckets."""
     size = DTYPE_BYTES[spec.rollout_dtype]
     phases: frozenset[Moment] = frozenset({"sync"})
     yield Part("largest weight, whole", model.tensors.largest * (4 + size), phases)
@@ -163,14 +165,14 @@ def _sync(spec: Spec, model: Model, device: str) -> Iterator[Part]:
 
 
 def _last_weights(spec: Spec, model: Model, device: str) -> Part:
-    """What changes are counted from, at either end."""
+    """Count the weights that changes are counted from, at either end."""
     nbytes = model.tensors.elements * DTYPE_BYTES[spec.rollout_dtype]
     return Part("weights sent last", nbytes, exact=True, host=device != "cpu")
 
 
 def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:
-    """A trainer's part on a shared device: while others sample it is in host memory, or gone. (On the CPU there is
-    nowhere to go.)"""
+    """Split a trainer's part on a shared device: while others sample it is in host memory, or gone. (On the CPU there
+    is nowhere to go.)"""
     if not colocated or part.host or not (part.leaves or part.dropped) or "rollout" not in part.phases:
         yield part
     elif part.dropped:
@@ -183,8 +185,8 @@ def _leaving(part: Part, colocated: bool, device: str) -> Iterator[Part]:
 
 
 def _scoring_alone(part: Part, colocated: bool, device: str) -> Iterator[Part]:
-    """A part of a model that only scores: what a trainer has while it learns, this one has while it scores, and on a
-    shared device it is there for that alone."""
+    """Move a part of a model that only scores: what a trainer has while it learns, this one has while it scores, and on
+    a shared device it is there for that alone."""
     work = part if part.phases == ALWAYS else replace(part, phases=SCORING)
     stays = not colocated or device == "cpu" or part.host or not (part.leaves or part.dropped)
     if stays or work.phases != ALWAYS:

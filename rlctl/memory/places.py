@@ -1,28 +1,60 @@
-"""Where the memory of the roles adds up: the GPUs and hosts of a run, who is on each, and how much they have."""
+"""Where the memory of the roles adds up: the GPUs and hosts of a run, which ranks share each, and how much it has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlctl.memory.role_memory import RoleMemory
-from specs.memory_parts import GIB, MOMENTS, Moment, Part, total
+from specs.memory_parts import GIB, MOMENTS, Moment, Part, peak, total
 from specs.schema.roles import RoleName
 from specs.schema.spec import Spec
 
 
 @dataclass(frozen=True)
+class RoleMemory:
+    """What a rank of a role holds: every rank holds the same, or less than the one that is meant here."""
+
+    role: RoleName
+    engine: str
+    ranks: int
+    device: str  # "cpu" or "cuda"
+    devices_of_rank: int
+    parts: tuple[Part, ...]
+    source: str  # where the parameters are known from
+    not_known: tuple[str, ...] = ()  # what its engine does not say: `parts` are then less than it holds
+
+    @property
+    def on_device(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if not part.host)
+
+    @property
+    def on_host(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.host)
+
+    @property
+    def measurable_bytes(self) -> int:
+        """The peak that a rank itself can measure: without the context, which no allocator reports."""
+        return peak(part for part in self.on_device if not part.context)
+
+
+@dataclass(frozen=True)
 class Place:
-    """Devices of the same kind with the same ranks on them: `count` GPUs, or hosts."""
+    """Devices of the same kind with the same ranks on them: GPUs, or hosts."""
 
     kind: str  # "GPU" or "host"
     names: tuple[str, ...]
     phases: dict[Moment, dict[str, int]]  # phase → role → bytes
     memory: int  # bytes; 0: not known
+    largest: tuple[RoleName, Part] | None  # of one rank, in the fullest phase
     not_known: tuple[RoleName, ...] = ()  # roles here that hold more than `phases` says: their engines do not say it
 
     def bytes_in(self, phase: Moment) -> int:
         return sum(self.phases[phase].values())
+
+    @property
+    def name(self) -> str:
+        first, *more = self.names
+        return f"{first} … {self.names[-1]} ({len(self.names)} alike)" if more else first
 
     @property
     def fits(self) -> bool | None:
@@ -41,7 +73,7 @@ class Place:
 
 
 def places_of(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB: float) -> Iterator[Place]:
-    """GPUs and hosts, those with the same ranks on them together."""
+    """Yield GPUs and hosts, those with the same ranks on them together."""
     tenants: dict[tuple[str, int, int], list[Tenant]] = {}  # (kind, node, GPU) → who is there
     for role in roles:
         section = spec.role(role.role)
@@ -58,10 +90,13 @@ def places_of(spec: Spec, roles: Sequence[RoleMemory], gpu_GiB: float, host_GiB:
         alike.setdefault((place[0], tuple(there)), []).append(place)
     for (kind, same), places in alike.items():
         phases = {phase: _by_role(same, phase) for phase in MOMENTS}
+        fullest = max(MOMENTS, key=lambda phase: sum(phases[phase].values()))
+        held = [(tenant.role, part) for tenant in same for part in tenant.parts if fullest in part.phases]
+        largest = max(held, key=lambda each: each[1].nbytes, default=None)
         memory = gpu_GiB if kind == "GPU" else host_GiB
         here = {tenant.role for tenant in same}
         open_ = tuple(role.role for role in roles if role.not_known and role.role in here)
-        yield Place(kind, tuple(_name(place) for place in places), phases, int(memory * GIB), open_)
+        yield Place(kind, tuple(_name(place) for place in places), phases, int(memory * GIB), largest, open_)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,17 @@
-"""The command `rlctl plan`: the plan as tables, a picture of the fullest device, what to change; or as JSON."""
+"""The command `rlctl plan`: the plan as tables, a picture of each device, what to change; or as JSON."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan
-from rlctl.memory.places import Place
-from rlctl.memory.role_memory import RoleMemory
-from rlctl.memory.suggest import USED_SHARE, Planner, Suggestion, longest_sequences, suggestions
+from rlctl.memory.fit import does_not_fit
+from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan, plan_memory
+from rlctl.memory.places import Place, RoleMemory
 from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
-from specs.errors import UsageError
+from specs.errors import Problem, UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, Moment, Part, total
 from specs.packages import page
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
 _BAR = 48  # characters that a device's memory is wide
 _SHADES = "█▓▒░"
+_USED_SHARE = 0.95  # of a device: allocators leave gaps
 
 
 def plan_command(
@@ -54,20 +53,18 @@ def plan_command(
         host_GiB = 0.0 if unlike else host_memory_GiB()
         if host_GiB == 0.0:
             notes.append("memory of the hosts is not known: --host-GiB says it")
-    planner = Planner(spec, spec_path.absolute().parent, gpu_GiB or 0.0, host_GiB)
-    plan = planner.plan()
-    found = suggestions(planner, plan)
-    longest = longest_sequences(planner)
+    plan = plan_memory(spec, spec_path.absolute().parent, gpu_GiB=gpu_GiB or 0.0, host_GiB=host_GiB)
+    problems = [does_not_fit(spec, place) for place in plan.places if place.fits is False]
     notes += assumptions(plan)
     if as_json:
-        print(json_text(as_dict(plan, found, notes, longest), indent=2))
+        print(json_text(as_dict(plan, problems, notes), indent=2))
     else:
-        _print(plan, found, notes, longest)
+        _print(plan, problems, notes)
     return 0
 
 
 def assumptions(plan: MemoryPlan) -> list[str]:
-    """What the numbers rest on."""
+    """Return what the numbers rest on."""
     sources = dict.fromkeys(role.source for role in plan.roles if role.source)
     said = [
         f"what {role.role} holds is not known: the table of the engine {role.engine} has no formula for "
@@ -95,16 +92,13 @@ def assumptions(plan: MemoryPlan) -> list[str]:
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def as_dict(
-    plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str], longest: Mapping[int, int]
-) -> dict[str, Any]:
-    """The plan as JSON; sizes in bytes."""
+def as_dict(plan: MemoryPlan, problems: Sequence[Problem], notes: Sequence[str]) -> dict[str, Any]:
+    """Return the plan as JSON; sizes in bytes."""
     return {
-        "fits": None if plan.fits() and plan.not_known else plan.fits(),
+        "fits": None if plan.fits and plan.not_known else plan.fits,
         "roles": {role.role: _role(role, plan.moments) for role in plan.roles},
         "places": [_place(place, plan.moments) for place in plan.places],
-        "longest_sequences": {str(degree): tokens for degree, tokens in longest.items()},
-        "suggestions": [asdict(suggestion) for suggestion in found],
+        "problems": [{"key": each.key, "message": each.message, "hint": each.hint} for each in problems],
         "assumptions": list(notes),
     }
 
@@ -147,7 +141,7 @@ def _place(place: Place, moments: Sequence[Moment]) -> dict[str, Any]:
 # ── for the person ────────────────────────────────────────────────────────────────────────────────
 
 
-def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str], longest: Mapping[int, int]) -> None:
+def _print(plan: MemoryPlan, problems: Sequence[Problem], notes: Sequence[str]) -> None:
     from rlctl.show.screen import Screen
 
     out = Screen()
@@ -158,25 +152,10 @@ def _print(plan: MemoryPlan, found: Sequence[Suggestion], notes: Sequence[str], 
     out.print()
     for place in plan.places:
         _print_place(out, place)
-    if longest:
-        out.print(_longest_table(longest))
-        out.print()
-    for suggestion in found:
-        out.print(_said(suggestion), soft_wrap=True)
-    if found:
-        out.print()
+    for problem in problems:
+        out.print(f"{problem}\n", soft_wrap=True)
     for note in notes:
         out.print(f"· {note}", style="dim", soft_wrap=True)
-
-
-def _longest_table(longest: Mapping[int, int]) -> Table:
-    from rich.table import Table
-
-    table = Table("actor.sequence_parallel", *map(str, longest), box=None, pad_edge=False)
-    table.add_row(
-        "longest sequence that fits, tokens", *(f"{tokens:,}" if tokens else "none" for tokens in longest.values())
-    )
-    return table
 
 
 def _table(plan: MemoryPlan) -> Table:
@@ -206,12 +185,9 @@ def _cells(part: Part, moments: Sequence[Moment]) -> list[str]:
 
 
 def _print_place(out: Screen, place: Place) -> None:
-    """A bar of the fullest phase, each role in its own shade."""
+    """Print a bar of the fullest phase, each role in its own shade."""
     from rich.text import Text
 
-    name = (
-        place.names[0] if len(place.names) == 1 else f"{place.names[0]} … {place.names[-1]} ({len(place.names)} alike)"
-    )
     held = {role: nbytes for role, nbytes in place.phases[place.fullest].items() if nbytes}
     whole = max(place.memory, place.peak, 1)
     bar = "".join(_SHADES[i % len(_SHADES)] * round(_BAR * n / whole) for i, n in enumerate(held.values()))
@@ -221,12 +197,12 @@ def _print_place(out: Screen, place: Place) -> None:
         bar = f"{bar[:edge]}|{bar[edge:]}"
     parts = "  ".join(f"{_SHADES[i % len(_SHADES)]} {role} {n / GIB:.1f}" for i, (role, n) in enumerate(held.items()))
     whose = "" if place.kind == "GPU" else "host memory of "
-    out.print(Text.assemble(f"{whose}{name}: ", *_whether_it_fits(place)), soft_wrap=True)
+    out.print(Text.assemble(f"{whose}{place.name}: ", *_whether_it_fits(place)), soft_wrap=True)
     out.print(f"  {bar}  {place.fullest}: {parts} GiB\n", soft_wrap=True)
 
 
 def _whether_it_fits(place: Place) -> list[str | tuple[str, str]]:
-    """Words, with their style where they have one."""
+    """Return words, with their style where they have one."""
     used = f"{place.peak / GIB:.1f}"
     open_ = f", and what {' and '.join(place.not_known)} holds is not known" if place.not_known else ""
     if not place.memory:
@@ -236,16 +212,6 @@ def _whether_it_fits(place: Place) -> list[str | tuple[str, str]]:
         return [("does not fit", "bold red"), f": {of}{open_}"]
     if place.fits is None:
         return [("not known whether it fits", "bold yellow"), f": at least {of}{open_}"]
-    tight = place.peak > USED_SHARE * place.memory
+    tight = place.peak > _USED_SHARE * place.memory
     words = ("fits with nothing to spare", "bold yellow") if tight else ("fits", "green")
     return [words, f": {of}"]
-
-
-def _said(suggestion: Suggestion) -> str:
-    now = f"{suggestion.now:g}" if suggestion.now < 1 else f"{suggestion.now:.0f}"
-    if suggestion.value is None:
-        return f"{suggestion.key} = {now}: {suggestion.why}"
-    value = f"{suggestion.value:g}" if suggestion.value < 1 else f"{suggestion.value:.0f}"
-    if value == now:
-        return f"{suggestion.key} = {now} is as large as it can be: {suggestion.why}"
-    return f"{suggestion.key} = {now} could be {value}: {suggestion.why}"

@@ -1,45 +1,51 @@
-"""A role's model as `rlctl plan` knows it: its config, what follows from that, and the shapes of its tensors."""
+"""A role's model as `rlctl plan` knows it: its config, the shapes of its tensors, and what its engine holds of it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rlctl.memory.unknown_family import built_tensors
-from rlctl.models.hub import Folder, NotGiven, look_up, offline
+from rlctl.models.hub import Folder, NotGiven, hub_snapshot, look_up, offline
 from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
-from rlctl.models.paths import model_folder
+from rlctl.models.paths import BUILTIN_FOLDER, model_folder
 from specs.errors import Problem, SpecError
 from specs.model_facts import ModelFacts, model_facts
 from specs.model_shapes import ModelTensors
+from specs.schema.engines.held_model import HeldTrainer, Replica
+from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
+SHIPPED_FOLDER = BUILTIN_FOLDER / "hub"
+"""A `config.json` of each model on the hub that a preset names, so that presets are planned without a network."""
+
 
 @dataclass(frozen=True)
 class Model:
+    """What is known of a role's model before it is built."""
+
     config: dict[str, Any]
     facts: ModelFacts
     tensors: ModelTensors
 
 
-def find_model(spec: Spec, role: RoleName, spec_dir: Path, *, may_build: bool = False) -> Model:
-    """Shape of a role's model from its folder, the hub's cache or the hub. Raises SpecError."""
+def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
+    """Return the shape of a role's model, from its folder, the hub's cache, what rlctl ships, or the hub. Raises
+    SpecError."""
     path = spec.model_path(role)
     key = "model.path" if path == spec.model.path else f"{role}.model"
-    folder = model_folder(path, spec_dir)
+    folder = _shipped(path) or model_folder(path, spec_dir)
     if folder is None:
         asked = None if offline() else look_up(path)
         why = f": {asked.why}" if isinstance(asked, NotGiven) else ""
         hint = f"`hf download {path} config.json` brings it (a few kB) where there is a network; {_by_hand(key)}"
         raise SpecError([Problem(key, f"its config.json is not on this machine{why}", hint, show(path))])
     config, facts, tensors = _read_model(key, path, folder)
-    if tensors is None and facts is not None and may_build:
-        tensors = built_tensors(spec, spec_dir, folder, key)
     if facts is None or tensors is None:
         kind = config.get("model_type", "?")
         message = f"parameters of the family {kind} are not known from config.json alone, and {folder} has no weights"
@@ -48,6 +54,11 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path, *, may_build: bool = 
     if ROLES[role].head != "lm":
         tensors = tensors.with_score_layer(facts.hidden_size)
     return Model(config, facts, tensors)
+
+
+def _shipped(path: str) -> Path | None:
+    folder = SHIPPED_FOLDER / path.replace("/", "--")
+    return folder if hub_snapshot(path) is None and (folder / "config.json").is_file() else None
 
 
 def _by_hand(key: str) -> str:
@@ -69,3 +80,52 @@ def _read_model(key: str, path: str, folder: Folder) -> tuple[dict[str, Any], Mo
     if tensors is None and isinstance(folder, Path):
         tensors = tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
     return config, facts, tensors
+
+
+# ── what engines are asked to hold ────────────────────────────────────────────────────────────────
+
+
+def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrainer:
+    """Return what a role of this spec asks of its train engine."""
+    section: Any = spec.role(role)
+    return HeldTrainer(
+        tensors=tensors,
+        dtype=section.dtype,
+        ranks=section.processes,
+        device="cuda" if section.devices else "cpu",
+        optimizer=section.optimizer if ROLES[role].learns else None,
+        lora=getattr(section, "lora", None),
+        several_micro_batches=longest_share(spec, role) > section.micro_batch_tokens,
+    )
+
+
+def longest_share(spec: Spec, role: RoleName) -> int:
+    """Return the most tokens that a rank of a trainer holds at a time: of a mini-batch; of a whole step where it never
+    learns. At least its part of the longest sequence."""
+    section: Any = spec.role(role)
+    samples = spec.samples_per_step
+    if ROLES[role].learns:
+        samples //= spec.algorithm.mini_batches_per_step
+    longest = int(getattr(section, "max_sequence_tokens", None) or spec.max_sequence_tokens)
+    of_all, processes = samples * longest * ranks_of_a_row(section), int(section.processes)
+    return max(ceil(longest / sequence_parallel_of(section)), of_all // processes)
+
+
+def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocated: bool, gpu_GiB: float) -> Replica:
+    """Return what a replica of this spec's rollout holds."""
+    rollout = spec.rollout
+    return Replica(
+        parallel=rollout.engine.devices_per_process(),
+        tensors=tensors,
+        facts=facts,
+        dtype=spec.rollout_dtype,
+        sequences=max(
+            -(-spec.samples_per_step // rollout.processes),
+            max((evaluation.samples for evaluation in spec.evaluations), default=0),
+        ),
+        max_sequence_tokens=spec.max_sequence_tokens,
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        gpu_GiB=gpu_GiB if rollout.devices else 0.0,
+        colocated=colocated,
+        lora=spec.actor.lora if spec.rollout_applies_adapters else None,
+    )

@@ -32,7 +32,6 @@ from rlctl.preflight.machine import machine_problems
 from rlctl.preflight.reward_files import function_problems
 from rlctl.preflight.role_attention import role_attention_problems
 from rlctl.preflight.role_kernels import role_kernel_problems
-from rlctl.preflight.sizes import size_problems
 from specs.errors import NotHere, Problem
 from specs.model_facts import model_facts
 from specs.packages import installed_here
@@ -78,7 +77,6 @@ def file_problems(
         of_here += [problem for problem in role_attention_problems(spec, spec_dir) if problem not in attention]
     (errors if starting else of_here if elsewhere else warnings).extend(_devices(spec))
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
-    errors += size_problems(spec, config, here=here and not elsewhere)
     where = run_dir or spec.run.place
     machine_errors, machine_warnings = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
     errors, warnings = [*errors, *machine_errors], [*warnings, *machine_warnings]

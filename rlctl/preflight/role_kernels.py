@@ -1,4 +1,4 @@
-"""The kernels of each role on this machine: interpreter and devices are looked at."""
+"""The kernels of each role on this machine, by its interpreter and devices."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.loop.driver import StepRecord, UpdateWindow
+from rlctl.memory.fit import fit_problems
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.hosts import plan_for_hosts
 from rlctl.processes.placement import Plan
@@ -71,6 +72,7 @@ def evaluate(
         _check_held_out(run_dir, spec)
     spec = without_learning(spec, adapters=run_dir is not None)
     errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=out)
+    errors += fit_problems(spec, source.folder, here=True)[0]
     if errors:
         raise SpecError(errors)
     run = RunDir(out or _free(Path(spec.run.dir), Path(what).name, checkpoint))

@@ -16,6 +16,7 @@ from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.memory_watch import MemoryWatch
 from rlctl.loop.step_metrics import idle_s
 from rlctl.memory import compare as memory
+from rlctl.memory.fit import fit_problems
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.groups import Groups
 from rlctl.processes.hosts import plan_for_hosts
@@ -77,6 +78,7 @@ def train(
         notes: list[str] = []
         spec = load_spec(source.path, list(overrides), notes.append)
         errors, warnings = file_problems(spec, source.folder, starting=True, run_dir=source.run_dir or run_dir)
+        errors += fit_problems(spec, source.folder, here=True)[0]
         if errors:
             raise SpecError(errors)
         run = RunDir(source.run_dir or run_dir or spec.run.place)

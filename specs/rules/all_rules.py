@@ -13,7 +13,7 @@ from specs.rules.algorithm_rules import algorithm_problems, algorithm_warnings
 from specs.rules.attention_rules import attention_problems, shadowed_attention
 from specs.rules.data_rules import data_problems, reward_section_problems
 from specs.rules.deadline_rules import deadline_problems
-from specs.rules.engine_rules import crosses_hosts, engine_problems, engine_warnings
+from specs.rules.engine_rules import crosses_hosts, engine_problems
 from specs.rules.evaluation_rules import eval_problems, eval_warnings
 from specs.rules.judge_rules import judge_problems, judge_warnings
 from specs.rules.kernel_rules import kernel_problems
@@ -54,7 +54,6 @@ def cross_field_warnings(spec: Spec) -> list[Problem]:
         *_never_due(spec),
         *straddling_warnings(spec),
         *node_warnings(spec),
-        *engine_warnings(spec),
         *judge_warnings(spec),
         *eval_warnings(spec),
         *reward_model_warnings(spec),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.engines.engine_table import RolloutTable, engine_of
+from specs.schema.engines.engine_table import EngineContext, RolloutTable, engine_of
 from specs.schema.rank_groups import devices_of_a_process
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import RoleName
+from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
 
 def engine_problems(spec: Spec) -> Iterator[Problem]:
-    """Everything that is wrong with an engine and what surrounds it."""
+    """Find everything that is wrong with an engine and what surrounds it."""
     for role, section in spec.sections():
         engine = engine_of(section)
         if engine is None:
@@ -26,13 +26,22 @@ def engine_problems(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"{role}.attn_implementation", message, hint, show(asked))
         if isinstance(engine, RolloutTable):
             yield from _cut_replicas(role, section, engine)
-        yield from engine.problems(spec, role, section)
+        yield from engine.problems(engine_context(spec, role, section))
 
 
-def engine_warnings(spec: Spec) -> Iterator[Problem]:
-    for role, section in spec.sections():
-        if (engine := engine_of(section)) is not None:
-            yield from engine.warnings(spec, role, section)
+def engine_context(spec: Spec, role: RoleName, section: RoleSection) -> EngineContext:
+    """Return what the engine of a role may look at."""
+    engines = {name: engine_of(other) for name, other in spec.sections() if ROLES[name].holds_model}
+    return EngineContext(
+        role=role,
+        section=section,
+        dtype=getattr(section, "dtype", None) or spec.actor.dtype,
+        model=spec.model,
+        engines={name: engine for name, engine in engines.items() if engine is not None},
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        evaluations=spec.evaluations,
+        actor_lora=spec.actor.lora,
+    )
 
 
 def _cut_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) -> Iterator[Problem]:
@@ -52,5 +61,5 @@ def _cut_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) ->
 
 
 def crosses_hosts(section: RoleSection) -> bool:
-    """Whether a process is asked to have more GPUs than are named of a host, on several hosts."""
+    """Return whether a process of a role on several hosts asks for more GPUs than are named of each."""
     return section.nodes > 1 and bool(section.devices) and devices_of_a_process(section) > len(section.devices)

@@ -38,11 +38,11 @@ class ToyTable(TrainTable):
     def memory(self, held):
         yield Part("weights and moments", held.tensors.elements * (12 if self.lean else 16) // held.ranks, exact=True)
 
-    def problems(self, spec, role, section):
+    def problems(self, context):
         from specs.errors import Problem
 
-        if self.lean and role == "ref":
-            yield Problem(f"{role}.engine.lean", "has no effect: nothing learns", "remove the key", "true")
+        if self.lean and context.role == "ref":
+            yield Problem("ref.engine.lean", "has no effect: nothing learns", "remove the key", "true")
 
 
 class NeedyTable(ToyTable):

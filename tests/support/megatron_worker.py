@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -18,9 +19,8 @@ import torch
 
 if __name__ == "__main__":
     root = Path(__file__).parents[2]
-    sys.path[:0] = [str(Path(__file__).parent), str(root), str(root / "scripts")]
+    sys.path[:0] = [str(Path(__file__).parent), str(root)]
 
-import make_megatron_options
 import sharded_worker
 from sharded_worker import MEGATRON
 from stock_model import PROMPTS, TEMPERATURE, family_batch
@@ -28,7 +28,9 @@ from train_helpers import VOCAB, grpo, scale_of, train_config, weights_of
 
 from backends.protocol import Rank, StepResult
 from backends.registry import train_engine
+from specs.errors import ModelError
 from specs.schema.engines.megatron_table import MegatronTable
+from specs.wire.role_config import TrainConfig
 
 
 def offload_and_back(engine: Any) -> None:
@@ -171,13 +173,44 @@ def is_marked(value: Any) -> bool:
     return isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
 
 
+def own_options() -> list[str]:
+    """Return what is said of options that a spec adds; "" where they are taken."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from backends.megatron.own_options import check_options, with_options
+
+    def config(role: str, **options: Any) -> TrainConfig:
+        learns = role == "actor"
+        table = MegatronTable(megatron=options)
+        return train_config(Path(), role=role, engine=table, **({} if learns else {"optimizer": None}))
+
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    calls: list[Callable[[], Any]] = [
+        lambda: check_options(config("actor", overlap_grad_reduce=True, bias_dropout_fusion=True)),
+        lambda: check_options(config("actor", deallocate_pipeline_output=True)),
+        lambda: check_options(config("actor", bias_dropout_fusion=1)),
+        lambda: check_options(config("ref", overlap_grad_reduce=True)),
+        lambda: with_options(TransformerConfig, shape, {"hidden_size": 64}),
+        lambda: with_options(TransformerConfig, {"num_layers": 2, "hidden_size": 32}, {"num_attention_heads": 5}),
+    ]
+    return [said(call) for call in calls]
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ModelError as error:
+        return error.message
+    return ""
+
+
 def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
     if rank.rank == 0:
-        jobs_file.with_name("megatron_options.py").write_text(make_megatron_options.source())
         facts = {"copies": copies_of_the_model(16), "fused names": fused_names(), "under way": under_way()}
         facts["compiled"] = compiled()
+        facts["own options"] = own_options()
         jobs_file.with_name("megatron_facts.json").write_text(json.dumps(facts))
     for job in given["jobs"]:
         if "family" in job:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from specs.memory_parts import ADAM_BYTES, Part
 from specs.model_shapes import ParameterShape
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.mesh import Mesh
-
-if TYPE_CHECKING:
-    from specs.errors import Problem
-    from specs.schema.role_section import DType, Optimizer, RoleSection
-    from specs.schema.roles import RoleName
-    from specs.schema.spec import Spec
+from specs.schema.role_section import DType
+from specs.schema.roles import RoleName
 
 FLAT_ALIGN = 16  # elements: where each parameter begins in a flat buffer
 
@@ -34,23 +30,11 @@ class DdpTable(OwnModules):
     def reported_mesh(self, processes: int) -> dict[str, int]:
         return {}
 
-    def alone(self) -> Self:
-        return self
-
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
-        return ()
-
     def adds_gradients_in_place(self, dtype: DType) -> bool:
         return dtype == "fp32"
 
-    def node_hint(self, section: RoleSection, mesh: Mesh) -> None:
-        return None
-
-    def memory_hint(self, processes: int) -> str | None:
-        return 'cut the model: actor.engine.kind = "fsdp2"' if processes > 1 else None
-
-    def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        return {}
+    def memory_hint(self, role: RoleName) -> str:
+        return f'shard the model over more processes: {role}.engine.kind = "fsdp2"'
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         def flat(parameters: Sequence[ParameterShape]) -> int:

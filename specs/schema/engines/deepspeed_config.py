@@ -1,142 +1,120 @@
-"""DeepSpeed's JSON configuration, derived from the spec.
+"""DeepSpeed's JSON configuration: what follows from the spec, and the keys of `[actor.engine.deepspeed]`.
 
-The spec decides what is trained and how; `[actor.engine.deepspeed]` may add what the spec does not say (bucket sizes,
-logging, …), nested tables merging with what is derived. A key that says otherwise than the spec, that DeepSpeed does
-not know (`deepspeed_keys.py`), or that cuts tensors in a way the engine cannot save, is a problem.
+The spec decides what is trained and how; its own table may add what the spec does not say (bucket sizes, logging, …),
+nested tables merging with what is derived. DeepSpeed itself checks names and values
+(`backends/zero/deepspeed_start.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specs.errors import Problem
-from specs.schema.engines.deepspeed_keys import key_problem
-from specs.schema.engines.library_keys import Library, Setting, extra_problems
-
-if TYPE_CHECKING:
-    from specs.schema.engines.zero_table import ZeroTable
-    from specs.schema.role_section import DType, Optimizer
+from specs.schema.engines.library_keys import Library, Settings, leaves
+from specs.schema.role_section import DType, Optimizer
+from specs.text import show
 
 # DeepSpeed measures the gradient norm at every stage only when it clips; no norm in fp32 reaches this.
 NEVER_CLIPS = 1e38
+ZERO = "zero_optimization"
 
-# What the spec or rlctl itself decides, and where a person says it instead. Prefixes count for everything below them.
-_DECIDED_BY = {
-    "train_batch_size": "data.prompts_per_step",
-    "train_micro_batch_size_per_gpu": "{role}.micro_batch_tokens",
-    "gradient_accumulation_steps": "{role}.micro_batch_tokens",
-    "managed_gradient_accumulation": "{role}.micro_batch_tokens",
-    "gradient_clipping": "{role}.optimizer.max_grad_norm",
-    "optimizer": "{role}.optimizer",
-    "scheduler": "{role}.optimizer.schedule",
-    "fp16": "{role}.dtype",
-    "bf16": "{role}.dtype",
-    "bfloat16": "{role}.dtype",
-    "amp": "{role}.dtype",
-    "torch_autocast": "{role}.dtype",
-    "data_types": "{role}.dtype",
-    "activation_checkpointing": "{role}.gradient_checkpointing",
-    "seed": "run.seed",
-    "checkpoint": "checkpoint.every",
-    "zero_optimization.stage": "{role}.engine.stage",
-    "zero_optimization.offload_optimizer.device": "{role}.engine.offload_optimizer",
-    "zero_optimization.offload_param.device": "{role}.engine.offload_parameters",
-    "zero_optimization.cpu_offload": "{role}.engine.offload_optimizer",
-    "zero_optimization.cpu_offload_param": "{role}.engine.offload_parameters",
-}
-# Below `zero_optimization`: what lays tensors out otherwise than checkpoints and weight export expect, or cannot work.
-_UNSUPPORTED = {
-    "zero_hpz_partition_size": "a second partition of the parameters",
-    "zero_quantized_weights": "quantised weights would not be those that are synced",
-    "zero_quantized_nontrainable_weights": "quantised weights would not be those that are synced",
-    "zero_quantized_gradients": "gradients would depend on the number of ranks",
-    "zenflow": "steps that see part of the gradients",
-    "legacy_stage1": "DeepSpeed has dropped it",
-    "compute_grad_norm": "a gradient that is not finite must be found",
-}
-
-
-def _unsupported(path: str) -> str | None:
-    parent, _, name = path.partition(".")
-    return _UNSUPPORTED.get(name.partition(".")[0]) if parent == "zero_optimization" else None
+DEEPSPEED = Library(
+    "DeepSpeed",
+    "deepspeed",
+    decided_by={
+        "train_batch_size": "data.prompts_per_step",
+        "train_micro_batch_size_per_gpu": "{role}.micro_batch_tokens",
+        "gradient_accumulation_steps": "{role}.micro_batch_tokens",
+        "managed_gradient_accumulation": "{role}.micro_batch_tokens",
+        "gradient_clipping": "{role}.optimizer.max_grad_norm",
+        "optimizer": "{role}.optimizer",
+        "scheduler": "{role}.optimizer.schedule",
+        **dict.fromkeys(("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "data_types"), "{role}.dtype"),
+        "activation_checkpointing": "{role}.gradient_checkpointing",
+        "seed": "run.seed",
+        "checkpoint": "checkpoint.every",
+        f"{ZERO}.stage": "{role}.engine.stage",
+        f"{ZERO}.offload_optimizer.device": "{role}.engine.offload_optimizer",
+        f"{ZERO}.offload_param.device": "{role}.engine.offload_parameters",
+        f"{ZERO}.cpu_offload": "{role}.engine.offload_optimizer",
+        f"{ZERO}.cpu_offload_param": "{role}.engine.offload_parameters",
+    },
+    # What lays tensors out otherwise than checkpoints and weight export expect, or cannot work.
+    refused={
+        f"{ZERO}.zero_hpz_partition_size": "a second partition of the parameters",
+        f"{ZERO}.zero_quantized_weights": "quantised weights would not be those that are synced",
+        f"{ZERO}.zero_quantized_nontrainable_weights": "quantised weights would not be those that are synced",
+        f"{ZERO}.zero_quantized_gradients": "gradients would depend on the number of ranks",
+        f"{ZERO}.zenflow": "steps that see part of the gradients",
+        f"{ZERO}.legacy_stage1": "DeepSpeed has dropped it",
+        f"{ZERO}.compute_grad_norm": "a gradient that is not finite must be found",
+    },
+)
 
 
-_DEEPSPEED = Library("DeepSpeed", "deepspeed", _DECIDED_BY, _unsupported, key_problem)
-
-
-def deepspeed_config(
-    engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, *, device: str = "cpu"
-) -> dict[str, Any]:
-    """The whole configuration of a role's engine, whose own keys `deepspeed_problems` has found nothing wrong with.
-    `optimizer` None: a role that does not learn."""
-    config: dict[str, Any] = {}
-    for setting in _derived(engine, dtype, optimizer, device):
-        _put(config, setting.path, setting.value)
-    return _merged(config, engine.deepspeed)
-
-
-def deepspeed_problems(
-    engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, *, role: str, device: str = "cpu"
-) -> Iterator[Problem]:
-    """What is wrong with the keys of `[<role>.engine.deepspeed]`."""
-    derived = _derived(engine, dtype, optimizer, device)
-    yield from extra_problems(_DEEPSPEED, role, optimizer, engine.deepspeed, derived)
-
-
-def _derived(engine: ZeroTable, dtype: DType, optimizer: Optimizer | None, device: str) -> Iterator[Setting]:
-    def fixed(path: str, value: object) -> Setting:
-        return Setting(path, value, True)
-
-    def default(path: str, value: object) -> Setting:
-        return Setting(path, value, False)
-
-    # Micro-batches are cut by tokens, so DeepSpeed counts nothing: a step ends where the engine says.
-    yield fixed("train_micro_batch_size_per_gpu", 1)
-    yield fixed("gradient_accumulation_steps", 1)
-    yield fixed("managed_gradient_accumulation", False)
+def deepspeed_settings(
+    dtype: DType, optimizer: Optimizer | None, device: str, stage: int, *, offload: tuple[bool, bool]
+) -> Settings:
+    """Return what rlctl tells DeepSpeed. `optimizer` None: a role that does not learn. `offload`: whether optimizer
+    state and parameters are kept on the host."""
+    offload_optimizer, offload_parameters = offload
+    fixed: dict[str, object] = {
+        # Micro-batches are made by tokens, so DeepSpeed counts nothing: a step ends where the engine says.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "data_types.grad_accum_dtype": "fp32",
+        f"{ZERO}.stage": stage,
+        f"{ZERO}.memory_efficient_linear": False,  # it would exchange torch's linear function in the whole process
+    }
+    defaults: dict[str, object] = {"communication_data_type": "fp32"}
     if dtype == "bf16":
-        yield fixed("bf16.enabled", True)
-        yield fixed("bf16.check_grad_overflow", True)
-    yield fixed("data_types.grad_accum_dtype", "fp32")
-    yield default("communication_data_type", "fp32")
-    zero = "zero_optimization"
-    yield fixed(f"{zero}.stage", engine.stage)
-    # It would exchange torch's linear function in the whole process.
-    yield fixed(f"{zero}.memory_efficient_linear", False)
+        fixed |= {"bf16.enabled": True, "bf16.check_grad_overflow": True}
     # DeepSpeed overlaps by default at stage 3 only. At stage 1 it reduces once, at the step: nothing to overlap with.
-    yield Setting(f"{zero}.overlap_comm", engine.stage == 3, fixed=engine.stage == 1)
+    (fixed if stage == 1 else defaults)[f"{ZERO}.overlap_comm"] = stage == 3
     pinned = device.startswith("cuda")
-    if engine.offload_parameters:
-        yield fixed(f"{zero}.offload_param.device", "cpu")
-        yield default(f"{zero}.offload_param.pin_memory", pinned)
-    if engine.stage == 3:
-        yield default(f"{zero}.stage3_param_persistence_threshold", 100_000)
-        yield default(f"{zero}.stage3_prefetch_bucket_size", 50_000_000)
+    if offload_parameters:
+        fixed[f"{ZERO}.offload_param.device"] = "cpu"
+        defaults[f"{ZERO}.offload_param.pin_memory"] = pinned
+    if stage == 3:
+        defaults[f"{ZERO}.stage3_param_persistence_threshold"] = 100_000
+        defaults[f"{ZERO}.stage3_prefetch_bucket_size"] = 50_000_000
     if optimizer is None:
-        return
-    yield fixed("gradient_clipping", optimizer.max_grad_norm or NEVER_CLIPS)
-    # torch's fused AdamW on both devices: DeepSpeed's own would be compiled at the first start.
-    yield fixed("zero_allow_untested_optimizer", True)
-    yield fixed("zero_force_ds_cpu_optimizer", False)
-    if engine.offload_optimizer:
-        yield fixed(f"{zero}.offload_optimizer.device", "cpu")
-        yield default(f"{zero}.offload_optimizer.pin_memory", pinned)
-    yield default(f"{zero}.reduce_bucket_size", 50_000_000)
-    if engine.stage < 3:
-        yield default(f"{zero}.allgather_bucket_size", 50_000_000)
+        return Settings(fixed, defaults)
+    fixed |= {
+        "gradient_clipping": optimizer.max_grad_norm or NEVER_CLIPS,
+        # torch's fused AdamW on both devices: DeepSpeed's own would be compiled at the first start.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if offload_optimizer:
+        fixed[f"{ZERO}.offload_optimizer.device"] = "cpu"
+        defaults[f"{ZERO}.offload_optimizer.pin_memory"] = pinned
+    defaults[f"{ZERO}.reduce_bucket_size"] = 50_000_000
+    if stage < 3:
+        defaults[f"{ZERO}.allgather_bucket_size"] = 50_000_000
+    return Settings(fixed, defaults)
 
 
-def _put(config: dict[str, Any], path: str, value: object) -> None:
-    *tables, name = path.split(".")
-    for table in tables:
-        config = config.setdefault(table, {})
-    config[name] = value
+def deepspeed_problems(role: str, learns: bool, own: Mapping[str, Any], settings: Settings) -> Iterator[Problem]:
+    """Find what is wrong with the keys of `[<role>.engine.deepspeed]` by the spec alone."""
+    found = {problem.key: problem for problem in DEEPSPEED.problems(role, learns, own, settings)}
+    yield from found.values()
+    for path, value in leaves(own):
+        if value == "auto" and f"{role}.engine.deepspeed.{path}" not in found:
+            message = "is filled in by the Trainer of transformers, which is not here"
+            hint = "write a value, or leave it out for DeepSpeed's default"
+            yield Problem(f"{role}.engine.deepspeed.{path}", message, hint, show(value))
 
 
-def _merged(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in extra.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merged(merged[name], value) if both else value
-    return merged
+def deepspeed_json(settings: Settings, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the whole configuration: what rlctl sets, with the spec's own keys in it."""
+    config: dict[str, Any] = {}
+    for path, value in {**settings.fixed, **settings.defaults, **dict(leaves(own))}.items():
+        *tables, name = path.split(".")
+        inner = config
+        for table in tables:
+            inner = inner.setdefault(table, {})
+        inner[name] = value
+    return config

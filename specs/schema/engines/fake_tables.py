@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Literal
 
 from specs.errors import Problem
 from specs.memory_parts import Part
-from specs.schema.engines.engine_table import EngineTable, MemoryKey, RolloutTable, TrainTable
+from specs.schema.engines.engine_table import Attends, EngineContext, EngineTable, ModelOf, RolloutTable, TrainTable
 from specs.schema.engines.held_model import HeldTrainer, Replica
 from specs.schema.mesh import Mesh
-from specs.schema.roles import ROLES, RoleName
+from specs.schema.role_section import RoleSection
+from specs.schema.roles import RoleName
+from specs.schema.sections import ModelSection
 from specs.schema.table import no_effect
 from specs.text import show
 
-if TYPE_CHECKING:
-    from specs.model_facts import ModelFacts
-    from specs.schema.role_section import DType, Optimizer, RoleSection
-    from specs.schema.spec import Spec
 
-
-class _Fake(EngineTable):
-    """What both know of themselves."""
+class FakeTable(EngineTable):
+    """What both fake engines know of themselves."""
 
     packages: ClassVar[tuple[str, ...] | None] = ()
-    package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {}
-    own_environment: ClassVar[bool | None] = False
-    where_to_get: ClassVar[str | None] = ""
-    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "none"
-    model_of: ClassVar[Literal["transformers", "bigram"] | None] = "bigram"
-    negligible_memory: ClassVar[bool | None] = True
+    attention: ClassVar[Attends | None] = "none"
+    model_of: ClassVar[ModelOf | None] = "bigram"
+    negligible_memory: ClassVar[bool] = True
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(processes, 1)
@@ -37,42 +31,23 @@ class _Fake(EngineTable):
     def reported_mesh(self, processes: int) -> dict[str, int]:
         return {}
 
-    def devices_per_process(self) -> int:
-        return 1
-
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
         return 0
 
-    def alone(self) -> Self:
-        return self
-
-    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
-        return ()
-
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """All roles or none, and what a numpy model on the CPU has no use for."""
-        held = [(name, other) for name, other in spec.sections() if ROLES[name].holds_model]
-        fakes = [name for name, other in held if getattr(other, "engine").model_of == self.model_of]  # noqa: B009
-        if role == fakes[0]:
-            yield from _whole_spec(spec)
-            for name, other in held:
-                if name not in fakes:
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse a fake engine beside a real one, and what a numpy model on the CPU has no use for."""
+        role, engines = context.role, context.engines
+        if role == next(name for name, engine in engines.items() if engine.model_of == self.model_of):
+            yield from _model_problems(context.model)
+            for name, engine in engines.items():
+                if engine.model_of != self.model_of:
                     message = f'cannot work with {role}.engine.kind = "{self.kind}": their models differ'
                     hint = "use the fake engine for all roles or for none"
-                    kind = getattr(getattr(other, "engine", None), "kind", "")
-                    yield Problem(f"{name}.engine.kind", message, hint, show(kind))
-        yield from _without_effect(role, section)
-
-    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
-        return ()
-
-    def installed_problems(
-        self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
-    ) -> Iterable[Problem]:
-        return ()
+                    yield Problem(f"{name}.engine.kind", message, hint, show(engine.kind))
+        yield from _without_effect(role, context.section)
 
 
-class FakeTrainTable(_Fake, TrainTable):
+class FakeTrainTable(FakeTable, TrainTable):
     """A numpy bigram language model with exact gradients: tests the whole frame in milliseconds, without torch."""
 
     kind: Literal["fake"] = "fake"
@@ -86,17 +61,8 @@ class FakeTrainTable(_Fake, TrainTable):
     def memory(self, held: HeldTrainer) -> Iterable[Part]:
         return ()
 
-    def node_hint(self, section: RoleSection, mesh: Mesh) -> None:
-        return None
 
-    def memory_hint(self, processes: int) -> None:
-        return None
-
-    def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        return {}
-
-
-class FakeRolloutTable(_Fake, RolloutTable):
+class FakeRolloutTable(FakeTable, RolloutTable):
     """Samples from the fake trainer's bigram model."""
 
     kind: Literal["fake"] = "fake"
@@ -107,32 +73,26 @@ class FakeRolloutTable(_Fake, RolloutTable):
     def memory(self, replica: Replica) -> Iterable[Part]:
         return ()
 
-    def memory_key(self, *, on_gpu: bool) -> MemoryKey | None:
-        return None
 
-
-def _whole_spec(spec: Spec) -> Iterator[Problem]:
-    if not spec.model.from_scratch:
-        hint = "set model.from_scratch = true"
-        yield Problem(
-            "model.from_scratch", "the fake engine reads no weights; it always starts from scratch", hint, "false"
-        )
+def _model_problems(model: ModelSection) -> Iterator[Problem]:
+    if not model.from_scratch:
+        message = "the fake engine reads no weights; it always starts from scratch"
+        yield Problem("model.from_scratch", message, "set model.from_scratch = true", "false")
     for key in ("attn_implementation", "trust_remote_code"):
-        if getattr(spec.model, key) not in ("auto", False):
-            yield no_effect(f"model.{key}", spec.model, "the fake engine has no such model")
+        if getattr(model, key) not in ("auto", False):
+            yield no_effect(f"model.{key}", model, "the fake engine has no such model")
 
 
 def _without_effect(role: RoleName, section: RoleSection) -> Iterator[Problem]:
-    why = "the fake engine is a numpy model in fp32 on the CPU"
-    if section.devices:
-        yield no_effect(f"{role}.devices", section, why)
-    for key, unused in (
-        ("dtype", "fp32"),
-        ("attn_implementation", None),
-        ("gradient_checkpointing", False),
-        ("activation_offload", False),
-    ):
-        if getattr(section, key, None) not in (unused, None):
+    unused = {
+        "devices": (),
+        "dtype": "fp32",
+        "attn_implementation": None,
+        "gradient_checkpointing": False,
+        "activation_offload": False,
+        "lora": None,
+    }
+    for key, value in unused.items():
+        if getattr(section, key, None) not in (value, None):
+            why = "the fake engine is a numpy model in fp32 on the CPU"
             yield no_effect(f"{role}.{key}", section, why)
-    if getattr(section, "lora", None) is not None:
-        yield no_effect(f"{role}.lora", section, "the fake engine has no linear layers")

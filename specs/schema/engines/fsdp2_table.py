@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, LEARNING, Part, pinned_rounding
 from specs.model_shapes import ParameterShape
+from specs.schema.engines.engine_table import EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.mesh import Mesh, divisors
+from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.table import no_effect
 from specs.text import listed
-
-if TYPE_CHECKING:
-    from specs.schema.role_section import DType, Optimizer, RoleSection
-    from specs.schema.spec import Spec
 
 
 class Fsdp2Table(OwnModules):
@@ -50,7 +48,7 @@ class Fsdp2Table(OwnModules):
     engine_class: ClassVar[str | None] = "backends.fsdp2.engine:Fsdp2TrainEngine"
 
     def mesh(self, processes: int) -> Mesh:
-        """`shard` left out is what `replicate` leaves. The axes need not give the role's processes: a rule says so."""
+        """Take what `replicate` leaves where `shard` is unset. A rule refuses axes that do not give the processes."""
         return Mesh(self.replicate, self.shard or max(1, processes // self.replicate))
 
     def reported_mesh(self, processes: int) -> dict[str, int]:
@@ -60,8 +58,9 @@ class Fsdp2Table(OwnModules):
     def alone(self) -> Self:
         return self.model_copy(update={"replicate": 1, "shard": None})
 
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """Meshes that do not fit the role's processes, and keys without effect."""
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse meshes that do not fit the role's processes, and keys without effect."""
+        role, section = context.role, context.section
         yield from _mesh_size(role, section.processes, self)
         if self.offload == "cpu" and not section.devices:
             yield no_effect(f"{role}.engine.offload", self, f"{role} runs on the CPU")
@@ -73,13 +72,10 @@ class Fsdp2Table(OwnModules):
         hint = f"shard = {inside} and replicate = {section.processes // inside} stay inside, if the model fits"
         return "shard", str(mesh.shard), hint
 
-    def memory_hint(self, processes: int) -> str | None:
-        if not self.sync_every_micro_batch:
-            return "set actor.engine.sync_every_micro_batch = true: no whole gradient is kept"
-        return 'use more GPUs, or actor.engine.offload = "cpu"' if self.offload == "none" else None
-
-    def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        return {}
+    def memory_hint(self, role: RoleName) -> str | None:
+        if ROLES[role].learns and not self.sync_every_micro_batch:
+            return f"set {role}.engine.sync_every_micro_batch = true: no whole gradient is kept"
+        return f'use more GPUs, or {role}.engine.offload = "cpu"' if self.offload == "none" else None
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
         shard = self.mesh(held.ranks).shard

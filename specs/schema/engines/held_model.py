@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, LEARNING, SCORING, Moment, Part
 from specs.model_facts import ModelFacts
 from specs.model_shapes import SCORE_LAYER, ModelTensors, ParameterShape
-from specs.schema.rank_groups import ranks_of_a_row, sequence_parallel_of
-from specs.schema.roles import ROLES, RoleName
-
-if TYPE_CHECKING:
-    from specs.schema.role_section import DType, Lora, Optimizer
-    from specs.schema.spec import Spec
+from specs.schema.role_section import DType, Lora, Optimizer
 
 FP32_BYTES = 4
 ASLEEP_GIB = 1.0  # what vLLM or SGLang keeps of a GPU while asleep: workspaces, kernels (an assumption)
@@ -94,53 +88,8 @@ class Replica:
         return _AWAKE if self.colocated else ALWAYS
 
 
-def held_trainer(spec: Spec, role: RoleName, tensors: ModelTensors) -> HeldTrainer:
-    """What a role of this spec asks of its train engine."""
-    section: Any = spec.role(role)
-    return HeldTrainer(
-        tensors=tensors,
-        dtype=section.dtype,
-        ranks=section.processes,
-        device="cuda" if section.devices else "cpu",
-        optimizer=section.optimizer if ROLES[role].learns else None,
-        lora=getattr(section, "lora", None),
-        several_micro_batches=longest_share(spec, role) > section.micro_batch_tokens,
-    )
-
-
-def longest_share(spec: Spec, role: RoleName) -> int:
-    """Most tokens that a rank of a trainer holds at a time: of a mini-batch; of a whole step where it never learns. At
-    least its part of the longest sequence."""
-    section: Any = spec.role(role)
-    samples = spec.samples_per_step
-    if ROLES[role].learns:
-        samples //= spec.algorithm.mini_batches_per_step
-    longest = int(getattr(section, "max_sequence_tokens", None) or spec.max_sequence_tokens)
-    of_all, processes = samples * longest * ranks_of_a_row(section), int(section.processes)
-    return max(ceil(longest / sequence_parallel_of(section)), of_all // processes)
-
-
-def replica_of(spec: Spec, tensors: ModelTensors, facts: ModelFacts, *, colocated: bool, gpu_GiB: float) -> Replica:
-    """What a replica of this spec's rollout holds."""
-    rollout = spec.rollout
-    return Replica(
-        parallel=rollout.engine.devices_per_process(),
-        tensors=tensors,
-        facts=facts,
-        dtype=spec.rollout_dtype,
-        sequences=max(
-            -(-spec.samples_per_step // rollout.processes), max((one.samples for one in spec.evaluations), default=0)
-        ),
-        max_sequence_tokens=spec.max_sequence_tokens,
-        max_prompt_tokens=spec.data.max_prompt_tokens,
-        gpu_GiB=gpu_GiB if rollout.devices else 0.0,
-        colocated=colocated,
-        lora=spec.actor.lora if spec.rollout_applies_adapters else None,
-    )
-
-
 def adapters(tensors: ModelTensors, lora: Lora) -> tuple[ParameterShape, ...]:
-    """A [rank, in] and B [out, rank] of every linear layer that `lora.targets` means."""
+    """Return the shapes of A [rank, in] and B [out, rank] of every linear layer that `lora.targets` means."""
     found = []
     for parameter in tensors.adaptable:
         layer = parameter.name.removesuffix(".weight")
@@ -153,7 +102,7 @@ def adapters(tensors: ModelTensors, lora: Lora) -> tuple[ParameterShape, ...]:
 
 
 def state(name: str, nbytes: int, **more: Any) -> Part:
-    """A trainer's part that it holds always, and that leaves a shared device."""
+    """Return a part that a trainer always holds, and that leaves a shared device."""
     return Part(name, nbytes, exact=True, leaves=True, **more)
 
 
@@ -162,8 +111,8 @@ def elements(parameters: Sequence[ParameterShape]) -> int:
 
 
 def replica_weights(replica: Replica, *, kept: bool = False, adapter_bytes: int = 0) -> Iterator[Part]:
-    """Asleep they are dropped, or, `kept`, wait in host memory; they come back for the sync. `adapter_bytes`: room for
-    one set of adapters."""
+    """Count a replica's weights. Asleep they are dropped, or, `kept`, wait in host memory; they come back for the sync.
+    `adapter_bytes`: room for one set of adapters."""
     stay = not replica.colocated or (kept and not replica.gpu_GiB)
     awake: frozenset[Moment] = ALWAYS if stay else frozenset({"rollout", "sync"})
     yield Part("weights", replica.weights, awake, exact=True)
@@ -179,7 +128,7 @@ def replica_weights(replica: Replica, *, kept: bool = False, adapter_bytes: int 
 def share_of_gpu(
     replica: Replica, nbytes: int, *, kept: bool = False, adapter_bytes: int = 0, asleep_GiB: float = ASLEEP_GIB
 ) -> Iterator[Part]:
-    """A replica that was told to take `nbytes` of each GPU: weights, and the rest for its cache."""
+    """Count a replica that was told to take `nbytes` of each GPU: weights, and the rest for its cache."""
     yield from replica_weights(replica, kept=kept, adapter_bytes=adapter_bytes)
     rest = max(0, nbytes - replica.weights - adapter_bytes)
     yield Part("KV cache and the rest of its share", rest, replica.awake, exact=True)

@@ -14,7 +14,7 @@ PACKAGES = ("liger-kernel", "triton")
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What a decision rests on. Unknown: None or empty; nothing is refused for what is unknown."""
+    """What a decision rests on. `versions` None: not known, and nothing is refused for that."""
 
     device: Literal["cpu", "cuda"]
     role: str = ""  # for the words of a problem
@@ -34,7 +34,7 @@ class KernelChoice:
 
 
 def choose_kernels(asked: Asked, facts: KernelFacts) -> KernelChoice:
-    """`auto` takes Liger's kernels wherever they can be had; `liger` takes them or is refused."""
+    """Decide whose kernels compute: `auto` takes Liger's wherever they can be had; `liger` takes them or is refused."""
     if asked == OWN_MODULES:
         return KernelChoice(asked, OWN_MODULES, "as asked")
     problem, hint = _obstacle(facts)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, Part
-from specs.model_facts import shares_out, sharing_degrees
+from specs.model_facts import ModelFacts, shares_out, sharing_degrees
 from specs.model_shapes import LM_HEADS, SCORE_LAYER, ParameterShape
+from specs.schema.engines.engine_table import Attends, EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, state
-from specs.schema.engines.megatron_config import LOCAL, TRANSFORMER_ENGINE, megatron_config, megatron_problems
+from specs.schema.engines.library_keys import Settings
+from specs.schema.engines.megatron_config import LOCAL, MEGATRON, TRANSFORMER_ENGINE, optimizer_options
 from specs.schema.engines.transformers_tables import HUGGING_FACE, TrainedHere
 from specs.schema.mesh import CONTEXT, EXPERT, EXPERT_TENSOR, Mesh, divisors
+from specs.schema.role_section import DType, Optimizer, RoleSection
 from specs.schema.roles import RoleName
 from specs.text import listed, show
-
-if TYPE_CHECKING:
-    from specs.model_facts import ModelFacts
-    from specs.schema.role_section import DType, Optimizer, RoleSection
-    from specs.schema.spec import Spec
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Values of `model_type` whose weights have a place in Megatron's layers (`backends/megatron/weight_map.py`)."""
@@ -64,10 +62,10 @@ class MegatronTable(TrainedHere):
 
     engine_class: ClassVar[str | None] = "backends.megatron.engine:MegatronTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "megatron-core")
-    own_environment: ClassVar[bool | None] = True
-    where_to_get: ClassVar[str | None] = "rlctl setup-engine megatron makes an environment for it"
+    own_environment: ClassVar[bool] = True
+    where_to_get: ClassVar[str] = "rlctl setup-engine megatron makes an environment for it"
     cuts_sequences: ClassVar[bool | None] = False
-    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
+    attention: ClassVar[Attends | None] = "engine"
     angles_kept: ClassVar[int] = 4  # cosines and sines, of queries and of keys
     always_entropy: ClassVar[bool] = True
 
@@ -94,7 +92,7 @@ class MegatronTable(TrainedHere):
         return "tp-cp-ep-pp-dp" if self.expert_group == ranks else "tp-cp-ep-dp-pp"
 
     def mesh(self, processes: int) -> Mesh:
-        """The axes need not give the role's processes: a rule says so."""
+        """Return the mesh; a rule refuses axes that do not give the role's processes."""
         blocks = self.pipeline_parallel if self.order.endswith("pp") else 1
         return Mesh(max(1, processes // self.group), self.group, blocks=blocks)
 
@@ -104,20 +102,14 @@ class MegatronTable(TrainedHere):
         return mesh_axes(replicas, self.pipeline_parallel, self.tensor_parallel, experts, self.context_parallel)
 
     def alone(self) -> Self:
-        apart = {
-            "tensor_parallel": 1,
-            "pipeline_parallel": 1,
-            "context_parallel": 1,
-            "expert_parallel": 1,
-            "expert_tensor_parallel": None,
-        }
-        return self.model_copy(update={**apart, "virtual_pipeline": 1, "tensor_sequence_parallel": False})
+        return type(self)(logits_chunk_tokens=self.logits_chunk_tokens, megatron=self.megatron)
 
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """Meshes that do not fit the role's processes, what of a role it does not do, and its extra options."""
-        optimizer = getattr(section, "optimizer", None)
-        yield from megatron_problems(self, spec.dtype(role), optimizer, role=role)
-        yield from self._layer_problems(spec.dtype(role), role, section)
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse meshes that do not fit the role's processes, what it does not do, and options that contradict."""
+        role, section, optimizer = context.role, context.section, getattr(context.section, "optimizer", None)
+        settings = self._settings(context.dtype, optimizer)
+        yield from MEGATRON.problems(role, optimizer is not None, self.megatron, settings)
+        yield from self._layer_problems(context)
         if section.processes % self.group:
             yield self._group_problem(role, section.processes)
         elif (ranks := section.processes // self.pipeline_parallel) % self.expert_group:
@@ -145,7 +137,7 @@ class MegatronTable(TrainedHere):
             yield Problem(f"{role}.lora", message, hint)
 
     def _group_problem(self, role: RoleName, processes: int) -> Problem:
-        """Axes that do not give the role's processes, with what would."""
+        """Describe axes that do not give the role's processes, with what would."""
         axes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
         if self.context_parallel > 1:
             axes["context_parallel"] = self.context_parallel
@@ -160,15 +152,17 @@ class MegatronTable(TrainedHere):
                 fitting.append(f"{role}.engine.{axis} = {listed(divisors(processes // others))}")
         return Problem(f"{role}.engine.tensor_parallel", message, ", or ".join(fitting), str(self.tensor_parallel))
 
-    def _layer_problems(self, dtype: DType, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """TransformerEngine's layers, asked for where they cannot be."""
-        if self.megatron.get("transformer_impl") != TRANSFORMER_ENGINE:
-            return
+    def _layer_problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse layers of TransformerEngine where they cannot be."""
+        role, asked = context.role, self.megatron.get("transformer_impl", LOCAL)
         key, hint = f"{role}.engine.megatron.transformer_impl", f'remove the key: "{LOCAL}" layers compute the same'
-        if not section.devices:
+        if asked not in (LOCAL, TRANSFORMER_ENGINE):
+            message = f"rlctl builds layers of {show(LOCAL)} or {show(TRANSFORMER_ENGINE)}"
+            yield Problem(key, message, "write one of these, or remove the key", show(asked))
+        elif asked == TRANSFORMER_ENGINE and context.device == "cpu":
             message = f"TransformerEngine computes on GPUs alone, and {role}.devices is empty"
             yield Problem(key, message, hint, show(TRANSFORMER_ENGINE))
-        elif dtype == "fp32":
+        elif asked == TRANSFORMER_ENGINE and context.dtype == "fp32":
             message = f'TransformerEngine multiplies fp32 in TF32, and {role}.dtype is "fp32"'
             yield Problem(key, message, f'{hint}, or set {role}.dtype = "bf16"', show(TRANSFORMER_ENGINE))
 
@@ -182,7 +176,7 @@ class MegatronTable(TrainedHere):
             yield Problem(f"{role}.engine.megatron.transformer_impl", message, hint, show(TRANSFORMER_ENGINE))
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
-        """Families without a table, and sizes that the axes do not divide."""
+        """Refuse families without a table, and sizes that the axes do not divide."""
         key = f"{role}.engine"
         if facts.model_type not in FAMILIES:
             message = f"has no table of names for {facts.model_type or 'this model'}; it has for {', '.join(FAMILIES)}"
@@ -244,25 +238,45 @@ class MegatronTable(TrainedHere):
         hint = f"use {listed(divisors(inside))}: pipeline stages may lie on other nodes"
         return "tensor_parallel", str(self.tensor_parallel), hint
 
-    def memory_hint(self, processes: int) -> str | None:
-        return "raise actor.engine.tensor_parallel or actor.engine.pipeline_parallel"
+    def memory_hint(self, role: RoleName) -> str:
+        return f"raise {role}.engine.tensor_parallel or {role}.engine.pipeline_parallel"
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        """The rest of its configuration is the model's own shape."""
+        """Return what the spec decides; the rest of its configuration is the model's own shape."""
         decided = dtype != "bf16" or not device.startswith("cuda")  # else whoever is there decides whose layers
         known = {"transformer_impl": LOCAL} if decided else {}
-        return {"megatron": {**known, **megatron_config(self, dtype, optimizer)}}
+        return {"megatron": {**known, **self._settings(dtype, optimizer).fixed, **self.megatron}}
+
+    def _settings(self, dtype: DType, optimizer: Optimizer | None) -> Settings:
+        """Return what rlctl tells Megatron-core. `optimizer` None: a role that does not learn."""
+        fixed: dict[str, object] = {
+            "tensor_model_parallel_size": self.tensor_parallel,
+            "pipeline_model_parallel_size": self.pipeline_parallel,
+            "sequence_parallel": self.tensor_sequence_parallel,
+            "expert_model_parallel_size": self.expert_parallel,
+            "expert_tensor_parallel_size": self.ranks_of_expert,
+            "bf16": dtype == "bf16",
+            "calculate_per_token_loss": True,
+            "variable_seq_lengths": True,
+            **optimizer_options(optimizer),
+        }
+        if self.virtual_pipeline > 1:
+            fixed["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline
+            fixed |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        if self.context_parallel > 1:
+            fixed["context_parallel_size"] = self.context_parallel
+        return Settings(fixed, {})
 
     def mlp_tensors(self, facts: ModelFacts) -> int:
-        """Megatron adds an offset of 0 to the up projection, which makes one more tensor of it while the first shares
-        its memory with the gate; of an expert it weighs the product. Fused, input and output of the activation."""
+        """Count an offset of 0 that Megatron adds to the up projection, which makes one more tensor of it while the
+        first shares its memory with the gate; of an expert it weighs the product. Fused: the activation's two ends."""
         if self.megatron.get("bias_activation_fusion"):
             return 3
         return 6 if facts.experts else 5
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
-        """Memory of the stage that holds most: the first has the embedding, the last the head, which is the embedding
-        once more where they are tied. Experts have data ranks of their own."""
+        """Count the stage that holds most: the first has the embedding, the last the head, which is the embedding once
+        more where they are tied. Experts have data ranks of their own."""
         layers = 1 + max((p.layer for p in held.tensors.parameters if p.layer is not None), default=0)
         stages = [self._stage(held.tensors.parameters, stage, layers) for stage in range(self.pipeline_parallel)]
         most, experts = max(stages, key=sum)
@@ -278,7 +292,7 @@ class MegatronTable(TrainedHere):
         yield state("Adam moments", owned * ADAM_BYTES)
 
     def _stage(self, parameters: Iterable[ParameterShape], stage: int, layers: int) -> tuple[int, int]:
-        """Elements of one stage on each of its tensor ranks: of experts those on the right."""
+        """Return the elements of one stage on each of its tensor ranks: of dense layers, of experts."""
         each, last = ceil(layers / (self.pipeline_parallel * self.virtual_pipeline)), self.pipeline_parallel - 1
         every = list(parameters)
         tied = not any(p.name in (*LM_HEADS, SCORE_LAYER) for p in every)
@@ -306,8 +320,8 @@ class MegatronTable(TrainedHere):
 
 
 def mesh_axes(data: int, pipeline: int, tensor: int, experts: tuple[int, int], context: int) -> dict[str, int]:
-    """Axis → ranks, as `ModelBuilt.mesh` has it. `experts`: ranks that share them out, and ranks that each is cut
-    across; told where they are not the axes of the rest of the model. `context`: told where rows are cut."""
+    """Return axis → ranks, as `ModelBuilt.mesh` has it. `experts`: ranks that share them out, and ranks that each is
+    cut across; there where they are not the axes of the rest of the model. `context`: there where rows are cut."""
     axes = {"data": data, "pipeline": pipeline, "tensor": tensor}
     if context > 1:
         axes[CONTEXT] = context

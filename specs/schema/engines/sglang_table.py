@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import GIB, Part
-from specs.schema.engines.engine_table import MemoryKey, RolloutTable
+from specs.schema.engines.engine_table import Attends, EngineContext, ModelOf, RolloutTable
 from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB, Replica, share_of_gpu
 from specs.schema.mesh import Mesh
-from specs.schema.roles import RoleName
 from specs.schema.table import PathText
 from specs.text import show
-
-if TYPE_CHECKING:
-    from specs.model_facts import ModelFacts
-    from specs.schema.role_section import RoleSection
-    from specs.schema.spec import Spec
 
 _BEYOND_FRACTION_GIB = 2.0  # memory beside weights and cache: activations, graphs (an assumption)
 _SET_BY_THE_ENGINE = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
@@ -56,23 +50,16 @@ class SglangTable(RolloutTable):
 
     engine_class: ClassVar[str | None] = "backends.sglang_rollout.engine:SglangRolloutEngine"
     packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "packaging", "sglang")
-    package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {}
-    own_environment: ClassVar[bool | None] = False
-    where_to_get: ClassVar[str | None] = (
+    where_to_get: ClassVar[str] = (
         "give it an environment: python3 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang==0.5.23 pydantic "
         'pyzmq numpy safetensors xxhash psutil packaging; then set rollout.python = ".venv-sglang/bin/python"'
     )
-    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
-    model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
-    negligible_memory: ClassVar[bool | None] = False
+    attention: ClassVar[Attends | None] = "engine"
+    model_of: ClassVar[ModelOf | None] = "transformers"
     parallel_on_cpu: ClassVar[bool | None] = False
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(processes, 1)
-
-    def reported_mesh(self, processes: int) -> None:
-        """A server does not say how it holds its model."""
-        return None
 
     def devices_per_process(self) -> int:
         return self.tensor_parallel
@@ -80,14 +67,9 @@ class SglangTable(RolloutTable):
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
         return NCCL_SHARED_MEMORY_MIB if self.tensor_parallel > 1 else 0
 
-    def alone(self) -> Self:
-        return self
-
-    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
-        return ()
-
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """Where it runs, and what its log-probs describe."""
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse the CPU, and what its log-probs do not describe."""
+        role, section = context.role, context.section
         if not section.devices:
             message = f"needs a GPU, and {role} runs on the CPU: SGLang publishes no packages for it"
             hint = f'name GPUs in {role}.devices, or use {role}.engine.kind = "torch" or "vllm"'
@@ -97,27 +79,21 @@ class SglangTable(RolloutTable):
                 message = "the log-probs that SGLang returns leave it out, so they would not be those of the samples"
                 hint = f'set {role}.{key} = {off:g}, or use {role}.engine.kind = "torch" or "vllm"'
                 yield Problem(f"{role}.{key}", message, hint, show(getattr(section, key)))
-        for one in spec.evaluations:
-            if one.top_p < 1:
+        for evaluation in context.evaluations:
+            if evaluation.top_p < 1:
                 hint = f'leave it out, or use {role}.engine.kind = "torch" or "vllm"'
-                yield Problem(f"{one.key}.top_p", "the engine sglang samples without top_p", hint, show(one.top_p))
+                yield Problem(
+                    f"{evaluation.key}.top_p", "the engine sglang samples without top_p", hint, show(evaluation.top_p)
+                )
         for name in _SET_BY_THE_ENGINE:
             if name in section.env:
                 value = show(section.env[name])
                 yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", value)
 
-    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
-        return ()
-
-    def installed_problems(
-        self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
-    ) -> Iterable[Problem]:
-        return ()
-
     def memory(self, replica: Replica) -> Iterator[Part]:
-        """The share that it was told to take, and what it needs beside."""
+        """Count the share that it was told to take, and what it needs beside."""
         yield from share_of_gpu(replica, int(self.memory_fraction * replica.gpu_GiB * GIB), kept=self.weights_backup)
         yield Part("activations, graphs", int(_BEYOND_FRACTION_GIB * GIB), replica.awake)
 
-    def memory_key(self, *, on_gpu: bool) -> MemoryKey | None:
-        return MemoryKey("memory_fraction", "share") if on_gpu else None
+    def memory_key(self, *, on_gpu: bool) -> str | None:
+        return "memory_fraction" if on_gpu else None

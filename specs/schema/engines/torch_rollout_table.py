@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import DTYPE_BYTES, Part
-from specs.schema.engines.engine_table import MemoryKey, RolloutTable
+from specs.schema.engines.engine_table import EngineContext, RolloutTable
 from specs.schema.engines.held_model import FP32_BYTES, Replica, replica_weights
 from specs.schema.engines.transformers_tables import BuiltHere
 from specs.schema.mesh import Mesh
-from specs.schema.roles import RoleName
-
-if TYPE_CHECKING:
-    from specs.schema.role_section import RoleSection
-    from specs.schema.spec import Spec
 
 
 class TorchRolloutTable(BuiltHere, RolloutTable):
@@ -39,17 +34,15 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
         return 0
 
-    def alone(self) -> Self:
-        return self
-
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        if self.prefill_tokens < spec.data.max_prompt_tokens:
-            message = f"less than the longest prompt (data.max_prompt_tokens = {spec.data.max_prompt_tokens})"
-            hint = f"use at least {spec.data.max_prompt_tokens}"
-            yield Problem(f"{role}.engine.prefill_tokens", message, hint, str(self.prefill_tokens))
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        longest = context.max_prompt_tokens
+        if self.prefill_tokens < longest:
+            message = f"less than the longest prompt (data.max_prompt_tokens = {longest})"
+            key = f"{context.role}.engine.prefill_tokens"
+            yield Problem(key, message, f"use at least {longest}", str(self.prefill_tokens))
 
     def memory(self, replica: Replica) -> Iterator[Part]:
-        """The cache is as large as many sequences of full length as are decoded at a time."""
+        """Reserve a cache for as many sequences of full length as are decoded at a time."""
         yield from replica_weights(replica)
         slots = min(self.max_sequences, replica.sequences)
         cache = slots * replica.max_sequence_tokens * replica.cache_bytes_per_token
@@ -61,5 +54,5 @@ class TorchRolloutTable(BuiltHere, RolloutTable):
         yield Part("prompts going through", forward + prompts * replica.cache_bytes_per_token, replica.awake)
         yield Part("logits", 3 * slots * facts.vocab_size * FP32_BYTES, replica.awake)
 
-    def memory_key(self, *, on_gpu: bool) -> MemoryKey:
-        return MemoryKey("max_sequences", "slots")
+    def memory_key(self, *, on_gpu: bool) -> str:
+        return "max_sequences"

