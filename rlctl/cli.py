@@ -433,22 +433,14 @@ def _main(arguments: list[str] | None) -> int:
 
 
 def show_error(error: RlctlError) -> None:
-    """`error: …`, a blank line, `hint: …`; a spec's problems one after another."""
-    from rlctl.show.streams import SafeStdout
+    """Print the error, or all problems of a spec. The exit code must not depend on who still listens."""
+    from rlctl.show.problems import print_problems
+    from rlctl.show.screen import Screen
     from specs.errors import Problem, SpecError
 
     problems = error.problems if isinstance(error, SpecError) else [Problem("", error.message, error.hint)]
-    if sys.stderr is None:
-        return
-    stderr = SafeStdout(sys.stderr)  # the exit code must not depend on who still listens
-    for index, problem in enumerate(problems):
-        print(("\n" if index else "") + problem_text("error", problem), file=stderr, flush=True)
-
-
-def problem_text(word: str, problem: object) -> str:
-    """One problem as text: what is wrong, then the next action."""
-    head, _, hint = str(problem).partition("\n  hint: ")
-    return f"{word}: {head}" + (f"\n\nhint: {hint}" if hint else "")
+    if sys.stderr is not None:
+        print_problems(Screen(stderr=True, outlives=True), "error", problems)
 
 
 def _show_usage(error: Exception) -> int:
@@ -463,9 +455,11 @@ def _show_usage(error: Exception) -> int:
 def _show_bug(error: Exception) -> int:
     import traceback
 
+    from specs.errors import RlctlError
+
     traceback.print_exception(error)
-    print(f"\nerror: {type(error).__name__}: {error}", file=sys.stderr)
-    print("\nhint: this is a fault in rlctl; please report it with the lines above", file=sys.stderr)
+    hint = "this is a fault in rlctl; please report it with the lines above"
+    show_error(RlctlError(f"{type(error).__name__}: {error}", hint=hint))
     return 1
 
 

@@ -59,10 +59,18 @@ class Problem:
     hint: str = ""
     value: str = ""
 
+    @property
+    def subject(self) -> str:
+        """The key with its value."""
+        return f"{self.key} = {self.value}" if self.value else self.key
+
+    @property
+    def text(self) -> str:
+        """What is wrong with what, without the hint."""
+        return f"{self.subject}: {self.message}" if self.subject else self.message
+
     def __str__(self) -> str:
-        head = f"{self.key} = {self.value}" if self.value else self.key
-        text = f"{head}: {self.message}" if head else self.message
-        return f"{text}\n  hint: {self.hint}" if self.hint else text
+        return f"{self.text}\n  hint: {self.hint}" if self.hint else self.text
 
 
 @dataclass(frozen=True)

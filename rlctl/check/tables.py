@@ -13,9 +13,9 @@ from rlctl.check.meaning import batch, hosts, links, reference, roles
 from rlctl.preflight.role_attention import role_attention
 from rlctl.preflight.role_kernels import role_kernels
 from rlctl.processes.placement import Plan
+from rlctl.show.problems import print_problems
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted, number
-from specs.errors import Problem
 from specs.packages import page
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
@@ -79,11 +79,9 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
     for note in findings.notes:
         out.print(Text.assemble(("note:", "bold"), f" {note}"), soft_wrap=True)
         out.print()
-    for warning in findings.warnings:
-        _print_problem(out, "warning", "yellow", warning)
+    print_problems(out, "warning", findings.warnings)
     problems = Screen(stderr=True)
-    for problem in findings.problems:
-        _print_problem(problems, "error", "red", problem)
+    print_problems(problems, "error", findings.problems)
     if findings.ok:
         out.print(Text.assemble(("ok", "green"), f": {spec_path}"), soft_wrap=True)
     else:
@@ -99,14 +97,6 @@ def _print_probe(out: Screen, spec: Spec, spec_dir: Path, found: Probe) -> None:
     if found.level == "run":
         out.print(run_table(found))
         out.print(f"\n{RUN_NOTE}\n")
-
-
-def _print_problem(console: Screen, word: str, colour: str, problem: Problem) -> None:
-    head, _, hint = str(problem).partition("\n  hint: ")
-    console.print(Text.assemble((f"{word}:", f"bold {colour}"), f" {head}"), soft_wrap=True)
-    if hint:
-        console.print(Text.assemble("\n", ("hint:", "bold cyan"), f" {hint}"), soft_wrap=True)
-    console.print()
 
 
 def _roles_table(spec: Spec, listed: Listed) -> Table:

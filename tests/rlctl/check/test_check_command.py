@@ -62,7 +62,7 @@ def test_json_of_a_broken_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -
     code, found = as_json(spec, capsys, "actor.gpus=1")
     assert (code, found["ok"], found["roles"], found["placement"], found["batch"]) == (2, False, {}, {}, {})
     assert found["problems"] == [
-        {"key": "actor.gpus", "value": "1", "message": "unknown key", "hint": "did you mean `actor.devices`?"}
+        {"key": "actor.gpus", "value": "1", "message": "unknown key", "hint": "here it is `actor.devices`"}
     ]
 
 
