@@ -122,6 +122,12 @@ def test_a_full_run_is_on_the_page(tmp_path: Path) -> None:
     assert 'href="checkpoints"' not in source, "no link to what is not there"
 
 
+def test_a_resumed_run_is_shown_by_its_newest_spec(tmp_path: Path) -> None:
+    fill(tmp_path, 7)
+    (tmp_path / "resolved.attempt_2.json").write_text(json.dumps({"run": {"name": "x", "steps": 240}}))
+    assert "7 of 240" in page_of(tmp_path)[1]
+
+
 def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     fill(tmp_path, 50)
     source, _ = page_of(tmp_path)
