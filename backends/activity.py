@@ -1,4 +1,4 @@
-"""What this process does, and how far it is. Whoever computes counts; the heartbeat reads (`workers/connection.py`).
+"""Say what this process does and how far it is: whoever computes counts, the heartbeat reads (`workers/connection.py`).
 
 A process has one. A count costs less than a microsecond: once per decode step, micro-batch or weight is nothing.
 """
@@ -55,13 +55,13 @@ def call() -> int:
 
 
 def describe(what: str, unit: str, *, counted: bool) -> None:
-    """What the verb has to do, and what it will count: a singular noun. `counted`: whether it surely will."""
+    """Say what the verb has to do, and what it will count: a singular noun. `counted`: whether it surely will."""
     _now.what, _now.unit, _now.counted = what, unit, counted
     _now.before = total(unit)
 
 
 def describe_samples(samples: int, tokens: int, *, ranks: int = 1) -> None:
-    """What the verb has to do is to compute so many samples; on several `ranks`: those of all, shared. What it counts
+    """Say that the verb has to compute so many samples; on several `ranks`: those of all, shared. What it counts
     stays. Nothing outside a verb."""
     if _now.verb:
         shared = f", shared by {ranks} ranks" if ranks > 1 else ""

@@ -86,7 +86,7 @@ def forget_peak(device: str) -> None:
 
 @contextlib.contextmanager
 def sampled_peak(device: str) -> Iterator[Callable[[], float]]:
-    """What the block holds of the host at most, in GiB, looked at every few milliseconds; asked for after it. The
+    """Sample the most that the block holds of the host, in GiB, every few milliseconds; ask for it afterwards. The
     kernel's own peak has the pages of files in it that a block maps and lets go of again, as reading weights does. On
     "cuda" that is not so: `peak_GiB`."""
     peaks, done = [0.0], threading.Event()

@@ -56,8 +56,8 @@ class Weight(ABC):
         that goes with such a buffer, of the engine's own tensor: in host memory `checksum()`."""
 
     def copy_in_blocks(self, blocks: Iterable[NDArray[np.uint8]]) -> str:
-        """As `copy_to`, into host memory that comes block by block, `spec.nbytes` in all. A block is filled when the
-        next one is asked for, or the end; from then on others read it."""
+        """Do the same as `copy_to`, into host memory that comes block by block, `spec.nbytes` in all. A block is filled
+        when the next one is asked for, or the end; from then on others read it."""
         whole_U = np.empty(self.spec.nbytes, dtype=np.uint8)
         digest, start = self.copy_to(whole_U), 0
         for block_U in blocks:
@@ -103,7 +103,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class OnMeta:
-    """What an engine would build, read back from a model without memory. `not_seen`: fields of `model` that only a
+    """Hold what an engine would build, read back from a model without memory. `not_seen`: fields of `model` that only a
     real start can show."""
 
     model: ModelBuilt
@@ -128,13 +128,13 @@ class TrainEngine(ABC):
 
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta | None:
-        """What `build` would make on that rank, made by the same code without memory for it, without the other ranks
-        and without the device. None: this engine cannot say before it is built. Raises what `build` would."""
+        """Return what `build` would make on that rank, made by the same code without memory for it, without the other
+        ranks and without the device. None: this engine cannot say before it is built. Raises what `build` would."""
         return None
 
     @abstractmethod
     def built(self) -> ModelBuilt:
-        """What the model is, read back from the model."""
+        """Describe the model, read back from the model itself."""
 
     @abstractmethod
     def forward(self, batch: Batch, *, adapters: bool = True) -> NDArray[np.float32]:
@@ -185,7 +185,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def weight_specs(self, dtype: DType, form: WeightForm = "merged") -> Sequence[WeightSpec]:
-        """What `export_weights` will give, in order, without touching data."""
+        """List what `export_weights` will yield, in order, without touching data."""
 
     @abstractmethod
     def offload(self) -> None:
@@ -258,7 +258,7 @@ class RolloutEngine(ABC):
 
     @classmethod
     def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta | None:
-        """As that of a `TrainEngine`."""
+        """Do the same as `TrainEngine.on_meta`."""
         return None
 
     @abstractmethod
@@ -270,8 +270,8 @@ class RolloutEngine(ABC):
         applies them itself."""
 
     def weight_form(self) -> WeightForm:
-        """What the next import must bring. An engine that applies adapters itself wants them and the model "apart" at
-        first and whenever it has lost the model, afterwards "adapters" alone."""
+        """Say what the next import must bring. An engine that applies adapters itself wants them and the model "apart"
+        at first and whenever it has lost the model, afterwards "adapters" alone."""
         return "merged"
 
     @abstractmethod
@@ -283,8 +283,8 @@ class RolloutEngine(ABC):
         and compares the server's own hashes in `finish_import` (docs/rollout.md)."""
 
     def import_in_blocks(self, spec: WeightSpec, blocks: Iterable[NDArray[np.uint8]]) -> str:
-        """As `import_weight`, from bytes that come block by block. A block is gone when the next one is asked for. An
-        engine that can copy each to its place spares a copy of the whole weight."""
+        """Do the same as `import_weight`, from bytes that come block by block. A block is gone when the next one is
+        asked for. An engine that can copy each to its place spares a copy of the whole weight."""
         whole_U, start = np.empty(spec.nbytes, dtype=np.uint8), 0
         for block_U in blocks:
             whole_U[start : start + len(block_U)] = block_U
@@ -297,13 +297,14 @@ class RolloutEngine(ABC):
         return None
 
     def import_in_place(self, spec: WeightSpec, arrivals: Iterable[int]) -> str:
-        """As `import_weight`, of a weight in shared memory: each arrival is so many more bytes that are now there."""
+        """Do the same as `import_weight`, for a weight in shared memory: each arrival is so many more bytes that are
+        now there."""
         raise NotImplementedError(f"{type(self).__name__} shares no memory")
 
     def import_from_device(self, weights: Sequence[tuple[WeightSpec, Buffer]]) -> list[str] | None:
-        """As `import_weight`, of several from uint8 tensors on a device; returns their checksums (`word_sum`), read
-        back from the engine's own tensors. When it returns, nothing reads the buffers any more. None, and nothing is
-        loaded, where the engine takes weights from host memory alone."""
+        """Do the same as `import_weight`, for several from uint8 tensors on a device; returns their checksums
+        (`word_sum`), read back from the engine's own tensors. When it returns, nothing reads the buffers any more.
+        None, and nothing is loaded, where the engine takes weights from host memory alone."""
         return None
 
     @abstractmethod
@@ -340,8 +341,8 @@ class RolloutEngine(ABC):
         """Bring back "weights" and/or "kv_cache". After level 2 weights come back empty until `finish_import`."""
 
     def gpu_memory_GiB(self) -> tuple[float, float] | None:
-        """What this replica holds of its fullest GPU, and the most that it has held. None where torch's allocator in
-        this process knows."""
+        """Return what this replica holds of its fullest GPU, and the most that it has held. None where torch's
+        allocator in this process knows."""
         return None
 
     def close(self) -> None: ...

@@ -32,7 +32,7 @@ class TokenValues:
 
 @dataclass(frozen=True)
 class ValueTokens:
-    """What metrics of a value loss read. Detached; each is [N]."""
+    """Hold what metrics of a value loss read. Detached; each is [N]."""
 
     loss_N: Array  # weighted: their sum is the rank's share of the global loss
     value_N: Array

@@ -117,7 +117,8 @@ class DdpTrainEngine(HfTrainEngine):
         return {name: learned.get(name, own.detach()) for name, own in named_weights(self.policy.model).items()}
 
     def export_weights(self, dtype: DType, form: WeightForm = "merged") -> Iterator[Weight]:
-        """What the model computes with, where that is what travels: the master, or its cast to the last bit."""
+        """Return the weights that the model computes with, where that is what travels: the master, or its cast to the
+        last bit."""
         if form == "merged" and self.adapters is None and DTYPES[dtype] == self.flat.compute_P.dtype:
             computed = {segment.name: segment.parameter for segment in self.flat.segments}
             # They are views, so all at once: between copies, which drive Python out of the cache, it takes far longer.

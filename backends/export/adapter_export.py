@@ -77,7 +77,7 @@ def write_adapters(checkpoint: Path, out: Path) -> None:
 
 
 def adapter_weights(checkpoint: Path) -> list[LazyTensor]:
-    """By peft's names, sorted."""
+    """Return the adapters under peft's names, sorted."""
     reader = ShardReader(checkpoint, "model")
 
     def lazy(name: str) -> LazyTensor:
@@ -95,7 +95,7 @@ def load_adapted(model_path: str, out: Path, dtype: torch.dtype, trust_remote_co
 
 
 def compare_adapters(model: Any, wanted: Sequence[LazyTensor]) -> None:
-    """What peft loaded must be what was trained, to the bit. Raises ExportError."""
+    """Raise ExportError unless peft loaded what was trained, to the bit."""
     from peft import get_peft_model_state_dict
 
     loaded = get_peft_model_state_dict(model)

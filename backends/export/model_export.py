@@ -272,7 +272,7 @@ def _load(source: Source, out: Path, where: dict[str, Any]) -> PreTrainedModel:
 
 
 def _compare_loaded(model: PreTrainedModel, weights: Sequence[LazyTensor]) -> None:
-    """What transformers made of the files must be what was trained."""
+    """Raise ExportError unless transformers made of the files what was trained."""
     loaded = model.state_dict()
     for weight in weights:
         if weight.name not in loaded:

@@ -29,7 +29,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FakeColumns:
-    """What the loss reads at each loss token besides the model's own numbers."""
+    """Hold what the loss reads at each loss token besides the model's own numbers."""
 
     weight_N: Column
     advantage_N: Column

@@ -75,7 +75,8 @@ def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Table, compute: torch.
 
 
 def gathering_dtype(unit: FSDPModule) -> torch.dtype:
-    """What a module's parameters will be gathered in, read back from FSDP's own state: nothing is gathered for it."""
+    """Return the dtype that a module's parameters are gathered in, read back from FSDP's own state: nothing is gathered
+    for it."""
     group = unit._get_fsdp_state()._fsdp_param_group
     assert group is not None, "a module that has parameters"
     return group.mp_policy.param_dtype or next(unit.parameters()).dtype  # type: ignore[attr-defined]

@@ -64,7 +64,7 @@ def build_model(config: ModelConfig, *, load_weights: bool) -> PreTrainedModel:
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
-    """As `model.to(device)`, which a `PreTrainedModel` wraps in a way that no type checker can call."""
+    """Do the same as `model.to(device)`, which a `PreTrainedModel` wraps in a way that no type checker can call."""
     model.to(device)
 
 
@@ -81,7 +81,8 @@ def build_on_meta(config: ModelConfig) -> PreTrainedModel:
 
 
 def build_without_memory(config: ModelConfig) -> PreTrainedModel:
-    """As `build_on_meta`, with the buffers still on the host: the device need not be there. Raises ModelError."""
+    """Do the same as `build_on_meta`, with the buffers still on the host: the device need not be there. Raises
+    ModelError."""
     hf_config = read_config(config)
     decision = choose(config, hf_config)
     packed_attention.install()
@@ -243,7 +244,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def decoder_size(model: PreTrainedModel) -> DecoderSize | None:
-    """What decides how much arithmetic the model is, where its config says so."""
+    """Return the sizes that decide the model's arithmetic, where its config names them."""
     size = DecoderSize.of(model.config.to_dict())
     if size is None or not has_score_layer(model):
         return size

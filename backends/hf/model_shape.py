@@ -83,7 +83,7 @@ def _adapters(model: PreTrainedModel, lora: Lora, dtype: torch.dtype) -> dict[st
 
 
 def shape_on_meta(config: ModelConfig) -> OnMeta:
-    """What an engine that has its own code for the model would build, as far as the model decides it."""
+    """Describe what an engine that has its own code for the model would build, as far as the model decides it."""
     shape = model_shape(config)
     about = ModelBuilt(
         model_class=shape.architecture,

@@ -30,7 +30,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _OneStream:
-    """What the token dispatcher of its experts does with streams; the CPU has one. Also the event that it records."""
+    """Stand in for what the token dispatcher does with streams; the CPU has one. Also the event that it records."""
 
     def wait_stream(self, _: _OneStream) -> None: ...
 

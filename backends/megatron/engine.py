@@ -193,8 +193,8 @@ class MegatronTrainEngine(HfTrainEngine):
         return told.read()
 
     def _answer(self, hidden_NE: Tensor, task: Task | None) -> Any:
-        """What the head says, on the last stage; the same on all its tensor ranks. No task: logits, or, of a model that
-        gives scores, what enters its head."""
+        """Return what the head computes, on the last stage; the same on all its tensor ranks. No task: logits, or, of a
+        model that gives scores, what enters its head."""
         stage = self.core.head
         if isinstance(task, ValueTask | ValueLossTask):
             value_N = functional.linear(hidden_NE.float(), stage.score.weight.float())[:, 0]
@@ -263,7 +263,8 @@ class MegatronTrainEngine(HfTrainEngine):
     def _full_weights(
         self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
     ) -> Iterator[tuple[str, Tensor]]:
-        """What the forward pass reads is the cast of the master, to the bit, and costs no exchange of masters."""
+        """Return the weights as the forward pass reads them: each is the cast of the master, to the bit, and costs no
+        exchange of masters."""
         asked = [name for name in self.shapes if name in names]
         computes = DTYPES[self.config.model.dtype]
         computed = self.weights.dtype == computes or all(sent.get(name) == computes for name in asked)

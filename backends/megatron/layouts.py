@@ -58,8 +58,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Experts:
-    """Those of each sparse layer. `hidden`: rows of the down projection; `inner`: of the gate and of the up
-    projection, one below the other in [X, 2·inner, hidden]."""
+    """Return the layouts of each sparse layer. `hidden`: rows of the down projection; `inner`: of the gate and of the
+    up projection, one below the other in [X, 2·inner, hidden]."""
 
     count: int
     inner: int

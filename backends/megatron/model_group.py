@@ -63,7 +63,7 @@ class ModelGroup:
         return share_batch(batch, self.model if self.model.size() > 1 else None, self.device)
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
-        """What the last stage has, on every stage; others give a tensor of that shape to fill."""
+        """Return what the last stage has, on every stage; others give a tensor of that shape to fill."""
         return self.from_stage(self.stages - 1, tensor)
 
     def of_context(self, tensor: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class ModelGroup:
         return tensor
 
     def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
-        """As `from_last_stage`, of any stage."""
+        """Do the same as `from_last_stage`, from any stage."""
         if self.stages > 1:
             tensor = tensor.contiguous()
             dist.broadcast(tensor, dist.get_global_rank(self.pipeline, stage), group=self.pipeline)

@@ -89,7 +89,7 @@ class PackedRope(nn.Module):
         self.inverse_frequency = inverse_frequency
 
     def get_rotary_seq_len(self, *arguments: Any) -> PackedRow:
-        """What Megatron hands on to `forward`: the row, in the place of a length."""
+        """Return what Megatron hands on to `forward`: the row, in the place of a length."""
         row: PackedRow = arguments[-1]
         return row
 

@@ -40,7 +40,7 @@ class VocabPart:
         return partial
 
     def logits(self, hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        """Those of this rank, without padding, in fp32."""
+        """Return this rank's logits, without padding, in fp32."""
         return F.linear(hidden_NE, weight_VE[: self.real]).float()
 
 
@@ -123,7 +123,7 @@ class _VocabLoss(torch.autograd.Function):
 def _chunk_loss(
     logits_NV: Tensor, task: LossTask, a: int, b: int, part: VocabPart
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `_chunk_loss` of `backends/train/lm_head.py`, with the gradient by this rank's logits."""
+    """Do the same as `_chunk_loss` of `backends/train/lm_head.py`, with the gradient by this rank's logits."""
     found = Softmax.of(logits_NV, task.target_N[a:b], task.temperature, part)
     with torch.enable_grad():
         logprob_N, entropy_N = found.logprob_N.requires_grad_(), found.entropy_N.requires_grad_()

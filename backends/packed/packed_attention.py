@@ -62,7 +62,7 @@ def use_layout(layout: Layout) -> Iterator[None]:
 def sdpa_by_layout(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What "sdpa" means in this process: the current layout's attention, or the stock one."""
+    """Compute "sdpa" as it is in this process: the current layout's attention, or the stock one."""
     if _current is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     refused = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]

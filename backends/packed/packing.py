@@ -269,8 +269,8 @@ def loss_tokens_B(batch: Batch) -> NDArray[np.int64]:
 
 
 def update_counts(batch: Batch, micros: MicroBatches, ranks: int = 1, *, first: bool = True) -> dict[str, float]:
-    """What `forward_backward` counts: `ENGINE_SUMS` and `ENGINE_MAXIMA`. `micros`: of the `ranks` that compute them
-    together; the `first` of these counts them."""
+    """Return what `forward_backward` counts: `ENGINE_SUMS` and `ENGINE_MAXIMA`. `micros`: of the `ranks` that compute
+    them together; the `first` of these counts them."""
     tokens_B, computed = loss_tokens_B(batch), micros.tokens if first else []
     return {
         "tokens": float(tokens_B.sum()),

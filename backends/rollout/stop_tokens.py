@@ -43,7 +43,8 @@ def end_tokens_of(folder: Path) -> set[int]:
 
 
 def named_end_tokens(path: str, codec: TextCodec) -> set[int]:
-    """What ends a completion of the model at a folder or hub id: end tokens of its configs and of its tokenizer."""
+    """Return the tokens that end a completion of the model at a folder or hub id: end tokens of its configs and of its
+    tokenizer."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(path, "config.json")

@@ -149,7 +149,7 @@ class _Held:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """What an operator saved: where it lies in a storage."""
+    """Say where in a storage the tensor lies that an operator saved."""
 
     held: _Held
     dtype: torch.dtype

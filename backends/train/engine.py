@@ -86,7 +86,7 @@ NOTHING = MicroBatch(
 
 
 class LossMetrics:
-    """What micro-batches say of a loss, put together on the device."""
+    """Sum the metrics of a loss over micro-batches, on the device."""
 
     def __init__(self, loss: AnyLoss, device: torch.device) -> None:
         self._sums = torch.zeros(len(loss.summed()), dtype=torch.float64, device=device)
@@ -135,7 +135,7 @@ class HfTrainEngine(TrainEngine):
 
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta:
-        """As `__init__` goes about it, up to where memory is needed."""
+        """Build as `__init__` does, up to where memory is needed."""
         held = hold_model(config, cls._held_dtype(config), build_without_memory)
         policy = Policy(held.model, config)
         said = cls._wrapped_on_meta(policy, config, rank)
@@ -163,11 +163,11 @@ class HfTrainEngine(TrainEngine):
 
     @abstractmethod
     def _built(self) -> ModelBuilt:
-        """What the model is, its head aside. All ranks call it together."""
+        """Describe the model, its head aside. All ranks call it together."""
 
     def _verify(self, computes_in: torch.dtype | None = None) -> None:
-        """What was built computes what transformers' model does. All ranks call it together. `computes_in`: precision
-        of the forward pass, where that is not the parameters' own. Raises ModelError."""
+        """Prove that what was built computes what transformers' model does. All ranks call it together. `computes_in`:
+        precision of the forward pass, where that is not the parameters' own. Raises ModelError."""
         model, group = self.policy.model, self.sequences.group
         self.policy.kernels.prove(model, self.device, computes_in or model.dtype)
         verify_packing(self._run, model, self.device, group=group, computes_in=computes_in)
@@ -207,9 +207,9 @@ class HfTrainEngine(TrainEngine):
     def _full_weights(
         self, names: Collection[str], sent: Mapping[str, torch.dtype] = AS_HELD
     ) -> Iterator[tuple[str, Tensor]]:
-        """Those of `names` whole, in the order of `_weight_kinds`, one at a time; all ranks iterate together. That
-        order is the model's own: a layer's adapter follows its weight. `sent`: to what some are cast later. An engine
-        that gathers casts each rank's part, so that half as much travels: to the bit the same."""
+        """Yield the weights of `names` whole, in the order of `_weight_kinds`, one at a time; all ranks iterate
+        together. That order is the model's own: a layer's adapter follows its weight. `sent`: to what some are cast
+        later. An engine that gathers casts each rank's part, so that half as much travels: to the bit the same."""
 
     @abstractmethod
     def _weight_shards(self) -> Iterator[Shard]:
@@ -236,7 +236,7 @@ class HfTrainEngine(TrainEngine):
 
     @cached_property
     def _packing(self) -> Packing:
-        """What makes the micro-batches of the group's batch, as this rank computes them."""
+        """Make the micro-batches of the group's batch, as this rank computes them."""
         group, model = self.sequences.group, self.policy.model
         budget = Budget(self.config.micro_batch_tokens, group.size, f"{self.config.role}.micro_batch_tokens")
         part = partial(part_of, group=group)
@@ -289,7 +289,8 @@ class HfTrainEngine(TrainEngine):
     def _told(
         self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
-        """What the head says at the rows of each micro-batch, in their columns; 0 in the others. Of the whole group."""
+        """Return what the head computes at the rows of each micro-batch, in their columns; 0 in the others. Of the
+        whole group."""
         told = np.zeros(columns, dtype=np.float32)
         for number in range(micros.rounds):
             micro = micros[number] if number < len(micros) else NOTHING
@@ -339,8 +340,8 @@ class HfTrainEngine(TrainEngine):
     def _loss_columns(
         self, batch: Batch, loss: AnyLoss, scale: LossScale
     ) -> Callable[[MicroBatch, Staging], TokenColumns | ValueColumns]:
-        """What gives the loss's columns of a micro-batch. Where the loss needs numbers of whole sequences, it makes a
-        pass without gradients first."""
+        """Return a function that makes the loss's columns of a micro-batch. Where the loss needs numbers of whole
+        sequences, it makes a pass without gradients first."""
         weight_T = loss_weight_T(batch, loss.loss_aggregation, scale)
         found = sequence_columns(batch, loss, lambda: self._logprobs(batch)) if isinstance(loss, Loss) else {}
         of_sequence_T = {name: by_token(column_B, batch) for name, column_B in found.items()}
@@ -509,7 +510,8 @@ class HfTrainEngine(TrainEngine):
         return (shard for shard in self._weight_shards() if self._is_saved(shard.name))
 
     def _written_weights(self) -> Iterator[Shard]:
-        """What this rank writes to a checkpoint. An engine whose ranks read what others read too says otherwise."""
+        """Yield the shards that this rank writes to a checkpoint. An engine whose ranks read what others read too says
+        otherwise."""
         return self._saved_shards()
 
     def _written_moments(self) -> Iterator[Shard]:

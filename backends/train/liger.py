@@ -42,7 +42,8 @@ _GAPS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number
 
 @dataclass(frozen=True)
 class HeldKernels:
-    """What a model's modules compute with: `name` ("torch": their own code), and how many of each kind are replaced."""
+    """Say what a model's modules compute with: `name` ("torch": their own code), and how many of each kind are
+    replaced."""
 
     name: str
     replaced: Mapping[str, int] = field(default_factory=dict)

@@ -72,7 +72,7 @@ class Head:
         self.linear.forward = self._forward
 
     def answer(self, hidden_NE: Tensor, task: LogprobTask | LossTask | None) -> Any:
-        """What the task asks; without one the logits [N, V]."""
+        """Answer the task; without one return the logits [N, V]."""
         if task is None:
             return self(hidden_NE)
         return self.logprob(hidden_NE, task) if isinstance(task, LogprobTask) else self.loss(hidden_NE, task)

@@ -46,7 +46,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """What the loss reads at each loss token besides the model's own numbers."""
+    """Hold what the loss reads at each loss token besides the model's own numbers."""
 
     weight_N: Tensor
     advantage_N: Tensor

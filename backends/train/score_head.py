@@ -24,7 +24,7 @@ from specs.schema.algorithms.algorithm_tables import ValueLoss
 
 @dataclass(frozen=True)
 class ValueTask:
-    """What the head says, [N], fp32."""
+    """Return the head's values, [N], fp32."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class ScoreHead:
         self._entered: Tensor | None = None
 
     def answer(self, hidden_NE: Tensor, task: ValueTask | ValueLossTask | None) -> Any:
-        """What the task asks; without one, what enters the head, [N, E], fp32."""
+        """Answer the task; without one, return what enters the head, [N, E], fp32."""
         if task is None:
             self.linear(hidden_NE)
             return hidden_NE.float()
         return self.linear(hidden_NE, task)
 
     def by_own_forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """What enters the head in the model's own forward pass of one sequence, [T, E]; empty where it does not run."""
+        """Return what enters the head in the model's own forward pass of one sequence, [T, E]; empty where it does not
+        run."""
         self._entered = None
         self.model(**inputs)
         entered, self._entered = self._entered, None

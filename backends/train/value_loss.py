@@ -13,7 +13,7 @@ from specs.schema.algorithms.algorithm_tables import ValueLoss
 
 @dataclass(frozen=True)
 class ValueColumns:
-    """What the loss reads at each loss token besides the critic's own number."""
+    """Hold what the loss reads at each loss token besides the critic's own number."""
 
     weight_N: Tensor
     old_value_N: Tensor  # before the step's first update

@@ -80,8 +80,9 @@ def _verify_packing(
 def verify_own_packing(
     logits: Callable[[MicroBatch], Tensor], name: str, *, vocabulary: int, dtype: torch.dtype, scores: bool
 ) -> None:
-    """As `verify_packing`, of an engine that has a model of its own: its packed rows against single sequences that it
-    computes itself. `logits`: at `hidden_N` of a row, or, of a model that gives scores, what enters its head."""
+    """Do the same as `verify_packing`, for an engine that has a model of its own: its packed rows against single
+    sequences that it computes itself. `logits`: at `hidden_N` of a row, or, of a model that gives scores, what enters
+    its head."""
 
     def alone(tokens_T: NDArray[np.int64]) -> Tensor:
         places_T = np.arange(len(tokens_T))
@@ -109,7 +110,7 @@ def _what(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _said_of(model: PreTrainedModel, rows: str) -> Iterator[None]:
-    """What goes wrong in a model's code, as a ModelError."""
+    """Turn an error of a model's code into a ModelError."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -161,8 +162,8 @@ def _plainly(run: Run, tokens_T: NDArray[np.int64], device: torch.device) -> Ten
 
 @contextmanager
 def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """What the row is compared with: the model's own attention, but eager for flex_attention, which would compile
-    itself anew for each sequence. Their values are the same."""
+    """Switch to what the row is compared with: the model's own attention, but eager for flex_attention, which would
+    compile itself anew for each sequence. Their values are the same."""
     config = model.config.get_text_config()
     if config._attn_implementation != "flex_attention":
         yield

@@ -92,7 +92,7 @@ class TensorWeight(Weight):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What torch computes meanwhile, it computes in the calling thread. Both ends of a transport work at once: threads
+    """Let torch compute in the calling thread alone meanwhile. Both ends of a transport work at once: threads
     that share out a block of half a megabyte wait for the other end's core longer than they work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -120,8 +120,8 @@ class _SplitAttention:
 
 
 def eager_function(module_class: type[nn.Module]) -> AttentionFunction | None:
-    """What a layer of this class calls for eager attention: its model's own function, with its softcap, sinks and the
-    like. None where its code does not name one."""
+    """Return what a layer of this class calls for eager attention: its model's own function, with its softcap, sinks
+    and the like. None where its code does not name one."""
     forward = inspect.unwrap(module_class.forward)
     names = [name for name in getattr(forward, "__code__", _NO_CODE).co_names if name.endswith(_EAGER)]
     function: AttentionFunction | None = forward.__globals__.get(names[0]) if len(names) == 1 else None

@@ -214,7 +214,7 @@ class VllmRolloutEngine(RolloutEngine):
         return logprob_T
 
     def _run(self, requests: Sequence[tuple[str, NDArray[np.int64], SamplingParams]]) -> Iterator[list[RequestOutput]]:
-        """What finished in each of vLLM's steps. Leaves no request behind, however it ends."""
+        """Yield what finished in each of vLLM's steps. Leaves no request behind, however it ends."""
         from vllm.inputs import tokens_input
 
         engine, waiting = self.llm.llm_engine, set()

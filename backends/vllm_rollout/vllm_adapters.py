@@ -21,7 +21,8 @@ ADAPTER_ID, SLOT = 1, 0
 
 
 def adapter_request() -> LoRARequest:
-    """What each request carries. The path is never opened: were the adapters gone, vLLM would fail there."""
+    """Return the adapter request that every request carries. The path is never opened: were the adapters gone, vLLM
+    would fail there."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("actor", ADAPTER_ID, "/adapters-come-by-sync")

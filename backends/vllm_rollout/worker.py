@@ -34,7 +34,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class SummedPiece:
-    """As `Piece`, with what it adds to the weight's `total` (`backends/weights/word_sum.py`) in place of the bytes."""
+    """Describe a `Piece`, with what it adds to the weight's `total` (`backends/weights/word_sum.py`) in place of the
+    bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -75,8 +76,8 @@ class WorkerExtension:
     def rlctl_load_and_sum(
         self, weights: Sequence[tuple[WireName, Tensor | NDArray[np.uint8]]]
     ) -> list[list[SummedPiece]]:
-        """As `rlctl_load`, of several weights, whose bytes are on this worker's device or in host memory. Of what was
-        read back only sums leave the device. Raises RuntimeError naming a weight that vLLM refuses."""
+        """Do the same as `rlctl_load`, for several weights, whose bytes are on this worker's device or in host memory.
+        Of what was read back only sums leave the device. Raises RuntimeError naming a weight that vLLM refuses."""
         copies = self._rlctl_copies(weights)
         sums = [total_of_part(own, part.stride(), first) for each in copies for own, part, first in each]
         with hashing():

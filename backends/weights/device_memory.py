@@ -26,7 +26,7 @@ class SharedWindows:
         self.windows = [torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device) for _ in range(count)]
 
     def handles(self) -> dict[str, Any]:
-        """What `MappedWindows` needs, as JSON. Each call shares the memory once: to one reader."""
+        """Return what `MappedWindows` needs, as JSON. Each call shares the memory once: to one reader."""
         return {"gpu": _gpu(), "windows": [_to_json(window_U) for window_U in self.windows]}
 
     def window(self, bucket: int) -> Tensor:

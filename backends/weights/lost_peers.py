@@ -1,5 +1,5 @@
-"""What this process waits for in a verb in which ranks of several roles meet, and the driver's word that one of them is
-gone. A connection to a host whose network is down does not end by itself, and so many seconds may pass."""
+"""Keep what this process waits for in a verb in which ranks of several roles meet, and the driver's word that one of
+them is gone. A connection to a host whose network is down does not end by itself, and so many seconds may pass."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def total_of(tensor: Tensor) -> Tensor:
 
 
 def total_of_part(part: Tensor, strides: Sequence[int], offset: int) -> Tensor:
-    """What a part of a weight adds to its `total`: element [i, j, …] of `part` is element
+    """Return what a part of a weight adds to its `total`: element [i, j, …] of `part` is element
     `offset` + i · strides[0] + j · strides[1] + … of the flattened weight."""
     run, outer = 1, part.ndim  # elements in a row in the weight, and the dims that go from run to run
     while outer and (part.shape[outer - 1] == 1 or strides[outer - 1] == run):

@@ -195,7 +195,8 @@ class ZeroTrainEngine(HfTrainEngine):
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     def offload(self) -> None:
-        """By storage: DeepSpeed keeps many views of its flat tensors. What it left on the host stays where it is."""
+        """Group tensors by storage: DeepSpeed keeps many views of its flat tensors. What it left on the host stays
+        where it is."""
         if self.offloading.offloaded:
             return
         if self.parts is None:

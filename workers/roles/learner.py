@@ -26,7 +26,7 @@ class Learner(Trainer):
     role: ClassVar[RoleName]
 
     def proof(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Mapping[str, Any]:
-        """What the model makes of these prompts now. All ranks compute it together."""
+        """Return what the model completes these prompts with now. All ranks compute it together."""
         raise NotImplementedError
 
     def update(self, call: Request[bodies.Update], emit: Emit) -> Reply:

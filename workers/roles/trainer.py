@@ -31,12 +31,12 @@ class Trainer(EngineRank[TrainEngine]):
         return {"used_GiB": self.used_GiB}, {"logprob_T": logprob_T}
 
     def values(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
-        """What the value head says before each loss token."""
+        """Return the value head's values before each loss token."""
         self.describe(call)
         return {"used_GiB": self.used_GiB}, {"value_T": self.engine.values(call.batch)}
 
     def scores(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
-        """What the head says of each sequence."""
+        """Return the head's score of each sequence."""
         self.describe(call)
         return {"used_GiB": self.used_GiB}, {"score_B": self.engine.scores(call.batch)}
 

@@ -25,7 +25,7 @@ Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, a
 
 @dataclass(frozen=True)
 class Known:
-    """What readers have of earlier passes, each by a name that the writer gave it (`Reader.holds`)."""
+    """Say what readers have of earlier passes, each by a name that the writer gave it (`Reader.holds`)."""
 
     held: Sequence[str] = ()  # by the readers of this pass; "": nothing
     absent: Sequence[str] = ()  # by readers that are left out of this pass and may come back
@@ -124,7 +124,7 @@ class BlockReader(Reader):
 
     @abstractmethod
     def arrivals(self, nbytes: int) -> Iterator[int]:
-        """As `blocks`, of a weight that is written in place: how many more of its bytes are there."""
+        """Do the same as `blocks`, for a weight that is written in place: how many more of its bytes are there."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -38,7 +38,8 @@ class Delta:
 
 
 def delta_of(before: Bytes, after: Bytes, word_bytes: int) -> Delta | None:
-    """What leads from `before` to `after`, contiguous and of equal length. None: it would be as long as `after`."""
+    """Encode what leads from `before` to `after`, contiguous and of equal length. None: it would be as long as
+    `after`."""
     old_W, new_W = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
     places, differences, changed = [], [], 0
     for first in range(0, len(new_W), _PIECE_WORDS):

@@ -41,7 +41,7 @@ _GAPS, _VALUES, _WHOLE = "gaps/", "values/", "whole/"
 
 @dataclass
 class _Step:
-    """What leads from one pass to the next."""
+    """Write what leads from one pass to the next."""
 
     before: str
     after: str

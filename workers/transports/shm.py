@@ -67,7 +67,7 @@ class _Stream:
         return unit, due
 
     def finish(self) -> tuple[int, int]:
-        """As `go_on`, at the end of the pass: how many units there were."""
+        """Do the same as `go_on`, at the end of the pass: how many units there were."""
         self._next += -self._next % self._unit_bytes
         return self.go_on()
 

@@ -73,7 +73,7 @@ class Peer:
             socket.send_fds(self._socket, [place], descriptors)
 
     def receive_place(self) -> tuple[bytes, list[int]]:
-        """What the other end's `send_place` was given. Before the first signal of a pass."""
+        """Return what the other end's `send_place` was given. Before the first signal of a pass."""
         self._wait()
         with self._reaching:
             place, descriptors, *_ = socket.recv_fds(self._socket, 1, 2)
