@@ -1,4 +1,4 @@
-"""JSON files that a crash or a person may have touched: read with what is wrong in words, replaced in one step."""
+"""Reading and replacing JSON files that a crash or a person may have touched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError with a predicate: "is not there", "is not JSON, …"."""
+    """Return the JSON object in a file. Raises ValueError with a predicate: "is not there", "is not JSON, …"."""
     try:
         if not path.is_file():  # opening a pipe would wait
             raise ValueError("is not a file" if os.path.lexists(path) else "is not there")

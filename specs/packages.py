@@ -1,4 +1,4 @@
-"""What is installed: packages, by their metadata alone (nothing is imported for it), and rlctl itself.
+"""Which packages are installed, by their metadata alone (nothing is imported for it), and where rlctl itself is.
 
 rlctl runs from a clone of its repository, or from a wheel that pip installed. A wheel has what it needs of `scripts/`
 and `docs/` in `specs/shipped/`, where `setup.py` puts it.
@@ -18,14 +18,14 @@ _VERSION = re.compile(r"^Version:[ \t]*(\S+)", re.MULTILINE)
 
 
 def installed_here(packages: Iterable[str]) -> Mapping[str, str]:
-    """Installed version of each of those packages that is there."""
+    """Return the installed version of each of those packages that is there."""
     return {name: found for name in packages if (found := version_here(name))}
 
 
 @cache
 def version_here(package: str) -> str:
-    """Its installed version; "" where it is not installed. Parsing the whole of its metadata would take 20 times as
-    long."""
+    """Return a package's installed version; "" where it is not installed. Parsing all of its metadata would take 20
+    times as long."""
     try:
         found = distribution(package)
     except PackageNotFoundError:
@@ -42,15 +42,15 @@ def in_clone() -> bool:
 
 
 def setup_script() -> Path:
-    """What `rlctl setup-engine` runs."""
+    """Return the script that `rlctl setup-engine` runs."""
     return (_ROOT if in_clone() else _SHIPPED) / "scripts" / "setup-engine"
 
 
 def environments() -> Path:
-    """The folder where that makes `.venv-ENGINE`."""
+    """Return the folder where that script makes `.venv-ENGINE`."""
     return _ROOT if in_clone() else Path.cwd().resolve()
 
 
 def page(name: str) -> str:
-    """A page of the documentation, such as `memory.md`: by its path in the clone, or where the wheel has it."""
+    """Return the path of a page of the documentation, such as `memory.md`: in the clone, or where the wheel has it."""
     return f"docs/{name}" if in_clone() else str(_SHIPPED / "docs" / name)

@@ -13,8 +13,7 @@ from specs.text import show
 
 
 def setup_engine(name: str) -> NoReturn:
-    """Become that script, which says what it does and ends as it ends. Raises UsageError where there is no bash, and
-    for what cannot be a name."""
+    """Replace this process by the script. Raises UsageError where there is no bash, and for what cannot be a name."""
     if not name.isascii() or not name.isalpha():
         raise UsageError(f"no engine is called {show(name)}", hint="it adds deepspeed, megatron or vllm")
     bash = shutil.which("bash")

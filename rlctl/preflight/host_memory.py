@@ -13,7 +13,7 @@ USUAL_GPU_GIB = 80.0
 
 
 def gpu_memory_GiB() -> tuple[float, str]:
-    """Memory of the smallest GPU here, and where the number is from."""
+    """Return the memory of the smallest GPU here, and where the number is from."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
@@ -23,12 +23,12 @@ def gpu_memory_GiB() -> tuple[float, str]:
 
 
 def usual_gpu_GiB(why: str) -> tuple[float, str]:
-    """What a GPU is taken to have that cannot be asked, and a note that says why."""
+    """Return what a GPU is taken to have that cannot be asked, and a note that says why."""
     return USUAL_GPU_GIB, f"GPUs are taken to have {USUAL_GPU_GIB:g} GiB: {why}; --gpu-GiB says it"
 
 
 def host_memory_GiB() -> float:
-    """Memory of this machine, or of the container that it is; 0 where it cannot be asked."""
+    """Return the memory of this machine, or of the container that it is; 0 where it cannot be asked."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

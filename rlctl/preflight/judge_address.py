@@ -1,24 +1,24 @@
-"""Judges that a spec names: is there a key, and does anybody answer?"""
+"""Whether the judges that a spec names have a key, and answer."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 
 from specs.errors import Problem
 from specs.schema.rewards import Judge
 from specs.schema.spec import Spec
 from specs.text import show
-from workers.grading.judge_client import JudgeClient, JudgeError, key_problem
 
 TIMEOUT_S = 5.0
 REFUSED = (401, 403)
 
 
 def key_problems(spec: Spec) -> list[Problem]:
-    """Keys that the environment does not have. Nothing is sent."""
+    """Find keys that the environment does not have. Nothing is sent."""
     found = []
     for index, term in _judges(spec):
+        from workers.grading.judge_client import key_problem  # brings asyncio and ssl
+
         named = term.key_env.isidentifier()  # else it may be the key itself, and a rule says so
         if named and (why := key_problem(term.key_env)):
             hint = f"export {term.key_env}=… before rlctl is called, or leave key_env out where none is needed"
@@ -27,10 +27,12 @@ def key_problems(spec: Spec) -> list[Problem]:
 
 
 def address_problems(spec: Spec) -> list[Problem]:
-    """Addresses that nobody answers at, or that refuse the key: each is asked for its list of models, once."""
+    """Ask each address for its list of models, once; return those that nobody answers at, or that refuse the key."""
     judges = {(term.base_url, term.key_env): index for index, term in reversed(list(_judges(spec)))}
     if not judges:
         return []
+    import asyncio
+
     found = asyncio.run(_ask_all(list(judges)))
     return [
         Problem(f"reward.terms.{index}.{wrong[0]}", *wrong[1:])
@@ -40,12 +42,16 @@ def address_problems(spec: Spec) -> list[Problem]:
 
 
 async def _ask_all(judges: Sequence[tuple[str, str]]) -> list[tuple[str, str, str, str] | None]:
+    import asyncio
+
     return await asyncio.gather(*(_ask(base_url, key_env) for base_url, key_env in judges))
 
 
 async def _ask(base_url: str, key_env: str) -> tuple[str, str, str, str] | None:
     """Return (key, message, hint, value) of what is wrong; None where somebody answers. Not every server lists its
     models, and some are busy: any other status is an answer too."""
+    from workers.grading.judge_client import JudgeClient, JudgeError
+
     async with JudgeClient(base_url, key_env, 1) as client:
         try:
             await client.request("GET", "models", b"", TIMEOUT_S)

@@ -81,20 +81,11 @@ def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
     problems = []
     for key, given, folder in named:
         place = nearest_existing(folder)
-        if link := _broken_link(run_dir if key == "run.dir" else folder):
-            message = f"{link} is a symbolic link to {os.readlink(link)}, which does not exist"
-            problems.append(Problem(key, message, "repair the link, or name another folder", show(given)))
-        elif not place.is_dir():
-            problems.append(Problem(key, f"{place} is a file, not a folder", "name another folder", show(given)))
-        elif not os.access(place, os.W_OK | os.X_OK) or not shutil.disk_usage(place).total:
-            problems.append(Problem(key, f"{place} cannot be written to", "name another folder", show(given)))
+        writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total
+        if not writable:
+            message = f"{place} {'cannot be written to' if place.is_dir() else 'is a file, not a folder'}"
+            problems.append(Problem(key, message, "name another folder", show(given)))
     return problems
-
-
-def _broken_link(path: Path) -> Path | None:
-    """Return `path` or a folder above it that is a link to nowhere: nothing can be made behind it."""
-    path = Path(os.path.abspath(path))
-    return next((place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None)
 
 
 def nearest_existing(path: Path) -> Path:

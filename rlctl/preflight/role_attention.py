@@ -16,18 +16,18 @@ from specs.schema.spec import Spec
 
 
 def role_attention(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool = False) -> Decision | None:
-    """What a role's attention will be (`attention_of`), as far as this machine can tell. `elsewhere`: the run is for
-    another one, whose packages and GPUs are not known."""
+    """Return what a role's attention will be (`attention_of`), as far as this machine can tell. `elsewhere`: the run is
+    for another one, whose packages and GPUs are not known."""
     return attention_of(spec, role, _at_hand(spec, role, spec_dir, elsewhere))
 
 
 def role_attention_problems(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> Iterator[Problem]:
-    """Attention that cannot be had, by what the spec names on this machine."""
+    """Find attention that cannot be had, by what the spec names on this machine."""
     return attention_problems(spec, lambda role: role_attention(spec, role, spec_dir, elsewhere=elsewhere))
 
 
 def _at_hand(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> AtHand | None:
-    """None for a role without a model: nothing is looked at for it."""
+    """Return what this machine has for the role; None for one without a model."""
     if not ROLES[role].holds_model:
         return None
     section, config = spec.role(role), config_of(spec.model_path(role), spec_dir)

@@ -15,8 +15,8 @@ from specs.schema.spec import Spec
 
 
 def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool = False) -> KernelChoice | None:
-    """What a role's modules will compute with (`kernels_of`), as far as this machine can tell. `elsewhere`: the run is
-    for another one, whose packages are not known."""
+    """Return what a role's modules will compute with (`kernels_of`), as far as this machine can tell. `elsewhere`: the
+    run is for another one, whose packages are not known."""
     found = kernels_of(spec, role) if ROLES[role].is_trainer else None
     if found is None or found.asked == OWN_MODULES or found.problem:
         return found
@@ -31,5 +31,5 @@ def role_kernels(spec: Spec, role: RoleName, spec_dir: Path, *, elsewhere: bool 
 
 
 def role_kernel_problems(spec: Spec, spec_dir: Path) -> Iterator[Problem]:
-    """Kernels that cannot be had, by what the spec names on this machine."""
+    """Find kernels that cannot be had, by what the spec names on this machine."""
     return kernel_problems(spec, lambda role: role_kernels(spec, role, spec_dir))

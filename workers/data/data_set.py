@@ -25,7 +25,7 @@ EVAL_SPAN = 2**36  # ids of one evaluation, so that no two draw the same random 
 
 
 def scattered(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of `range(count)`: the order of the splitmix64 hashes (Steele et al. 2014) of the indices.
+    """Return a permutation of `range(count)`: the order of the splitmix64 hashes (Steele et al. 2014) of the indices.
 
     Not numpy's shuffle, which may change between versions: a resumed run must draw the same prompts.
     """
@@ -55,7 +55,7 @@ class Prompts:
     _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     def draw(self, position: int, count: int, group_size: int) -> tuple[dict[str, Column], dict[str, Any]]:
-        """`count` prompts from draw number `position` on, each `group_size` times.
+        """Draw `count` prompts from draw number `position` on, each `group_size` times.
 
         Returns PROMPT_COLUMNS with `length_B`, and the new position with the epoch that it lies in. Draw `d` has
         `group_B` d, and its samples `id_B` d * group_size + i, each the one sample of its rollout:
@@ -104,7 +104,7 @@ class RunData:
         return self.evals[name]
 
     def report(self, answer_column: str) -> dict[str, Any]:
-        """Report for the user: counts of read and skipped rows, and one example."""
+        """Return counts of read and skipped rows and one example, for the user."""
         table, first = self.train.table, int(self.train.indices[0])
         return {
             "rows": len(self.train.indices),
@@ -133,7 +133,7 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
     sources: dict[tuple[str, str], PromptTable] = {}  # several sets may be of one source
     for number, one in enumerate(config.evals):
         if not one.data:
-            cut = _held_out(one, len(train), data.train)
+            cut = _rows_to_train_on(one, len(train), data.train)
             held, indices = train, np.arange(cut, len(train), dtype=np.int64)
         else:
             source = (one.data, one.split)
@@ -143,8 +143,8 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
     return RunData(Prompts(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
 
 
-def _held_out(one: EvalSource, rows: int, source: str) -> int:
-    """How many rows of `source` are left to train on."""
+def _rows_to_train_on(one: EvalSource, rows: int, source: str) -> int:
+    """Return how many rows of `source` are left to train on. Raises DataError where none are."""
     if rows <= one.prompts:
         hint = f"lower {one.key}.prompts, or name another source in {one.key}.data"
         short = f"{source} has only {rows} usable rows: all would be held out"

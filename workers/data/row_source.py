@@ -31,7 +31,7 @@ class DataRow:
 
 
 def read_rows(source: str, *, split: str, base: Path, max_rows: int | None) -> Iterator[DataRow]:
-    """Rows of a `*.jsonl` or `*.parquet` file, a built-in task, or a hub dataset `owner/name[:config]`.
+    """Yield the rows of a `*.jsonl` or `*.parquet` file, a built-in task, or a hub dataset `owner/name[:config]`.
 
     Relative files start at `base`. Raises DataError when the source as a whole cannot be read; a broken row is
     yielded with its problem.
@@ -107,7 +107,7 @@ def _parquet(path: Path) -> Iterator[DataRow]:
 
 
 def parquet_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | str]:
-    """The rows of a batch; of one that is not text, what is wrong with it."""
+    """Return the rows of a batch; of one that is not text, what is wrong with it."""
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:

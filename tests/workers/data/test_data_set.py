@@ -13,7 +13,6 @@ import pytest
 import specs
 from backends.hf.tokenizer import TextCodec, load_codec
 from rlctl.processes.role_configs import eval_source
-from specs.builtin_tasks import sort_digits
 from specs.errors import DataError
 from specs.schema.eval_sets import EvalSection
 from specs.schema.sections import DataSection
@@ -93,10 +92,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": 3}, "is int, not text"),
     ({"prompt": [{"role": "user", "content": "x"}]}, "no chat template"),
     ('{"prompt": "half \\ud800"}', "column 'prompt' holds half of a surrogate pair"),
-    ('{"prompt": "p", "answer": "\\udc00 half"}', "column 'answer' holds half of a surrogate pair"),
     ('{"prompt": "p", "extra": [{"a": ["x", "\\uDBFF"]}]}', "column 'extra' holds half of a surrogate pair"),
-    ('{"prompt": "p", "extra": {"\\ud83d": 1}}', "column 'extra' holds half of a surrogate pair"),
-    ('{"prompt": "p", "\\ud83d": 1}', "the name of column '\\ud83d' holds half of a surrogate pair"),
     ("[" * 100_000, "not JSON"),
 ]
 
@@ -115,40 +111,6 @@ def test_a_bad_row_is_named_or_dropped(tmp_path: Path, codec: TextCodec, bad: An
     assert "rows.jsonl:2: " in table.first_bad
 
 
-def test_bytes_that_are_no_text(tmp_path: Path, codec: TextCodec) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match=r":2: not UTF-8 \(byte 12\)"):
-        table_of(tmp_path, codec)
-
-
-def test_an_answer_is_needed_only_where_a_reward_compares(tmp_path: Path, codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [{"prompt": "a"}])
-    assert len(table_of(tmp_path, codec)) == 1
-    with pytest.raises(DataError, match="no column 'answer'"):
-        table_of(tmp_path, codec, needs_answer=True)
-    write_jsonl(tmp_path, [{"prompt": "a", "answer": ["x"]}])
-    with pytest.raises(DataError, match="must be text or a number, not list"):
-        table_of(tmp_path, codec, needs_answer=True)
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (" ", "column 'answer' is empty, so that an empty completion would be right"),
-        ("so #### ", "column 'answer' is empty after ####"),
-        (float("nan"), "column 'answer' is NaN"),
-    ],
-)
-def test_an_answer_that_an_empty_completion_or_none_can_match(
-    tmp_path: Path, codec: TextCodec, answer: object, words: str
-) -> None:
-    write_jsonl(tmp_path, [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": answer}])
-    with pytest.raises(DataError, match=words):
-        table_of(tmp_path, codec, needs_answer=True)
-    assert table_of(tmp_path, codec, needs_answer=True, bad_rows="drop").prompts == ["a"]
-    assert len(table_of(tmp_path, codec)) == 2, "nothing compares with it"
-
-
 def test_overlong_prompts(tmp_path: Path, codec: TextCodec) -> None:
     write_jsonl(tmp_path, [{"prompt": "a"}, {"prompt": "b" * 33}, {"prompt": "c" * 32}, {"prompt": "d" * 40}])
     table = table_of(tmp_path, codec)
@@ -165,36 +127,6 @@ def test_nothing_left(tmp_path: Path, codec: TextCodec) -> None:
     write_jsonl(tmp_path, [{"prompt": "x" * 100}, {"other": 1}])
     with pytest.raises(DataError, match=r"1 are longer .*; 1 are bad"):
         table_of(tmp_path, codec, bad_rows="drop")
-
-
-def test_whole_pairs_are_text(tmp_path: Path, codec: TextCodec) -> None:
-    """As JSON that is all ASCII has them."""
-    write_jsonl(tmp_path, ['{"prompt": "\\ud83d\\ude00", "answer": "\\u00e9"}'])
-    table = table_of(tmp_path, codec)
-    assert (table.prompts, table.rows[0]["answer"]) == (["\U0001f600"], "é")
-
-
-def test_held_out_rows_are_judged_too(tmp_path: Path, codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [{"prompt": "a", "answer": "1"}])
-    (tmp_path / "held.jsonl").write_text('{"prompt": "p", "answer": "\\ud800"}\n')
-    with pytest.raises(DataError, match=r"held\.jsonl:1: column 'answer' holds half"):
-        run_data(tmp_path, codec, eval_keys={"data": "held.jsonl", "prompts": 1})
-
-
-def test_parquet_that_is_not_text(tmp_path: Path, codec: TextCodec) -> None:
-    """A Parquet file may hold any bytes in a column of text, such as half of a surrogate pair."""
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    def text(*values: bytes) -> Any:
-        return arrow.Array.from_buffers(arrow.string(), len(values), arrow.array(values, arrow.binary()).buffers())
-
-    columns = {"prompt": text(b"a", b"b", b"c"), "answer": text(b"1", b"\xed\xa0\x80", b"3")}
-    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet row 2: column 'answer' is not UTF-8"):
-        table_of(tmp_path, codec, train="rows.parquet")
-    table = table_of(tmp_path, codec, train="rows.parquet", bad_rows="drop")
-    assert (table.prompts, table.dropped_bad) == (["a", "c"], 1)
 
 
 def test_parquet(tmp_path: Path, codec: TextCodec) -> None:
@@ -266,14 +198,6 @@ def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest
     assert data.prompts("eval", "heldout").table.prompts == ["b", "b"]
 
 
-def test_sort_digits_is_every_number_once() -> None:
-    rows = list(sort_digits())
-    assert len({row["prompt"] for row in rows}) == 10_000
-    assert all(row["answer"] == "".join(sorted(row["prompt"][:4])) and row["prompt"][4:] == ">" for row in rows)
-    tail = [int(row["prompt"][:4]) for row in rows[-64:]]
-    assert 3000 < np.mean(tail) < 7000
-
-
 # ── prompts ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -285,12 +209,6 @@ def test_templates() -> None:
     )
     with pytest.raises(KeyError):
         render_template("{missing}", {})
-
-
-def test_a_template_column_that_a_row_lacks(tmp_path: Path, codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [{"question": "a", "hint": "h"}, {"question": "b"}])
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: no column 'hint'"):
-        table_of(tmp_path, codec, template="{question} ({hint})")
 
 
 def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
@@ -310,25 +228,6 @@ def test_chat(tmp_path: Path, chat_codec: TextCodec) -> None:
     write_jsonl(tmp_path, [{"prompt": "text"}])
     assert table_of(tmp_path, chat_codec, chat="never").prompts == ["text"]
     assert table_of(tmp_path, chat_codec, template="Say {prompt}").prompts == ["[user]Say text[go]"]
-
-
-@pytest.mark.parametrize("messages", [[], [{"content": "x"}], ["x"], [{"role": "user"}]])
-def test_messages_that_are_none(tmp_path: Path, chat_codec: TextCodec, messages: list[Any]) -> None:
-    write_jsonl(tmp_path, [{"prompt": messages}])
-    with pytest.raises(DataError, match="list of messages with role and content"):
-        table_of(tmp_path, chat_codec)
-
-
-def test_messages_that_end_with_the_answer(tmp_path: Path, chat_codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}])
-    with pytest.raises(DataError, match="ends with the assistant's own answer"):
-        table_of(tmp_path, chat_codec)
-
-
-def test_a_template_takes_no_list(tmp_path: Path, codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [{"question": ["a", "b"], "parts": ["c"]}])
-    with pytest.raises(DataError, match="column 'question' is list, which no template can write"):
-        table_of(tmp_path, codec, template="Say {question}")
 
 
 def test_chat_that_the_tokenizer_cannot_do(tmp_path: Path, codec: TextCodec) -> None:
@@ -429,11 +328,3 @@ def test_several_sets_are_read_apart(tmp_path: Path, codec: TextCodec) -> None:
     assert drawn["kept"]["id_B"].tolist() == list(range(EVAL_IDS, EVAL_IDS + 12))
     assert len({int(one) for columns in drawn.values() for one in columns["id_B"]}) == 12 + 6 + 6
     assert data.prompts("eval", "a").table is data.prompts("eval", "b").table
-
-
-def test_evaluation_data_of_its_own(tmp_path: Path, codec: TextCodec) -> None:
-    numbered(tmp_path, 4)
-    (tmp_path / "held.jsonl").write_text('{"prompt": "h", "answer": "1"}\n' * 3, "utf-8")
-    data = run_data(tmp_path, codec, eval_keys={"prompts": 2, "data": "held.jsonl"})
-    assert len(data.train.indices) == 4
-    assert data.prompts("eval", "heldout").draw(0, 2, 1)[0]["length_B"].tolist() == [1, 1]
