@@ -1,7 +1,7 @@
-"""Every error a person can meet, in one tree.
+"""Define every error a person can meet, in one tree; each class says when it is raised.
 
-Each class says when it is raised. `RlctlError.exit_code` is what the command line exits with:
-1 when a run failed, 2 when the input was bad, 130 when a person interrupted.
+`RlctlError.exit_code` is what the command line exits with: 1 when a run failed, 2 when the input was bad, 130 when a
+person interrupted.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why a rank failed. The driver finds the root cause and what can be restarted by this alone, never by words."""
+    """Say why a rank failed. The driver finds the root cause, and what can be restarted, by this alone."""
 
-    # a rank says these in its ERROR message
-    RAISED = "raised"  # its own code raised an error
+    # in a rank's ERROR message
+    RAISED = "raised"  # its own code raised
     PEER_GONE = "peer_gone"  # a connection to another rank broke: probably that one failed first
-    PEER_LATE = "peer_late"  # it waited too long for another rank
+    PEER_LATE = "peer_late"  # another rank did not answer in time
     ENGINE_DIED = "engine_died"  # a process that belongs to its engine ended
-    # the driver sees these
+    # seen by the driver
     ENDED = "ended"  # its process ended
-    SILENT = "silent"  # it gives no sign of life
-    OVERDUE = "overdue"  # it did not answer, or did not join, in time
-    STALLED = "stalled"  # it is alive, but nothing moves and others wait for it
+    SILENT = "silent"  # no heartbeat
+    OVERDUE = "overdue"  # no reply, or no join, before the deadline
+    STALLED = "stalled"  # heartbeats, but no progress while others wait
 
 
 class RlctlError(Exception):
-    """Root of the tree. `message` names the thing; `hint` is the next action."""
+    """Root of the tree: `message` names the thing, `hint` is the next action."""
 
     exit_code = 1
     failure_cause = Cause.RAISED
@@ -52,7 +52,7 @@ def _rebuild(cls: type[RlctlError], message: str, hint: str) -> RlctlError:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a spec, named by its dotted key."""
+    """Name one thing that is wrong with a spec by its dotted key."""
 
     key: str
     message: str
@@ -61,12 +61,12 @@ class Problem:
 
     @property
     def subject(self) -> str:
-        """The key with its value."""
+        """Return the key with its value."""
         return f"{self.key} = {self.value}" if self.value else self.key
 
     @property
     def text(self) -> str:
-        """What is wrong with what, without the hint."""
+        """Return subject and message, without the hint."""
         return f"{self.subject}: {self.message}" if self.subject else self.message
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class NotHere(Problem):
-    """What this machine does not have or cannot reach; another may."""
+    """Name something that this machine does not have or cannot reach, and another may."""
 
 
 class SpecError(RlctlError):
@@ -126,11 +126,11 @@ class CheckpointError(RlctlError):
 
 
 class BatchError(RlctlError):
-    """A batch lacks a column that a verb needs, or its columns disagree in length."""
+    """A batch lacks a column that a verb needs, or its columns differ in length."""
 
 
 class ChannelError(RlctlError):
-    """A peer broke the wire's rules: wrong secret, unknown verb, bad frame."""
+    """A peer broke the protocol: wrong secret, unknown verb, bad frame."""
 
 
 class SyncError(RlctlError):
@@ -146,21 +146,21 @@ class GradingError(RlctlError):
 
 
 class NotFiniteError(RlctlError):
-    """A number that the actor would learn from, or that says how it learns, is NaN or infinite."""
+    """A number that the actor learns from, or a metric of its update, is NaN or infinite."""
 
 
 class MemoryGrowthError(RlctlError):
-    """A role holds more and more memory where it should have let go of it."""
+    """A role's memory grows from step to step."""
 
 
 class SamplerDied(RlctlError):
-    """The engine behind a rollout is gone though its role's process lives: a server that ended, an engine's process."""
+    """A sampler's engine process ended although its rank is alive."""
 
     failure_cause = Cause.ENGINE_DIED
 
 
 class PeerGone(RlctlError):
-    """The connection to another rank, `peer`, broke: it ended, or gave up. What happened there is the root cause."""
+    """The connection to another rank, `peer`, broke; the root cause is there."""
 
     failure_cause = Cause.PEER_GONE
 
@@ -170,13 +170,13 @@ class PeerGone(RlctlError):
 
 
 class PeerLate(PeerGone):
-    """Another rank, `peer`, did not do its part in time. It may hang, or be gone."""
+    """Another rank, `peer`, did not answer in time: it hangs, or is gone."""
 
     failure_cause = Cause.PEER_LATE
 
 
 class AsBuiltError(RlctlError):
-    """A rank built something else than the spec asked for. Training is refused."""
+    """A rank built something other than the spec asked for. Training is refused."""
 
 
 class ExportError(RlctlError):
@@ -223,7 +223,7 @@ class RoleFailure(RlctlError):
             self.exit_code = 2
 
     def advise(self, what_next: str) -> None:
-        """Say what to do next, after what is known of the cause."""
+        """Add the next action to the hint."""
         self.hint = f"{self.hint}; {what_next}" if self.hint else what_next
 
 

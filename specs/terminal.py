@@ -1,4 +1,4 @@
-"""Text of models, data and people on its way to a terminal: what would command it is made visible, here and only here.
+"""Make visible, here and only here, what would command a terminal in text of models, data and people.
 
 A completion, a prompt, a key or a file name may hold escape sequences (move the cursor, set the clipboard, hide what
 follows), carriage returns and backspaces that rewrite a line, and marks that turn the direction of the text around.
@@ -16,12 +16,12 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def visible(text: str) -> str:
-    """`text` with each character that commands a terminal as its number, `\\x1b` or `\\u202e`. The rest stays."""
+    """Return `text` with each character that commands a terminal as its number, `\\x1b` or `\\u202e`."""
     return _COMMANDS.sub(_number, text)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON of the same value that a terminal may be shown: letters stay readable, what commands it is `\\u001b`."""
+    """Return JSON of the same value that a terminal may show: what would command it is `\\u001b`."""
     return _COMMANDS.sub(_json_number, json.dumps(value, ensure_ascii=False, indent=indent))
 
 
@@ -35,8 +35,8 @@ def _json_number(found: re.Match[str]) -> str:
 
 
 class VisibleStream:
-    """A text stream that only `visible` text goes through. `log`: of a file that libraries write to, where colours are
-    left out, and a progress bar that returns to the start of its line begins a new one."""
+    """Let only `visible` text through to a text stream. `log`: it is a file that libraries write to; colours are left
+    out, and a progress bar that returns to the start of its line begins a new one."""
 
     def __init__(self, file: TextIO, *, log: bool = False) -> None:
         self.unguarded, self._log = file, log

@@ -1,4 +1,4 @@
-"""Values and lists of numbers, as they stand in what a person reads."""
+"""Write values and lists of numbers for a person to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def show(value: Any, limit: int = 60) -> str:
-    """A value as TOML would write it, cut to `limit` characters; "" for tables."""
+    """Return a value as TOML writes it, at most `limit` characters; "" for tables."""
     if isinstance(value, dict) or value is None:
         return ""
     if isinstance(value, bool):
@@ -26,12 +26,12 @@ def show(value: Any, limit: int = 60) -> str:
 
 
 def show_default(value: Any) -> str:
-    """A key's default as TOML writes it, or "" for tables and None."""
+    """Return a key's default as TOML writes it, or "" for tables and None."""
     return show(value) if isinstance(value, bool | int | float | str | tuple) and value not in ("", ()) else ""
 
 
 def not_text(row: Mapping[str, Any]) -> str:
-    """Which column of a row, at any depth, holds half of a surrogate pair, in words; "" for none. JSON can write one
+    """Name the column of a row that holds half of a surrogate pair, at any depth; "" for none. JSON can write one
     (`"\\ud83d"`), but it is no character: no tokenizer, file or terminal takes it."""
     if _is_text(row):
         return ""
@@ -52,13 +52,13 @@ def _is_text(value: Any) -> bool:
 
 
 def listed(numbers: list[int], shown: int = 8) -> str:
-    """`1, 2 or 4`; of more than `shown`, the largest."""
+    """Return `1, 2 or 4`; of more than `shown` numbers, the last."""
     *others, last = map(str, numbers[-shown:])
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def _shown(character: str) -> str:
-    """A character as TOML writes it between double quotes; unprintable ones by their number."""
+    """Return a character as TOML writes it between double quotes; unprintable ones by their number."""
     if character in _ESCAPES:
         return _ESCAPES[character]
     return character if character.isprintable() else f"\\u{ord(character):04x}"

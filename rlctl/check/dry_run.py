@@ -14,6 +14,8 @@ from rlctl.check.findings import not_here
 from rlctl.preflight.file_problems import file_problems
 from rlctl.processes.launch import SHARED_PREFIXES, base_environment
 from rlctl.processes.placement import RolePlan, make_plan
+from rlctl.show.problems import print_problems
+from rlctl.show.screen import Screen
 from specs.errors import Problem, SpecError
 from specs.load.load import load_spec
 from specs.rules.transport_rules import choose_transport
@@ -47,8 +49,8 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
         print(f"sampling runs ahead of learning by up to {_count(most, 'step', 'steps')}")
     for note in notes:
         print(f"\nnote: {note}")
-    for warning in warnings:
-        print(f"\nwarning: {warning}")
+    print()
+    print_problems(Screen(), "warning", warnings)
 
 
 def describe(role: RolePlan) -> list[str]:

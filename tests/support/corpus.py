@@ -1,4 +1,4 @@
-"""The corpus of specs (`tests/specs/corpus/*.toml`), broken and sound: from a case to a folder on disk that holds it.
+"""Lay out cases of the corpus of specs, broken and sound (`tests/specs/corpus/*.toml`), in folders.
 
 A case is a table:
 
@@ -13,10 +13,10 @@ A case is a table:
     like      the built-in model that this folder is made of; default: tiny-digits
     without   keys to take out: file of the model → keys
     absent    packages that are not installed
-    errors    dotted key → words of its message or hint: exactly these problems are found, each with a hint
+    errors    dotted key → part of its message or hint: exactly these problems are found, each with a hint
     also      keys that may have problems besides, for what need not be installed
-    warnings  the same of warnings; not given: they are not looked at
-    probe     the same of problems that only `--probe` finds, and probe_warnings of its warnings
+    warnings  the same for warnings, which are looked at only where this is given
+    probe     the same for problems that only `--probe` finds; probe_warnings for its warnings
     sound     true: neither the check nor the probe finds anything
 """
 
@@ -46,30 +46,30 @@ from specs.schema.engines.engine_table import EngineTable
 ALL_TABLES: tuple[type[EngineTable], ...] = (*TRAIN_TABLES, *ROLLOUT_TABLES)
 CORPUS = Path(__file__).parent.parent / "specs" / "corpus"
 Case = dict[str, Any]
-SAID, PROBED = ("errors", "warnings"), ("probe", "probe_warnings")
+CHECKED, PROBED = ("errors", "warnings"), ("probe", "probe_warnings")
 KEYS = {
     *("base", "set", "remove", "text", "override", "files", "model", "like", "without", "absent", "also", "sound"),
-    *SAID,
+    *CHECKED,
     *PROBED,
 }
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """(name, case) of the whole corpus; the name says the file, the number there and what it is about."""
+    """Yield (name, case) of the whole corpus; a name is file, number and keys."""
     for file in sorted(CORPUS.glob("*.toml")):
         for number, case in enumerate(tomli.loads(file.read_text()).get("case", ()), 1):
-            said = [key for kind in (*SAID, *PROBED) for key in case.get(kind, ())]
-            about = "+".join(dict.fromkeys(said)) or "sound"
+            keys = [key for kind in (*CHECKED, *PROBED) for key in case.get(kind, ())]
+            about = "+".join(dict.fromkeys(keys)) or "sound"
             yield f"{file.stem}-{number}-{about[:60]}", case
 
 
 def base(name: str = "") -> dict[str, Any]:
-    """Tables of a preset, or of the small spec."""
+    """Return the tables of a preset, or of the small spec."""
     return tomli.loads(presets()[name].read_text()) if name else raw_spec()
 
 
 def edited(raw: dict[str, Any], sets: dict[str, Any], removed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A copy of `raw` with dotted keys set, then taken out."""
+    """Return a copy of `raw` with dotted keys set, then taken out."""
     raw = copy.deepcopy(raw)
     for key, value in [*sets.items(), *((key, None) for key in removed)]:
         *parents, last = key.split(".")
@@ -83,8 +83,8 @@ def edited(raw: dict[str, Any], sets: dict[str, Any], removed: tuple[str, ...] =
     return raw
 
 
-def said_exactly(wanted: dict[str, str], found: list[Problem]) -> None:
-    """Every wanted key is found with its words and a hint, and nothing else is."""
+def assert_problems(wanted: dict[str, str], found: list[Problem]) -> None:
+    """Assert that each wanted key is found with its text and a hint, and nothing else is."""
     listed = "\n".join(map(str, found))
     assert sorted(wanted) == sorted(problem.key for problem in found), listed
     for problem in found:
@@ -93,7 +93,7 @@ def said_exactly(wanted: dict[str, str], found: list[Problem]) -> None:
 
 
 def write_case(case: Case, folder: Path) -> Path:
-    """Lay a case out in `folder`; returns the spec's path."""
+    """Lay a case out in `folder` and return the spec's path."""
     for name, text in case.get("files", {}).items():
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -110,16 +110,12 @@ def write_case(case: Case, folder: Path) -> Path:
 
 
 def _write(place: Path, **what: Any) -> None:
-    """A file that is more than text: by bytes, a link, another file's copy, numbered lines, or rows."""
+    """Write a file that is more than text: bytes, a link, numbered lines, or rows."""
     match what:
         case {"hex": str(digits)}:
             place.write_bytes(bytes.fromhex(digits))
         case {"link": str(target)}:
             place.symlink_to(target)
-        case {"hard": str(name)}:
-            place.hardlink_to(place.parent / name)
-        case {"copy": str(name)}:
-            shutil.copy(place.parent / name, place)
         case {"lines": str(line), "count": int(count)}:
             text = "".join(line.replace("{n}", str(number)) + "\n" for number in range(count))
             place.write_text(text + what.get("then", ""))
@@ -133,7 +129,7 @@ def _write(place: Path, **what: Any) -> None:
 
 
 class _StandIn(metadata.Distribution):
-    """A package of no importance: only that it is there."""
+    """Stand for an installed package."""
 
     def __init__(self, name: str) -> None:
         self.text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n"
@@ -147,7 +143,7 @@ class _StandIn(metadata.Distribution):
 
 @contextmanager
 def packages(absent: Sequence[str] = ()) -> Iterator[None]:
-    """Packages of engines that share our interpreter are there, whatever is installed, except those that are absent."""
+    """Pretend that engines' packages for our interpreter are installed, except those that are absent."""
     find = metadata.Distribution.from_name
     shared = {name for table in ALL_TABLES if not table.own_environment for name in table.packages or ()}
 
@@ -169,7 +165,7 @@ def packages(absent: Sequence[str] = ()) -> Iterator[None]:
 
 
 def as_toml(raw: dict[str, Any]) -> str:
-    """Tables as TOML: a line per top-level key, everything below inline."""
+    """Return tables as TOML, a line per top-level key."""
     return "".join(f"{json.dumps(key)} = {_value(value)}\n" for key, value in raw.items())
 
 
@@ -187,7 +183,7 @@ def _value(value: Any) -> str:
 
 
 def write_model(folder: Path, changes: dict[str, Any], like: str, without: dict[str, list[str]]) -> None:
-    """A built-in model with weights (all the same) of the shapes that its config says; then the changes."""
+    """Write a built-in model with equal weights of its config's shapes; then the changes."""
     shutil.copytree(BUILTIN_FOLDER / like, folder)
     write_weights(folder / "model.safetensors", qwen2_shapes(json.loads((folder / "config.json").read_text())))
     for name, change in changes.items():
@@ -214,7 +210,7 @@ def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "
 
 
 def qwen2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name → shape of the tensors of a Qwen2 as transformers stores them."""
+    """Return name → shape of the tensors of a Qwen2 as transformers stores them."""
     hidden, heads, kv_heads = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     head, wide = config.get("head_dim") or hidden // heads, config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {

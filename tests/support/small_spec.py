@@ -1,4 +1,4 @@
-"""The small sound spec that many tests, and the cases of the corpus, start from: `tests/specs/corpus/base.toml`."""
+"""Hold the small sound spec that many tests and the corpus start from: `tests/specs/corpus/base.toml`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FILE = Path(__file__).parent.parent / "specs" / "corpus" / "base.toml"
 
 
 def raw_spec(**sections: dict[str, Any]) -> dict[str, Any]:
-    """Its tables, anew; the keys of `sections` are set over its own."""
+    """Return its tables; the keys of `sections` are set over its own."""
     raw = tomli.loads(FILE.read_text())
     return raw | {name: {**raw.get(name, {}), **keys} for name, keys in sections.items()}
 
 
 def problems_of(raw: dict[str, Any]) -> list[Problem]:
-    """What loading says against these tables."""
+    """Return the problems that loading these tables finds."""
     try:
         spec_from(raw)
     except SpecError as error:
@@ -30,7 +30,7 @@ def problems_of(raw: dict[str, Any]) -> list[Problem]:
 
 
 def only_problem(raw: dict[str, Any]) -> Problem:
-    """The one problem that loading these tables finds; it has a hint."""
+    """Return the only problem that loading these tables finds; it has a hint."""
     with pytest.raises(SpecError) as caught:
         spec_from(raw)
     (found,) = caught.value.problems

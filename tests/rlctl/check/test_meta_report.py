@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from corpus import PROBED, Case, cases, said_exactly, write_case
+from corpus import PROBED, Case, assert_problems, cases, write_case
 
 from rlctl.check.meta_build import Probe, requests_of
 from rlctl.check.meta_report import probe_problems
@@ -26,5 +26,5 @@ def test_a_probe_gives_its_message(name: str, tmp_path: Path, monkeypatch: pytes
     asked = requests_of(spec, tmp_path, "meta")
     probe = Probe("meta", asked, {role: reply(role, asked[role]) for role in (DATA, REWARD, ROLLOUT)})
     problems, warnings = probe_problems(spec, tmp_path, probe)
-    said_exactly(case.get("probe", {}), problems)
-    said_exactly(case.get("probe_warnings", {}), warnings)
+    assert_problems(case.get("probe", {}), problems)
+    assert_problems(case.get("probe_warnings", {}), warnings)
