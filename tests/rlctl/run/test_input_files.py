@@ -159,14 +159,6 @@ def test_a_hub_data_set_is_known_by_its_revision(folder: Path, monkeypatch: pyte
         attempt(folder, spec)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": {"data.train": {"rows.jsonl": {"bytes": "1"}}}}'])
-def test_a_damaged_record_is_named(folder: Path, content: str) -> None:
-    attempt(folder, resume=False)
-    (folder / "run" / "inputs.json").write_text(content)
-    with pytest.raises(RunDirError, match=r"inputs\.json, which says what this run reads"):
-        attempt(folder)
-
-
 def test_the_flag_is_for_a_resume(tmp_path: Path) -> None:
     error = io.StringIO()
     with redirect_stderr(error):

@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 from running import preset
 
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.presets import presets
-from rlctl.run.resume import about_model, check_fits, differences, held_out, may_change
+from rlctl.run.resume import about_model, check_fits, differences, held_out
 from specs.errors import CheckpointError
-from specs.load.dotted_keys import flattened
 from specs.load.load import load_spec
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.engine_table import TrainTable
-from specs.schema.roles import ROLES
-
-
-def documented_keys() -> list[str]:
-    """Patterns of the table in docs/checkpoints.md, with a role for ROLE. A name without a dot belongs to the section
-    of the one before it."""
-    page = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    table = page.partition("## What may change at `--resume`")[2].partition("Everything else")[0]
-    patterns = []
-    for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
-        section = ""
-        for name in re.findall(r"`([^`]+)`", row):
-            section = f"{name.partition('.')[0]}." if "." in name else section
-            pattern = name if "." in name else section + name
-            patterns += [pattern.replace("ROLE", role) for role in (ROLES if "ROLE" in pattern else ("",))]
-    return patterns
-
-
-def test_what_may_change_is_what_the_page_says() -> None:
-    spec = load_spec(presets()["ppo-rm-8gpu"], ['tracking=[{ kind = "tensorboard" }]'])
-    keys, patterns = flattened(spec.resolved()), documented_keys()
-    patterns.remove("ref.model")  # "`ref.*` but `ref.model`"
-    told = {
-        key for key in keys if key != "ref.model" and any(fnmatch(key, p) or fnmatch(key, f"{p}.*") for p in patterns)
-    }
-    assert told == {key for key in keys if may_change(key)}
-
 
 ALLOWED = {
     "actor.processes=4": "actor.processes: 1 → 4",

@@ -71,15 +71,6 @@ def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path
     assert (last.run_dir, last.steps, last.state) == (tmp_path / "out" / "lr_1e-2-seed_1", 3, "waiting")
 
 
-def test_names_differ_where_values_look_alike_and_keys_end_alike(spec: Path, tmp_path: Path) -> None:
-    tables = ('[{kind="exact_match"}]', "[{kind='exact_match', partial=true}]")
-    trials, _ = plan(spec, [], [Swept("reward.terms", tables), Swept("reward.timeout_s", ("1", "2"))], tmp_path)
-    assert len({trial.name for trial in trials}) == 4
-    threads = [Swept("actor.threads", ("1", "2")), Swept("rollout.threads", ("1", "2"))]
-    trials, _ = plan(spec, [], threads, tmp_path)
-    assert trials[0].name == "actor.threads_1-rollout.threads_1"
-
-
 def test_what_is_wrong_in_any_run_is_said_before_the_first(spec: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         plan(spec, ["run.stepz=1"], [Swept("actor.optimizer.lr", ("1e-3", "x"))], tmp_path / "out")

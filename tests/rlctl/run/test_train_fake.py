@@ -168,18 +168,6 @@ def test_six_steps_are_three_and_three(spec, tmp_path):
     assert (halves / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
-def test_resume_refuses_another_spec(spec, tmp_path):
-    run = tmp_path / "run"
-    assert warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=1").returncode == 0
-    other = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=2", "--set", "run.seed=9", "--resume")
-    assert other.returncode == 2
-    assert "run.seed" in other.stderr
-    assert "hint:" in other.stderr
-    twice = warm_rlctl("train", spec, "--run-dir", run, "--set", "run.steps=1")
-    assert twice.returncode == 2
-    assert "already holds a run" in twice.stderr
-
-
 # ── what can die ──────────────────────────────────────────────────────────────────────────────────
 
 

@@ -57,12 +57,6 @@ def test_time_shares_keep_the_order_of_a_step_and_name_the_rest_other() -> None:
     assert shares == pytest.approx({"rollout": 0.25, "train": 0.5, "x": 0.05, "other": 0.2})
 
 
-def test_overlapping_phases_never_exceed_the_whole() -> None:
-    shares = time_shares([{"time/step_s": 1.0, "time/rollout_s": 1.0, "time/reward_s": 1.0}])
-    assert shares == pytest.approx({"rollout": 0.5, "reward": 0.5, "other": 0.0})
-    assert time_shares([]) == {}
-
-
 def test_no_cell_of_a_table_is_cut() -> None:
     rows = [("shout-eval-step60", "1"), ("shout", "0.25")]
     assert columns(("run", "finished"), rows, left=1).splitlines() == [

@@ -80,16 +80,6 @@ def test_several_get_the_same_steps(tmp_path: Path, calls: Any) -> None:
     assert calls("mlflow.end_run") == [{"status": "FINISHED"}]
 
 
-def test_wandb_is_told_the_project_and_the_values(tmp_path: Path, calls: Any) -> None:
-    run(spec_with(WANDB), tmp_path, range(1, 2))
-    (init,) = calls("wandb.init")
-    assert (init["project"], init["entity"], init["name"]) == ("mine", "team", "tracked")
-    assert init["config"]["actor"]["optimizer"]["lr"] == spec_with().actor.optimizer.lr
-    # W&B's own step only grows, and a resume goes back: `step` is a metric, and the axis of the others
-    assert {"name": "*", "step_metric": "step"} in calls("wandb.define_metric")
-    assert all(call["step"] is None for call in calls("wandb.log"))
-
-
 def test_mlflow_is_told_the_experiment_and_every_hyperparameter(tmp_path: Path, calls: Any) -> None:
     raw = {**raw_spec(), "tracking": [MLFLOW]}
     raw["data"] = {**raw["data"], "template": "x" * 600 + "{prompt}"}
@@ -143,16 +133,6 @@ def test_a_name_that_trackio_changed_is_the_one_to_resume(tmp_path: Path, calls:
         (tmp_path / number).mkdir(exist_ok=True)
         run(spec, tmp_path / number, range(1, 2), resume=resume)
     assert [call["name"] for call in calls("trackio.init")] == ["twice", "twice", "twice-2"]
-
-
-def test_another_project_or_a_new_run_begins_anew(tmp_path: Path, calls: Any) -> None:
-    run(spec_with(WANDB), tmp_path, range(1, 2))
-    run(spec_with({**WANDB, "project": "other"}), tmp_path, range(1, 2), resume=True)
-    run(spec_with({**WANDB, "project": "other"}), tmp_path, range(1, 2))
-    (tmp_path / "trackers.json").write_text("{")
-    said = run(spec_with(WANDB), tmp_path, range(1, 2), resume=True)
-    assert [call["id"] for call in calls("wandb.init")] == [None] * 4
-    assert any("trackers.json" in text and "begin a new run" in text for text in said)
 
 
 # ── what goes wrong ───────────────────────────────────────────────────────────────────────────────

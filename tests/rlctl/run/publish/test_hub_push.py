@@ -40,11 +40,6 @@ def test_a_new_repository_is_private_and_holds_the_folder(hub: PushedHub, folder
     assert made.files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_public_is_public(hub: PushedHub, folder: Path) -> None:
-    push(find_repo("org/theirs", public=True), folder, "x")
-    assert not hub.repos["org/theirs"].private
-
-
 def test_weights_of_an_earlier_export_go_and_other_files_stay(hub: PushedHub, folder: Path) -> None:
     shards = {f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)}
     others = {"model.safetensors.index.json": b"{}", "LICENSE": b"mine"}
