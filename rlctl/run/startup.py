@@ -51,7 +51,7 @@ def start(
     holders = [groups[role] for role in spec.roles if ROLES[role].holds_model]
     devices = {role: spec.gpus(role) for role in spec.roles}
     residency = Residency(plan.colocated, holders, sleep_level(spec), devices)
-    reports = _build(spec, groups, residency, bodies)
+    reports = _build(spec, groups, residency, bodies, progress)
     expected = models_expected(spec, spec_dir, role_attention)
     as_built_check.check(spec, reports, expected)
     as_built_check.check_same_start(reports, run.starting_weights)
@@ -87,7 +87,7 @@ def start(
     return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
 
 
-def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> Reports:
+def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies, progress: Progress) -> Reports:
     """Build all roles at once; on shared devices wave by wave, each leaving the device before the next one comes."""
     waves = build_waves(spec.roles) if residency.shared else [list(spec.roles)]
     reports: Reports = {}
@@ -95,6 +95,8 @@ def _build(spec: Spec, groups: Groups, residency: Residency, bodies: Bodies) -> 
         timeout_s = spec.run.start_timeout_s
         calls = {role: groups[role].post(Verb.BUILD, bodies[role], timeout_s=timeout_s) for role in wave}
         for role, call in calls.items():
+            waited_for = [name for name, other in calls.items() if len(other.answers) < len(other.ranks)]
+            progress.phase("build", ", ".join(waited_for))
             reports[role] = [AsBuilt.model_validate(answer.body) for answer in _answers(call)]
         residency.leave_after_build([groups[role] for role in wave])
     return reports
