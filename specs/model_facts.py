@@ -107,7 +107,7 @@ def positions_of(config: Mapping[str, Any]) -> int:
     Dynamic scaling does not count: beyond them it depends on the longest sequence of a batch."""
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, Mapping) else config
-    given = merged.get("max_position_embeddings")
+    given = merged.get("max_position_embeddings", merged.get("n_positions"))
     positions = given if type(given) is int and given > 0 else 0
     rope = merged.get("rope_parameters") or merged.get("rope_scaling")
     if not isinstance(rope, Mapping):

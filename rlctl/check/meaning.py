@@ -62,13 +62,13 @@ def _versions(section: RoleSection, python: str) -> dict[str, str]:
 
 def reference(spec: Spec) -> dict[str, Any]:
     """Whether the run needs a reference model, whether one is loaded, which, and why."""
-    found = reference_of(spec)
-    placed = spec.role(REF) if found.loaded else None
+    model, why = reference_of(spec)
+    placed = spec.role(REF) if model else None
     return {
-        "needed": found.needed,
-        "loaded": found.loaded,
-        "model": found.model,
-        "why": found.why,
+        "needed": spec.needs_ref,
+        "loaded": bool(model),
+        "model": model,
+        "why": why,
         "engine": placed.engine.kind if isinstance(placed, RefSection) else "",
         "devices": list(placed.devices) if placed else [],
     }

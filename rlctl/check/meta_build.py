@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.hub import HubFolder, bring, hub_snapshot, look_up, offline
+from rlctl.models.hub import HubModel, hub_snapshot, look_up, offline
 from rlctl.preflight.file_problems import has_nvidia_driver
 from rlctl.processes.launch import base_environment, python_path
 from rlctl.processes.placement import Plan, RolePlan
@@ -51,7 +51,7 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
     with ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-probe-")))
         missing = {role: path for role, asked in requests.items() if (path := _missing(asked.body))}
-        brought = bring_models(missing.values(), made)
+        brought = bring_models(missing.values())
         found = {role: _not_here(role, path) for role, path in missing.items() if path not in brought}
         placed = {role: _placed(asked, brought) for role, asked in requests.items()}
         shares = _shares([plan.role(role) for role in requests if role not in found], level)
@@ -78,15 +78,10 @@ def _missing(body: Mapping[str, Any]) -> str:
     return "" if snapshot is not None and (snapshot / "config.json").is_file() else path
 
 
-def bring_models(hub_ids: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Hub id → where its config and tokenizer are now, in `folder`; without those that the hub does not give."""
-    brought = {}
-    for number, hub_id in enumerate(dict.fromkeys(hub_ids)):
-        place = folder / f"model-{number}"
-        place.mkdir()
-        if not offline() and isinstance(look_up(hub_id), HubFolder) and bring(hub_id, place):
-            brought[hub_id] = place
-    return brought
+def bring_models(hub_ids: Iterable[str]) -> dict[str, Path]:
+    """Return hub id → the folder with its config and tokenizer; without those that the hub does not give."""
+    found = {} if offline() else {hub_id: look_up(hub_id) for hub_id in hub_ids}
+    return {hub_id: model.folder for hub_id, model in found.items() if isinstance(model, HubModel)}
 
 
 def _placed(asked: RoleRequest, brought: Mapping[str, Path]) -> RoleRequest:

@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.hub import Folder, NotGiven, hub_snapshot, look_up, offline
+from rlctl.models.hub import Unavailable, hub_snapshot, look_up, offline
 from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
 from rlctl.models.paths import BUILTIN_FOLDER, model_folder
 from specs.errors import Problem, SpecError
@@ -42,7 +42,7 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
     folder = _shipped(path) or model_folder(path, spec_dir)
     if folder is None:
         asked = None if offline() else look_up(path)
-        why = f": {asked.why}" if isinstance(asked, NotGiven) else ""
+        why = f": {asked.why}" if isinstance(asked, Unavailable) else ""
         hint = f"`hf download {path} config.json` brings it (a few kB) where there is a network; {_by_hand(key)}"
         raise SpecError([Problem(key, f"its config.json is not on this machine{why}", hint, show(path))])
     config, facts, tensors = _read_model(key, path, folder)
@@ -58,7 +58,7 @@ def find_model(spec: Spec, role: RoleName, spec_dir: Path) -> Model:
 
 def _shipped(path: str) -> Path | None:
     folder = SHIPPED_FOLDER / path.replace("/", "--")
-    return folder if hub_snapshot(path) is None and (folder / "config.json").is_file() else None
+    return folder if (folder / "config.json").is_file() and hub_snapshot(path) is None else None
 
 
 def _by_hand(key: str) -> str:
@@ -66,18 +66,18 @@ def _by_hand(key: str) -> str:
 
 
 @cache
-def _read_model(key: str, path: str, folder: Folder) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
+def _read_model(key: str, path: str, folder: Path) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        what = "no config.json in it" if Path(str(folder)).is_dir() else "no such folder on this machine"
+        what = "no config.json in it" if folder.is_dir() else "no such folder on this machine"
         hint = f"sizes come from its config.json alone: {_by_hand(key)}"
         raise SpecError([Problem(key, what, hint, show(path))]) from None
     except (OSError, ValueError) as error:
         hint = "a model folder has a config.json"
         raise SpecError([Problem(key, f"config.json cannot be read: {error}", hint, show(path))]) from None
     facts, tensors = model_facts(config), tensors_of_config(config)
-    if tensors is None and isinstance(folder, Path):
+    if tensors is None:
         tensors = tensors_on_disk(folder, tied=bool(facts and facts.tied_embeddings))
     return config, facts, tensors
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ NAMES = {"path": "model path", "attn_function": "attention function"}
 
 
 def differences(spec: Spec, reports: Reports, expected: Mapping[RoleName, Expected]) -> list[str]:
-    """Every difference between what was built and what the spec asks for, in words. Empty: all is well.
+    """Return every difference between what was built and what the spec asks for. Empty: all is well.
 
     `expected`: what each role's model must be (`rlctl/models/expected.py`).
     """
@@ -56,30 +56,30 @@ def differences(spec: Spec, reports: Reports, expected: Mapping[RoleName, Expect
             expect(where, "parameters (rank 0 built the first number)", first.parameters, model.parameters)
             expect(where, "kernels (of rank 0 first)", _kernels(first), _kernels(model))
             expect(where, "weights (checksum of rank 0 first)", first.weights_checksum, model.weights_checksum)
-    found += _across_roles(spec, reports)
-    return found
+    return [*found, *_across_roles(spec, {role: ranks[0].model for role, ranks in reports.items()})]
 
 
 def compare(expected: Expected, model: ModelBuilt, not_seen: Sequence[str] = ()) -> list[tuple[str, object, object]]:
-    """(what, expected, actual) wherever a model differs from the spec. `not_seen`: fields not read back."""
+    """Return (what, expected, actual) wherever a model differs from the spec. `not_seen`: fields not read back."""
     found: list[tuple[str, object, object]] = []
+    pairs: Iterable[tuple[str, object, object]]
     for field, value in expected.items():
         actual = getattr(model, field)
         if field in not_seen or actual == value or (field == "options" and actual is None):
             continue
         if field == "options":
-            told = ((name, asked, actual.get(name)) for name, asked in value.items())
-            found += [(f"{name} of the engine's library", ask, have) for name, ask, have in told if ask != have]
-        elif field != "mesh":
-            found.append((NAMES.get(field, field), value, actual))
+            pairs = ((f"{name} of the engine's library", asked, actual.get(name)) for name, asked in value.items())
+        elif field == "mesh":
+            axes = {**value, **actual}
+            pairs = ((f"ranks along the mesh axis {axis}", value.get(axis, 0), actual.get(axis, 0)) for axis in axes)
         else:
-            axes = ((axis, value.get(axis, 0), actual.get(axis, 0)) for axis in {**value, **actual})
-            found += [(f"ranks along the mesh axis {axis}", ask, have) for axis, ask, have in axes if ask != have]
+            pairs = [(NAMES.get(field, field), value, actual)]
+        found += [(what, asked, built) for what, asked, built in pairs if asked != built]
     return found
 
 
 def _kernels(model: ModelBuilt) -> str:
-    """Their name, and how many modules they compute."""
+    """Return the name of a model's kernels, and how many modules they compute."""
     replaced = ", ".join(f"{number} × {kind}" for kind, number in sorted(model.replaced_modules.items()))
     return f"{model.kernels} ({replaced})" if replaced else model.kernels
 
@@ -90,73 +90,65 @@ def _learner(model: ModelBuilt) -> str:
     return "adapters" if 0 < model.trainable_parameters < model.parameters else "nothing"
 
 
-def _across_roles(spec: Spec, reports: Reports) -> list[str]:
-    """Actor and rollout must be the same model. Other trainers must read the same tokens, and a frozen one
-    must be the actor's start, unless it has a path of its own."""
-    found = []
-    actor, rollout = reports[ACTOR][0].model, reports[ROLLOUT][0].model
+def _across_roles(spec: Spec, models: Mapping[RoleName, ModelBuilt | None]) -> Iterator[str]:
+    """Yield where actor and rollout are not the same model, another trainer does not read the same tokens, or a frozen
+    one without a path of its own is not the actor's start."""
+    actor, rollout = models[ACTOR], models[ROLLOUT]
     assert actor is not None
     assert rollout is not None
     for what in ("parameters", "hidden_size", "layers", "vocab_size", "tied_embeddings"):
         if getattr(actor, what) != getattr(rollout, what):
-            found.append(f"rollout: {what}: actor has {getattr(actor, what)}, rollout {getattr(rollout, what)}")
+            yield f"rollout: {what}: actor has {getattr(actor, what)}, rollout {getattr(rollout, what)}"
     expected = "all parameters" if spec.actor.lora is None else "adapters"
     if _learner(actor) != expected:
-        found.append(f"actor: trainable parameters: expected {expected}, built {_learner(actor)}")
-    for role in [role for role in reports if ROLES[role].is_trainer and ROLES[role].same_tokens and role != ACTOR]:
-        other = reports[role][0].model
-        if other is None:
-            continue  # named above
-        if other.vocab_size != actor.vocab_size:
-            found.append(f"{role}: vocab_size: actor has {actor.vocab_size}, {role} {other.vocab_size}")
+        yield f"actor: trainable parameters: expected {expected}, built {_learner(actor)}"
+    for role, model in models.items():
+        if role == ACTOR or model is None or not (ROLES[role].is_trainer and ROLES[role].same_tokens):
+            continue
+        if model.vocab_size != actor.vocab_size:
+            yield f"{role}: vocab_size: actor has {actor.vocab_size}, {role} {model.vocab_size}"
         frozen_start = ROLES[role].holds == "frozen" and spec.model_path(role) == spec.model_path(ACTOR)
-        if frozen_start and other.dtype == actor.dtype and other.weights_checksum != actor.weights_checksum:
-            found.append(f"{role}: weights: it must start from the actor's weights, but the checksums differ")
-    return found
+        if frozen_start and model.dtype == actor.dtype and model.weights_checksum != actor.weights_checksum:
+            yield f"{role}: weights: it must start from the actor's weights, but the checksums differ"
 
 
 def check(spec: Spec, reports: Reports, expected: Mapping[RoleName, Expected]) -> None:
-    """Raises AsBuiltError listing every difference."""
+    """Raise AsBuiltError listing every difference, if there is one."""
     found = differences(spec, reports, expected)
     if found:
-        raise AsBuiltError(
-            "what was built is not what the spec asked for:\n" + "\n".join(f"  - {line}" for line in found),
-            hint="nothing was trained; `rlctl check-config` shows what each role will build",
-        )
+        hint = "nothing was trained; `rlctl check-config` shows what each role will build"
+        raise AsBuiltError("\n  - ".join(["what was built is not what the spec asked for:", *found]), hint=hint)
 
 
 def check_same_again(before: AsBuilt, after: AsBuilt) -> None:
-    """A rank that was started again must be what it was. Raises AsBuiltError naming every difference."""
+    """Raise AsBuiltError naming every difference of a rank that was started again."""
     own = {"pid"}  # of a process, not of what it built
     was, is_now = before.model_dump(exclude=own), after.model_dump(exclude=own)
     found = [f"{key}: built {was[key]}, then {is_now[key]}" for key in was if was[key] != is_now[key]]
     if found:
-        raise AsBuiltError(
-            f"{after.role} rank {after.rank} was restarted and differs from before:\n"
-            + "\n".join(f"  - {line}" for line in found),
-            hint="the environment changed during the run; continue with the same command and --resume",
-        )
+        message = f"{after.role} rank {after.rank} was restarted and differs from before:"
+        hint = "the environment changed during the run; continue with the same command and --resume"
+        raise AsBuiltError("\n  - ".join([message, *found]), hint=hint)
 
 
 def read_starting_weights(path: Path) -> dict[RoleName, str]:
-    """Role → checksum of the weights that its trainers started from, from an earlier attempt's file; empty where there
-    is none. Raises RunDirError."""
+    """Return role → checksum of the weights that its trainers started from, from an earlier attempt's file; empty where
+    there is none. Raises RunDirError."""
     if not os.path.lexists(path):
         return {}
     hint = "put it back from a copy, or move it away: starting weights are then not compared with the first attempt's"
     try:
         before = read_object(path)
-    except ValueError as error:
-        raise RunDirError(f"{path} {error}", hint=hint) from None
-    try:
         trainers = [role for role in before if role in ROLES and ROLES[role].is_trainer]
         return {role: str(before[role][0]["model"]["weights_checksum"]) for role in trainers}
+    except ValueError as error:
+        raise RunDirError(f"{path} {error}", hint=hint) from None
     except (LookupError, TypeError):
         raise RunDirError(f"{path} does not say what weights each role started from", hint=hint) from None
 
 
 def check_same_start(reports: Reports, earlier: Mapping[RoleName, str]) -> None:
-    """On resume the reference and the starting weights must be those of the first attempt (`read_starting_weights`)."""
+    """Raise AsBuiltError where a resumed role starts from other weights than in the first attempt (`earlier`)."""
     for role in [role for role in reports if role in earlier]:
         model = reports[role][0].model
         if model is not None and model.weights_checksum != earlier[role]:
@@ -167,15 +159,13 @@ def check_same_start(reports: Reports, earlier: Mapping[RoleName, str]) -> None:
 
 
 def write(reports: Reports, path: Path, sync: Mapping[str, Any] | None = None) -> None:
-    """Every rank's report by role, and how weights travel (`sync`)."""
-    listed: dict[str, Any] = {role: [report.model_dump() for report in ranks] for role, ranks in reports.items()}
-    if sync is not None:
-        listed["sync"] = dict(sync)
-    write_object(path, listed)
+    """Write every rank's report by role, and how weights travel (`sync`)."""
+    listed = {role: [report.model_dump() for report in ranks] for role, ranks in reports.items()}
+    write_object(path, {**listed, **({} if sync is None else {"sync": dict(sync)})})
 
 
 def table(spec: Spec, reports: Reports) -> Table:
-    """One row per role: what it is, as read back from its layers. The rest is in `as_built.json`."""
+    """Return one row per role: what it is, as read back from its layers. The rest is in `as_built.json`."""
     from rich import box
     from rich.table import Table
 
@@ -185,33 +175,23 @@ def table(spec: Spec, reports: Reports) -> Table:
     for role, ranks in reports.items():
         report, model = ranks[0], ranks[0].model
         held = f"{len(ranks)} × {report.engine}, {report.device}"
-        if model is not None and model.mesh:
-            held += "\n" + mesh_text(model.mesh)
         if model is None:
             grid.add_row(role, held)
             continue
-        name = f"{_family(model)} {Path(model.path).name}"
-        expected = spec.attention(role)
-        attention = model.attn_implementation if expected != "auto" else f"{model.attn_implementation} (auto)"
+        family = model.model_class.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+        name = f"{family} {'with a new head, ' if model.new_head else ''}{Path(model.path).name}"
+        attention = model.attn_implementation + (" (auto)" if spec.attention(role) == "auto" else "")
         if model.kernels != OWN_MODULES:
             attention += f"\nkernels {_kernels(model)}"
-        grid.add_row(role, held, name, _parameters(model), model.dtype, attention)
+        parameters = f"{model.parameters:,}"
+        if _learner(model) == "adapters":
+            parameters += f"\n{model.trainable_parameters:,} learn"
+        held = "\n".join(filter(None, (held, mesh_text(model.mesh))))
+        grid.add_row(role, held, name, parameters, model.dtype, attention)
     return grid
 
 
 def mesh_text(axes: Mapping[str, int]) -> str:
-    """The axes that the model is cut along; below, the one that samples are: its ranks are the same again."""
+    """Return the axes that the model is sharded along; below, the axis of samples, whose ranks hold the same again."""
     of_model = " × ".join(f"{axis} {ranks}" for axis, ranks in axes.items() if axis != SEQUENCE)
     return "\n".join(filter(None, (of_model, f"{SEQUENCE} {axes[SEQUENCE]}" if SEQUENCE in axes else "")))
-
-
-def _family(model: ModelBuilt) -> str:
-    """Its class, without what the role says already; a head that the checkpoint did not have is told."""
-    family = model.model_class.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
-    return f"{family} with a new head," if model.new_head else family
-
-
-def _parameters(model: ModelBuilt) -> str:
-    """All of them; below, those that learn where that is a part."""
-    partly = 0 < model.trainable_parameters < model.parameters
-    return f"{model.parameters:,}" + (f"\n{model.trainable_parameters:,} learn" if partly else "")

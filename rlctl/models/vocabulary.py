@@ -1,126 +1,104 @@
-"""The frozen reference model of a run: which one it is, and whether its tokenizer is the actor's."""
+"""Tokenizers as their files hold them: whether there is one, whether it fits the model, and whether it is another's."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from rlctl.models.hub import TOKENS, Folder, HubFile, HubFolder, unread, with_tokens
-from specs.errors import Problem
-from specs.schema.roles import REF, RoleName
+from rlctl.models.weight_files import AGAIN, LFS, LFS_HINT, Wrong
+from specs.json_file import read_object
 from specs.schema.spec import Spec
 from specs.text import show
+from workers.data.tokenizer_file import TokenizerFile
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json")
+NEEDS_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece", "tekken.json": "mistral-common"}
 SHOWN = 3  # differing tokens that a message shows
 
 
-@dataclass(frozen=True)
-class FrozenModel:
-    """The reference model. `model` is empty where none is loaded."""
-
-    role: RoleName
-    needed: bool
-    model: str
-    why: str
-
-    @property
-    def loaded(self) -> bool:
-        return bool(self.model)
-
-
-def reference_of(spec: Spec) -> FrozenModel:
-    """The reference of the KL term."""
+def reference_of(spec: Spec) -> tuple[str, str]:
+    """Return the path of the reference model, empty where none is loaded, and why it is that one."""
     if not spec.needs_ref:
-        return FrozenModel(REF, False, "", "algorithm.kl_coef is 0: not loaded")
+        return "", "algorithm.kl_coef is 0: not loaded"
     if spec.ref_is_actor:
-        return FrozenModel(REF, True, "", "the actor without its adapters: no second model is loaded")
-    if spec.ref is not None and spec.ref.model:
-        return FrozenModel(REF, True, spec.ref.model, "set by ref.model")
-    return FrozenModel(REF, True, spec.model.path, "the actor's starting weights")
+        return "", "the actor without its adapters: no second model is loaded"
+    own = spec.ref is not None and spec.ref.model
+    return (own, "set by ref.model") if own else (spec.model.path, "the actor's starting weights")
 
 
-# ── the same tokens ───────────────────────────────────────────────────────────────────────────────
+@cache
+def load_tokenizer(folder: Path) -> TokenizerFile:
+    """Return the tokenizer of a model folder. Raises ValueError where it has no `tokenizer.json` that can be read."""
+    return TokenizerFile(folder)
 
 
-@dataclass(frozen=True)
-class VocabularyDifference:
-    """How another tokenizer departs from the actor's: ids that are other tokens there (None: no token), and how many
-    tokens it has beyond them."""
-
-    changed: tuple[tuple[int, str, str | None], ...]  # id, the actor's token, the other's
-    extra: int
-
-
-def compare_vocabularies(actor: Folder, other: Folder) -> VocabularyDifference | None:
-    """Token by token, from the tokenizers' files in two model folders; None where one has none that can be read."""
-    mine, theirs = _tokenizer_file(actor), _tokenizer_file(other)
-    if mine is None or theirs is None:
-        return None
-    if mine.name == theirs.name == "tokenizer.json" and mine.read_bytes() == theirs.read_bytes():
-        return VocabularyDifference((), 0)
-    ours, others = _tokens(mine, actor), _tokens(theirs, other)
-    if ours is None or others is None:
-        return None
-    changed = ((number, ours[number], others.get(number)) for number in sorted(ours))
-    return VocabularyDifference(
-        tuple(one for one in changed if one[1] != one[2]), sum(number not in ours for number in others)
-    )
+def tokenizer_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Yield a tokenizer that is missing, broken, or has tokens beyond the model's vocabulary, and end tokens that no
+    completion can have. `config`: the model's."""
+    file, vocab_size = folder / "tokenizer.json", config.get("vocab_size")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        hint = "put the tokenizer that the model was trained with beside its config.json"
+        yield f"no tokenizer with the model (none of {', '.join(TOKENIZER_FILES[:3])}, …)", hint
+    elif file.is_file():
+        try:
+            highest = max(load_tokenizer(folder).vocabulary.values(), default=-1)
+        except ValueError as error:
+            pointer = file.read_bytes().startswith(LFS.encode())
+            yield f"its tokenizer cannot be read: {error}", LFS_HINT if pointer else AGAIN
+            return
+        if highest < 0:
+            yield "its tokenizer has no vocabulary", AGAIN
+        elif isinstance(vocab_size, int) and highest >= vocab_size:
+            message = f"the tokenizer has token {highest}, but the model's vocab_size is {vocab_size}"
+            yield message, "use the tokenizer that the model was trained with"
+    yield from _end_token_problems(folder, config)
 
 
-def vocabulary_problems(actor: Folder, other: Folder, key: str, path: str) -> tuple[list[Problem], list[Problem]]:
-    """(errors, warnings) about the tokenizer of the model `path` that `key` names, beside the actor's."""
-    actor, other = (with_tokens(one) if isinstance(one, HubFolder) else one for one in (actor, other))
-    if _not_read(actor) or _not_read(other):
-        message = "its tokenizer was not compared with the actor's: the hub was too slow to read both from"
-        return [], [Problem(key, message, 'hf download ID --include "tokenizer*" brings them', show(path))]
-    found = compare_vocabularies(actor, other)
-    if found is None:
-        message = "has no tokenizer.json or vocab.json to compare with the actor's"
-        return [], [Problem(key, message, "put the tokenizer it was trained with beside its weights", show(path))]
-    if found.changed:
-        some = [_shown(*one) for one in found.changed[:SHOWN]]
-        more = f", and {len(found.changed) - SHOWN} more" if len(found.changed) > SHOWN else ""
-        count = _count(len(found.changed))
-        message = f"its tokenizer differs from the actor's in {count}: {', '.join(some)}{more}"
-        return [Problem(key, message, "use a model with the actor's tokenizer", show(path))], []
-    if found.extra:
-        message = f"its tokenizer has {_count(found.extra)} that the actor's lacks"
-        return [], [
-            Problem(key, message, "fine if the model is of the same family: these tokens are never scored", show(path))
-        ]
-    return [], []
+def _end_token_problems(folder: Path, config: Mapping[str, Any]) -> Iterator[Wrong]:
+    named = {"config.json": config}
+    if (file := folder / "generation_config.json").is_file():
+        try:
+            named[file.name] = read_object(file)
+        except ValueError as error:
+            yield f"{file.name} {error}", AGAIN
+            return
+    ids = {name: found for name, content in named.items() if (found := _listed(content.get("eos_token_id")))}
+    known = range(vocab_size) if isinstance(vocab_size := config.get("vocab_size"), int) else range(1 << 31)
+    hint = "copy the file from the model again, or name the model's end tokens in it"
+    for name, values in ids.items():
+        if not all(type(one) is int for one in values):
+            yield f"eos_token_id in {name} is {show(values)}, not a token id or a list of them", hint
+            return
+    if ids and not any(one in known for values in ids.values() for one in values):
+        name, values = next(iter(ids.items()))
+        yield f"eos_token_id {values[0]} in {name} is outside the model's vocabulary of {vocab_size}", hint
 
 
-def _count(tokens: int) -> str:
-    return "1 token" if tokens == 1 else f"{tokens} tokens"
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _shown(number: int, mine: str, theirs: str | None) -> str:
-    return f"{number} is {show(mine, 20)} and {'nothing' if theirs is None else show(theirs, 20)} there"
+def lone_tokenizer(folder: Path) -> str:
+    """Return the tokenizer file that only another package reads (`NEEDS_PACKAGE`), where there is no other; else ""."""
+    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return there[0] if len(there) == 1 and there[0] in NEEDS_PACKAGE else ""
 
 
-def _tokenizer_file(folder: Folder) -> Path | HubFile | None:
-    return next((folder / name for name in TOKENS if (folder / name).is_file()), None)
-
-
-def _not_read(folder: Folder) -> bool:
-    """Whether there may be a tokenizer that has not come from the hub in time."""
-    file = _tokenizer_file(folder)
-    return unread(folder, TOKENS if file is None else [file.name])
-
-
-def _tokens(file: Path | HubFile, folder: Folder) -> dict[int, str] | None:
-    """Id → token, added ones too; None where the file is of an unknown form."""
+def kinship_problems(actor: Path, other: Path) -> Iterator[Wrong]:
+    """Yield tokens of the actor's tokenizer that are others in the tokenizer of a model which scores them. Tokenizers
+    without a `tokenizer.json` are compared when they are built."""
+    files = [folder / "tokenizer.json" for folder in (actor, other)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if file.name == "vocab.json":
-            extra = folder / "added_tokens.json"
-            vocabulary = content | (json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {})
-            return {number: token for token, number in vocabulary.items()}
-        listed = content["model"]["vocab"]
-        pairs = listed.items() if isinstance(listed, dict) else ((one[0], n) for n, one in enumerate(listed))
-        tokens = {number: token for token, number in pairs}
-        return tokens | {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return None
+        mine, theirs = load_tokenizer(actor).vocabulary, load_tokenizer(other).vocabulary
+    except ValueError:  # which `tokenizer_problems` reports of the actor's
+        return
+    if changed := sorted(mine.items() - theirs.items(), key=lambda pair: pair[1]):
+        there = {number: show(token, 20) for token, number in theirs.items()}
+        some = [f"{number} is {show(one, 20)} and {there.get(number, 'nothing')} there" for one, number in changed]
+        count = "1 token" if len(changed) == 1 else f"{len(changed)} tokens"
+        message = f"its tokenizer differs from the actor's in {count}: {', '.join(some[:SHOWN])}"
+        yield message, "use a model with the actor's tokenizer"

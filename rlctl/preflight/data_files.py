@@ -12,6 +12,7 @@ from pathlib import Path
 from rlctl.models.chat_template import chat_template_of
 from rlctl.models.hub import hub_snapshot, offline
 from rlctl.models.paths import looks_like_hub_id, model_folder, not_found
+from rlctl.models.vocabulary import load_tokenizer
 from rlctl.models.weight_files import LFS
 from specs.builtin_tasks import BUILTIN_TASKS, PREFIX
 from specs.errors import NotHere, Problem
@@ -25,7 +26,6 @@ from specs.wire.role_config import DataConfig, EvalSource
 from workers.chat_renderer import ChatRenderer
 from workers.data.first_prompts import first_findings
 from workers.data.row_source import read_rows
-from workers.data.tokenizer_file import TokenizerFile
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
@@ -124,13 +124,13 @@ def _first_prompts(spec: Spec, spec_dir: Path) -> list[Finding]:
     them, or where they are broken, which is reported of the model, rows are only parsed."""
     folder = model_folder(spec.model.path, spec_dir)
     config = _data_config(spec, spec_dir)
-    if not isinstance(folder, Path):
+    if folder is None:
         return [*first_findings(config, None, None)]
     template = chat_template_of(folder)
     chat = spec.data.chat != "never" and bool(template.text)
-    missing = template.unknown or template.names or (not chat and (spec.data.system or spec.data.chat == "always"))
+    missing = template.names or (not chat and (spec.data.system or spec.data.chat == "always"))
     try:
-        codec = None if missing else TokenizerFile(folder)
+        codec = None if missing else load_tokenizer(folder)
     except ValueError:
         codec = None
     if codec is None:

@@ -12,18 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.chat_template import chat_template_of
+from rlctl.models.chat_template import chat_problems, chat_template_of
 from rlctl.models.gpu import gpu_count
 from rlctl.models.model_check import ModelCheck
-from rlctl.models.shapes_fit import (
-    adapter_problems,
-    adapter_warnings,
-    cut_problems,
-    rate_warnings,
-    sequence_problems,
-)
-from rlctl.models.tokenizer_files import NEEDS_PACKAGE, lone_tokenizer
-from rlctl.models.vocabulary import vocabulary_problems
+from rlctl.models.shapes_fit import adapter_problems, sequence_problems, shard_problems
+from rlctl.models.vocabulary import NEEDS_PACKAGE, kinship_problems, lone_tokenizer
 from rlctl.preflight.data_files import check_data
 from rlctl.preflight.hostfile import hostfile_problems
 from rlctl.preflight.interpreters import interpreter_problems, packages_of
@@ -95,88 +88,65 @@ def _new(found: Sequence[Problem], known: Sequence[Problem]) -> list[Problem]:
 
 
 def _models(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem], dict[str, Any]]:
-    """Errors and warnings, and the main model's config.json ({} if it cannot be read)."""
-    model = spec.model
+    """Return errors and warnings, and the main model's config.json ({} if it cannot be read)."""
     fake = spec.actor.engine.model_of == "bigram"
-    main = ModelCheck(
-        "model.path",
-        model.path,
-        spec_dir,
-        from_scratch=model.from_scratch or fake,
-        remote_code=model.trust_remote_code,
-        tokenizer=True,
-    )
-    others = {
-        role: ModelCheck(
-            f"{role}.model",
-            path,
-            spec_dir,
-            from_scratch=False,
-            remote_code=model.trust_remote_code,
-            tokenizer=not ROLES[role].same_tokens,
-            head=ROLES[role].head,
-        )
-        for role, section in spec.sections()
-        if role in spec.roles and (path := getattr(section, "model", ""))
-    }
+    scratch = spec.model.from_scratch or fake
+    main = ModelCheck("model.path", spec.model.path, spec_dir, from_scratch=scratch, tokenizer=True)
+    others: dict[RoleName, ModelCheck] = {}
+    for role, section in spec.sections():
+        if role in spec.roles and (path := getattr(section, "model", "")):
+            tokenizer, head = not ROLES[role].same_tokens, ROLES[role].head
+            key = f"{role}.model"
+            others[role] = ModelCheck(key, path, spec_dir, from_scratch=False, tokenizer=tokenizer, head=head)
     if not fake:
         for role, check in {ACTOR: main, **others}.items():
-            check.check_length(
-                spec.longest_tokens(role), "" if ROLES[role].same_tokens else f"{role}.max_sequence_tokens"
-            )
-            check.check_kind(learns=ROLES[role].learns, here=not spec.role(role).python)
-        main.problems += _heads(spec, main, others)
-    main.check_chat(spec.data)
-    main.problems += _lone_tokenizer(spec, spec_dir, main)
+            limited_by = "" if ROLES[role].same_tokens else f"{role}.max_sequence_tokens"
+            check.check_length(spec.longest_tokens(role), limited_by)
+            check.check_kind(learns=ROLES[role].learns)
     checks = [main, *others.values()]
     errors = [problem for check in checks for problem in check.problems]
-    warnings = [problem for check in checks for problem in check.warnings]
+    if main.folder is not None:
+        errors += [*chat_problems(spec, main.folder), *_lone_tokenizer(spec, spec_dir, main.folder)]
     for role, other in others.items():
-        if not ROLES[role].same_tokens:
-            errors += _no_conversations(spec, main, other)
-            continue
-        token_errors, token_warnings = _tokens(main, other)
-        errors, warnings = errors + token_errors, warnings + token_warnings
+        errors += _kinship(main, other) if ROLES[role].same_tokens else _no_conversations(spec, main, other)
     if not fake:
-        errors += [*cut_problems(spec, main.config), *_engines(spec, main.config, others)]
-        warnings += rate_warnings(spec, main.config)
+        errors += [*shard_problems(spec, main.config), *_engines(spec, main.config, others)]
         for role, lora in spec.adapters():
-            config = others[role].config if role in others else main.config
-            errors += adapter_problems(role, lora, config)
-            warnings += adapter_warnings(role, lora, config)
-    return errors, warnings, main.config
+            errors += adapter_problems(role, lora, others[role].config if role in others else main.config)
+    return errors, [problem for check in checks for problem in check.warnings], main.config
 
 
-def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> list[Problem]:
-    """A model that scores conversations and has no template for them."""
-    if spec.data.chat == "never" or main.folder is None or other.folder is None:
-        return []
-    if not chat_template_of(main.folder).text or (found := chat_template_of(other.folder)).text or found.unknown:
-        return []
-    message = "its tokenizer has no chat template, and prompts are conversations"
-    hint = 'use a reward model whose tokenizer has one, or set data.chat = "never"'
-    return [Problem(other.key, message, hint, show(other.path))]
-
-
-def _heads(spec: Spec, main: ModelCheck, others: Mapping[str, ModelCheck]) -> Iterator[Problem]:
-    """Roles that give the main model another head than it can have."""
-    for role in [role for role in spec.roles if ROLES[role].head != "lm" and role not in others]:
-        if not spec.role(role).python and (wrong := main.can_end_in(ROLES[role].head)) and not main.problems:
-            yield Problem(f"{role}.model", *wrong, show(main.path))
-
-
-def _lone_tokenizer(spec: Spec, spec_dir: Path, main: ModelCheck) -> list[Problem]:
-    """A tokenizer in a file that a package reads which a role's interpreter lacks."""
-    if main.folder is None or not (name := lone_tokenizer(main.folder)):
-        return []
-    package = NEEDS_PACKAGE[name]
-    readers = [role for role in spec.roles if not ROLES[role].is_trainer]
+def _lone_tokenizer(spec: Spec, spec_dir: Path, folder: Path) -> Iterator[Problem]:
+    """Yield a tokenizer in a file that only a package reads which a role's interpreter lacks."""
+    name = lone_tokenizer(folder)
+    package = NEEDS_PACKAGE.get(name, "")
+    readers = [role for role in spec.roles if name and not ROLES[role].is_trainer]
     lacking = [role for role in readers if package not in (packages_of(spec.role(role), spec_dir) or {package: ""})]
-    if not lacking:
-        return []
-    where = f"the interpreter of {', '.join(lacking)} lacks {package}"
-    hint = f"install {package} there, or put a tokenizer.json beside it, as transformers' save_pretrained writes it"
-    return [Problem(main.key, f"has its tokenizer only in {name}, and {where}", hint, show(main.path))]
+    if lacking:
+        where = f"the interpreter of {', '.join(lacking)} lacks {package}"
+        hint = f"install {package} there, or put a tokenizer.json beside it, as transformers' save_pretrained writes it"
+        yield Problem("model.path", f"has its tokenizer only in {name}, and {where}", hint, show(spec.model.path))
+
+
+def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
+    """Yield a model that scores conversations and has no template for them."""
+    if spec.data.chat == "never" or main.folder is None or other.folder is None:
+        return
+    if chat_template_of(main.folder).text and not chat_template_of(other.folder).text:
+        message = "its tokenizer has no chat template, and prompts are conversations"
+        hint = 'use a reward model whose tokenizer has one, or set data.chat = "never"'
+        yield Problem(other.key, message, hint, show(other.path))
+
+
+def _kinship(actor: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
+    """Yield where another role's model has not the actor's vocabulary or tokenizer."""
+    wanted, given = actor.config.get("vocab_size"), other.config.get("vocab_size")
+    if isinstance(wanted, int) and isinstance(given, int) and given < wanted:
+        message = f"its vocabulary ({given}) is smaller than the actor's ({wanted}): it cannot score the same tokens"
+        yield Problem(other.key, message, "use a model with the same tokenizer", show(other.path))
+    elif actor.folder is not None and other.folder is not None and other.config:
+        for message, hint in kinship_problems(actor.folder, other.folder):
+            yield Problem(other.key, message, hint, show(other.path))
 
 
 def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, ModelCheck]) -> Iterator[Problem]:
@@ -196,17 +166,6 @@ def _more_than_all_layers(role: RoleName, section: Learner, layers: int) -> Iter
     if count is not True and count > layers > 0:
         hint = f"use at most {layers}, or true for all of them"
         yield Problem(f"{role}.gradient_checkpointing", f"the model has {layers} layers", hint, show(count))
-
-
-def _tokens(actor: ModelCheck, other: ModelCheck) -> tuple[list[Problem], list[Problem]]:
-    """Whether another role's model has the actor's tokenizer and vocabulary."""
-    wanted, given = actor.config.get("vocab_size"), other.config.get("vocab_size")
-    if isinstance(wanted, int) and isinstance(given, int) and given < wanted:
-        message = f"its vocabulary ({given}) is smaller than the actor's ({wanted}): it cannot score the same tokens"
-        return [Problem(other.key, message, "use a model with the same tokenizer", show(other.path))], []
-    if actor.folder is None or other.folder is None or not other.config:
-        return [], []
-    return vocabulary_problems(actor.folder, other.folder, other.key, other.path)
 
 
 # ── launchers, devices ──────────────────────────────────────────────────────────────────────────────

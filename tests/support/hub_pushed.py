@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import hub_server
 import pytest
 from hub_server import SECRET, Handler, serve
 
@@ -119,29 +120,21 @@ class PushHandler(Handler):
     def _say(self, code: int, body: Any, **headers: str) -> None:
         self._send(code, json.dumps(body).encode(), **headers)
 
-    def _send(self, code: int, content: bytes = b"", *, length: int | None = None, **headers: str) -> None:
-        method, self.command = self.command, "GET"  # whose answers have a body
-        super()._send(code, content, length=length, **headers)
-        self.command = method
-
 
 @contextmanager
 def pushed_hub() -> Iterator[PushedHub]:
     handler = type("OneHub", (PushHandler,), {})
-    server, found = serve(handler)
-    handler.pushed = PushedHub(found.url)  # type: ignore[attr-defined]
-    yield handler.pushed  # type: ignore[attr-defined]
-    server.shutdown()
-    server.server_close()
+    with serve(handler) as found:
+        handler.pushed = PushedHub(found.url)  # type: ignore[attr-defined]
+        yield handler.pushed  # type: ignore[attr-defined]
 
 
 def variables(hub: PushedHub) -> dict[str, str]:
-    """What a process needs to push to it."""
+    """Return what a process needs to push to it."""
     return {"HF_ENDPOINT": hub.url, "HF_TOKEN": SECRET, "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
 
 
 def use(hub: PushedHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in this process."""
-    for name, value in variables(hub).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    """Have this process push to it."""
+    hub_server.use(hub.url, monkeypatch)
+    monkeypatch.setenv("HF_TOKEN", SECRET)

@@ -31,6 +31,11 @@ class TokenizerFile:
         self._tokenizer.no_padding()
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, added ones too, and its id."""
+        return dict(self._tokenizer.get_vocab())
+
+    @property
     def unknown_id(self) -> int | None:
         """The token that stands for what the tokenizer does not know."""
         return self._id("unk_token")

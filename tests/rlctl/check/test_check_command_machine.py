@@ -154,8 +154,7 @@ def test_strict_makes_warnings_errors(folder: Path, capsys: pytest.CaptureFixtur
 def test_a_preset_gives_no_problem_and_warns_of_this_machine_only(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
     spec = folder / "spec.toml"
     write_preset(name, spec, force=False)
     (folder / "data/gsm8k").mkdir(parents=True)

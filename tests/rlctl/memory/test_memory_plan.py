@@ -214,7 +214,7 @@ def test_every_preset_fits_by_its_own_plan_without_a_network(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On GPUs of 80 GiB, which they are written for."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     teacher = ["ref.model=builtin:tiny-digits"] if preset == "distill-cpu" else []  # which another preset trains
     spec = load_spec(spec_of(tmp_path, preset, QWEN_7B), teacher)
     plan = plan_memory(spec, tmp_path, gpu_GiB=80, host_GiB=1000)
@@ -226,7 +226,7 @@ def test_every_preset_fits_by_its_own_plan_without_a_network(
 def test_a_model_that_is_not_here_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
     assert main(["plan", str(spec), "--set", "model.path=org/model"]) == 2
     said = capsys.readouterr().err
@@ -301,6 +301,6 @@ def test_a_run_compares_the_plan_with_what_was_held(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_shape_is_not_known_here_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     spec = load_spec(spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B), ["model.path=org/model"])
     assert compare.planned_bytes(spec, tmp_path) == {}

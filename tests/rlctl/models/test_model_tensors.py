@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-from transformers.pytorch_utils import Conv1D
 
 from rlctl.models.model_tensors import KNOWN_FAMILIES, tensors_of_config, tensors_on_disk
 
@@ -47,14 +46,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128, moe_intermediate_size=768
     ),
     "gemma-2-2b": shape("gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256),
-    "gpt2": {
-        **{"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
-        **{"vocab_size": 50257},
-    },
-    "gpt2 untied, inner width": {
-        **{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 99},
-        **{"n_inner": 100, "tie_word_embeddings": False},
-    },
     "llama with biases": shape("llama", *SMALL, attention_bias=True, mlp_bias=True),
     "granite": shape("granite", *SMALL, attention_bias=True),
     "smollm3": shape("smollm3", *SMALL, pad_token_id=0),
@@ -85,7 +76,7 @@ def test_every_name_and_shape_is_that_of_the_built_model(name: str) -> None:
     assert known is not None
     assert {p.name: p.shape for p in known.parameters} == {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert known.elements == sum(p.numel() for p in model.parameters())
-    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and "lm_head" not in n}
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in n}
     assert {p.name.removesuffix(".weight") for p in known.parameters if p.linear} == linear
 
 

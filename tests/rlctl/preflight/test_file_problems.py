@@ -45,15 +45,15 @@ def test_the_good_spec_has_no_problems(tmp_path: Path, model: Path) -> None:
 
 def test_hub_ids_without_a_network(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "hub"
-    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     errors, warnings = check(tmp_path, "model.path=some/model", "model.from_scratch=false")
     assert not errors
     assert "will be downloaded" in str(warnings[0])
     errors, warnings = check(tmp_path, "data.train=some/data:main")
     assert (errors, warnings[0].key) == ([], "data.train")
     assert "downloaded" in str(warnings[0])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in only_error(tmp_path, "model.path=some/model")
     assert "HF_HUB_OFFLINE" in only_error(tmp_path, "data.train=some/data:main")
     snapshot = cache / "models--some--model" / "snapshots" / "abc"

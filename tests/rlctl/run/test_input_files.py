@@ -144,7 +144,7 @@ def test_files_that_come_and_go(folder: Path) -> None:
 
 def test_a_hub_data_set_is_known_by_its_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = folder / "hub" / "datasets--owner--name"
-    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
     spec = spec_of(data={"train": "owner/name"})
     run = attempt(folder, spec, resume=False)
     assert "data.train" not in run.inputs

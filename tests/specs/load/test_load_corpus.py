@@ -19,8 +19,7 @@ CASES = dict(cases())
 def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Findings]:
     """Return what finds the problems of a case, laid out in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def found(case: Case) -> Findings:
         with packages(case.get("absent", ())):

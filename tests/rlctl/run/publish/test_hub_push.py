@@ -80,10 +80,10 @@ def test_without_a_token_or_network_the_export_does_not_begin(
         changed.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
         with pytest.raises(UsageError, match="no token of the hub"):
             find_repo("mine", public=False)
-        changed.setenv("HF_HUB_OFFLINE", "1")
+        changed.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
             find_repo("mine", public=False)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UsageError, match="the hub cannot be reached"):
         find_repo("mine", public=False)
 
