@@ -69,6 +69,8 @@ def _by_hand(key: str) -> str:
 def _read_model(key: str, path: str, folder: Path) -> tuple[dict[str, Any], ModelFacts | None, ModelTensors | None]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no table")
     except FileNotFoundError:
         what = "no config.json in it" if folder.is_dir() else "no such folder on this machine"
         hint = f"sizes come from its config.json alone: {_by_hand(key)}"

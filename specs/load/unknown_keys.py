@@ -12,20 +12,28 @@ from specs.load.keys import Path, chosen_tables, closest, dotted, homes, kind_of
 from specs.packages import page
 from specs.text import show
 
+_NEAR, _VERY_NEAR = 0.75, 0.85  # similarity of a mistyped key to one of its table, and of another table
+
 
 def unknown_keys(path: Path, raw: dict[str, Any]) -> list[Problem]:
     """Return the problem of an unknown key; of another tool's table, one for each key in it."""
-    value, whole = value_at(raw, path), _unknown_key(path, raw)
-    if not isinstance(value, dict) or not value or whole.hint.startswith("did you mean"):
-        return [whole]
-    hints = {leaf: _hint_in_foreign_table(leaf) for leaf in _leaves(path, value)}
-    if not any(hints.values()):
-        return [whole]
-    unanswered = f"rlctl has no such key: remove it, or look for what it does in {page('spec.md')}"
-    return [
-        Problem(dotted(leaf), "unknown key", hint or unanswered, show(value_at(raw, leaf)))
-        for leaf, hint in hints.items()
-    ]
+    key, given, name = dotted(path), value_at(raw, path), str(path[-1])
+    if now := removed_key_hint(path):
+        return [Problem(key, "unknown key: it was removed", now, show(given))]
+    parent, siblings = value_at(raw, path[:-1]), tables_at(path[:-1], raw)
+    if other_kinds := [kind_of(table) for table in siblings if name in known_keys(table)]:
+        message = f"unknown key: kind {show(parent['kind'])} does not have it"
+        return [Problem(key, message, f"it belongs to kind {show(other_kinds[0])}", show(given))]
+    here = [known for table in chosen_tables(siblings, parent) for known in known_keys(table)]
+    if isinstance(given, dict) and given and name not in homes() and not closest(name, here, _NEAR):
+        hints = {leaf: _hint_in_foreign_table(leaf) for leaf in _leaves(path, given)}
+        if any(hints.values()):
+            unanswered = f"rlctl has no such key: remove it, or look for what it does in {page('spec.md')}"
+            return [
+                Problem(dotted(leaf), "unknown key", hint or unanswered, show(value_at(raw, leaf)))
+                for leaf, hint in hints.items()
+            ]
+    return [Problem(key, "unknown key", _hint(path, here), show(given))]
 
 
 def _leaves(path: Path, value: Any) -> Iterator[Path]:
@@ -44,28 +52,16 @@ def _hint_in_foreign_table(path: Path) -> str:
     return next((table.remark for table in around if table and not table.ours), "") or _elsewhere(path)
 
 
-def _unknown_key(path: Path, raw: dict[str, Any]) -> Problem:
-    key, value = dotted(path), show(value_at(raw, path))
-    if now := removed_key_hint(path):
-        return Problem(key, "unknown key: it was removed", now, value)
-    parent, siblings = value_at(raw, path[:-1]), tables_at(path[:-1], raw)
-    if other_kinds := [kind_of(table) for table in siblings if path[-1] in known_keys(table)]:
-        message = f"unknown key: kind {show(parent['kind'])} does not have it"
-        return Problem(key, message, f"it belongs to kind {show(other_kinds[0])}", value)
-    here = [known for table in chosen_tables(siblings, parent) for known in known_keys(table)]
-    return Problem(key, "unknown key", _hint(path, here), value)
-
-
 def _hint(path: Path, here: list[str]) -> str:
     name, parent = str(path[-1]), dotted(path[:-1])
     if foreign := foreign_key(path):
         return foreign.hint(path)
-    if near := closest(name, here, cutoff=0.75):
+    if near := closest(name, here, _NEAR):
         return f"did you mean `{near}`?"
     if hint := _elsewhere(path):
         return hint
     others = [key for key in homes() if key != "kind"]
-    if far := closest(name, others, cutoff=0.85):
+    if far := closest(name, others, _VERY_NEAR):
         return _elsewhere((*path[:-1], far))
     return f"{f'[{parent}]' if parent else 'a spec'} knows: {', '.join(here)}"
 
