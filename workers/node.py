@@ -1,21 +1,21 @@
-"""Keeps processes on their host for a driver that is on another one, and ends them with the line to it.
+"""Supervise processes for a driver on another host, and end them with the connection to it.
 
-`python -m workers.node COMMAND…` keeps a launcher. Standard input is connected to the driver and carries no data: when
-it closes (the driver ended or the connection broke), every process that COMMAND started on this host is killed.
+`python -m workers.node COMMAND…` supervises a launcher. Standard input is connected to the driver and carries no data:
+when it closes (the driver ended or the connection broke), every process that COMMAND started on this host is killed.
 
-`python -m workers.node` keeps ranks that each have a process of their own. Standard input and output are then JSON, an
-object per line, and when the input closes every rank is ended:
+`python -m workers.node` supervises ranks that each have a process of their own. Standard input and output are then
+JSON, an object per line, and when the input closes every rank is ended:
 
     in    {"start": KEY, "command": […], "env": {…}, "log": PATH}     {"kill": KEY}
     out   {"ready": true}     {"ended": KEY, "code": N}, negative after a signal
 
-KEY marks a rank's processes in their environment (RLCTL_PROCESS), so that `kill` also ends those that an earlier keeper
-has left.
+KEY marks a rank's processes in their environment (RLCTL_PROCESS), so that `kill` also ends those that an earlier
+supervisor has left.
 
-What all ranks import the keeper imports once, and forks them: that is most of what a start costs. It never imports
+What all ranks import the supervisor imports once, and forks them: that is most of what a start costs. It never imports
 torch, starts no thread and opens no socket before. A rank has a session, a log and an environment of its own all the
-same; only /proc shows the keeper's command line and environment for it, without its mark. What is no rank of the
-keeper's interpreter, or is told variables that libraries read when they are loaded, is started.
+same; only /proc shows the supervisor's command line and environment for it, without its mark. A rank of another
+interpreter, or with variables that libraries read when they are loaded, is started instead.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from typing import Any, Protocol
 from workers.watchdog import kill_marked, set_process_name, signal_group
 
 GRACE_S = 3.0
-SAYS = "rlctl-node: "  # before each line to the driver: a login shell may print lines of its own
+PREFIX = "rlctl-node: "  # before each line to the driver: a login shell may print lines of its own
 _KILL_TIMEOUT_S = 10.0
 _LOOK_S = 0.05
 _RANK = ("-m", "workers.main")
 _IMPORTED = (_RANK[1], "workers.roles.engine_rank")
 _PLACE = ("RLCTL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")  # how variables begin that only ranks read
-_IDLE_S = 60.0  # with no rank left: the line to a driver that nobody hears any more may stay open
+_IDLE_S = 60.0  # with no rank left: the connection to a driver that is gone may stay open
 
 
-def keep_launcher(command: Sequence[str]) -> int:
-    """Run `command` until it or standard input ends; returns its exit code, 128 + N after signal N."""
+def supervise_launcher(command: Sequence[str]) -> int:
+    """Run `command` until it or standard input ends; return its exit code, 128 + N after signal N."""
     mark = f"RLCTL_PARENT_PID={os.getpid()}"  # ranks exit when this process ends, as with a driver on their host
     hung_up = threading.Event()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -84,7 +84,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 class Process(Protocol):
-    """As much of `Popen` as a keeper needs."""
+    """As much of `Popen` as a supervisor needs."""
 
     pid: int
 
@@ -106,26 +106,26 @@ class Forked:
 
 
 class BecomesRank(BaseException):
-    """In a fork: leave the keeper behind and be a rank, with these words for `workers.main`."""
+    """In a fork: leave the supervisor behind and be a rank, with these arguments for `workers.main`."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        super().__init__(*words)
-        self.words = words
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__(*arguments)
+        self.arguments = arguments
 
 
-class Keeper:
-    """Ranks, by key, and the line to the driver."""
+class Supervisor:
+    """Ranks, by key, and the connection to the driver."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, Process] = {}
         self._hung_up = False
         self._used = time.monotonic()
 
-    def keep(self) -> None:
-        """Until the line ends."""
+    def run(self) -> None:
+        """Serve the driver until the connection ends."""
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, self._hang_up)
-        self._say({"ready": True})
+        self._send({"ready": True})
         for message in self._messages():
             if "start" in message:
                 self._start(message)
@@ -134,7 +134,7 @@ class Keeper:
         self._end_all()
 
     def _messages(self) -> Iterator[Mapping[str, Any]]:
-        """What the driver says. In between, it is told who ended."""
+        """Yield the driver's messages; in between, report which ranks have ended."""
         read = b""
         while not self._hung_up:
             if select.select([0], [], [], _LOOK_S)[0]:
@@ -145,14 +145,14 @@ class Keeper:
                 yield from (json.loads(line) for line in lines if line.strip())
             self._report()
 
-    def _start(self, asked: Mapping[str, Any]) -> None:
-        marks = {"RLCTL_PROCESS": asked["start"], "RLCTL_PARENT_PID": str(os.getpid())}
-        command, env = asked["command"], {**asked["env"], **marks}
+    def _start(self, request: Mapping[str, Any]) -> None:
+        marks = {"RLCTL_PROCESS": request["start"], "RLCTL_PARENT_PID": str(os.getpid())}
+        command, env = request["command"], {**request["env"], **marks}
         if _may_fork(command, env):
-            self._ranks[asked["start"]] = _fork(command[3:], env, asked["log"])
+            self._ranks[request["start"]] = _fork(command[3:], env, request["log"])
             return
-        with open(asked["log"], "ab") as log_file:
-            self._ranks[asked["start"]] = subprocess.Popen(
+        with open(request["log"], "ab") as log_file:
+            self._ranks[request["start"]] = subprocess.Popen(
                 command,
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
@@ -172,7 +172,7 @@ class Keeper:
             if (code := rank.poll()) is not None:
                 del self._ranks[key]
                 self._used = time.monotonic()
-                self._say({"ended": key, "code": code})
+                self._send({"ended": key, "code": code})
         if not self._ranks and time.monotonic() - self._used > _IDLE_S:
             self._hung_up = True
 
@@ -186,9 +186,9 @@ class Keeper:
                 self._ranks = {key: rank for key, rank in self._ranks.items() if rank.poll() is None}
         kill_marked(f"RLCTL_PARENT_PID={os.getpid()}", _KILL_TIMEOUT_S)
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         try:
-            print(SAYS + json.dumps(message), flush=True)
+            print(PREFIX + json.dumps(message), flush=True)
         except OSError:
             self._hung_up = True
 
@@ -197,7 +197,7 @@ class Keeper:
 
 
 def _may_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a fork of this process, with what ranks import, is what the command would be."""
+    """Return whether a fork of this process, with what ranks import, is what the command would be."""
     if command[0] != sys.orig_argv[0] or tuple(command[1:3]) != _RANK or threading.active_count() > 1:
         return False
     if not all(name.startswith(_PLACE) for name in env):
@@ -205,13 +205,13 @@ def _may_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
     try:
         for module in _IMPORTED:
             import_module(module)
-    except Exception:  # a rank that is started says what is wrong, in its log
+    except Exception:  # a rank that is started writes what is wrong into its log
         return False
     return True
 
 
-def _fork(words: Sequence[str], env: Mapping[str, str], log: str) -> Forked:
-    """Raises BecomesRank in the fork."""
+def _fork(arguments: Sequence[str], env: Mapping[str, str], log: str) -> Forked:
+    """Fork a rank. Raise BecomesRank in the fork."""
     gc.freeze()  # what is there now is never looked at again, and stays shared
     pid = os.fork()
     if pid:
@@ -225,20 +225,20 @@ def _fork(words: Sequence[str], env: Mapping[str, str], log: str) -> Forked:
         os.dup2(new, old)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.update(env)
-    raise BecomesRank(words)
+    raise BecomesRank(arguments)
 
 
 def main(command: Sequence[str]) -> int:
     set_process_name("rlctl-node")
     if command:
-        return keep_launcher(command)
+        return supervise_launcher(command)
     try:
-        Keeper().keep()
+        Supervisor().run()
     except BecomesRank as rank:
-        words = rank.words
+        arguments = rank.arguments
     else:
         return 0
-    code: int = import_module(_RANK[1]).main(words)
+    code: int = import_module(_RANK[1]).main(arguments)
     return code
 
 

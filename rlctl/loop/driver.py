@@ -41,7 +41,7 @@ from specs.wire.sequence_work import SequenceWork
 
 if TYPE_CHECKING:
     from rlctl.processes.calls import Call
-    from rlctl.processes.groups import Group
+    from rlctl.processes.group import Group
     from rlctl.show.progress import Progress
 
 

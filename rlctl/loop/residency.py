@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from rlctl.processes.calls import RanksLost
+from rlctl.processes.calls import RanksFailed
 from specs.phases import Phase
 from specs.schema.metric import Metric
 from specs.schema.roles import ROLES, Holds, RoleName
@@ -47,7 +47,7 @@ from specs.wire.messages import Verb
 
 if TYPE_CHECKING:
     from rlctl.processes.calls import Call
-    from rlctl.processes.groups import Group
+    from rlctl.processes.group import Group
     from specs.schema.spec import Spec
     from specs.wire.messages import Message
 
@@ -222,5 +222,5 @@ def _result(call: Call) -> Sequence[Message]:
     (rlctl/loop/recovery.py)."""
     try:
         return call.result()
-    except RanksLost as lost:
-        return [*lost.call.answers.values()]
+    except RanksFailed as failed:
+        return [*failed.call.answers.values()]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlctl.loop.rollouts import first_valid
 from rlctl.loop.scores import late_scores
 from rlctl.loop.scores.graders import HOME, Graders, Grading
-from rlctl.processes.calls import RanksLost
+from rlctl.processes.calls import RanksFailed
 from specs.schema.metric import Metric
 from specs.schema.spec import RewardSection, Spec
 from specs.wire import bodies
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlctl.loop.recovery import SteadySync
     from rlctl.loop.scores.late_scores import LateScores, ScoreModel
     from rlctl.processes.calls import Call
-    from rlctl.processes.groups import Group
+    from rlctl.processes.group import Group
     from specs.schema.eval_sets import Evaluation
     from specs.wire.messages import Message
 
@@ -218,7 +218,7 @@ class Generation:
             try:
                 self._call.result()
                 return
-            except RanksLost:
+            except RanksFailed:
                 left = self._unanswered()
                 if not len(left):
                     return

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rlctl.loop.residency import Residency
     from rlctl.processes.calls import Call
-    from rlctl.processes.groups import Group
+    from rlctl.processes.group import Group
     from specs.wire.messages import Message
 
 SHM = Transport("shm")
@@ -147,7 +147,7 @@ class WeightSync:
     def run(self, step: int | None = None) -> SyncReport:
         """One verified sync, begun in the phase "sync". Raises SyncError (or RoleFailure) and leaves nothing
         half-trusted: the run must end.
-        After RanksLost, `break_off` and run again."""
+        After RanksFailed, `break_off` and run again."""
         started = time.perf_counter()
         self._hashing, self._sent_bytes = HashingSeconds(), 0
         try:

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from rlctl.memory.memory_plan import plan_memory
 from rlctl.preflight.host_memory import gpu_memory_GiB
-from rlctl.processes.groups import Group
+from rlctl.processes.group import Group
 from specs.errors import SpecError
 from specs.json_file import write_object
 from specs.memory_parts import GIB

@@ -1,4 +1,4 @@
-"""A verb on its way: what was sent to each rank of a role, and what has come back."""
+"""A call of a verb: what was sent to each rank of a role, and what has come back."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Call:
         self.frames = frames  # as `ranks`; let go of once sent
         self.ranks = tuple(range(len(frames)) if ranks is None else ranks)
         self.answers: dict[int, Message] = {}
-        self.lost: set[int] = set()  # ranks that will not answer: they are lost (rlctl/processes/rank_states.py)
+        self.failed: set[int] = set()  # ranks that will not answer (rlctl/processes/rank_states.py)
         self._missing = set(self.ranks)  # kept, not counted: with hundreds of ranks each answer would look at all
-        self.told_of_loss = False  # its ranks, that they wait for one that is gone
+        self.released = False  # its ranks know that they wait for one that has failed
         self._deadline: float | None = None
         self._on_part = on_part
         self._tick = tick
 
     @property
     def done(self) -> bool:
-        """Every rank has answered, or will not."""
+        """Return whether every rank has answered, or will not."""
         return not self._missing
 
     @property
@@ -59,12 +59,12 @@ class Call:
         return self._deadline is not None
 
     def sent_before(self, moment: float) -> bool:
-        """Whether it was sent before a time of the monotonic clock."""
+        """Return whether it was sent before a time of the monotonic clock."""
         return self._deadline is not None and self._deadline - self.timeout_s < moment
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not answered, but may."""
+        """Return the ranks with a pending reply."""
         return sorted(self._missing)
 
     @property
@@ -72,22 +72,22 @@ class Call:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def result(self) -> list[Message]:
-        """Answers by rank. Raises RoleFailure when any rank of any role fails meanwhile, and RanksLost, when all others
-        have answered, if one of its own was lost that can be started again."""
-        while not self.done:
+        """Return the answers by rank. Raise RoleFailure when a rank of any role fails meanwhile, and RanksFailed, when
+        all others have answered, if one of its own failed that can be started again."""
+        while self._missing:
             self._tick()
-        if self.lost:
-            raise RanksLost(self)
+        if self.failed:
+            raise RanksFailed(self)
         return [self.answers[rank] for rank in self.ranks]
 
     def start(self) -> list[list[Buffer]]:
-        """The clock starts. Returns the frames to send, by rank."""
+        """Start the clock; return the frames to send, by rank."""
         self._deadline = time.monotonic() + self.timeout_s
         frames, self.frames = self.frames, []
         return frames
 
-    def take(self, rank: int, message: Message) -> None:
-        """Hand on a PART, file an ANSWER."""
+    def receive(self, rank: int, message: Message) -> None:
+        """Hand on a PART, keep an ANSWER."""
         if message.kind is Kind.PART:
             assert self._on_part is not None, f"nobody takes the parts of {self.verb}"
             self._on_part(message)
@@ -95,33 +95,33 @@ class Call:
             self.answers[rank] = message
             self._missing.discard(rank)
 
-    def lose(self, rank: int) -> None:
-        """Wait for this rank no longer. What it has sent stands."""
+    def fail(self, rank: int) -> None:
+        """Wait for this rank no longer. What it has sent stays."""
         if rank in self.ranks and rank not in self.answers:
-            self.lost.add(rank)
+            self.failed.add(rank)
             self._missing.discard(rank)
 
 
-class RanksLost(Exception):
-    """Some ranks that a call went to are gone, and can be started again; `call` has the answers of the others."""
+class RanksFailed(Exception):
+    """Some ranks that a call went to have failed, and can be started again; `call` has the answers of the others."""
 
     def __init__(self, call: Call) -> None:
-        super().__init__(f"lost in verb {call.verb}: ranks {sorted(call.lost)}")
+        super().__init__(f"failed in verb {call.verb}: ranks {sorted(call.failed)}")
         self.call = call
 
 
 def frames_by_rank(verb: Verb, number: int, size: int, body: Bodies, tensors: Blobs) -> list[list[Buffer]]:
-    """A request's frames for each rank. What is the same for all ranks is written once."""
+    """Return a request's frames for each rank. What is the same for all ranks is encoded once."""
     bodies, blobs = _per_rank("bodies", body, size), _per_rank("tensors", tensors, size)
     made: dict[tuple[int, int], list[Buffer]] = {}
-    for one, columns in zip(bodies, blobs, strict=True):
-        key = (id(one), id(columns))
+    for each, columns in zip(bodies, blobs, strict=True):
+        key = (id(each), id(columns))
         if key not in made:
-            body_json = one.model_dump(mode="json") if isinstance(one, BaseModel) else one
+            body_json = each.model_dump(mode="json") if isinstance(each, BaseModel) else each
             arrays = columns.columns if isinstance(columns, Batch) else columns
             _require_columns(verb, arrays)
             made[key] = Message(Kind.CALL, body_json, verb, number, arrays).frames()
-    return [made[id(one), id(columns)] for one, columns in zip(bodies, blobs, strict=True)]
+    return [made[id(each), id(columns)] for each, columns in zip(bodies, blobs, strict=True)]
 
 
 def _per_rank(what: str, value: Any, size: int) -> list[Any]:

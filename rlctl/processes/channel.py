@@ -167,6 +167,17 @@ class Hub:
             if time.monotonic() >= deadline:
                 return None
 
+    def next_queued(self) -> Event | None:
+        """Return the next event of those that are here already."""
+        with self._lock:
+            return self._events.popleft() if self._events else None
+
+    def is_silent(self, role: str, rank: int) -> bool:
+        """Return whether a rank is connected, and has missed more than half of its time for a sign of life."""
+        with self._lock:
+            peer = self._peers.get(self._identities.get((role, rank), b""))
+            return peer is not None and time.monotonic() - peer.heard > self.heartbeat_timeout_s / 2
+
     def close(self) -> None:
         """Hang up. A second call does nothing."""
         if self._closing.is_set():

@@ -1,18 +1,17 @@
-"""Which rank is to blame. When one rank fails, connections break on its peers: their errors are secondary failures, and
-they wait for the root cause. Everything is decided by typed causes and exit codes; messages are for people.
+"""Signs of failures, and which of them is the root cause. When one rank fails, connections break on its peers: their
+errors are secondary failures, and wait for the root cause. Typed causes and exit codes decide; messages are for people.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rlctl.processes.far_ranks import FarRank
 from rlctl.processes.launch import Started, describe_exit
-from rlctl.processes.torchrun_report import codes_of_failures
+from rlctl.processes.launched_ranks import FOLLOW_UPS, FirstEnd, root_cause
+from rlctl.processes.remote_ranks import RemoteRank
 from specs.errors import Cause
 from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Verb
@@ -67,6 +66,7 @@ class Blame:
         self._until: dict[Weight, float] = {}  # when the first evidence of a weight is blamed if none better came
 
     def add(self, evidence: Evidence, grace_s: float = ROOT_CAUSE_GRACE_S) -> None:
+        """Note evidence; without better one it is blamed after `grace_s`."""
         until = time.monotonic() + grace_s
         self._until[evidence.weight] = min(until, self._until.get(evidence.weight, until))
         self._evidence.append(evidence)
@@ -76,7 +76,7 @@ class Blame:
         return bool(self._evidence)
 
     def root_cause(self) -> Evidence | None:
-        """The evidence to blame, as soon as that is settled. What concerned one verb only is then forgotten."""
+        """Return the evidence to blame once that is settled. What concerned one verb only is then forgotten."""
         if not self._evidence:
             return None
         first = min(self._evidence, key=lambda evidence: evidence.weight)
@@ -89,22 +89,26 @@ class Blame:
 
 
 class HeldErrors:
-    """Errors of calls that may follow from the loss of a rank that nobody has noticed yet."""
+    """Errors of calls that may follow from the failure of a rank that is not noticed yet."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Evidence, int, float]] = []
 
     def hold(self, error: Evidence, call: int, grace_s: float = ROOT_CAUSE_GRACE_S) -> None:
-        """An error in call number `call`."""
+        """Keep an error in call number `call`."""
         self._held.append((error, call, time.monotonic() + grace_s))
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._held)
+
     def take_all(self) -> list[tuple[Evidence, int]]:
-        """(error, call) of each: there is a loss that explains them."""
+        """Return (error, call) of each: a failure explains them."""
         held, self._held = self._held, []
         return [(error, call) for error, call, _ in held]
 
     def take_due(self) -> list[Evidence]:
-        """Errors that no loss followed in time."""
+        """Return the errors that no failure explained in time."""
         now = time.monotonic()
         due = [error for error, _, until in self._held if now >= until]
         self._held = [held for held in self._held if now < held[2]]
@@ -112,7 +116,7 @@ class HeldErrors:
 
 
 def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool) -> Evidence:
-    """Evidence of a rank's ERROR message. A rank that computes `alone` has no peer to blame."""
+    """Return evidence of a rank's ERROR message. A rank that computes `alone` has no peer to blame."""
     from_peer = error.cause in (Cause.PEER_GONE, Cause.PEER_LATE)
     return Evidence(
         role,
@@ -126,61 +130,28 @@ def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool) -> Eviden
     )
 
 
-def from_end(started: Started, code: int, first: Sequence[int] = ()) -> Evidence:
-    """Evidence of a process that ended. `first`: of a launcher's ranks, those that were seen to end before others."""
+def from_end(started: Started, code: int) -> Evidence:
+    """Return evidence of a process that ended: a rank, or a launcher, which may report the rank that failed."""
     role, rank = started.role, started.ranks[0]
-    if isinstance(started.process, FarRank) and not started.process.has_told:
-        message = f"the line to {started.host} ended ({describe_exit(code)}): every {role} there is lost"
-        return Evidence(role, rank, Cause.ENDED, message, log_name=started.process.line.log_path.name)
+    if isinstance(started.process, RemoteRank) and not started.process.has_reported:
+        message = f"the connection to {started.host} ended ({describe_exit(code)}): every {role} there has failed"
+        return Evidence(role, rank, Cause.ENDED, message, log_name=started.process.node.log_path.name)
     if not started.is_launcher:
-        return from_rank_end(role, rank, code)
-    report = codes_of_failures(started.log_path)
-    of_first = [rank for rank in report if rank in first] or list(report)
-    if of_first:
-        blamed = min(of_first, key=lambda rank: _order(report[rank]))
-        return from_rank_end(role, blamed, report[blamed], reported=True)
+        return from_rank_end(FirstEnd(role, rank, code))
+    if reported := root_cause(started.log_path):
+        return from_rank_end(FirstEnd(role, *reported), reported=True)
     message = f"{started.launcher}: {describe_exit(code)}"
     weight = Weight.ROOT if code < 0 else Weight.EXIT
     return Evidence(role, rank, Cause.ENDED, message, weight, log_name=started.log_path.name)
 
 
-def from_rank_end(
-    role: str, rank: int, code: int | None, *, reported: bool = False, others: Sequence[int] = ()
-) -> Evidence:
-    """Evidence of a rank's process that ended. A signal is a root cause, unless it is one that follows from others; an
-    exit code perhaps not, unless its launcher reports it as the first. None: only its launcher knows how it ended.
-    `others`: ranks that were seen to have ended at the same time; which of them was first is then not known either."""
-    if code is None:
-        message = "its process ended"
-        if others:
-            message += f", and so did that of rank {', '.join(map(str, others))}: which was first is not known"
-        return Evidence(role, rank, Cause.ENDED, message, Weight.EXIT)
-    root = reported or (code < 0 and code not in _FROM_OTHERS)
-    hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
-    return Evidence(role, rank, Cause.ENDED, describe_exit(code), Weight.ROOT if root else Weight.EXIT, hint=hint)
-
-
-def first_to_end(codes: Mapping[int, int | None]) -> int:
-    """Of ranks below a launcher that were seen to have ended at the same time, the one that probably was the first."""
-    return min(codes, key=lambda rank: _order(codes[rank]))
-
-
-def perhaps_first(codes: Mapping[int, int | None], blamed: int) -> list[int]:
-    """The other ranks of which it is not known that they ended after `blamed`: SIGKILL may have come from outside, or
-    from the launcher once that one had ended."""
-    return [rank for rank, code in codes.items() if rank != blamed and code in (None, -signal.SIGKILL)]
-
-
-_FROM_OTHERS = (-signal.SIGABRT, -signal.SIGTERM)
-
-
-def _order(code: int | None) -> int:
-    """Which of several ends came first. A launcher has taken the code of that one (None) and then ends the others with
-    SIGTERM or SIGKILL; a process aborts itself when its peer is gone."""
-    if code is None:
-        return 1
-    if code >= 0:
-        return 3
-    if code in _FROM_OTHERS:
-        return 4
-    return 2 if code == -signal.SIGKILL else 0
+def from_rank_end(end: FirstEnd, *, reported: bool = False) -> Evidence:
+    """Return evidence of a rank's process that ended. A signal is a root cause, unless it is one that follows from
+    others; an exit code perhaps not, unless its launcher reports it as the first."""
+    if end.code is None:
+        also = f"; so did that of rank {', '.join(map(str, end.others))} at the same time" if end.others else ""
+        return Evidence(end.role, end.rank, Cause.ENDED, f"its process ended{also}", Weight.EXIT)
+    root = reported or (end.code < 0 and end.code not in FOLLOW_UPS)
+    hint = "SIGKILL from outside often means that memory ran out" if end.code == -signal.SIGKILL else ""
+    weight = Weight.ROOT if root else Weight.EXIT
+    return Evidence(end.role, end.rank, Cause.ENDED, describe_exit(end.code), weight, hint=hint)

@@ -18,7 +18,7 @@ from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
 from specs.schema.rewards import Function
-from specs.schema.role_section import Dispensable
+from specs.schema.role_section import Restartable
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.sections import ClusterSection
 from specs.schema.spec import Spec
@@ -82,7 +82,7 @@ class LateHost:
     def __init__(self, name: str, why: str, asking: Asking) -> None:
         self.name, self.why, self._asking, self._lines = name, why, asking, Lines()
 
-    def ask(self) -> str:
+    def check(self) -> str:
         return self._asking.one(self.name, self._lines)
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
     for role in spec.roles:
         section = spec.role(role)
         gone = len(hosts.intersection(section.hosts)) * (section.processes // section.nodes)
-        least = section.min_processes if isinstance(section, Dispensable) else None
+        least = section.min_processes if isinstance(section, Restartable) else None
         if gone and (least is None or section.processes - gone < least):
             return False
     return True

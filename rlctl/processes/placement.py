@@ -98,17 +98,17 @@ class RolePlan:
 
 
 class Unreached(Protocol):
-    """A host without which a run begins, for it could not be reached."""
+    """A host that could not be reached, and without which a run begins."""
 
     @property
     def why(self) -> str: ...
 
-    def ask(self) -> str:
-        """Whether it can do its part now. Empty: it can; else why there is no way to it. Raises SpecError of one that
-        is there and cannot. A thread may wait for this."""
+    def check(self) -> str:
+        """Return why there is still no way to the host, or nothing where it can do its part now. Raise SpecError for
+        one that is there and cannot. A thread may wait for this."""
 
     def stop(self) -> None:
-        """Have `ask` return soon, now and ever after."""
+        """Have `check` return soon, now and ever after."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlctl.processes.rank_states import Place
+from rlctl.processes.launch import Place
 from specs.wire.heartbeat import Activity, Moving
 
 _MISSED_S = 5.0  # a driver that did not look for so long was stopped or busy: that time is nobody's stall

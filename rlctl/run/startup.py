@@ -8,20 +8,21 @@ from typing import Any
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.logprob_gap import GapLimits
-from rlctl.loop.recovery import Returns, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer, policy_for
+from rlctl.loop.recovery import RankRecovery, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer, policy_for
 from rlctl.loop.residency import Residency, sleep_level
 from rlctl.loop.sync import PROBE_TOKENS, WeightSync
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
 from rlctl.preflight.role_attention import role_attention
-from rlctl.processes.calls import Call, RanksLost
-from rlctl.processes.groups import Group, Groups
+from rlctl.processes.calls import Call, RanksFailed
+from rlctl.processes.group import Group
+from rlctl.processes.groups import Groups
 from rlctl.processes.placement import Plan
 from rlctl.processes.role_configs import build_bodies
 from rlctl.run.run_dir import RunDir
 from rlctl.show.progress import Progress
-from specs.schema.role_section import Dispensable
+from specs.schema.role_section import Restartable
 from specs.schema.roles import ACTOR, DATA, REWARD, ROLES, ROLLOUT, RoleName, build_waves
 from specs.schema.spec import Spec
 from specs.wire.as_built import AsBuilt
@@ -38,11 +39,11 @@ def start(
     """Start every process, build every model, and refuse to go on if one is not what was asked. Raises RoleFailure and
     AsBuiltError."""
     transport = plan_transport(spec, spec_dir, run.path, plan)
-    dispensable = {role: spec.role(role) for role in spec.roles}
+    sections = {role: spec.role(role) for role in spec.roles}
     policies = {
         role: policy_for(role, section, plan, groups, progress.warning)
-        for role, section in dispensable.items()
-        if isinstance(section, Dispensable)
+        for role, section in sections.items()
+        if isinstance(section, Restartable)
     }
     for policy in policies.values():
         begin_with_fewer(groups, policy)
@@ -66,24 +67,26 @@ def start(
         reports[late.role] = now[late.role]
         as_built_check.write(reports, run.as_built, transport.describe())
 
-    def returns(role: RoleName) -> Returns:
-        return Returns(
+    def recovery(role: RoleName) -> RankRecovery:
+        recovery = RankRecovery(
             groups,
             policies[role],
             body=bodies[role],
             built=reports[role],
             start_timeout_s=spec.run.start_timeout_s,
-            tell=progress.message,
+            notify=progress.message,
             admit=admit,
         )
+        recovery.begin()
+        return recovery
 
     progress.message(f"weight transport: {transport}")
     spent = TimeSpent()
-    sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), returns(ROLLOUT), spent)
+    sync = SteadySync(residency, _weights(spec, groups, residency, transport, reports), recovery(ROLLOUT), spent)
     roles: dict[str, Group] = {role: groups[role] for role in spec.roles}
     limits = _gap_limits(spec, run, bodies, progress)
     built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
-    grading = SteadyGrading(returns(REWARD), spent)
+    grading = SteadyGrading(recovery(REWARD), spent)
     return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
 
 
@@ -106,7 +109,7 @@ def _answers(call: Call) -> list[Message]:
     """Return answers by rank, of the ranks that the run begins with."""
     try:
         return call.result()
-    except RanksLost:
+    except RanksFailed:
         return [call.answers[rank] for rank in call.ranks if rank in call.answers]
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.role_section import Dispensable, RoleSection
+from specs.schema.role_section import Restartable, RoleSection
 from specs.schema.roles import ACTOR, REWARD, ROLES, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -20,7 +20,7 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
     for role, section in sections:
         if section.nodes > 1:
             yield from _role(role, section)
-        least = section.min_processes if isinstance(section, Dispensable) else None
+        least = section.min_processes if isinstance(section, Restartable) else None
         if least is not None and least > section.processes:
             hint = f"use at most {section.processes}, or raise {role}.processes"
             message = f"{role} has {section.processes} processes to begin with"

@@ -66,7 +66,7 @@ class ModelRole(RoleSection):
         return self.micro_batch_tokens * self.sequence_parallel
 
 
-class Dispensable(RoleSection):
+class Restartable(RoleSection):
     """A role whose ranks each work by themselves: the loss of one can be made good, or borne."""
 
     max_restarts: int = Field(

@@ -22,7 +22,7 @@ from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngine
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.eval_sets import EvalSection, Evaluation
 from specs.schema.rewards import MAX_SCORE, RewardTermTable
-from specs.schema.role_section import Dispensable, DType, Learner, Lora, ModelRole, RoleSection
+from specs.schema.role_section import DType, Learner, Lora, ModelRole, Restartable, RoleSection
 from specs.schema.roles import ACTOR, CRITIC, ROLES, ROLLOUT, Role, RoleName
 from specs.schema.sections import (
     CheckpointSection,
@@ -93,7 +93,7 @@ class RewardModelSection(ModelRole):
     )
 
 
-class RolloutSection(Dispensable):
+class RolloutSection(Restartable):
     """The model that samples. It always holds the actor's weights."""
 
     engine: RolloutEngineTable = Field(TorchRolloutTable(), description="What samples.")
@@ -145,7 +145,7 @@ class RolloutSection(Dispensable):
         return range(self.first_node, self.first_node + self.nodes)
 
 
-class RewardSection(Dispensable):
+class RewardSection(Restartable):
     """What grades the completions, in isolated processes of each of its `nodes`, from the driver's host on. Its
     `python`, `env` and `threads` hold for the role `data` too, which reads what `[data]` names. `max_restarts` and
     `min_processes` are about those on other hosts."""

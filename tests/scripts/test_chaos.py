@@ -18,7 +18,7 @@ def test_the_short_form(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     assert code == 0, told
     assert "4 of 4 faults" in told
-    assert "rollout rank 1 was lost" in told
+    assert "rollout rank 1 failed" in told
     assert "ended (130), resumed, same numbers" in told
 
 

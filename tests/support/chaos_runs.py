@@ -321,12 +321,12 @@ class Disturbed:
 
     def _judge_recovery(self, text: str) -> None:
         fault = self.fault
-        lost = next((line for line in text.splitlines() if "was lost" in line or "could not be graded" in line), "")
+        lost = next((line for line in text.splitlines() if " failed: " in line or "could not be graded" in line), "")
         self.line.named = lost.removeprefix("warning: ")
         same = self.stage.same(self.run_dir)
         self.line.outcome = "went on, same numbers" if same else "went on"
         if fault.restarts:
-            self._must_be(f"{fault.who} was lost" in text, f"{fault.who} is not named")
+            self._must_be(f"{fault.who} failed" in text, f"{fault.who} is not named")
             self._must_be(self._cause_is_told(text), "the cause is not named")
         # A grade that was lost is told, and its sample left out; everything else repeats.
         self._must_be(same or "could not be graded" in text, "other numbers")

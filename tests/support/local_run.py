@@ -38,14 +38,14 @@ class LocalGroups(dict[str, LocalGroup]):
         self.spec = spec
         self.ranks = SimpleNamespace(
             allow_restarts=lambda policy: None,
-            lost=lambda role: (),
+            failed=lambda role: (),
             dropped=lambda role: (),
             late=lambda role: (),
             restarts=Counter(),
             policy_of=lambda role: SimpleNamespace(least=spec.role(role).min_processes),
         )
 
-    def come(self, role: str) -> list[int]:
+    def arrived(self, role: str) -> list[int]:
         return []
 
     def start(self, roles: Sequence[str]) -> None:

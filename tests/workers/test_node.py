@@ -16,7 +16,7 @@ import pytest
 from probe_groups import wait_until
 
 from rlctl.processes.placement import package_root
-from workers.node import SAYS
+from workers.node import PREFIX
 
 RANK = [sys.executable, "-m", "workers.main", "--role", "probe", "--module", "sitting:down"]
 # A rank that gets no further than to what it waits for here.
@@ -43,7 +43,7 @@ class Line:
 
     def hear(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        return dict(json.loads(self.process.stdout.readline().removeprefix(SAYS)))
+        return dict(json.loads(self.process.stdout.readline().removeprefix(PREFIX)))
 
     def start(self, key: str, command: list[str], **env: str) -> Path:
         log = self.folder / f"{key}.log"

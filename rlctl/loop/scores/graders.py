@@ -1,4 +1,4 @@
-"""Who grades what: samples go to whichever rank of the reward role has nothing to do, and from one that is lost to
+"""Who grades what: samples go to whichever rank of the reward role has nothing to do, and from one that fails to
 another."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rlctl.processes.calls import Call
-    from rlctl.processes.groups import Group
+    from rlctl.processes.group import Group
 
 HOME = 0  # the rank on the driver's host: it alone asks judges, and knows the reward model's tokens
 
@@ -72,7 +72,7 @@ class Graders:
 
     def _take(self, rank: int, part: Grading, call: Call) -> None:
         self._at_work.discard(rank)
-        if call.lost:
+        if call.failed:
             self._waiting.appendleft(part)
         else:
             (part.answer,) = call.result()

@@ -19,7 +19,7 @@ from specs.wire.batch import Batch
 from specs.wire.messages import COLUMNS, Verb
 
 if TYPE_CHECKING:
-    from rlctl.processes.groups import Group
+    from rlctl.processes.group import Group
     from specs.schema.spec import RewardSection
     from specs.wire.messages import Message
 

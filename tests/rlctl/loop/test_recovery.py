@@ -63,10 +63,10 @@ def test_crashes_change_nothing(plain: Path, tmp_path: Path, placement: str) -> 
     for before, line in zip([{"rollout/restarts": 0}, *lines], lines, strict=False):
         assert (line["time/restart_s"] > 0) == (line["rollout/restarts"] > before["rollout/restarts"])
         assert line["sync/verified"] is True
-    said = [line for line in done.stdout.splitlines() if "was lost" in line]
+    said = [line for line in done.stdout.splitlines() if "failed: " in line]
     assert len(said) == len(crashes)
-    assert "rollout rank 1 was lost: its process was ended by SIGKILL" in done.stdout
-    assert "rollout rank 0 was lost: the engine's own process ended" in done.stdout
+    assert "rollout rank 1 failed: its process was ended by SIGKILL" in done.stdout
+    assert "rollout rank 0 failed: the engine's own process ended" in done.stdout
     assert all(f"restart {i} of at most {len(crashes)}" in line for i, line in enumerate(said, 1))
     assert all("rollout/rank" in line for line in said)
     if placement == "taking turns":
@@ -132,7 +132,7 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
     assert done.returncode == 0, done.stdout + done.stderr
     assert trajectory(run) == trajectory(plain)
     said = " ".join(done.stdout.split())
-    assert "rollout rank 1 is lost for good: its process was ended by SIGKILL. The run goes on with 2 of them" in said
+    assert "rollout rank 1 failed for good: its process was ended by SIGKILL. The run goes on with 2 of them" in said
     assert "rollout rank 2 was not built within 20 s. The run goes on with 1 of 3 replicas" in said
     assert "rollout rank 2 came late and takes part now: 2 of 3 replicas" in said
     counted = [[line[f"rollout/{name}"] for name in ("replicas", "late", "dropped")] for line in metrics(run)]

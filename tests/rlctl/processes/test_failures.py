@@ -9,17 +9,8 @@ import pytest
 from probe_groups import probe_groups, role_plan, wait_until
 
 from rlctl.processes import failures
-from rlctl.processes.failures import (
-    Blame,
-    Evidence,
-    Weight,
-    first_to_end,
-    from_end,
-    from_error,
-    from_rank_end,
-    perhaps_first,
-)
-from rlctl.processes.launch import Started
+from rlctl.processes.failures import Blame, Evidence, Weight, from_error, from_rank_end
+from rlctl.processes.launched_ranks import FirstEnd
 from specs.errors import Cause, PeerGone, RoleFailure, SamplerDied
 from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Verb
@@ -79,63 +70,9 @@ def test_each_weight_has_its_own_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blame.root_cause() is EXITED
 
 
-REPORTED = """\
-workers.main FAILED
-Failures:
-[1]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : {1} (pid: 2)
-Root Cause (first observed failure):
-[0]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : {0} (pid: 1)
-"""
-
-
-@pytest.mark.parametrize(
-    ("codes", "first", "blamed"),
-    [
-        ((-15, -9), (0, 1), 1),  # torchrun ended rank 0 before anybody looked again
-        ((-9, -6), (), 0),
-        ((-6, -9), (), 1),  # both ended between two looks of torchrun: rank 0 aborted because of the other's end
-        ((1, -9), (0, 1), 1),
-        ((1, -9), (0,), 0),  # this one was seen to end first
-        ((-9, -9), (1,), 1),
-        ((1, 1), (), 0),
-    ],
-)
-def test_of_several_ends_the_first_blow_is_blamed(tmp_path: Path, codes, first, blamed) -> None:
-    (tmp_path / "launcher.log").write_text(REPORTED.format(*codes))
-    started = Started("actor", (0, 1), None, tmp_path / "launcher.log", launcher="torchrun")
-    evidence = from_end(started, 1, first)
-    assert (evidence.rank, evidence.weight) == (blamed, Weight.ROOT)
-
-
-@pytest.mark.parametrize(
-    ("codes", "first"),
-    [
-        ({0: -15, 1: None}, 1),  # its launcher has taken the code of the first one, and then ended the other
-        ({0: -6, 1: -9}, 1),
-        ({0: 1, 1: None}, 1),
-        ({0: None, 1: None}, 0),  # the report will tell
-        ({0: -15, 1: 1}, 1),
-        ({0: -9, 1: None}, 1),  # a launcher may have ended the other with SIGKILL
-        ({0: -9, 1: -11}, 1),
-    ],
-)
-def test_of_ranks_that_ended_together_the_first_is_found(codes, first) -> None:
-    assert first_to_end(codes) == first
-
-
-def test_a_launcher_may_have_killed_the_others() -> None:
-    assert perhaps_first({0: -9, 1: None, 2: None, 3: -15}, blamed=1) == [0, 2]
-    unknown = from_rank_end("actor", 1, None, others=[0, 2])
-    assert unknown.message == "its process ended, and so did that of rank 0, 2: which was first is not known"
-
-
 def test_an_abort_and_an_unknown_end_wait_for_a_better_cause() -> None:
-    aborted, unknown = from_rank_end("actor", 0, -6), from_rank_end("actor", 1, None)
-    killed = from_rank_end("actor", 1, -9)
+    aborted, unknown = (from_rank_end(FirstEnd("actor", *end)) for end in ((0, -6), (1, None)))
+    killed = from_rank_end(FirstEnd("actor", 1, -9))
     assert blamed(aborted) is blamed(unknown) is None
     assert blamed(aborted, killed) is killed
     assert blamed(error_of(0, Cause.PEER_GONE, "left"), unknown, killed) is killed

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from probe_groups import SUPPORT, judge_silence_of, probe_groups, role_plan, wait_until
 
-import rlctl.processes.groups
+import rlctl.processes.failure_watch
 from rlctl.processes.groups import Groups
 from specs.errors import BatchError, Interrupted, RoleFailure, SpecError
 from specs.wire.messages import Message, Verb
@@ -25,8 +25,8 @@ BOUND_S = 60.0  # generous: the machine may be busy
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A better cause, and stacks, may take long to come."""
-    monkeypatch.setattr(rlctl.processes.groups, "ROOT_CAUSE_GRACE_S", BOUND_S)
-    monkeypatch.setattr(rlctl.processes.groups, "_DUMP_S", BOUND_S)
+    monkeypatch.setattr(rlctl.processes.failure_watch, "ROOT_CAUSE_GRACE_S", BOUND_S)
+    monkeypatch.setattr(rlctl.processes.failure_watch, "_DUMP_S", BOUND_S)
 
 
 def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
@@ -260,4 +260,4 @@ def test_groups_know_their_roles(tmp_path: Path) -> None:
         assert isinstance(groups, Groups)
         assert "actor" in groups
         assert "ref" not in groups
-        assert groups.members["actor", 0].pid == groups.launcher.started[0].process.pid
+        assert groups.membership.members["actor", 0].pid == groups.launcher.started[0].process.pid

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from probe_groups import judge_silence_of, probe_groups, role_plan, wait_until
 
-import rlctl.processes.late_hosts
-from rlctl.loop.recovery import LossWarnings, Returns, SteadySync, begin_with_fewer
+import rlctl.processes.failure_watch
+import rlctl.processes.joining_hosts
+from rlctl.loop.recovery import FailureWarnings, RankRecovery, SteadySync, begin_with_fewer
 from rlctl.loop.residency import Residency
-from rlctl.processes.calls import RanksLost
+from rlctl.processes.calls import RanksFailed
 from rlctl.processes.failures import Evidence
 from rlctl.processes.groups import Groups
 from rlctl.processes.launch import tail
@@ -49,12 +50,12 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
 
         call = rollout.post(Verb.PING, [{"parts": 1}, {"do": "kill"}], step=3, on_part=parts.append)
         assert groups["actor"].call(Verb.PING, {"sleep_s": 1.5})[0].body["rank"] == 0, "goes on undisturbed"
-        with pytest.raises(RanksLost) as caught:
+        with pytest.raises(RanksFailed) as caught:
             call.result()
-        assert (caught.value.call, sorted(call.answers), call.lost) == (call, [0], {1})
+        assert (caught.value.call, sorted(call.answers), call.failed) == (call, [0], {1})
         assert [part.body["rank"] for part in parts] == [0]
         assert [(one.rank, "SIGKILL" in one.message) for one in said] == [(1, True)]
-        with pytest.raises(RanksLost):  # until it is back, nothing is sent to it, and nothing waits for it
+        with pytest.raises(RanksFailed):  # until it is back, nothing is sent to it, and nothing waits for it
             rollout.call(Verb.PING)
 
         assert restart(groups) == [1]
@@ -66,7 +67,7 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
         assert "rollout rank 1 is started again" in (tmp_path / "rollout" / "rank1.log").read_text()
 
         os.kill(again[0], signal.SIGKILL)  # idle
-        assert wait_until(lambda: (groups.tick(), groups.ranks.lost("rollout"))[1])
+        assert wait_until(lambda: (groups.tick(), groups.ranks.failed("rollout"))[1])
         assert restart(groups) == [0]
         with pytest.raises(RoleFailure, match=r"SIGKILL.*rollout ranks were started again 2 times before") as failure:
             rollout.call(Verb.PING, {"do": "kill", "rank": 1})
@@ -79,13 +80,13 @@ def test_verbs_in_line_are_for_the_other_replicas_not_for_the_new_process(tmp_pa
         rollout = groups["rollout"]
         lost = rollout.post(Verb.PING, [{}, {"do": "kill"}])
         in_flight, in_line = rollout.post(Verb.PING, {"sleep_s": 0.3}), rollout.post(Verb.PING)
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             lost.result()
         assert restart(groups) == [1]
         for call in (in_flight, in_line):
-            with pytest.raises(RanksLost):
+            with pytest.raises(RanksFailed):
                 call.result()
-            assert (sorted(call.answers), call.lost) == ([0], {1})
+            assert (sorted(call.answers), call.failed) == ([0], {1})
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
 
 
@@ -100,17 +101,18 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
     limits = {"verb_timeout_s": 60.0, "on_tick": on_tick}
     with probe_groups(tmp_path, role_plan("rollout", 2), **limits) as groups:
         rollout, weights = groups["rollout"], None  # which it does not come to
-        policy = RestartPolicy("rollout", 1, LossWarnings(groups, {}, str))
-        returns = Returns(groups, policy, body={}, built=[], start_timeout_s=60)
-        sync = SteadySync(Residency(False, [rollout]), weights, returns)
-        with pytest.raises(RanksLost):
+        policy = RestartPolicy("rollout", 1, FailureWarnings(groups, {}, str))
+        recovery = RankRecovery(groups, policy, body={}, built=[], start_timeout_s=60)
+        recovery.begin()
+        sync = SteadySync(Residency(False, [rollout]), weights, recovery)
+        with pytest.raises(RanksFailed):
             rollout.call(Verb.PING, {"do": "kill", "rank": 1})
         interrupts.append(Interrupted("now"))
         with pytest.raises(Interrupted):
             sync.run()
-        with pytest.raises(RanksLost) as caught:
+        with pytest.raises(RanksFailed) as caught:
             rollout.call(Verb.PING)
-        assert (caught.value.call.lost, groups.ranks.restarts["rollout"]) == ({1}, 0)
+        assert (caught.value.call.failed, groups.ranks.restarts["rollout"]) == ({1}, 0)
         assert restart(groups) == [1]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
         assert len(groups.launcher.started) == 2, "what had begun to start is gone"
@@ -119,9 +121,9 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
 def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
-        hung = groups.members["rollout", 0].pid
+        hung = groups.membership.members["rollout", 0].pid
         judge_silence_of(groups, "rollout", 0)
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             groups["rollout"].call(Verb.PING, {"do": "stop"})
         assert not Path(f"/proc/{hung}").exists()
         groups.hub.heartbeat_timeout_s = 60.0
@@ -147,7 +149,7 @@ def test_what_would_repeat_and_other_roles_end_the_run(tmp_path: Path, role: str
 def test_an_engine_that_says_that_it_died_is_a_loss(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             groups["rollout"].call(Verb.PING, {"do": "raise died"})
         assert groups.launcher.started == []  # what was left of it is gone
         restart(groups)
@@ -157,16 +159,16 @@ def test_an_engine_that_says_that_it_died_is_a_loss(tmp_path: Path) -> None:
 def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlctl.processes.groups, "ROOT_CAUSE_GRACE_S", 60.0)  # the loss may be slow to come
+    monkeypatch.setattr(rlctl.processes.failure_watch, "ROOT_CAUSE_GRACE_S", 60.0)  # the loss may be slow to come
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 1), factory="sync_handlers") as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
         export = groups["actor"].post(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
         groups["rollout"].post(Verb.IMPORT_BUCKET, {"sleep_s": 0.5, "then": "kill"})
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             export.result()
         groups["actor"].settle()
         restart(groups)
-        monkeypatch.setattr(rlctl.processes.groups, "ROOT_CAUSE_GRACE_S", 0.2)
+        monkeypatch.setattr(rlctl.processes.failure_watch, "ROOT_CAUSE_GRACE_S", 0.2)
         with pytest.raises(RoleFailure, match="the other rank left"):  # nobody was lost: it is a failure
             groups["actor"].call(Verb.EXPORT_BUCKET, {"do": "lose a peer"})
 
@@ -178,11 +180,11 @@ def test_who_waits_for_a_lost_replica_is_let_go(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 2), factory="sync_handlers") as groups:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 0, least=1))
         export = groups["actor"].post(Verb.EXPORT_BUCKET, wait)
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             groups["rollout"].call(Verb.IMPORT_BUCKET, [wait, {"do": "kill"}])
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             export.result()
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             groups["rollout"].call(Verb.IMPORT_BUCKET, wait, ranks=[0, 1])
         assert len(groups["rollout"].call(Verb.IMPORT_BUCKET)) == 1, "the next verb is not of those that were told"
 
@@ -192,11 +194,11 @@ def test_a_replica_that_is_lost_for_good_is_left_out(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 1), role_plan("rollout", 3)) as groups:
         rollout = groups["rollout"]
         groups.ranks.allow_restarts(RestartPolicy("rollout", 0, said.append, least=2))
-        with pytest.raises(RanksLost) as caught:
+        with pytest.raises(RanksFailed) as caught:
             rollout.call(Verb.PING, [{}, {"do": "kill"}, {}])
-        assert (sorted(caught.value.call.answers), caught.value.call.lost) == ([0, 2], {1})
+        assert (sorted(caught.value.call.answers), caught.value.call.failed) == ([0, 2], {1})
         assert [one.rank for one in said] == [1]
-        assert (groups.ranks.lost("rollout"), groups.ranks.dropped("rollout")) == ([], [1])
+        assert (groups.ranks.failed("rollout"), groups.ranks.dropped("rollout")) == ([], [1])
         assert (rollout.size, rollout.here) == (2, [0, 2])
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 2]
         with pytest.raises(RoleFailure, match="not a number"):  # an error of its own is no loss
@@ -215,19 +217,19 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path, "PROBE_GATE": str(gate)})
     with probe_groups(tmp_path, role_plan("actor", 1), plan, factory="gated", start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
-        told = LossWarnings(groups, {2: "node-3"}, warnings.append)
+        told = FailureWarnings(groups, {2: "node-3"}, warnings.append)
         begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({2})))
 
         def hurry() -> None:
             """The deadline passes as soon as the others are there, and the third waits."""
-            here = {("actor", 0), ("rollout", 0), ("rollout", 3)} <= groups.members.keys()
+            here = {("actor", 0), ("rollout", 0), ("rollout", 3)} <= groups.membership.members.keys()
             if ranks.dropped("rollout") and here and "waiting" in tail(groups.launcher.log_path("rollout", 2)):
                 groups._start_timeout_s = 0.0
 
         groups._on_tick = hurry
         groups.start()
         assert (ranks.dropped("rollout"), ranks.late("rollout"), rollout.here) == ([1], [2], [0, 3])
-        assert "rollout rank 1 is lost for good: ImportError: no engine for rank 1" in warnings[0]
+        assert "rollout rank 1 failed for good: ImportError: no engine for rank 1" in warnings[0]
         assert "rollout rank 2 on node-3 did not join within" in warnings[1]
         assert "The run goes on with 2 of 4 replicas (rollout.min_processes = 1)" in warnings[1]
         assert "rank2.log, which ends in: waiting for the gate" in warnings[1]
@@ -235,21 +237,20 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
         call = rollout.post(Verb.BUILD, timeout_s=60)
         assert wait_until(lambda: (groups.tick(), call.answers)[1])
         call._deadline = 0.0
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksFailed):
             call.result()
-        assert (sorted(call.answers), ranks.late("rollout"), groups.come("rollout")) == ([0], [2, 3], [])
+        assert (sorted(call.answers), ranks.late("rollout"), groups.arrived("rollout")) == ([0], [2, 3], [])
         assert "rollout rank 3 was not built within 60 s" in warnings[2]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0], "prompts go to who is there"
 
         gate.touch()
-        assert wait_until(lambda: (groups.tick(), groups.come("rollout") == [2, 3])[1])
-        with groups.take_in("rollout") as came:
+        assert wait_until(lambda: (groups.tick(), groups.arrived("rollout") == [2, 3])[1])
+        with groups.join("rollout") as came:
             assert (came, rollout.here) == ([2, 3], [0])
-            assert rollout.take_late(3).body["rank"] == 3, "it has built already"
-            assert rollout.take_late(2) is None
+            assert rollout.take_postponed(3).body["rank"] == 3, "it has built already"
+            assert rollout.take_postponed(2) is None
             rollout.call(Verb.BUILD, ranks=[2])
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 2, 3]
-        assert groups.hub._awaited == 0, "strangers find no door"
 
 
 class AskedHost:
@@ -260,7 +261,7 @@ class AskedHost:
         self.says: str | Problem = why
         self.times, self.stopped = 0, False
 
-    def ask(self) -> str:
+    def check(self) -> str:
         self.times += 1
         if isinstance(self.says, Problem):
             raise SpecError([self.says])
@@ -275,7 +276,7 @@ def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
 ) -> None:
     """There, it is asked the preflight's questions, of which a wrong answer keeps it out. A shell that ends before its
     rank has come is no way in either."""
-    monkeypatch.setattr(rlctl.processes.late_hosts, "LOOK_S", 0.1)
+    monkeypatch.setattr(rlctl.processes.joining_hosts, "LOOK_S", 0.1)
     warnings: list[str] = []
     gate, plan = tmp_path / "gate", role_plan("rollout", 2)
     shell = ("sh", "-c", f"echo knocked >>{tmp_path}/knocks; [ -e {gate} ] || exit 255; exec sh")
@@ -283,7 +284,7 @@ def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
     host = AskedHost("no answer within 20 s")
     with probe_groups(tmp_path, plan, unreached={"node-2": host}, start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
-        told = LossWarnings(groups, {1: "node-2"}, warnings.append)
+        told = FailureWarnings(groups, {1: "node-2"}, warnings.append)
         begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({1})))
         groups.start()
         assert (ranks.late("rollout"), rollout.here) == ([1], [0])
@@ -304,13 +305,13 @@ def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
         assert "rollout rank 1 on node-2 did not come: " in warnings[2]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0]
         gate.touch()
-        assert wait_until(lambda: (groups.tick(), groups.come("rollout") == [1])[1])
-        with groups.take_in("rollout") as came:
+        assert wait_until(lambda: (groups.tick(), groups.arrived("rollout") == [1])[1])
+        with groups.join("rollout") as came:
             assert came == [1]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
         assert len(warnings) == 3
         asked = host.times
-        assert not groups._late_hosts._hosts["node-2"].places
+        assert not groups.membership._joining._hosts["node-2"].places
         groups.tick()
         assert host.times == asked, "nobody looks for it any more"
         assert len([one for one in groups.launcher.started if one.ranks == (1,)]) == 1
@@ -319,7 +320,7 @@ def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
 
 def test_too_few_replicas_do_not_begin(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("rollout", 2), factory="gated", start=False) as groups:
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, LossWarnings(groups, {}, str), least=2))
+        begin_with_fewer(groups, RestartPolicy("rollout", 0, FailureWarnings(groups, {}, str), least=2))
         with pytest.raises(RoleFailure, match="no engine for rank 1") as failure:
             _begin(groups)
         assert failure.value.rank == 1

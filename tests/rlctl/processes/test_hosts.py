@@ -153,9 +153,9 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
         output = cut(150)
     assert process.returncode == 0, output
     assert "weight transport: group" in output
-    assert f"rollout rank 1 on {hosts.third} was lost" in output
-    assert f"rollout rank 0 on {hosts.there} is lost for good: no sign of life for " in output.replace("\n", " ")
-    assert f"reward rank 1 on {hosts.there} is lost for good: no sign of life for " in output.replace("\n", " ")
+    assert f"rollout rank 1 on {hosts.third} failed" in output
+    assert f"rollout rank 0 on {hosts.there} failed for good: no sign of life from host " in output.replace("\n", " ")
+    assert f"reward rank 1 on {hosts.there} failed for good: no sign of life from host " in output.replace("\n", " ")
     last = metrics(run)[-1]
     assert [last[f"rollout/{name}"] for name in ("restarts", "dropped", "replicas")] == [1, 1, 1]
     assert [last[f"reward/{name}"] for name in ("restarts", "dropped", "processes")] == [0, 1, 2]

@@ -26,20 +26,20 @@ from test_placement import plan as make
 
 from rlctl.presets import write_batch_script
 from rlctl.processes import launch
-from rlctl.processes.calls import RanksLost
+from rlctl.processes.calls import RanksFailed
 from rlctl.processes.failures import Evidence
-from rlctl.processes.far_ranks import NodeLine
 from rlctl.processes.launch import Launcher, remote_script
 from rlctl.processes.placement import RolePlan, make_plan, package_root
 from rlctl.processes.rank_states import RestartPolicy
+from rlctl.processes.remote_ranks import NodeConnection
 from specs.errors import RoleFailure
 from specs.load.load import load_spec
 from specs.wire.messages import Verb
-from workers.node import SAYS
+from workers.node import PREFIX
 from workers.watchdog import kill_marked, pids_marked
 
 BOUND_S = 80.0
-SECOND_ENDED = r"rank (1, .*(SIGKILL|process ended)|0, .*so did that of rank 1:)"
+SECOND_ENDED = r"rank (1, .*(SIGKILL|process ended)|0, .*so did that of rank 1)"
 """A launcher ends the others: which ended first is seen, or said to be not known."""
 WANTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 # What srun does that matters here: a process per task, told its place in SLURM's words; all end when one fails.
@@ -148,7 +148,7 @@ def test_a_death_under_srun_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LINE_SILENCE_S", 0.0)
+    monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
     before = set(listeners())
     with probe_groups(tmp_path, on_two_nodes("torchrun")) as groups:
         check_places(places(groups), ["0", "0"], "1")
@@ -170,29 +170,29 @@ def replicas_on_two_nodes() -> RolePlan:
     return replace(made, env=env, remote=(replace(there, shell=("sh",), env=env),))
 
 
-def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_line(
+def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "LINE_SILENCE_S", 0.0)  # words that keep lines open are none to a keeper
+    monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
     with probe_groups(tmp_path, replicas_on_two_nodes()) as groups:
         rollout = groups["rollout"]
         said: list[Evidence] = []
         groups.ranks.allow_restarts(RestartPolicy("rollout", 3, said.append))
         first = [answer.body for answer in rollout.call(Verb.PING)]
         assert [body["local_rank"] for body in first] == [0, 1, 0, 1]
-        assert len({psutil.Process(body["pid"]).ppid() for body in first}) == 2, "this process, and one keeper"
-        with pytest.raises(RanksLost) as caught:
+        assert len({psutil.Process(body["pid"]).ppid() for body in first}) == 2, "this process, and one supervisor"
+        with pytest.raises(RanksFailed) as caught:
             rollout.call(Verb.PING, {"do": "kill", "rank": 3})
-        assert caught.value.call.lost == {3}
+        assert caught.value.call.failed == {3}
         with groups.restart("rollout") as ranks:
             assert ranks == [3]
         again = [answer.body["pid"] for answer in rollout.call(Verb.PING)]
         assert [body["pid"] for body in first][:3] == again[:3]
-        assert psutil.Process(again[3]).ppid() == psutil.Process(again[2]).ppid(), "the same keeper"
+        assert psutil.Process(again[3]).ppid() == psutil.Process(again[2]).ppid(), "the same supervisor"
 
-        os.kill(psutil.Process(again[3]).ppid(), signal.SIGKILL)  # and with it the line
-        assert wait_until(lambda: (groups.tick(), groups.ranks.lost("rollout"))[1] == [2, 3])
-        assert "the line to second ended" in said[-1].message
+        os.kill(psutil.Process(again[3]).ppid(), signal.SIGKILL)  # and with it the connection
+        assert wait_until(lambda: (groups.tick(), groups.ranks.failed("rollout"))[1] == [2, 3])
+        assert "the connection to second ended" in said[-1].message
         with groups.restart("rollout") as ranks:
             assert ranks == [2, 3]
         assert len(rollout.call(Verb.PING)) == 4
@@ -202,11 +202,11 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_line(
         assert (failure.value.rank, failure.value.host) == (2, "second")
 
 
-def test_a_keepers_last_words_are_heard_though_it_ended_meanwhile(tmp_path: Path) -> None:
+def test_a_supervisors_last_message_is_read_though_it_ended_meanwhile(tmp_path: Path) -> None:
     """It says how a rank ended, and ends, while the driver looks whether the line still stands."""
-    says = f"read go; echo '{SAYS}{json.dumps({'ended': 'key', 'code': -9})}'"
+    says = f"read go; echo '{PREFIX}{json.dumps({'ended': 'key', 'code': -9})}'"
     shell = subprocess.Popen(["sh", "-c", says], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    line = NodeLine("second", shell, "", tmp_path / "log")
+    line = NodeConnection("second", shell, "", tmp_path / "log")
 
     class Ending:
         """The shell, which ends when it is first looked at."""
@@ -221,7 +221,7 @@ def test_a_keepers_last_words_are_heard_though_it_ended_meanwhile(tmp_path: Path
 
     line.shell = Ending()  # type: ignore[assignment]
     assert line.code_of("key") == -9
-    assert line.has_told("key")
+    assert line.has_reported("key")
     line.close()
     assert shell.stdin is not None
     assert shell.stdin.closed
@@ -229,24 +229,24 @@ def test_a_keepers_last_words_are_heard_though_it_ended_meanwhile(tmp_path: Path
 
 
 @pytest.mark.parametrize("make", ["torchrun", "python"])
-def test_a_line_is_never_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
+def test_a_connection_is_never_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
     plan = on_two_nodes("torchrun") if make == "torchrun" else replicas_on_two_nodes()
     said = tmp_path / "said"
     deaf = replace(plan.remote[0], shell=("sh", "-c", f"exec cat >{said}"))
     launcher = Launcher(tmp_path, {})
     launcher.start(replace(plan, remote=(deaf,), command=("sleep", "600")))
     try:
-        launcher.keep_lines_open()
-        monkeypatch.setattr(launch, "LINE_SILENCE_S", 0.0)
+        launcher.keep_connections_open()
+        monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
         assert wait_until(lambda: said.exists() and said.read_text().partition("\nexec ")[2].endswith("\n"))
         before = said.read_text()
-        launcher.keep_lines_open()
+        launcher.keep_connections_open()
         assert wait_until(lambda: said.read_text() == before + "\n")
     finally:
         launcher.stop(grace_s=0.2)
 
 
-def test_a_node_ends_with_its_line_to_the_driver(tmp_path: Path) -> None:
+def test_a_node_ends_with_its_connection_to_the_driver(tmp_path: Path) -> None:
     """Whatever its command has started, and however deaf it is."""
     stubborn = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     stubborn += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"

@@ -13,9 +13,9 @@ import pytest
 from hand_clock import HandClock
 from probe_groups import doing, judge_silence_of, probe_groups, role_plan, wait_until
 
-import rlctl.processes.groups
+import rlctl.processes.failure_watch
 from rlctl.processes import stall_watch as module
-from rlctl.processes.calls import Call, RanksLost
+from rlctl.processes.calls import Call, RanksFailed
 from rlctl.processes.failures import Evidence
 from rlctl.processes.groups import Groups
 from rlctl.processes.rank_states import RestartPolicy
@@ -138,8 +138,8 @@ def test_what_is_done_counts_on_over_a_restart(clock: HandClock) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacks may take long to come."""
-    monkeypatch.setattr(rlctl.processes.groups, "_DUMP_S", 60.0)
-    monkeypatch.setattr(rlctl.processes.groups, "_STACKS_S", 60.0)
+    monkeypatch.setattr(rlctl.processes.failure_watch, "_DUMP_S", 60.0)
+    monkeypatch.setattr(rlctl.processes.failure_watch, "_STACKS_S", 60.0)
 
 
 def come_to(groups: Groups, *conditions: Callable[[], Any]) -> None:
@@ -164,9 +164,9 @@ def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
         groups.ranks.allow_restarts(RestartPolicy("rollout", 1, said.append))
         call = groups["rollout"].post(Verb.PING, {"do": "hang", "rank": 1}, step=3)
         come_to(groups, lambda: call.missing == [1], lambda: where(groups, "rollout", 1).startswith("_misbehave"))
-        with pytest.raises(RanksLost) as caught:
+        with pytest.raises(RanksFailed) as caught:
             stalled(groups, call)
-        assert caught.value.call.lost == {1}
+        assert caught.value.call.failed == {1}
         told = r"step 3 waits for rollout rank 1, which is in ping, \d+ s without a sign of progress, at _misbehave"
         assert re.search(told, said[0].message)
         assert "_misbehave" in (tmp_path / "rollout" / "rank1.log").read_text()
@@ -195,7 +195,7 @@ def test_an_actor_that_holds_the_lock_gives_no_sign_of_life_but_its_stacks(tmp_p
         body = {"parts": 1, "then": "hold the lock", "rank": 1}
         call = groups["actor"].post(Verb.PING, body, step=3, on_part=parts.append)
         come_to(groups, lambda: parts)
-        process = psutil.Process(groups.members["actor", 1].pid)
+        process = psutil.Process(groups.membership.members["actor", 1].pid)
         before = process.cpu_times().user
         come_to(groups, lambda: process.cpu_times().user > before + 0.5)
         judge_silence_of(groups, "actor", 1)

@@ -105,7 +105,7 @@ def test_what_is_lost_while_both_work(tmp_path: Path) -> None:
         driver.kill()
         driver.communicate()
     assert driver.returncode == 1, output
-    assert "rollout rank 0 was lost" in output
+    assert "rollout rank 0 failed:" in output
     assert "actor rank 0" in output
     assert "SIGKILL" in output
     lines = [line for line in metrics(run) if line["step"] > 1]

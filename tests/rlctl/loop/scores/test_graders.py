@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from probe_groups import probe_groups, role_plan, wait_until
 
-from rlctl.loop.recovery import LossWarnings, Returns, SteadyGrading, TimeSpent
+from rlctl.loop.recovery import FailureWarnings, RankRecovery, SteadyGrading, TimeSpent
 from rlctl.loop.scores.graders import Graders, Grading
 from rlctl.processes.rank_states import RestartPolicy
 from specs.wire import bodies
@@ -40,22 +40,23 @@ def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
     plan = replace(plan, env={**plan.env, "PROBE_FOLDER": str(tmp_path)})
     with probe_groups(tmp_path, plan, factory="graders") as groups:
         reward = groups["reward"]
-        warnings = LossWarnings(groups, {1: "node-2", 2: "node-3"}, said.append)
+        warnings = FailureWarnings(groups, {1: "node-2", 2: "node-3"}, said.append)
         far = frozenset({1, 2})
         policy = RestartPolicy("reward", 1, warnings, least=2, far=far, ranks=far)
         built = [AsBuilt.model_construct(role="reward", rank=rank, pid=0) for rank in range(3)]
-        returns = Returns(groups, policy, body={}, built=built, start_timeout_s=60)
-        returns._reports = lambda ranks, step, after: [built[rank] for rank in ranks]
+        recovery = RankRecovery(groups, policy, body={}, built=built, start_timeout_s=60)
+        recovery.begin()
+        recovery._reports = lambda ranks, step, after: [built[rank] for rank in ranks]
         spent = TimeSpent()
-        steady, graders = SteadyGrading(returns, spent), Graders(reward)
+        steady, graders = SteadyGrading(recovery, spent), Graders(reward)
 
         parts = [part(graders, number) for number in range(12)]
         assert scores([*parts[:2], *parts[3:]]) == [0, 1, *range(3, 12)]
         assert parts[2].answer is None, "the third is at it"
-        assert groups.ranks.lost("reward") == [1]
+        assert groups.ranks.failed("reward") == [1]
         died_at = int((tmp_path / "died").read_text())
         assert died_at in graded_by(tmp_path, 0), "by the only one that had nothing to do"
-        assert "reward rank 1 on node-2 was lost: its process was ended by SIGKILL" in said[0]
+        assert "reward rank 1 on node-2 failed: its process was ended by SIGKILL" in said[0]
         assert "(restart 1 of at most 1, reward.max_restarts)" in said[0]
         assert steady.metrics() == {"reward/restarts": 0, "reward/processes": 3}
 
@@ -73,7 +74,7 @@ def test_what_a_lost_one_had_goes_to_others(tmp_path: Path) -> None:
         last = [part(graders, number) for number in range(24, 36)]
         assert wait_until(lambda: (groups.tick(), groups.ranks.dropped("reward"))[1])
         assert scores(last) == [*range(24, 36)]
-        assert "reward rank 1 on node-2 is lost for good" in said[1]
+        assert "reward rank 1 on node-2 failed for good" in said[1]
         assert "The run goes on with 2 of them (reward.min_processes = 2)" in said[1]
         assert steady.metrics() == {"reward/restarts": 1, "reward/processes": 2, "reward/dropped": 1}
         assert not steady.restore(3)

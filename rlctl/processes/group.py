@@ -1,0 +1,183 @@
+"""What is in flight: the ranks of a role as the driver calls them, and the calls that they have not answered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
+
+from rlctl.processes.calls import Blobs, Bodies, Call, frames_by_rank
+from rlctl.processes.channel import Hub
+from rlctl.processes.rank_states import RankStates
+from rlctl.processes.stall_watch import StallWatch
+from specs.wire.messages import Message, Verb
+
+
+class Terms(TypedDict, total=False):
+    """Options of `Group.post` that `Group.call` takes too."""
+
+    step: int | None  # the RL step that it is part of: for the message when it fails
+    timeout_s: float | None  # seconds until a rank must have answered; unset: `run.verb_timeout_s`
+    ranks: Sequence[int] | None  # only these; unset: all
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What all groups of a run share. `tick` waits a moment for something to happen to any role, and raises
+    RoleFailure; `busy` has the intervals in which ranks were at work, in no order."""
+
+    hub: Hub
+    states: RankStates
+    watch: StallWatch
+    tick: Callable[[], None]
+    verb_timeout_s: float
+    busy: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Group:
+    """All ranks of one role. A rank serves one verb at a time; further ones wait in line."""
+
+    def __init__(self, role: str, size: int, channel: Channel) -> None:
+        self.role, self.processes = role, size  # of all that were asked for
+        self.line: deque[Call] = deque()  # in the order in which they were posted, also those in flight
+        self.used_GiB = 0.0  # the most device memory that any rank has reported, from before it built its model on
+        self._channel = channel
+        self._number = 0
+        self._postponed: dict[int, Call] = {}  # by rank: a verb whose answer is no longer waited for, but heard
+
+    @property
+    def here(self) -> list[int]:
+        """Return the ranks that take part: all but those that were dropped, and those that are late."""
+        absent = self._channel.states.absent(self.role)
+        return [rank for rank in range(self.processes) if rank not in absent]
+
+    @property
+    def size(self) -> int:
+        """Return how many ranks take part."""
+        return len(self.here)
+
+    @property
+    def ready(self) -> list[int]:
+        """Return the ranks that take part, have not failed, and are not about to be built again."""
+        return self._channel.states.running(self.role)
+
+    @property
+    def in_flight(self) -> list[Call]:
+        return [call for call in self.line if call.sent]
+
+    def call(self, verb: Verb, body: Bodies = None, tensors: Blobs = None, **terms: Unpack[Terms]) -> list[Message]:
+        """Call every rank and wait; return answers by rank. A single body or tensors go to all, a list one to each.
+
+        Raise RoleFailure, RanksFailed, and BatchError when a column that the verb needs is not there.
+        """
+        return self.post(verb, body, tensors, **terms).result()
+
+    def post(
+        self,
+        verb: Verb,
+        body: Bodies = None,
+        tensors: Blobs = None,
+        *,
+        step: int | None = None,
+        timeout_s: float | None = None,
+        ranks: Sequence[int] | None = None,
+        on_part: Callable[[Message], None] | None = None,
+        on_done: Callable[[Call], None] | None = None,
+    ) -> Call:
+        """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line.
+
+        `on_part` gets each PART as it arrives, while the driver waits for whichever role. `on_done` gets the call when
+        every rank has answered, or will not. Both may post, but not wait.
+        """
+        self._number += 1
+        ranks = self.here if ranks is None else ranks
+        frames = frames_by_rank(verb, self._number, len(ranks), body, tensors)
+        timeout_s = timeout_s or self._channel.verb_timeout_s
+        call = Call(verb, self._number, frames, step, timeout_s, self._channel.tick, on_part, ranks, on_done)
+        self.line.append(call)
+        self._send_next()
+        return call
+
+    def tick(self) -> None:
+        """Wait a moment for something to happen to any role. Raise RoleFailure."""
+        self._channel.tick()
+
+    def settle(self, ranks: Callable[[], Sequence[int]] | None = None) -> None:
+        """Wait until no verb is in flight or in line, or none for any of these `ranks`."""
+        while any(ranks is None or not set(ranks()).isdisjoint(call.ranks) for call in self.line):
+            self._channel.tick()
+
+    def receive(self, rank: int, message: Message) -> None:
+        """File an answer. One to a call that is over (its verb failed on another rank) is dropped."""
+        if (call := self.sent(message.call)) is not None:
+            call.receive(rank, message)
+            self.used_GiB = max(self.used_GiB, float(message.body.get("used_GiB", 0.0)))
+            if message.busy is not None:
+                self._channel.busy.append(message.busy)
+            if call.done:
+                self.drop(call)
+        elif rank in self._postponed and self._postponed[rank].number == message.call:
+            self._postponed[rank].receive(rank, message)
+
+    def sent(self, number: int) -> Call | None:
+        """Return the call of this number, if it is in flight."""
+        for call in self.line:  # no generator: hundreds of answers come here
+            if call.number == number:
+                return call if call.sent else None
+        return None
+
+    def fail(self, rank: int, number: int | None = None) -> None:
+        """Expect no answer from a rank to the call in flight (only if it has this number)."""
+        for call in self.in_flight:
+            if number in (None, call.number) and rank in call.missing:
+                call.fail(rank)
+                if call.done:
+                    self.drop(call)
+
+    def drop(self, call: Call) -> None:
+        """End a call in flight."""
+        self.line.remove(call)
+        if call.on_done is not None and call.done:
+            call.on_done(call)
+        self._send_next()
+
+    def postpone(self, rank: int) -> None:
+        """Wait no longer for a rank's answer to the call in flight, which may still come (`take_postponed`)."""
+        call = next(call for call in self.in_flight if rank in call.missing)
+        late = Call(call.verb, call.number, [[]], call.step, call.timeout_s, self._channel.tick, None, [rank])
+        self._postponed[rank] = late
+        self.fail(rank)
+
+    def owes(self, rank: int) -> bool:
+        """Return whether the answer to a postponed call is still to come."""
+        return rank in self._postponed and not self._postponed[rank].done
+
+    def take_postponed(self, rank: int) -> Message | None:
+        """Return what a rank answered to a postponed call; None: none was postponed."""
+        late = self._postponed.pop(rank, None)
+        return None if late is None else late.answers[rank]
+
+    def _send_next(self) -> None:
+        """Send what is in line to ranks that serve nothing that was posted before it."""
+        states, hub = self._channel.states, self._channel.hub
+        while (call := self._next()) is not None:
+            absent = {*states.failed(self.role), *states.dropped(self.role), *states.late(self.role)}
+            self._channel.watch.moved()
+            for rank, frames in zip(call.ranks, call.start(), strict=True):
+                if rank in absent:
+                    call.fail(rank)
+                else:
+                    hub.send(self.role, rank, frames)
+            if call.done:
+                self.drop(call)
+
+    def _next(self) -> Call | None:
+        taken: set[int] = set()
+        for call in self.line:
+            if not call.sent and taken.isdisjoint(call.ranks):
+                return call
+            taken.update(call.ranks)
+            if len(taken) >= self.processes:
+                return None
+        return None
