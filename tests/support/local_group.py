@@ -15,7 +15,7 @@ AT_THE_SAME_TIME = (Verb.EXPORT_BUCKET, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET)  
 
 
 class LocalCall:
-    lost = ()
+    failed = ()
 
     def __init__(self, answers: list[Message], ranks: list[int]) -> None:
         self.answers, self.ranks = answers, ranks
