@@ -31,7 +31,7 @@ from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
     LossTable,
     ValueLoss,
 )
-from specs.schema.role_section import Dispensable, Learner, ModelRole, RoleSection  # noqa: E402
+from specs.schema.role_section import Restartable, Learner, ModelRole, RoleSection  # noqa: E402
 from specs.schema.spec import Spec  # noqa: E402
 from specs.schema.table import Table  # noqa: E402
 from specs.text import show  # noqa: E402
@@ -96,7 +96,7 @@ SHARED: dict[type[Table], str] = {
     RoleSection: "every role",
     ModelRole: "roles with a model",
     Learner: "roles that learn",
-    Dispensable: "roles whose processes can be lost",
+    Restartable: "roles whose processes can be lost",
 }
 ALGORITHM = """\
 `kind` names a preset of an advantage and a loss. Its keys are those that every algorithm has, those of its
