@@ -31,7 +31,7 @@ from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
     LossTable,
     ValueLoss,
 )
-from specs.schema.role_section import Restartable, Learner, ModelRole, RoleSection  # noqa: E402
+from specs.schema.role_section import Learner, ModelRole, Restartable, RoleSection  # noqa: E402
 from specs.schema.spec import Spec  # noqa: E402
 from specs.schema.table import Table  # noqa: E402
 from specs.text import show  # noqa: E402
