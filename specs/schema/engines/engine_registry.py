@@ -48,13 +48,13 @@ else:
 
 @cache
 def own_kinds(family: foreign.Family) -> Mapping[str, type[EngineTable]]:
-    """Kind → table of rlctl's own engines, aliases included."""
+    """Return kind → table of rlctl's own engines, aliases included."""
     tables: tuple[type[EngineTable], ...] = TRAIN_TABLES if family == "train" else ROLLOUT_TABLES
     return {kind: table for table in tables for kind in get_args(table.model_fields["kind"].annotation)}
 
 
 def readers_of(engine: TrainTable) -> list[str]:
-    """Kinds that can resume what this engine saves."""
+    """Return the kinds that can resume what this engine saves."""
     same = [
         kind
         for kind, table in own_kinds("train").items()
@@ -64,15 +64,15 @@ def readers_of(engine: TrainTable) -> list[str]:
 
 
 def table_of(family: foreign.Family, kind: str) -> type[EngineTable] | None:
-    """The table of an engine, rlctl's own or another package's; None for a kind that nobody brings."""
+    """Return the table of an engine, rlctl's own or another package's; None for a kind that nobody brings."""
     return own_kinds(family).get(kind) or foreign.foreign_table(family, kind)
 
 
 @cache
 def library_names() -> tuple[str, ...]:
-    """Distributions that rlctl's engines are made of, aliases included: those whose versions say what ran."""
+    """Return the distributions that rlctl's engines are made of, aliases included: their versions say what ran."""
     found = ["torch", "transformers"]
     for table in (*ROLLOUT_TABLES, *TRAIN_TABLES):
         for package in table.packages or ():
-            found += [package, *(table.package_aliases or {}).get(package, ())]
+            found += [package, *table.package_aliases.get(package, ())]
     return tuple(dict.fromkeys(name for name in found if name not in _HELPERS))

@@ -29,20 +29,20 @@ _BASES: dict[Family, type[EngineTable]] = {"train": TrainTable, "rollout": Rollo
 
 
 def foreign_kinds(family: Family) -> list[str]:
-    """Kinds that installed packages bring. Imports none of them."""
+    """Return the kinds that installed packages bring. Imports none of them."""
     return sorted(name.partition(".")[2] for name in _points() if name.startswith(f"{family}."))
 
 
 def foreign_engine(family: Family, kind: str) -> Any:
-    """The engine's class, imported now; None where no package brings that kind."""
+    """Return the engine's class, imported now; None where no package brings that kind."""
     point = _points().get(f"{family}.{kind}")
     return point.load() if point else None
 
 
 @cache
 def foreign_table(family: Family, kind: str) -> type[EngineTable] | None:
-    """The spec table of another package's engine; None where no package brings that kind. Raises PydanticCustomError,
-    which pydantic reports at the table's key, where the package is broken."""
+    """Return the spec table of another package's engine; None where no package brings that kind. Raises
+    PydanticCustomError, which pydantic reports at the table's key, where the package is broken."""
     if f"{family}.{kind}" not in _points():
         return None
     point = _points().get(f"table.{family}.{kind}")
@@ -50,7 +50,7 @@ def foreign_table(family: Family, kind: str) -> type[EngineTable] | None:
 
 
 def or_foreign(family: Family) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
-    """A validator around the union of rlctl's own tables: a kind that is none of theirs may be another package's."""
+    """Wrap the union of rlctl's own tables: a kind that is none of theirs may be another package's."""
 
     def validate(value: Any, own_tables: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -67,12 +67,12 @@ def or_foreign(family: Family) -> Callable[[Any, ValidatorFunctionWrapHandler], 
 
 
 def dump(value: EngineTable, info: SerializationInfo) -> dict[str, Any]:
-    """The keys of an engine's table, whoever wrote it."""
+    """Return the keys of an engine's table, whoever wrote it."""
     return value.model_dump(mode=info.mode)
 
 
 def tuples(value: Any) -> Any:
-    """TOML's and JSON's arrays as the schema's tuples, at every depth."""
+    """Turn TOML's and JSON's arrays into the schema's tuples, at every depth."""
     if isinstance(value, Mapping):
         return {name: tuples(item) for name, item in value.items()}
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
@@ -97,11 +97,10 @@ def _load(point: EntryPoint, family: Family, kind: str) -> type[EngineTable]:
     base = _BASES[family]
     if not (isinstance(table, type) and issubclass(table, base)):
         raise _broken(f"{where} is not a {base.__module__}.{base.__name__}")
-    field = table.model_fields.get("kind")
-    if field is None or kind not in get_args(field.annotation):
+    fields = table.model_fields
+    if "kind" not in fields or kind not in get_args(fields["kind"].annotation):
         raise _broken(f"{where} has no `kind: Literal[{kind!r}]`")
-    needed = [name for name, field in table.model_fields.items() if field.is_required() and name != "kind"]
-    if needed:
+    if needed := [name for name, field in fields.items() if field.is_required() and name != "kind"]:
         raise _broken(f"{where}: every key needs a default, {', '.join(needed)} has none")
     return table
 

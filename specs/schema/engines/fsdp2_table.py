@@ -61,7 +61,8 @@ class Fsdp2Table(OwnModules):
     def problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse meshes that do not fit the role's processes, and keys without effect."""
         role, section = context.role, context.section
-        yield from _mesh_size(role, section.processes, self)
+        if self.mesh(section.processes).ranks != section.processes:
+            yield self._mesh_problem(role, section.processes)
         if self.offload == "cpu" and not section.devices:
             yield no_effect(f"{role}.engine.offload", self, f"{role} runs on the CPU")
         if not ROLES[role].learns and "sync_every_micro_batch" in self.model_fields_set:
@@ -106,21 +107,17 @@ class Fsdp2Table(OwnModules):
             both_ways = 2 * max(tensors.largest_layer, tensors.outside_layers) * FP32_BYTES
             yield Part("gradients under way", both_ways, frozenset({"train"}))
 
-
-def _mesh_size(role: RoleName, processes: int, engine: Fsdp2Table) -> Iterator[Problem]:
-    shard, replicate = engine.shard, engine.replicate
-    if shard is None:
-        if processes % replicate:
-            message = f"{processes} processes cannot be shared out to {replicate} groups"
+    def _mesh_problem(self, role: RoleName, processes: int) -> Problem:
+        """Describe axes that do not give the role's processes."""
+        if self.shard is None:
+            message = f"{processes} processes cannot be shared out to {self.replicate} groups"
             hint = f"{role}.engine.replicate = {listed(divisors(processes))} would fit"
-            yield Problem(f"{role}.engine.replicate", message, hint, str(replicate))
-        return
-    if shard * replicate == processes:
-        return
-    message = f"shard × replicate = {shard} × {replicate} = {shard * replicate}, but {role} has {processes} processes"
-    fitting = f"{role}.processes = {shard * replicate} would fit"
-    if processes % shard == 0:
-        fitting += f", or {role}.engine.replicate = {processes // shard}"
-    else:
-        fitting += f"; {processes} processes take shard = {listed(divisors(processes))}"
-    yield Problem(f"{role}.engine.shard", message, fitting, str(shard))
+            return Problem(f"{role}.engine.replicate", message, hint, str(self.replicate))
+        ranks = self.shard * self.replicate
+        message = f"shard × replicate = {self.shard} × {self.replicate} = {ranks}, but {role} has {processes} processes"
+        hint = f"{role}.processes = {ranks} would fit, or "
+        if processes % self.shard == 0:
+            hint += f"{role}.engine.replicate = {processes // self.shard}"
+        else:
+            hint += f"{role}.engine.shard = {listed(divisors(processes))}"
+        return Problem(f"{role}.engine.shard", message, hint, str(self.shard))

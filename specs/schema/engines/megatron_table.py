@@ -25,7 +25,6 @@ from specs.text import listed, show
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Values of `model_type` whose weights have a place in Megatron's layers (`backends/megatron/weight_map.py`)."""
 EXPERTS = ".mlp.experts."
-_TE_PACKAGES = ("transformer-engine", "transformer-engine-torch")
 _CUT = ("embed_tokens.weight", "lm_head.weight", "_proj.weight", "_proj.bias")
 _INSTEAD = 'or engine.kind = "fsdp2" or "zero3", which train any model'
 
@@ -145,12 +144,9 @@ class MegatronTable(TrainedHere):
             f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))}: groups of {self.group} ranks hold a "
             f"model, but {role} has {processes} processes"
         )
-        fitting = [f"{role}.processes = {max(1, processes // self.group) * self.group} would fit"]
-        for axis, degree in axes.items():
-            others = self.group // degree
-            if processes % others == 0:
-                fitting.append(f"{role}.engine.{axis} = {listed(divisors(processes // others))}")
-        return Problem(f"{role}.engine.tensor_parallel", message, ", or ".join(fitting), str(self.tensor_parallel))
+        hint = f"{role}.processes = {max(1, processes // self.group) * self.group} would fit, or axes whose product is "
+        hint += listed(divisors(processes))
+        return Problem(f"{role}.engine.tensor_parallel", message, hint, str(self.tensor_parallel))
 
     def _layer_problems(self, context: EngineContext) -> Iterator[Problem]:
         """Refuse layers of TransformerEngine where they cannot be."""
@@ -165,15 +161,6 @@ class MegatronTable(TrainedHere):
         elif asked == TRANSFORMER_ENGINE and context.dtype == "fp32":
             message = f'TransformerEngine multiplies fp32 in TF32, and {role}.dtype is "fp32"'
             yield Problem(key, message, f'{hint}, or set {role}.dtype = "bf16"', show(TRANSFORMER_ENGINE))
-
-    def installed_problems(
-        self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
-    ) -> Iterator[Problem]:
-        if self.megatron.get("transformer_impl") == TRANSFORMER_ENGINE and not any(map(versions.get, _TE_PACKAGES)):
-            message = f"the interpreter of {role} has no TransformerEngine"
-            python = section.python or "python"
-            hint = f"{python} -m pip install --no-build-isolation transformer_engine[pytorch], or remove the key"
-            yield Problem(f"{role}.engine.megatron.transformer_impl", message, hint, show(TRANSFORMER_ENGINE))
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:
         """Refuse families without a table, and sizes that the axes do not divide."""
@@ -203,32 +190,25 @@ class MegatronTable(TrainedHere):
             hint = f"use {listed(sharing_degrees(heads, keys))}"
             yield Problem(f"{key}.context_parallel", message, hint, str(self.context_parallel))
         yield from self._expert_problems(key, facts)
-        stages = self.pipeline_parallel * self.virtual_pipeline
-        if facts.layers % stages and not facts.layers % self.pipeline_parallel:
-            each = facts.layers // self.pipeline_parallel
-            message, hint = f"does not divide the {each} layers of a stage", f"use {listed(divisors(each))}"
-            if each == 1:
-                message, hint = "a stage has one layer", "remove the key"
-            yield Problem(f"{key}.virtual_pipeline", message, hint, show(self.virtual_pipeline))
         if facts.layers % self.pipeline_parallel:
-            message = f"does not divide the model's {facts.layers} layers: every stage has as many"
-            hint = f"use {listed(divisors(facts.layers))}"
-            yield Problem(f"{key}.pipeline_parallel", message, hint, str(self.pipeline_parallel))
+            what = f"the model's {facts.layers} layers: every stage has as many"
+            yield _not_divided(f"{key}.pipeline_parallel", self.pipeline_parallel, facts.layers, what)
+        elif (each := facts.layers // self.pipeline_parallel) % self.virtual_pipeline:
+            yield _not_divided(f"{key}.virtual_pipeline", self.virtual_pipeline, each, f"the {each} layers of a stage")
 
     def _expert_problems(self, key: str, facts: ModelFacts) -> Iterator[Problem]:
+        """Refuse experts that cannot be dealt out, and axes of experts where there are none."""
         if not facts.experts:
             for name in ("expert_parallel", "expert_tensor_parallel"):
                 if (given := getattr(self, name)) not in (1, None):
                     yield Problem(f"{key}.{name}", "has no effect: the model has no experts", "remove it", str(given))
             return
         if facts.experts % self.expert_parallel:
-            message = f"does not divide the model's {facts.experts} experts"
-            hint = f"use {listed(divisors(facts.experts))}"
-            yield Problem(f"{key}.expert_parallel", message, hint, str(self.expert_parallel))
-        if facts.expert_size % self.ranks_of_expert:
-            message = f"does not divide the {facts.expert_size} rows of an expert"
-            hint = f"use {listed(divisors(facts.expert_size))}"
-            yield Problem(f"{key}.expert_tensor_parallel", message, hint, str(self.ranks_of_expert))
+            what = f"the model's {facts.experts} experts"
+            yield _not_divided(f"{key}.expert_parallel", self.expert_parallel, facts.experts, what)
+        if (rows := facts.expert_size) % self.ranks_of_expert:
+            what = f"the {rows} rows of an expert"
+            yield _not_divided(f"{key}.expert_tensor_parallel", self.ranks_of_expert, rows, what)
         if self.tensor_parallel > 1 and not self.tensor_sequence_parallel:
             message = "experts on tensor ranks take tokens that are cut across them"
             yield Problem(f"{key}.tensor_sequence_parallel", message, "set it to true", "false")
@@ -317,6 +297,10 @@ class MegatronTable(TrainedHere):
         if parameter.layer is None:
             rows = ceil(rows / self.tensor_parallel) * self.tensor_parallel
         return rows * (parameter.elements // max(1, parameter.shape[0])) // self.tensor_parallel
+
+
+def _not_divided(key: str, degree: int, number: int, what: str) -> Problem:
+    return Problem(key, f"does not divide {what}", f"use {listed(divisors(number))}", str(degree))
 
 
 def mesh_axes(data: int, pipeline: int, tensor: int, experts: tuple[int, int], context: int) -> dict[str, int]:

@@ -179,7 +179,7 @@ def test_crossing_groups_are_warned_of(plain_spec: Spec) -> None:
     ("engine", "key", "message", "hint"),
     [
         ({"shard": 4}, "shard", "4 × 1 = 4, but actor has 8", "actor.processes = 4 would fit, or actor.engine.rep"),
-        ({"shard": 3}, "shard", "3 × 1 = 3, but actor has 8", "8 processes take shard = 1, 2, 4 or 8"),
+        ({"shard": 3}, "shard", "3 × 1 = 3, but actor has 8", "actor.engine.shard = 1, 2, 4 or 8"),
         ({"shard": 4, "replicate": 4}, "shard", "4 × 4 = 16", "actor.engine.replicate = 2"),
         ({"replicate": 3}, "replicate", "cannot be shared out to 3 groups", "replicate = 1, 2, 4 or 8 would fit"),
         ({"replicate": 16}, "replicate", "cannot be shared out to 16 groups", "1, 2, 4 or 8"),
