@@ -1,4 +1,4 @@
-"""What a forward and a backward pass keep: estimates, held against measured peaks (docs/memory.md).
+"""Estimate what a forward and a backward pass keep, held against measured peaks (docs/memory.md).
 
 T: tokens of a micro-batch, E: hidden size, I: width of the MLP, D: head size, V: vocabulary.
 """
@@ -69,7 +69,7 @@ class Pass:
 
 
 def learning_parts(work: Pass) -> Iterator[Part]:
-    """What a forward and a backward pass hold, on the stage that holds most."""
+    """Estimate what a forward and a backward pass hold, on the stage that holds most."""
     stages = [list(_stage_parts(work, stage)) for stage in range(work.stages)]
     yield from max(stages, key=lambda parts: sum(part.nbytes for part in parts if not part.host))
     if mask := _mask_bytes(work):
@@ -77,9 +77,9 @@ def learning_parts(work: Pass) -> Iterator[Part]:
 
 
 def chunks_under_way(stage: int, stages: int, chunks: int) -> list[int]:
-    """The groups of layers that a stage has begun when it takes the first one back, one entry for each micro-batch:
-    the most that it keeps. With one group it is 1F1B, with several the interleaved schedule (Narayanan et al. 2021),
-    where so many micro-batches as there are stages go through a group before the next one's turn comes."""
+    """Return the groups of layers that a stage has begun when it takes the first one back, one entry for each
+    micro-batch: the most that it keeps. With one group it is 1F1B, with several the interleaved schedule (Narayanan et
+    al. 2021), where as many micro-batches as there are stages go through a group before the next one's turn comes."""
     if chunks == 1:
         return [0] * (stages - stage)
     begun = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
@@ -110,7 +110,7 @@ def _stage_parts(work: Pass, stage: int) -> Iterator[Part]:
 
 
 def scoring_parts(work: Pass) -> Iterator[Part]:
-    """What a forward pass alone holds: log-probs."""
+    """Estimate what a forward pass alone holds: log-probs."""
     yield Part("forward pass", max(_forward_bytes(work), _scored_bytes(work)), _LEARN, of_tokens=True)
 
 
@@ -123,7 +123,7 @@ def _softcap(work: Pass) -> bool:
 
 
 def _layer_bytes(work: Pass) -> int:
-    """What autograd keeps of a decoder layer: inputs of its linear layers, norms, attention and activation."""
+    """Count what autograd keeps of a decoder layer: inputs of its linear layers, norms, attention and activation."""
     facts, size = work.facts, work.size
     lean = facts.model_type in _LEAN_NORMS and work.device == "cpu" and work.dtype == "fp32"
     norms = 2 * facts.hidden_size * (2 * size if lean else _FP32 + 2 * size) // work.rows_cut
@@ -142,14 +142,14 @@ def _layer_bytes(work: Pass) -> int:
 
 
 def _scores(work: Pass) -> int:
-    """Scores that eager attention computes for each token: with all tokens of the row, whoever sees them. Ranks that
-    share a row have fewer heads of more tokens."""
+    """Count the scores that eager attention computes for each token: with all tokens of the row, whoever sees them.
+    Ranks that share a row have fewer heads of more tokens."""
     return work.facts.heads // work.tensor * work.row if work.attention == "eager" else 0
 
 
 def _mask_bytes(work: Pass) -> int:
-    """The masks of eager attention, one for each kind of layer: made once for a micro-batch, on every rank of the whole
-    row."""
+    """Count the masks of eager attention, one for each kind of layer: made once for a micro-batch, on every rank of the
+    whole row."""
     if work.attention != "eager":
         return 0
     kinds = len({*(work.config.get("layer_types") or ())}) or 1
@@ -157,19 +157,19 @@ def _mask_bytes(work: Pass) -> int:
 
 
 def _backward_bytes(work: Pass) -> int:
-    """Gradients under way in a layer, on top of what it kept."""
+    """Count the gradients under way in a layer, on top of what it kept."""
     under_way = 2 * work.mlp_width + 2 * work.facts.hidden_size
     return work.tokens * max(under_way * work.size, _scores(work) * _FP32)
 
 
 def _forward_bytes(work: Pass) -> int:
-    """A layer that keeps nothing."""
+    """Count a layer that keeps nothing."""
     one_layer = (3 * work.mlp_width + 4 * work.facts.hidden_size) * work.size
     return work.tokens * max(one_layer, _scores(work) * (_FP32 + 2 * work.size)) + _mask_bytes(work)
 
 
 def _head_bytes(work: Pass) -> int:
-    """One chunk of logits with what the loss makes of it, and the gradients of hidden states and of the head."""
+    """Count one chunk of logits with what the loss makes of it, and gradients of hidden states and of the head."""
     rows = work.tokens * work.facts.hidden_size
     hidden = 2 * rows * work.size
     if work.head != "lm":  # what enters it, in fp32, and the gradient of that

@@ -1,4 +1,4 @@
-"""What `rlctl plan` said of a run's roles against the most that their ranks have held: `memory.json`."""
+"""Compare what `rlctl plan` said of a run's roles with the most that their ranks have held: `memory.json`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Compared(TypedDict):
 
 
 def planned_bytes(spec: Spec, spec_dir: Path) -> dict[str, int]:
-    """Role → the peak of a rank, as planned. Empty where the shape of a model is not known on
-    this machine; without roles whose engines do not say what they hold."""
+    """Return role → the peak of a rank, as planned. Empty where the shape of a model is not known on this machine;
+    without roles whose engines do not say what they hold."""
     gpus = any(spec.role(role).devices for role in spec.roles)
     try:
         plan = plan_memory(spec, spec_dir, gpu_GiB=gpu_memory_GiB()[0] if gpus else 0.0, host_GiB=0.0)
@@ -37,8 +37,8 @@ def planned_bytes(spec: Spec, spec_dir: Path) -> dict[str, int]:
 
 
 def compare(planned: Mapping[str, int], groups: Mapping[str, Group]) -> dict[str, Compared]:
-    """Roles that were planned and whose ranks have said what they held. (A server beside the role's process, as
-    SGLang's, does not.)"""
+    """Return the roles that were planned and whose ranks reported what they held. (A server beside the role's process,
+    as SGLang's, does not.)"""
     return {
         role: {"planned_GiB": nbytes / GIB, "used_GiB": groups[role].used_GiB}
         for role, nbytes in planned.items()
@@ -47,11 +47,11 @@ def compare(planned: Mapping[str, int], groups: Mapping[str, Group]) -> dict[str
 
 
 def write(compared: Mapping[str, Compared], run_dir: Path) -> None:
-    """Nothing where the disk refuses: the error that a person must see is the run's own."""
+    """Write `memory.json`, or nothing where the disk refuses: the error that a person must see is the run's own."""
     with suppress(OSError):
         write_object(run_dir / FILE, compared)
 
 
 def line(compared: Mapping[str, Compared]) -> str:
-    """`actor 0.31 GiB (planned 0.29), rollout …`."""
+    """Return `actor 0.31 GiB (planned 0.29), rollout …`."""
     return ", ".join(f"{role} {c['used_GiB']:.2f} GiB (planned {c['planned_GiB']:.2f})" for role, c in compared.items())

@@ -33,13 +33,14 @@ def fit_problems(spec: Spec, spec_dir: Path, *, here: bool) -> tuple[list[Proble
         )
     except SpecError:  # which others report
         return [], []
-    errors = [does_not_fit(spec, place) for place in certain.places if place.fits is False]
-    warnings = [does_not_fit(spec, place) for place in likely.places if place.fits is False]
+    errors, warnings = (
+        [does_not_fit(spec, place) for place in plan.places if place.fits is False] for plan in (certain, likely)
+    )
     return (errors, []) if errors else ([], warnings)
 
 
 def does_not_fit(spec: Spec, place: Place) -> Problem:
-    """Say what a place needs, what is largest there, and the one thing to do about it."""
+    """Describe what a place needs, what is largest there, and the one thing to do about it."""
     assert place.largest is not None, "what does not fit has parts"
     role, part = place.largest
     message = (
@@ -47,7 +48,7 @@ def does_not_fit(spec: Spec, place: Place) -> Problem:
         f"the largest part is {part.name} of {role}, {size(part.nbytes)}"
     )
     key, value, hint = _next_action(spec, role, of_tokens=part.of_tokens, weights=part.name == "weights")
-    return Problem(key, message, f"{hint}; `rlctl plan` shows every part", value)
+    return Problem(key, message, hint, value)
 
 
 def _next_action(spec: Spec, role: RoleName, *, of_tokens: bool, weights: bool) -> tuple[str, str, str]:

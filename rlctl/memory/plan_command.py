@@ -13,7 +13,7 @@ from rlctl.memory.places import Place, RoleMemory
 from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
 from specs.errors import Problem, UsageError
 from specs.load.load import load_spec
-from specs.memory_parts import GIB, Moment, Part, total
+from specs.memory_parts import GIB, Moment, total
 from specs.packages import page
 from specs.terminal import json_text
 
@@ -36,8 +36,8 @@ def plan_command(
     as_json: bool,
     elsewhere: bool = False,
 ) -> int:
-    """Print the plan. `elsewhere`: for other machines, of which this one says nothing. Returns 0 also when it
-    does not fit: that is an answer. Raises SpecError for a broken spec."""
+    """Print the plan. `elsewhere`: for other machines, of which this one says nothing. Returns 0 also when it does not
+    fit: that is an answer. Raises SpecError for a broken spec."""
     notes: list[str] = []
     spec = load_spec(spec_path, list(overrides), notes.append)
     on_gpus = any(spec.role(role).devices for role in spec.roles)
@@ -65,28 +65,24 @@ def plan_command(
 
 def assumptions(plan: MemoryPlan) -> list[str]:
     """Return what the numbers rest on."""
-    sources = dict.fromkeys(role.source for role in plan.roles if role.source)
-    said = [
+    notes = [
         f"what {role.role} holds is not known: the table of the engine {role.engine} has no formula for "
         f"{' and '.join(role.not_known)} ({page('memory.md')})"
         for role in plan.not_known
     ]
+    sources = dict.fromkeys(role.source for role in plan.roles if role.source)
     if not sources:
-        return said
-    said += [
-        f"parameters are known from {' and '.join(sources)}; weights, gradients, optimizer state and the caches of "
-        f"samplers follow from them exactly, what is marked ~ is estimated ({page('memory.md')})",
+        return notes
+    asleep = {part.nbytes for role in plan.roles for part in role.parts if part.name == "left while asleep"}
+    return [
+        *notes,
+        f"parameters are known from {' and '.join(sources)}; what is marked ~ is estimated ({page('memory.md')})",
         "activations and logits are those of a full micro-batch, sequences as long as they may be",
+        f"a process takes {CONTEXT_GIB:g} GiB of a GPU for its CUDA context, NCCL some more, and {PROCESS_GIB:g} GiB on "
+        "the CPU for Python, torch and transformers",
+        *(f"a sampler is taken to keep {nbytes / GIB:g} GiB of a GPU while it sleeps" for nbytes in asleep),
+        "reward processes, the driver and the system are not counted",
     ]
-    if any(role.device == "cuda" for role in plan.roles):
-        said.append(f"a process takes {CONTEXT_GIB:g} GiB of a GPU for its CUDA context, and NCCL some more")
-    if any(role.device == "cpu" for role in plan.roles):
-        said.append(f"a process on the CPU takes {PROCESS_GIB:g} GiB for Python, torch and transformers")
-    for nbytes in {part.nbytes for role in plan.roles for part in role.parts if part.name == "left while asleep"}:
-        said.append(f"a sampler is taken to keep {nbytes / GIB:g} GiB of a GPU while it sleeps")
-    if plan.roles:
-        said.append("reward processes, the driver and the system are not counted")
-    return said
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
@@ -161,27 +157,21 @@ def _print(plan: MemoryPlan, problems: Sequence[Problem], notes: Sequence[str]) 
 def _table(plan: MemoryPlan) -> Table:
     from rich.table import Table
 
-    moments = plan.moments
     table = Table("role", "held by", "GiB of one rank", box=None, pad_edge=False)
-    for phase in moments:
-        table.add_column(phase, justify="right")
+    for moment in plan.moments:
+        table.add_column(moment, justify="right")
     for role in plan.roles:
         where = "GPU" if role.device == "cuda" else "CPU"
-        shown = [part for part in role.parts if part.nbytes >= GIB / 200]
         table.add_row(role.role, f"{role.ranks} × {role.engine}, {where}", "", style="bold")
-        for part in shown:
-            place = " (host)" if part.host else ""
-            table.add_row("", "", f"{'  ' if part.exact else '~ '}{part.name}{place}", *_cells(part, plan.moments))
+        for part in (part for part in role.parts if part.nbytes >= GIB / 200):
+            cells = (f"{part.nbytes / GIB:.2f}" if moment in part.phases else "–" for moment in plan.moments)
+            table.add_row("", "", f"{'  ' if part.exact else '~ '}{part.name}{' (host)' if part.host else ''}", *cells)
         for what in role.not_known:
             table.add_row("", "", f"? {what}", *["not known"] * len(plan.moments), style="bold yellow")
         least = "≥ " if role.not_known else ""
-        totals = (f"{least}{total(role.on_device, phase) / GIB:.2f}" for phase in moments)
+        totals = (f"{least}{total(role.on_device, moment) / GIB:.2f}" for moment in plan.moments)
         table.add_row("", "", "  together" + (", on the GPU" if role.device == "cuda" else ""), *totals)
     return table
-
-
-def _cells(part: Part, moments: Sequence[Moment]) -> list[str]:
-    return [f"{part.nbytes / GIB:.2f}" if phase in part.phases else "–" for phase in moments]
 
 
 def _print_place(out: Screen, place: Place) -> None:
@@ -190,12 +180,14 @@ def _print_place(out: Screen, place: Place) -> None:
 
     held = {role: nbytes for role, nbytes in place.phases[place.fullest].items() if nbytes}
     whole = max(place.memory, place.peak, 1)
-    bar = "".join(_SHADES[i % len(_SHADES)] * round(_BAR * n / whole) for i, n in enumerate(held.values()))
-    edge = round(_BAR * place.memory / whole) if place.memory else 0
+    shades = [_SHADES[number % len(_SHADES)] for number in range(len(held))]
+    bar = "".join(shade * round(_BAR * nbytes / whole) for shade, nbytes in zip(shades, held.values(), strict=True))
     bar = bar.ljust(_BAR, "·")[:_BAR]
-    if place.memory and edge < _BAR:
+    if place.memory and (edge := round(_BAR * place.memory / whole)) < _BAR:
         bar = f"{bar[:edge]}|{bar[edge:]}"
-    parts = "  ".join(f"{_SHADES[i % len(_SHADES)]} {role} {n / GIB:.1f}" for i, (role, n) in enumerate(held.items()))
+    parts = "  ".join(
+        f"{shade} {role} {nbytes / GIB:.1f}" for shade, (role, nbytes) in zip(shades, held.items(), strict=True)
+    )
     whose = "" if place.kind == "GPU" else "host memory of "
     out.print(Text.assemble(f"{whose}{place.name}: ", *_whether_it_fits(place)), soft_wrap=True)
     out.print(f"  {bar}  {place.fullest}: {parts} GiB\n", soft_wrap=True)
@@ -203,15 +195,14 @@ def _print_place(out: Screen, place: Place) -> None:
 
 def _whether_it_fits(place: Place) -> list[str | tuple[str, str]]:
     """Return words, with their style where they have one."""
-    used = f"{place.peak / GIB:.1f}"
-    open_ = f", and what {' and '.join(place.not_known)} holds is not known" if place.not_known else ""
+    unknown = f", and what {' and '.join(place.not_known)} holds is not known" if place.not_known else ""
+    used = f"{'at least ' if unknown else ''}{place.peak / GIB:.1f}"
     if not place.memory:
-        return [f"{'at least ' if open_ else ''}{used} GiB{open_}"]
-    of = f"{used} of {place.memory / GIB:.1f} GiB"
+        return [f"{used} GiB{unknown}"]
+    of = f": {used} of {place.memory / GIB:.1f} GiB{unknown}"
     if place.fits is False:
-        return [("does not fit", "bold red"), f": {of}{open_}"]
+        return [("does not fit", "bold red"), of]
     if place.fits is None:
-        return [("not known whether it fits", "bold yellow"), f": at least {of}{open_}"]
+        return [("not known whether it fits", "bold yellow"), of]
     tight = place.peak > _USED_SHARE * place.memory
-    words = ("fits with nothing to spare", "bold yellow") if tight else ("fits", "green")
-    return [words, f": {of}"]
+    return [("fits with nothing to spare", "bold yellow") if tight else ("fits", "green"), of]

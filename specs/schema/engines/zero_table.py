@@ -31,8 +31,8 @@ class ZeroTable(OwnModules):
     offload_parameters: bool = Field(False, description="Keep parameters in host memory; stage 3 only.")
     deepspeed: dict[str, Any] = Field(
         {},
-        description="More keys for DeepSpeed's configuration (`rlctl train --dry-run` shows all of it). A key that the "
-        "spec decides elsewhere is refused.",
+        description="More keys for DeepSpeed's configuration, which checks them (`rlctl train --dry-run` shows all of "
+        "it). A key that the spec decides elsewhere is refused.",
     )
 
     engine_class: ClassVar[str | None] = "backends.zero.engine:ZeroTrainEngine"
