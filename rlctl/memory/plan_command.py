@@ -78,8 +78,8 @@ def assumptions(plan: MemoryPlan) -> list[str]:
         *notes,
         f"parameters are known from {' and '.join(sources)}; what is marked ~ is estimated ({page('memory.md')})",
         "activations and logits are those of a full micro-batch, sequences as long as they may be",
-        f"a process takes {CONTEXT_GIB:g} GiB of a GPU for its CUDA context, NCCL some more, and {PROCESS_GIB:g} GiB on "
-        "the CPU for Python, torch and transformers",
+        f"a process takes {CONTEXT_GIB:g} GiB of a GPU for its CUDA context, NCCL some more, and {PROCESS_GIB:g} GiB "
+        "on the CPU for Python, torch and transformers",
         *(f"a sampler is taken to keep {nbytes / GIB:g} GiB of a GPU while it sleeps" for nbytes in asleep),
         "reward processes, the driver and the system are not counted",
     ]

@@ -55,8 +55,8 @@ class MegatronTable(TrainedHere):
     )
     megatron: dict[str, Any] = Field(
         {},
-        description="More options of Megatron-core's configurations, by their own names, which check them (`rlctl train "
-        "--dry-run` shows all). What the spec or the model decides is refused.",
+        description="More options of Megatron-core's configurations, by their own names, which check them (`rlctl "
+        "train --dry-run` shows all). What the spec or the model decides is refused.",
     )
 
     engine_class: ClassVar[str | None] = "backends.megatron.engine:MegatronTrainEngine"
