@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs when it is called, so that `--help` answers at once."""
+"""Parse the command line. Each command imports what it needs when it is called, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Overrides = Annotated[
 
 
 class Machine(StrEnum):
-    """Where a run will be."""
+    """Say where a run will be."""
 
     here = "here"
     cluster = "cluster"

@@ -1,4 +1,4 @@
-"""`rlctl init`: presets, and writing one."""
+"""`rlctl init`: list presets, and write one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def presets() -> dict[str, Path]:
 
 
 def summary(file: Path) -> str:
-    """The first sentence of a preset's opening comment."""
+    """Return the first sentence of a preset's opening comment."""
     comment = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or not line.strip("# "):
@@ -127,7 +127,7 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
 
 
 def _gpus_up_to(numbers: set[int]) -> int:
-    """How many GPUs a host must give, so that these numbers are among them: they count from 0 in a job."""
+    """Count the GPUs that a host must give, so that these numbers are among them: they count from 0 in a job."""
     return max(numbers, default=-1) + 1
 
 
@@ -155,7 +155,7 @@ class _Writes(Protocol):
 
 @dataclass(frozen=True)
 class ForLauncher:
-    """A file that `rlctl init --launcher` writes beside a spec, and how it is started."""
+    """Describe a file that `rlctl init --launcher` writes beside a spec, and how it is started."""
 
     suffix: str
     write: _Writes

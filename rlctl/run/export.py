@@ -19,7 +19,7 @@ from rlctl.models.paths import config_of
 from rlctl.run import checkpoints
 from rlctl.run.interrupt import as_ctrl_c
 from rlctl.run.publish.hub_push import find_repo, push
-from rlctl.run.publish.model_card import Exported, model_card, public_name
+from rlctl.run.publish.model_card import ExportedModel, model_card, public_name
 from specs.errors import CheckpointError, ExportError, UsageError
 from specs.model_facts import model_facts
 from specs.schema.roles import PROOF_FILES, ROLES, HeadKind
@@ -69,7 +69,7 @@ def export(
     _check_options(folder, out_dir, adapter_only=adapter_only, push_to_hub=push_to_hub, public=public)
     repo = find_repo(push_to_hub, public=public) if push_to_hub else None
     name = repo.name if repo else out_dir.name
-    exported = Exported(run_dir, checkpoint.step, about, role, dtype, adapter_only, name)
+    exported = ExportedModel(run_dir, checkpoint.step, about, role, dtype, adapter_only, name)
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with as_ctrl_c(signal.SIGTERM), console.status(f"exporting step {checkpoint.step} as {dtype}") as status:
@@ -168,7 +168,7 @@ def _head(role: str) -> HeadKind:
     return ROLES[role].head if role in ROLES else "lm"
 
 
-def _export(exported: Exported, folder: Path, out_dir: Path, limits: Limits, say: Say) -> dict[str, Any]:
+def _export(exported: ExportedModel, folder: Path, out_dir: Path, limits: Limits, say: Say) -> dict[str, Any]:
     """Write beside `out_dir`, prove, and only then rename into place."""
     about = exported.about
     base = public_name(about["model_path"]) or Path(about["model_path"]).name

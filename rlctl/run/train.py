@@ -201,8 +201,8 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
                 done = saver.restore(driver, checkpoint)
             else:
                 done = saver.begin_from(driver, fork) if fork is not None else 0
-            run = Run(spec, run_dir, groups, driver, saver, metrics, trackers, interrupt, progress, done)
-            run.steps()
+            attempted = Steps(spec, run_dir, groups, driver, saver, metrics, trackers, interrupt, progress, done)
+            attempted.take()
             _compare_memory(spec, spec_dir, run_dir, groups, progress)
         except STOPPED:
             _compare_memory(spec, spec_dir, run_dir, groups, progress)
@@ -242,7 +242,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 @dataclass
-class Run:
+class Steps:
     """Take the steps of one attempt, after `done` earlier ones: drive, evaluate, log and save."""
 
     spec: Spec
@@ -260,7 +260,7 @@ class Run:
     def __post_init__(self) -> None:
         self.memory_watch = MemoryWatch(self.spec.run.max_memory_growth_GiB, self.progress.warning)
 
-    def steps(self) -> None:
+    def take(self) -> None:
         """Take all steps that are left. Where a person or a limit ends them early, the last finished one is saved."""
         try:
             self._before_the_first()

@@ -1,1 +1,1 @@
-"""What a person sees: progress, charts, the report."""
+"""Show a person what happens: progress, charts, the report."""

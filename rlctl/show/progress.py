@@ -34,7 +34,7 @@ COLORS = ("cyan", "magenta", "blue", "green", "yellow", "red", "white")
 
 
 class Progress:
-    """A context manager. `start_step` is the number of steps already done (a resumed run).
+    """Show a run within a `with` block. `start_step` is the number of steps already done (a resumed run).
 
     `live` forces the panel on or off; by default it follows the console.
     """

@@ -1,4 +1,4 @@
-"""The frame of a report's page: its look, its one script, and the tables and links on it.
+"""Make the frame of a report's page: its look, its one script, and the tables and links on it.
 
 The script shows values under the pointer, zooms, and loads the page again while its run goes on. The page's policy
 names the script's hash, so that no other runs there.

@@ -66,7 +66,7 @@ def _evaluations(metrics: Mapping[str, Any]) -> list[str]:
 
 
 class SweepTable:
-    """A context manager: inside it, the state of all runs is shown as it changes."""
+    """Show the state of all runs as it changes, within a `with` block."""
 
     def __init__(
         self, keys: Sequence[str], trials: Sequence[Trial], folder: Path, console: Screen | None = None
@@ -148,7 +148,7 @@ class SweepTable:
 
     @property
     def score_name(self) -> str:
-        """The metric that runs are ranked by."""
+        """Name the metric that runs are ranked by."""
         found = [key for trial in self.trials for key in _evaluations(outcome(trial.run_dir).metrics)]
         return next(iter(found), "reward/mean")
 

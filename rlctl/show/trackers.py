@@ -30,7 +30,7 @@ class TrackedAttempt:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The spec by dotted keys; keys without a value are left out."""
+        """Return the spec by dotted keys; keys without a value are left out."""
         return {key: value for key, value in flattened(self.config).items() if value not in (None, "", [], {})}
 
 

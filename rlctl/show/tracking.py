@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 class Trackers:
-    """A context manager that hands each step to every tracker."""
+    """Hand each step to every tracker, within a `with` block."""
 
     def __init__(self, opened: Sequence[tuple[tables.Tracker, TrackerClient]], warn: Say) -> None:
         self._opened, self._warn = list(opened), warn

@@ -1,1 +1,1 @@
-"""An export on its way to others: its model card, and the Hugging Face hub."""
+"""Publish an export: its model card, and the Hugging Face hub."""

@@ -33,7 +33,7 @@ RESULTS = ("reward/mean", "rollout/length_mean", "rollout/finished")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     """Hold what an export knows of itself. `about`: what the checkpoint's manifest says of the role; `name`: the
     repository on the hub, or the folder."""
 
@@ -46,7 +46,7 @@ class Exported:
     name: str
 
 
-def model_card(exported: Exported, proof: Mapping[str, Any], folder: Path) -> str:
+def model_card(exported: ExportedModel, proof: Mapping[str, Any], folder: Path) -> str:
     """Return the card of the model in `folder`. What of the run directory cannot be read is left out."""
     spec = _read(exported.run_dir / "resolved.json")
     alone = " (LoRA adapters alone)" if exported.adapter_only else ""
@@ -65,7 +65,7 @@ def model_card(exported: Exported, proof: Mapping[str, Any], folder: Path) -> st
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metadata(exported: Exported, spec: Mapping[str, Any], pipeline: str) -> str:
+def _metadata(exported: ExportedModel, spec: Mapping[str, Any], pipeline: str) -> str:
     """Return the head that the hub reads: JSON values are YAML."""
     base = public_name(str(exported.about["model_path"]))
     train = public_name(str(value_at(spec, "data.train") or ""))
@@ -81,7 +81,7 @@ def _metadata(exported: Exported, spec: Mapping[str, Any], pipeline: str) -> str
     return "\n".join(["---", *lines, "---"])
 
 
-def _use(exported: Exported, folder: Path) -> str:
+def _use(exported: ExportedModel, folder: Path) -> str:
     names = [] if exported.adapter_only else _read(folder / "config.json").get("architectures") or []
     auto = (
         "AutoModelForSequenceClassification" if "SequenceClassification" in "".join(names) else "AutoModelForCausalLM"
@@ -90,7 +90,7 @@ def _use(exported: Exported, folder: Path) -> str:
     return f'```python\nfrom {package} import {auto}\n\nmodel = {auto}.from_pretrained("{exported.name}")\n```'
 
 
-def _training(exported: Exported, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _training(exported: ExportedModel, spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     section = value_at(spec, exported.role) or value_at(spec, "actor")
     terms, versions = value_at(spec, "reward.terms") or [], value_at(exported.about, "versions") or {}
     rows = {
@@ -105,7 +105,7 @@ def _training(exported: Exported, spec: Mapping[str, Any]) -> list[tuple[str, st
     return [(name, f"`{value}`") for name, value in rows.items() if value not in (None, "")]
 
 
-def _results(exported: Exported) -> list[tuple[str, ...]]:
+def _results(exported: ExportedModel) -> list[tuple[str, ...]]:
     try:
         records = [line for line in read_metrics(exported.run_dir / "metrics.jsonl") if line["step"] <= exported.step]
     except RunDirError:

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from rlctl.models.paths import BUILTIN_FOLDER
-from rlctl.run.publish.model_card import Exported, model_card, public_name
+from rlctl.run.publish.model_card import ExportedModel, model_card, public_name
 
 PROOF = {"tensors": 3, "values": 0, "greedy_tokens": 32}
 SPEC = {
@@ -27,7 +27,7 @@ def card(tmp_path: Path, model: str = "Qwen/Qwen2.5-0.5B", **spec: object) -> st
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     about = {"run": "mine", "model_path": model, "versions": {"torch": "2.13"}}
-    return model_card(Exported(tmp_path, 3, about, "actor", "bf16", False, "me/mine"), PROOF, tmp_path)
+    return model_card(ExportedModel(tmp_path, 3, about, "actor", "bf16", False, "me/mine"), PROOF, tmp_path)
 
 
 def test_the_hub_reads_its_head(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_nothing_of_this_machine_is_in_it(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_is_gone_leaves_a_card(tmp_path: Path) -> None:
     about = {"run": "mine", "model_path": "a/b"}
-    text = model_card(Exported(tmp_path / "none", 3, about, "actor", "bf16", True, "out"), PROOF, tmp_path)
+    text = model_card(ExportedModel(tmp_path / "none", 3, about, "actor", "bf16", True, "out"), PROOF, tmp_path)
     assert "AutoPeftModelForCausalLM" in text
     assert ModelCard(text).data.to_dict()["library_name"] == "peft"
 
