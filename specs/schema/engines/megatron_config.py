@@ -47,7 +47,7 @@ MEGATRON = Library(
         "moe_": "rlctl computes experts as config.json of the model says",
         **dict.fromkeys(("fp8", "fp4", "keep_fp8", "reuse_grad_buf"), "rlctl trains in fp32 and bf16"),
         **dict.fromkeys(("tp_comm_", "cpu_offloading", "use_te_", "cuda_graph", "apply_rope_fusion"), _ONLY_LAYERS),
-        **dict.fromkeys(("attention_", "softmax_"), f"attention is rlctl's own ({page('attention.md')})"),
+        **dict.fromkeys(("attention_", "softmax_"), f"attention is rlctl's own ({page('engines.md')})"),
         "overlap_param_gather": "weights would be a step old when they are sent to samplers",
         "check_for_": "a step that is not finite is skipped, not an error",
         **dict.fromkeys(

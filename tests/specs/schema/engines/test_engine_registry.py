@@ -17,8 +17,6 @@ TABLES: tuple[type[EngineTable], ...] = (*TRAIN_TABLES, *ROLLOUT_TABLES)
 OTHER_MEANINGS = {
     ("rlctl/preflight/interpreters.py", "torch"): "the package that torchrun comes with",
     ("specs/attention.py", "torch"): "the package",
-    ("specs/load/synonyms.py", "vllm"): "a section of other toolkits, under its own name",
-    ("specs/load/synonyms.py", "megatron"): "a section of other toolkits, under its own name",
 }
 
 
