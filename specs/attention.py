@@ -1,8 +1,8 @@
-"""Which attention a model computes: one decision, asked by check-config and by the process that builds the model.
+"""Decides which attention a model computes, for check-config and for the process that builds the model.
 
-`decide` is given what is known (packages of the role's interpreter, device, dtype, shape of the model) and answers what
-will be in effect, and why. `auto` is the best that works; what a person asked for by name works, or is a problem: it
-is never replaced. A machine without the GPU does not know what the GPU can do: then the answer says what it depends on.
+`decide` takes what is known (packages of the role's interpreter, device, dtype, shape of the model) and returns what
+will be in effect, and why. `auto` is the best that works; what is asked for by name works or is a problem: it is never
+replaced. Where no GPU can be asked, the answer says what it depends on.
 
 flash_attention_3 and the kernels of the hub are never `auto`'s choice: they are made for one generation of GPUs, or
 are code that is downloaded. Neither is flex_attention, which compiles itself at its first use.
@@ -50,7 +50,7 @@ class _Kernel:
 
     @property
     def gpus(self) -> str:
-        """The GPUs it runs on, in words."""
+        """Name the GPUs it runs on."""
         if self.first == self.last:
             return f"an {_sm(self.first)} GPU"
         return f"an {_sm(self.first)} GPU or a newer one" + (f", up to {_sm(self.last)}" if self.last else "")
@@ -86,7 +86,7 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What a decision rests on. Unknown: None, 0 or empty; nothing is refused for what is unknown."""
+    """Facts that a decision rests on. Unknown: None, 0 or empty; nothing is refused for what is unknown."""
 
     device: Literal["cpu", "cuda"]
     dtype: str  # of the forward pass
@@ -113,7 +113,7 @@ class Decision:
 
 
 def decide(asked: str, facts: AttentionFacts) -> Decision:
-    """What a role's attention will be, for what its spec asks."""
+    """Decide a role's attention, for what its spec asks."""
     if asked != "auto":
         problem, hint = _obstacle(asked, facts)
         if problem:
@@ -132,7 +132,7 @@ def decide(asked: str, facts: AttentionFacts) -> Decision:
 
 
 def score_changes(config: Mapping[str, Any]) -> str:
-    """What a model does to its attention scores besides scaling them, by its `config.json`; or empty."""
+    """Name what a model does to its attention scores besides scaling them, by its `config.json`; or nothing."""
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, Mapping) else config
     model_type = merged.get("model_type")
@@ -146,7 +146,7 @@ def _function(name: str) -> str:
 
 
 def _condition(name: str, facts: AttentionFacts) -> str:
-    """What the answer depends on and nobody here knows, or what is not as one would think."""
+    """Name what the answer depends on and is unknown here, or what a user would not expect."""
     if name == "flex_attention" and facts.device == "cpu":
         return "unfused on the CPU: slow, for comparisons"
     if name not in _KERNELS:
@@ -159,7 +159,7 @@ def _condition(name: str, facts: AttentionFacts) -> str:
 
 
 def _obstacle(name: str, facts: AttentionFacts) -> tuple[str, str]:
-    """Why an implementation cannot be used, or empty; and what to do about it, where that is not to take another."""
+    """Return why an implementation cannot be used, or empty; and what to do about it, if not to take another."""
     if facts.decodes and name != "sdpa":
         hint = 'set rollout.attn_implementation = "sdpa"; trainers may keep another'
         return "is not what the torch rollout engine decodes with: it runs sdpa over a cache of its own", hint
@@ -205,7 +205,7 @@ def _package_obstacle(name: str, kernel: _Kernel, facts: AttentionFacts) -> tupl
 
 
 def _from_the_hub(name: str, versions: Mapping[str, str]) -> str:
-    """transformers would take a kernel of the hub by itself where it can: that is code to be asked for by name."""
+    """Name the kernel of the hub that could be had: it is code to be asked for by name, never taken by itself."""
     if "kernels" not in versions or name != "flash_attention_2":
         return ""
     return ', or ask by name for the code that would be downloaded: "kernels-community/flash-attn2"'
@@ -225,7 +225,7 @@ def _flex_obstacle(facts: AttentionFacts) -> str:
 
 
 def _another(name: str, facts: AttentionFacts) -> str:
-    """A hint: what would work instead."""
+    """Return a hint: what would work instead."""
     works = [other for other in AUTO if other != name and not _obstacle(other, facts)[0]]
     if works:
         return f'write "{works[0]}" or "auto"'

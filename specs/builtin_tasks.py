@@ -9,7 +9,7 @@ PREFIX = "builtin:"
 
 
 def sort_digits() -> Iterator[dict[str, Any]]:
-    """All 10,000 strings of four digits, `3142>`, and the digits in ascending order, `1234`.
+    """Yield all 10,000 strings of four digits, `3142>`, with the digits in ascending order, `1234`.
 
     They come in a fixed scattered order (7919 is coprime to 10,000), so that the last rows, which evaluation
     holds out, look like the rest.

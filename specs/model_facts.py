@@ -1,4 +1,4 @@
-"""What a model's `config.json` says of its shape: heads, layers, widths, vocabulary, experts. Reads no weights."""
+"""Reads a model's shape from its `config.json`: heads, layers, widths, vocabulary, experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2
 
 
 def tokens_of_one_rope(config: Mapping[str, Any]) -> int:
-    """Tokens up to which positions are rotated in one way; 0: any number. LongRoPE has two sets of frequencies, and
-    transformers takes the long one for a whole call as soon as one of its sequences is longer than this. Log-probs then
-    depend on what else is in the call."""
+    """Return the number of tokens up to which positions are rotated in one way; 0: any number.
+
+    LongRoPE has two sets of frequencies, and transformers takes the long one for a whole call as soon as one of its
+    sequences is longer than this. Log-probs then depend on what else is in the call."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
         return 0
@@ -46,8 +47,8 @@ class ModelFacts:
 
 
 def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
-    """Facts of a parsed `config.json` (that of a multimodal model: of its text part). None where it names no heads,
-    layers or width as Hugging Face decoders do."""
+    """Return the facts of a parsed `config.json` (of a multimodal model: of its text part). None where it names no
+    heads, layers or width as Hugging Face decoders do."""
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, Mapping) else dict(config)
 
@@ -83,18 +84,18 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts | None:
 
 
 def shares_out(heads: int, kv_heads: int, parts: int) -> bool:
-    """Whether as many processes can each have as many query heads, with the key-value heads that these use: key-value
-    heads are dealt out too, or, where there are more processes, repeated."""
+    """Return whether `parts` processes can have equal shares of the query heads, with the key-value heads that these
+    use: key-value heads are sharded too, or, where there are more processes, repeated."""
     return heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
 
 
 def sharing_degrees(heads: int, kv_heads: int) -> list[int]:
-    """Numbers of processes for which `shares_out` holds."""
+    """Return the numbers of processes for which `shares_out` holds."""
     return [parts for parts in range(1, heads + 1) if shares_out(heads, kv_heads, parts)]
 
 
 def mlp_width(facts: ModelFacts, config: Mapping[str, Any]) -> int:
-    """Width of the MLP that a token meets in a layer; of a mixture, of all experts that it visits."""
+    """Return the width of the MLP that a token meets in a layer; in a mixture, of all experts that it visits."""
     if not facts.experts:
         return facts.intermediate_size or 4 * facts.hidden_size
     inner = int(config.get("moe_intermediate_size") or facts.intermediate_size)
@@ -102,8 +103,8 @@ def mlp_width(facts: ModelFacts, config: Mapping[str, Any]) -> int:
 
 
 def positions_of(config: Mapping[str, Any]) -> int:
-    """How many positions a sequence may have by a `config.json`, or by one that a class of transformers has filled in;
-    0: no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised.
+    """Return how many positions a sequence may have by a `config.json`, or by one that transformers has filled in; 0:
+    no limit is given. YaRN and linear scaling stretch them, whether or not `max_position_embeddings` was raised.
     Dynamic scaling does not count: beyond them it depends on the longest sequence of a batch."""
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, Mapping) else config

@@ -1,5 +1,4 @@
-"""The parameters of a model by name and shape, as memory formulas need them. `rlctl/models/model_tensors.py` finds them
-out."""
+"""Holds the parameters of a model by name and shape, as `rlctl/models/model_tensors.py` finds them."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class ModelTensors:
     source: str
 
     def with_score_layer(self, hidden_size: int) -> ModelTensors:
-        """Those of the same backbone below one number for each token, in the place of the logits."""
+        """Return the parameters of the same backbone with one number for each token in place of the logits."""
         kept = (p for p in self.parameters if p.name not in (*LM_HEADS, SCORE_LAYER))
         return replace(self, parameters=(*kept, ParameterShape(SCORE_LAYER, (1, hidden_size))))
 

@@ -34,14 +34,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds: tensors by name, and free text by key."""
+    """A file's tensors by name, and its free text by key."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
 
 
 def read_header(path: Path) -> Header:
-    """Header of a whole file. Raises OSError, or ValueError saying what is wrong with the file."""
+    """Read the header of a whole file. Raises OSError, or ValueError saying what is wrong with the file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -71,8 +71,8 @@ def _entry(data: int, dtype: str, shape: list[int], data_offsets: list[int]) -> 
 def make_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Header for (name, dtype, shape) tuples, and the order in which their data follow: widest first, which aligns
-    every tensor."""
+    """Return a header for (name, dtype, shape) tuples, and the order in which their data follow: widest first, which
+    aligns every tensor."""
     order = sorted(range(len(tensors)), key=lambda i: (-ITEM_BYTES[tensors[i][1]], tensors[i][0]))
     content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -87,7 +87,7 @@ def make_header(
 
 
 def fsync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Write a file, or the names in a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,7 +14,7 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 
 
 def template_columns(template: str) -> tuple[str, ...]:
-    """Columns that a template names, each once, in order."""
+    """Return the columns that a template names, each once, in order."""
     return tuple(dict.fromkeys(match[1] for match in _PIECE.finditer(template) if match[1]))
 
 

@@ -43,15 +43,15 @@ class TextCodec:
             raise ModelError(f"the tokenizer of {self.model_path}: {error}", hint=hint) from error
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of whole texts, with all that the tokenizer puts around them."""
+        """Return the token ids of whole texts, with all that the tokenizer puts around them."""
         if not texts:
             return []
         encoded: list[list[int]] = self.tokenizer(list(texts), return_attention_mask=False).input_ids
         return encoded
 
     def encode(self, texts: Sequence[str], *, rendered: bool) -> list[list[int]]:
-        """Token ids of each text. `rendered`: the text came from a chat template and holds its special tokens already;
-        else the tokenizer adds what it puts before plain text (and nothing after it)."""
+        """Return the token ids of each text. `rendered`: the text came from a chat template and holds its special
+        tokens already; else the tokenizer adds what it puts before plain text (and nothing after it)."""
         if not texts:
             return []
         encoded: list[list[int]] = self.tokenizer(
@@ -66,7 +66,7 @@ class TextCodec:
         ]
 
     def decode(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]:
-        """Text of each token sequence, spaces exactly as generated. `special_tokens`: with these in it."""
+        """Return the text of each token sequence, spaces exactly as generated. `special_tokens`: with these in it."""
         if not sequences:
             return []
         return self.tokenizer.batch_decode(
@@ -75,7 +75,7 @@ class TextCodec:
 
 
 def load_codec(model_path: str, *, trust_remote_code: bool = False) -> TextCodec:
-    """The tokenizer of a model folder or hub id. Raises ModelError when there is none or it is broken."""
+    """Load the tokenizer of a model folder or hub id. Raises ModelError when there is none or it is broken."""
     name = _class_without_torch(model_path)
     try:
         if name is not None:
@@ -95,7 +95,7 @@ def load_codec(model_path: str, *, trust_remote_code: bool = False) -> TextCodec
 
 
 def _class_without_torch(model_path: str) -> str | None:
-    """Name of the class that AutoTokenizer would pick, where that is certain; else None."""
+    """Return the name of the class that AutoTokenizer would pick, where that is certain; else None."""
     folder = Path(model_path)
     try:
         model_type = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
@@ -108,25 +108,25 @@ def _class_without_torch(model_path: str) -> str | None:
 
 
 def _no_tokenizer(model_path: str, error: Exception) -> ModelError:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    words = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "trust_remote_code" in str(error):
         hint = "its tokenizer runs its own code: read it, then set model.trust_remote_code = true"
     elif Path(model_path).is_dir():
         hint = "put tokenizer.json and tokenizer_config.json beside config.json"
     else:
         hint = "check the name; without a network the model must lie in the Hugging Face cache or in a folder"
-    return ModelError(f"no usable tokenizer at {model_path}: {said}", hint=hint)
+    return ModelError(f"no usable tokenizer at {model_path}: {words}", hint=hint)
 
 
 def token_ids(value: Any) -> Iterable[int]:
-    """`eos_token_id` as configs hold it: nothing, one id, or several."""
+    """Return the ids of an `eos_token_id` as configs hold it: nothing, one id, or several."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def pad_token_of(model_path: str, *, trust_remote_code: bool = False) -> int | None:
-    """The padding token that a model's `config.json` names, as transformers reads it."""
+    """Return the padding token that a model's `config.json` names, as transformers reads it."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)

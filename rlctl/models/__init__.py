@@ -1,1 +1,1 @@
-"""What a model's files say, before anything is built."""
+"""Reads models' files before anything is built, and checks what was built."""

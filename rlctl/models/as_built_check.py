@@ -1,4 +1,4 @@
-"""As built = as specified: compare what every rank reports with what the spec asked for."""
+"""Compares what every rank reports to have built with what the spec asked for: as built = as specified."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _own_stdout() -> TextIO:
 
 
 def reply(role: str, asked: RoleRequest) -> Probed:
-    """What a role would build, or the error that ends it. Never raises."""
+    """Return what a role would build, or the error that ends it. Never raises."""
     started = time.monotonic()
     look: Callable[[str, RoleRequest], Probed] = one_update if asked.shape is not None else _on_meta
     try:
