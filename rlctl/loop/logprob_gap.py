@@ -8,6 +8,7 @@ over `rollout.warn_logprob_gap` the run says so once, over `rollout.max_logprob_
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from specs.errors import LogprobGapError
 from specs.schema.metric import Metric
+from specs.schema.spec import Spec
 from specs.wire.batch import Batch
 
 KEPT_COLUMNS = ("tokens_T", "loss_mask_T", "rollout_logprob_T", "id_B", "row_B", "group_B", "rollout_B")
@@ -30,6 +32,26 @@ _HINT = (
     "rollout.top_k), attention (rollout.attn_implementation). {rescore}; if the gap is meant, raise "
     "rollout.max_logprob_gap"
 )
+
+# Nats by which a step of learning may move the mean log-prob of the sampled tokens before it is said, or stops the run.
+_LEARNED_A_STEP_WARN, _LEARNED_A_STEP_STOP = 0.5, 1.0
+
+
+def gap_limits(spec: Spec) -> tuple[float | None, float | None]:
+    """Return the mean gaps between sampler and trainer above which to warn and to stop; None: never.
+
+    With `top_p` the sampler's log-probs are those of a set with at least that much probability, so that they lie up to
+    -ln(top_p) above the trainer's. `top_k` has no such bound. Where sampling runs ahead, the gap also holds what the
+    actor has learned since.
+    """
+    rollout = spec.rollout
+    warn_at, limit = rollout.warn_logprob_gap, rollout.max_logprob_gap
+    if rollout.top_k == 0:
+        cut = -math.log(rollout.top_p)
+        exact = spec.rollout_dtype == spec.actor.dtype == "fp32"
+        warn_at = warn_at or cut + (1e-4 if exact else 0.03) + _LEARNED_A_STEP_WARN * rollout.max_staleness
+        limit = limit or cut + (1e-2 if exact else 0.3) + _LEARNED_A_STEP_STOP * rollout.max_staleness
+    return warn_at, limit
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specs.errors import SyncError
 from specs.rounding import Tolerance
 from specs.schema.metric import Metric
 from specs.schema.role_section import DType
-from specs.schema.spec import WeightForm
+from specs.schema.spec import Spec, WeightForm
 from specs.wire import bodies
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 SHM = Transport("shm")
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 12
+# For log-probs of random tokens. Two right forward passes of 16 layers in bf16 were up to 1.7 spacings apart; a layer
+# with other weights, or a wrong temperature or rotation, 8 and more.
+PROBE_TOLERANCE = {"fp32": Tolerance(2e-3, 512, "fp32"), "bf16": Tolerance(0.15, 6, "bf16")}
 
 _SYNCED = "a sync was due after the step"
 METRICS: tuple[Metric, ...] = (
@@ -72,6 +75,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(name="sync/probe_s", unit="s", meaning="Both sides' probe.", when=_SYNCED),
 )
+
+
+def probe_tolerance(spec: Spec) -> Tolerance:
+    """Return what the behaviour probe allows."""
+    if spec.rollout.max_probe_gap is not None:
+        return Tolerance(spec.rollout.max_probe_gap)
+    return PROBE_TOLERANCE["fp32" if spec.rollout_dtype == spec.actor.dtype == "fp32" else "bf16"]
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.loop.driver import Driver, UpdateWindow
-from rlctl.loop.logprob_gap import GapLimits
+from rlctl.loop.logprob_gap import GapLimits, gap_limits
 from rlctl.loop.recovery import RankRecovery, SteadyGrading, SteadySync, TimeSpent, begin_with_fewer, policy_for
 from rlctl.loop.residency import Residency, sleep_level
-from rlctl.loop.sync import PROBE_TOKENS, WeightSync
+from rlctl.loop.sync import PROBE_TOKENS, WeightSync, probe_tolerance
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
@@ -124,7 +124,7 @@ def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transp
         dtype=spec.rollout_dtype,
         bucket_bytes=int(spec.sync.bucket_MiB * 2**20),
         temperature=spec.rollout.temperature,
-        tolerance=spec.probe_tolerance,
+        tolerance=probe_tolerance(spec),
         vocab=model.vocab_size,
         probe_tokens=min(PROBE_TOKENS, spec.max_sequence_tokens),
     )
@@ -133,7 +133,7 @@ def _weights(spec: Spec, groups: Groups, residency: Residency, transport: Transp
 def _gap_limits(spec: Spec, run: RunDir, bodies: Bodies, progress: Progress) -> GapLimits:
     sampling = {key: getattr(spec.rollout, key) for key in ("temperature", "top_p", "top_k")}
     about = {**sampling, "rollout_dtype": spec.rollout_dtype, ACTOR: bodies[ACTOR]}
-    return GapLimits(*spec.logprob_gaps, run.path, about, progress.warning)
+    return GapLimits(*gap_limits(spec), run.path, about, progress.warning)
 
 
 def _per_set(rows: Mapping[str, int]) -> str:

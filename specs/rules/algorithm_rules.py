@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.algorithms.algorithm import FunctionLoss
-from specs.schema.algorithms.algorithm_tables import Gae
+from specs.schema.algorithms.algorithm_tables import ActorCritic, ClipCovLoss, Gae
 from specs.schema.engines.transformers_tables import TrainedHere
 from specs.schema.roles import ROLES
 from specs.schema.sections import same_source
 from specs.schema.spec import Spec
 from specs.schema.table import Table, no_effect
 from specs.text import show
+
+_MORE_UPDATES = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or "
 
 
 def algorithm_problems(spec: Spec) -> Iterator[Problem]:
@@ -23,45 +25,39 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
     yield from _correction(spec)
     yield from _critic(spec)
     yield from _own_functions(spec)
+    loss = spec.loss
+    if isinstance(loss, ClipCovLoss) and loss.covariance_low > loss.covariance_high:
+        message = f"below algorithm.covariance_low = {loss.covariance_low:g}: no token is in the band"
+        yield Problem("algorithm.covariance_high", message, "widen the band", show(loss.covariance_high))
 
 
 def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
-    """What works but is seldom meant."""
+    """Yield keys that do nothing in this run, and a teacher that teaches nothing."""
+    yield from _ratio(spec)
+    algorithm, teacher = spec.algorithm, spec.ref.model if spec.ref is not None else ""
+    if isinstance(algorithm, ActorCritic) and algorithm.value_clip is not None and algorithm.on_policy:
+        message = "does nothing: with one mini-batch and one epoch per step no value has moved yet"
+        yield Problem("algorithm.value_clip", message, f"{_MORE_UPDATES}leave it out", show(algorithm.value_clip))
+    needs_teacher = algorithm.advantage.needs_teacher and not getattr(algorithm, "reward_coef", 0.0)
+    if needs_teacher and (not teacher or same_source(teacher, spec.model.path)):
+        message = f"the teacher of {algorithm.kind} is the actor's own start, so nothing is learned"
+        hint = "name a trained model with the actor's tokenizer"
+        yield Problem("ref.model", message, hint, show(teacher) if teacher else "")
+
+
+def _ratio(spec: Spec) -> Iterator[Problem]:
+    """Yield keys of the loss that bound a ratio which is always 1."""
     algorithm = spec.algorithm
-    if algorithm.advantage.needs_teacher and not (spec.ref is not None and spec.ref.model):
-        message = f"not set: the teacher of {algorithm.kind} is then the actor's own start, and teaches it to stay"
-        hint = "name a trained model with the actor's tokenizer, larger or better than the actor"
-        yield Problem("ref.model", message, hint)
-    elif algorithm.advantage.needs_teacher and spec.ref is not None and same_source(spec.ref.model, spec.model.path):
-        message = f"the actor's own start: it teaches the actor to stay as it is, and {algorithm.kind} learns nothing"
-        hint = "name a trained model with the actor's tokenizer, larger or better than the actor"
-        yield Problem("ref.model", message, hint, show(spec.ref.model))
-    if algorithm.advantage.needs_teacher and algorithm.kl_coef:
-        message = f"the advantage of {algorithm.kind} is minus the KL to ref.model already"
-        yield Problem("algorithm.kl_coef", message, "leave it out", show(algorithm.kl_coef))
-    alpha, longest = getattr(algorithm, "gae_length_alpha", None), spec.data.max_response_tokens
-    if alpha is not None and alpha * longest <= 1:
-        message = f"λ is 0 up to {1 / alpha:g} tokens, and a completion has {longest} at most"
-        hint = f"use more than {1 / longest:.2g}, or leave it out for gae_lambda"
-        yield Problem("algorithm.gae_length_alpha", message, hint, show(alpha))
-    yield from _critics_optimizer(spec)
-    if spec.rollout.max_staleness and algorithm.anchor == "trainer" and algorithm.correction is None:
-        message = "nothing corrects that samples are of older weights (rollout.max_staleness > 0)"
-        yield Problem("algorithm.anchor", message, "leave it out, or set algorithm.correction", show(algorithm.anchor))
-    if algorithm.correction is not None and algorithm.correction.level == "token" and spec.loss.sequence_columns:
-        message = f"weighs each token by itself; the ratio and the clip of {algorithm.kind} are a whole completion's"
-        hint = "set it to geometric, the mean that the loss takes, or to sequence"
-        yield Problem("algorithm.correction.level", message, hint, show("token"))
-
-
-def _critics_optimizer(spec: Spec) -> Iterator[Problem]:
-    """A section [critic] takes nothing from [actor], whose optimizer the critic has without one."""
-    critic, actor = spec.critic, spec.actor.optimizer
-    if critic is None or not spec.needs_critic or "optimizer" in critic.model_fields_set:
+    if spec.ratio_against != "current":
         return
-    if critic.optimizer != actor:
-        message = f"not set, so that lr is {critic.optimizer.lr:g}; without [critic] it would be the actor's"
-        yield Problem("critic.optimizer", message, f"write optimizer = {{ lr = {actor.lr:g} }}, or what is meant")
+    always = "with one mini-batch and one epoch per step the ratio is always 1"
+    if spec.loss.needs_ratio:
+        message = f"{always}, and the loss is the plain policy gradient"
+        yield Problem("algorithm.kind", message, f"{_MORE_UPDATES}choose grpo", show(algorithm.kind))
+    for key in spec.loss.ratio_keys:
+        if key in algorithm.model_fields_set:
+            value = show(getattr(algorithm, key))
+            yield Problem(f"algorithm.{key}", f"does nothing: {always}", f"{_MORE_UPDATES}leave it out", value)
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:

@@ -6,15 +6,12 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.schema.rewards import Function, Regex, compares_answer
+from specs.schema.rewards import Function, Overlong, Regex, compares_answer
 from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.templates import template_columns
 from specs.text import show
-
-# Completions that have nothing in common.
-_ALL_KINDS = ("", "\n", "a", "The answer is: 7.", "<b>\\boxed{x}</b> – 你好")
 
 
 def data_problems(spec: Spec) -> Iterator[Problem]:
@@ -44,15 +41,17 @@ def reward_section_problems(spec: Spec) -> Iterator[Problem]:
         if isinstance(term, Regex):
             key = f"reward.terms.{index}.pattern"
             try:
-                pattern = re.compile(term.pattern, re.DOTALL)
+                re.compile(term.pattern, re.DOTALL)
             except re.error as error:
                 yield Problem(
                     key, f"not a regular expression: {error}", "TOML's '…' keeps backslashes", show(term.pattern)
                 )
-                continue
-            if all(pattern.search(text) for text in _ALL_KINDS):
-                hint = "ask for a character at least: + instead of *"
-                yield Problem(key, "is found in every completion, so that all score the same", hint, show(term.pattern))
+        elif isinstance(term, Overlong) and term.buffer_tokens > spec.data.max_response_tokens:
+            most = spec.data.max_response_tokens
+            message = f"longer than the longest completion (data.max_response_tokens = {most})"
+            yield Problem(
+                f"reward.terms.{index}.buffer_tokens", message, f"use at most {most}", str(term.buffer_tokens)
+            )
     section = spec.reward
     for key, default, why in (
         ("processes", section.nodes, "the reward role is one process on each node; reward.workers sets how many grade"),
@@ -65,3 +64,11 @@ def reward_section_problems(spec: Spec) -> Iterator[Problem]:
     if section.nodes == 1:
         for key in sorted({"max_restarts", "min_processes"} & section.model_fields_set):
             yield no_effect(f"reward.{key}", section, "with reward.nodes = 1 no process is on another host")
+
+
+def tracking_problems(spec: Spec) -> Iterator[Problem]:
+    kinds = [tracker.kind for tracker in spec.tracking]
+    for number, kind in enumerate(kinds):
+        if kind in kinds[:number]:
+            message = f"tracking.{kinds.index(kind)} is of this kind already"
+            yield Problem(f"tracking.{number}.kind", message, "remove one of the two", f'"{kind}"')

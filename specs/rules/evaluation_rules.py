@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.eval_sets import OF_ALL_SETS, EvalSection, EvalSet, Evaluation
-from specs.schema.rewards import MAX_SCORE
-from specs.schema.sections import is_hub_data, same_source
+from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
 from specs.text import show
@@ -43,18 +42,6 @@ def _sets(section: EvalSection) -> Iterator[Problem]:
             yield Problem(f"eval.sets.{number}.data", message, "name a source, or remove one of the two", '""')
 
 
-def eval_warnings(spec: Spec) -> Iterator[Problem]:
-    """What passes without being right."""
-    terms = spec.reward.terms
-    for one in spec.evaluations:
-        if one.pass_term is not None and one.pass_term < len(terms) and terms[one.pass_term].is_penalty:
-            kind = terms[one.pass_term].kind
-            message = f"{kind} is a penalty: what passes is short, right or wrong"
-            others = [number for number, term in enumerate(terms) if not term.is_penalty]
-            hint = f"name a term that grades the answer, such as {others[0]}" if others else "add a term that grades"
-            yield Problem(f"{one.key}.pass_term", message, hint, str(one.pass_term))
-
-
 def _source(one: Evaluation, spec: Spec) -> Iterator[Problem]:
     data, key = spec.data, f"{one.key}.data"
     if "split" in one.given and not is_hub_data(one.data):
@@ -64,9 +51,6 @@ def _source(one: Evaluation, spec: Spec) -> Iterator[Problem]:
             else f"{key} is empty, so rows of data.train are held out"
         )
         yield Problem(f"{one.key}.split", f"has no effect: {why}", "remove the key", show(one.split))
-    if same_source(one.data, data.train) and (not is_hub_data(one.data) or one.split == data.split):
-        hint = f"leave {key} out to hold rows of data.train out"
-        yield Problem(key, "these are the training prompts", hint, show(one.data))
     if not one.data and data.max_rows is not None and one.prompts >= data.max_rows:
         message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
         yield Problem(f"{one.key}.prompts", message, f"use fewer than {data.max_rows}", str(one.prompts))
@@ -85,32 +69,24 @@ def _sampling(one: Evaluation) -> Iterator[Problem]:
         yield Problem(f"{one.key}.top_p", why, "remove the key", str(one.top_p))
 
 
-def _range(one: Evaluation, spec: Spec) -> tuple[float, float] | None:
-    """The least and the best that passing is measured by; None where that is not known."""
+def _best(one: Evaluation, spec: Spec) -> float | None:
+    """Return the best score that passing is measured by; None where that is not known."""
     terms = spec.reward.terms
     if one.pass_term is not None:
-        if one.pass_term >= len(terms) or (best := terms[one.pass_term].right_score) is None:
-            return None
-        return 0.0, best
+        return terms[one.pass_term].right_score if one.pass_term < len(terms) else None
     if any(term.right_score is None and not term.is_penalty for term in terms):
         return None
-    weighted = [(term.weight * (term.right_score or 0.0), term.is_penalty) for term in terms]
-    least = -MAX_SCORE if any(penalty for _, penalty in weighted) else sum(min(value, 0.0) for value, _ in weighted)
-    return least, sum(max(value, 0.0) for value, _ in weighted)
+    return sum(max(term.weight * (term.right_score or 0.0), 0.0) for term in terms)
 
 
 def _pass(one: Evaluation, spec: Spec) -> Iterator[Problem]:
     """A term that there is not, or of which nobody knows when it passes; a score that none or each has."""
     terms, key = spec.reward.terms, f"{one.key}.pass_term"
-    if one.pass_score is not None and (range_ := _range(one, spec)):
-        least, best = range_
+    best = _best(one, spec)
+    if one.pass_score is not None and best is not None and one.pass_score > best:
         of = "their weighted sum" if one.pass_term is None else f"reward.terms.{one.pass_term}"
-        if one.pass_score > best:
-            message = f"no completion passes: {of} is {best:g} at most"
-            yield Problem(f"{one.key}.pass_score", message, f"use at most {best:g}", show(one.pass_score))
-        elif one.pass_score <= least < best:
-            message = f"every completion passes: {of} is {least:g} at least"
-            yield Problem(f"{one.key}.pass_score", message, f"{best:g} is the best score", show(one.pass_score))
+        message = f"no completion passes: {of} is {best:g} at most"
+        yield Problem(f"{one.key}.pass_score", message, f"use at most {best:g}", show(one.pass_score))
     if one.pass_term is None:
         return
     if one.pass_term >= len(terms):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.role_section import Restartable, RoleSection
-from specs.schema.roles import ACTOR, REWARD, ROLES, ROLLOUT, RoleName
+from specs.schema.roles import REWARD, ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
@@ -51,43 +51,6 @@ def node_problems(spec: Spec) -> Iterator[Problem]:
             has = "has several nodes, and nothing names them"
             has = has if section.nodes > 1 else "is on another node, and nothing names it"
             yield Problem("cluster.hostfile", f"{role} {has}", hint)
-
-
-def node_warnings(spec: Spec) -> Iterator[Problem]:
-    """Learners on the CPU beside GPUs, and GPUs that wait while others work, of a run whose phases alternate."""
-    held = [role for role, section in spec.sections() if role in spec.roles and spec.gpus(role)]
-    for role, section in spec.sections():
-        if held and ROLES[role].learns and role in spec.roles and not section.devices:
-            message = f"learns on the CPU, and the {held[0]} has GPUs"
-            yield Problem(f"{role}.devices", message, "name the GPUs of its processes", show(section.devices))
-    actor, rollout = spec.gpus(ACTOR), spec.gpus(ROLLOUT)
-    if spec.rollout.max_staleness or not (actor and rollout):
-        return
-    count = len(actor | rollout)
-    if not actor & rollout:
-        waits = f"{len(actor)} of {count} GPUs are idle while completions are written"
-        message = f"{waits}, {len(rollout)} while the actor learns"
-        hint = "set it to 1: the next step's are written meanwhile; or let actor and rollout name the same GPUs"
-        yield Problem("rollout.max_staleness", message, hint, "0")
-    elif idle := actor - rollout:
-        message = f"{len(idle)} of {count} GPUs are idle while completions are written"
-        yield Problem(*_waiting(spec, message))
-    elif idle := rollout - actor:
-        message = f"{len(idle)} of {count} GPUs are idle while the actor learns"
-        hint = "let the actor take them too, or give the rollout GPUs of its own and set rollout.max_staleness = 1"
-        yield Problem("rollout.devices", message, hint, show(spec.rollout.devices))
-
-
-def _waiting(spec: Spec, message: str) -> tuple[str, str, str, str]:
-    """Key, message, hint and value where the actor has GPUs on which nothing samples."""
-    actor, rollout = spec.actor, spec.rollout
-    if set(actor.devices) <= set(rollout.devices):
-        replicas = rollout.processes // rollout.nodes * actor.nodes
-        hint = f"set it to {actor.nodes} and rollout.processes = {replicas}: replicas on every node of the actor"
-        return "rollout.nodes", message, hint, str(rollout.nodes)
-    missing = sorted(set(actor.devices) - set(rollout.devices))
-    hint = f"name {show(missing)} too, with replicas on them"
-    return "rollout.devices", message, hint, show(rollout.devices)
 
 
 def _role(role: RoleName, section: RoleSection) -> Iterator[Problem]:

@@ -32,12 +32,3 @@ def reward_model_problems(spec: Spec) -> Iterator[Problem]:
         )
         hint = 'set it to false, or give rollout devices of its own (and leave run.colocate = "always" out)'
         yield Problem("algorithm.dynamic_sampling", message, hint, "true")
-
-
-def reward_model_warnings(spec: Spec) -> Iterator[Problem]:
-    """Conversations that it could not read."""
-    section, longest = spec.reward_model, spec.max_sequence_tokens
-    if section is not None and section.max_sequence_tokens < longest:
-        message = f"a prompt and a completion may have {longest} tokens, and one that is longer is a failed grade"
-        hint = f"use {longest} or more: its own chat markup counts too"
-        yield Problem(f"{REWARD_MODEL}.max_sequence_tokens", message, hint, str(section.max_sequence_tokens))

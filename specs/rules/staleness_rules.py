@@ -28,13 +28,3 @@ def run_ahead_problems(spec: Spec) -> Iterator[Problem]:
                 f"samples while the actor learns, and rollout shares GPU {', '.join(map(str, shared))} with {role}"
             )
             yield Problem(_KEY, message, f"give rollout.devices GPUs of its own, or set {_KEY} = 0", show(most))
-
-
-def run_ahead_warnings(spec: Spec) -> Iterator[Problem]:
-    """A cut distribution looks like staleness to the loss."""
-    if not spec.rollout.max_staleness:
-        return
-    for key, off in (("top_p", 1.0), ("top_k", 0)):
-        if getattr(spec.rollout, key) != off:
-            message = f"the ratio that corrects staleness ({_KEY} > 0) also holds what `{key}` cuts off, and is clipped"
-            yield Problem(f"rollout.{key}", message, f"{off:g} makes them equal", show(getattr(spec.rollout, key)))

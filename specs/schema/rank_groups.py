@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from specs.schema.engines.engine_table import engine_of
-from specs.schema.mesh import CONTEXT, EXPERT, EXPERT_TENSOR, PIPELINE, SEQUENCE, TENSOR, Mesh
+from specs.schema.mesh import CONTEXT, PIPELINE, SEQUENCE, TENSOR, Mesh
 from specs.schema.role_section import RoleSection
 
 
@@ -94,33 +94,10 @@ def shard_groups(section: RoleSection) -> list[RankGroup]:
     return _cut(by_copy, mesh.shard)
 
 
-def layer_groups(section: RoleSection) -> list[RankGroup]:
-    """One entry per copy of a layer: the ranks that compute it together, of all copies of the model. Stages of a
-    pipeline only hand activations on."""
-    mesh = mesh_of(section)
-    if mesh is None:
-        return []
-    return _cut(list(_ranks(section, mesh)), max(1, mesh.shard // axis_of(section, PIPELINE)))
-
-
 def sequence_groups(section: RoleSection) -> list[RankGroup]:
     """One entry per group of ranks that share samples; empty where each has its own."""
     mesh = mesh_of(section)
     return [] if mesh is None or mesh.sequence == 1 else _cut(list(_ranks(section, mesh)), mesh.sequence)
-
-
-def expert_groups(section: RoleSection) -> list[RankGroup]:
-    """One entry per group of neighbours that hold all experts of their layers together; empty where experts are not
-    shared out."""
-    mesh, shared = mesh_of(section), axis_of(section, EXPERT)
-    if mesh is None or shared == 1:
-        return []
-    return _cut(list(_ranks(section, mesh)), shared * axis_of(section, EXPERT_TENSOR))
-
-
-def straddling(groups: Sequence[RankGroup]) -> list[RankGroup]:
-    """Groups whose ranks sit on more than one node: what they exchange for every layer crosses the network."""
-    return [group for group in groups if len(group.nodes) > 1]
 
 
 def _cut(ranks: Sequence[RankPlacement], size: int) -> list[RankGroup]:

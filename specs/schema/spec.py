@@ -8,13 +8,11 @@ reference (`docs/spec.md`) prints. Unknown keys are refused at every depth. Rule
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 from pydantic import Field
 
 from specs.attention import Attention
-from specs.rounding import Tolerance
 from specs.schema.algorithms.algorithm import Anchor, AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import AlgorithmTable
 from specs.schema.engines.ddp_table import DdpTable
@@ -38,11 +36,6 @@ from specs.schema.tracker_tables import TrackerTable
 SCHEMA_VERSION = 1
 
 TransportKind = Literal["shm", "folder", "group", "cuda_ipc"]
-# Of log-probs of random tokens. Two right forward passes of 16 layers in bf16 were up to 1.7 spacings apart; a layer
-# with other weights, or a wrong temperature or rotation, 8 and more.
-PROBE_TOLERANCE = {"fp32": Tolerance(2e-3, 512, "fp32"), "bf16": Tolerance(0.15, 6, "bf16")}
-# Nats by which a step of learning may move the mean log-prob of the sampled tokens before it is said, or stops the run.
-LEARNED_A_STEP_WARN, LEARNED_A_STEP_STOP = 0.5, 1.0
 # What a sync sends: the model's own weights with adapters added in; both apart; the adapters alone.
 WeightForm = Literal["merged", "apart", "adapters"]
 
@@ -281,30 +274,6 @@ class Spec(Table):
     @property
     def rollout_dtype(self) -> DType:
         return self.rollout.dtype or self.actor.dtype
-
-    @property
-    def probe_tolerance(self) -> Tolerance:
-        """What the behaviour probe allows."""
-        if self.rollout.max_probe_gap is not None:
-            return Tolerance(self.rollout.max_probe_gap)
-        return PROBE_TOLERANCE["fp32" if self.rollout_dtype == self.actor.dtype == "fp32" else "bf16"]
-
-    @property
-    def logprob_gaps(self) -> tuple[float | None, float | None]:
-        """Mean gaps between sampler and trainer above which to warn and to stop; None: never.
-
-        With `top_p` the sampler's log-probs are those of a set with at least that much probability, so that they lie up
-        to -ln(top_p) above the trainer's. `top_k` has no such bound. Where sampling runs ahead, the gap also holds what
-        the actor has learned since.
-        """
-        rollout = self.rollout
-        warn_at, limit = rollout.warn_logprob_gap, rollout.max_logprob_gap
-        if rollout.top_k == 0:
-            cut = -math.log(rollout.top_p)
-            exact = self.rollout_dtype == self.actor.dtype == "fp32"
-            warn_at = warn_at or cut + (1e-4 if exact else 0.03) + LEARNED_A_STEP_WARN * rollout.max_staleness
-            limit = limit or cut + (1e-2 if exact else 0.3) + LEARNED_A_STEP_STOP * rollout.max_staleness
-        return warn_at, limit
 
     def gpus(self, role: RoleName) -> frozenset[tuple[int, int]]:
         """(number of the host, number of the GPU there) of each that a role names."""

@@ -22,10 +22,9 @@ from backends.torch_rollout.decode_check import Comparison, check_decoding, comp
 from backends.torch_rollout.fused import FusedForward, choose_forward
 from backends.torch_rollout.runner import GenericForward, packed_positions
 from rlctl.loop.residency import Residency
-from rlctl.loop.sync import WeightSync, probe_batch
+from rlctl.loop.sync import PROBE_TOLERANCE, WeightSync, probe_batch
 from specs.errors import ModelError, SyncError
 from specs.rounding import Tolerance
-from specs.schema.spec import PROBE_TOLERANCE
 from specs.wire.messages import Kind, Message
 
 Mistake = Callable[[PreTrainedModel], AbstractContextManager[None]]

@@ -16,7 +16,7 @@ from told_actor import drawn, driver_of
 from rlctl.loop import finite_check
 from rlctl.loop.correction import correct, diagnostics, effective_share, without_non_numbers
 from rlctl.loop.driver import Driver, UpdateWindow
-from rlctl.loop.logprob_gap import GapLimits
+from rlctl.loop.logprob_gap import GapLimits, gap_limits
 from rlctl.loop.residency import Residency
 from specs.errors import LogprobGapError, NotFiniteError
 from specs.load.load import load_spec
@@ -212,7 +212,7 @@ def test_a_gap_over_its_limit_stops_the_run_whatever_the_correction_would_do(tmp
         "data": LocalGroup("data", [{}]),
         "reward": LocalGroup("reward", [{}]),
     }
-    limits = GapLimits(*spec.logprob_gaps, tmp_path, {}, lambda text: None)
+    limits = GapLimits(*gap_limits(spec), tmp_path, {}, lambda text: None)
     driver = Driver(spec, groups, Residency(False, [rollout]), SimpleNamespace(), limits, UpdateWindow(), Said())
     batch, scored = drawn()
     columns = {name: column for name, column in batch.columns.items() if name != "old_logprob_T"}

@@ -33,5 +33,3 @@ def test_clip_keys_have_an_effect_on_stale_samples(tmp_path: Path) -> None:
     keys = [problem.key for problem in cross_field_warnings(load_spec(spec, [*once]))]
     assert keys == ["algorithm.clip_low", "algorithm.clip_high"]
     assert not cross_field_warnings(load_spec(spec, [*once, "rollout.max_staleness=1"]))
-    cut = cross_field_warnings(load_spec(spec, ["rollout.top_p=0.9", "rollout.max_staleness=1"]))
-    assert any("staleness" in str(problem) for problem in cut)

@@ -8,8 +8,6 @@ import pytest
 from small_spec import only_problem, problems_of, raw_spec
 
 from specs.errors import Problem
-from specs.load.load import spec_from
-from specs.rules.all_rules import cross_field_warnings
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.engines.megatron_table import MegatronTable
@@ -19,18 +17,11 @@ from specs.schema.mesh import Mesh
 from specs.schema.rank_groups import (
     RankPlacement,
     built_mesh,
-    layer_groups,
     mesh_of,
     sequence_groups,
     shard_groups,
-    straddling,
 )
-from specs.schema.spec import ActorSection, RolloutSection, Spec
-
-
-@pytest.fixture
-def plain_spec() -> Spec:
-    return spec_from(raw_spec())
+from specs.schema.spec import ActorSection, RolloutSection
 
 
 def problems(engine: dict[str, Any], **actor_keys: Any) -> list[Problem]:
@@ -75,9 +66,6 @@ def test_stages_lie_furthest_apart_where_megatron_has_them_so(
     assert ranks(section) == expected
     last = shard_groups(section)[1].ranks[-1]
     assert (last.rank, last.node, last.replica, last.shard) == (7, 1, 1, 3)
-    neighbours = [[rank.rank for rank in group.ranks] for group in layer_groups(section)]
-    width = len(expected[0]) // engine["pipeline_parallel"]
-    assert neighbours == [list(range(first, first + width)) for first in range(0, 8, width)]
 
 
 def test_what_replicate_leaves_is_sharded() -> None:
@@ -110,66 +98,9 @@ def test_ranks_that_share_samples_lie_on_two_axes_more() -> None:
     assert sequence_groups(actor(Fsdp2Table(), 8)) == []
 
 
-def test_samples_shared_across_nodes_are_warned_of(plain_spec: Spec) -> None:
-    section = actor(DdpTable(), 6, nodes=2).model_copy(update={"sequence_parallel": 2})
-    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": section}))
-    assert (warning.key, warning.value) == ("actor.sequence_parallel", "2")
-    assert "1 of 3 groups that share samples sit on more than one node" in warning.message
-    assert "a divisor of 3" in warning.hint
-    inside = section.model_copy(update={"sequence_parallel": 3})
-    assert cross_field_warnings(plain_spec.model_copy(update={"actor": inside})) == []
-
-
 @pytest.mark.parametrize(("parallel", "mesh"), [(1, {}), (4, {"tensor": 4})])
 def test_a_sampler_cut_by_vllm_says_so(parallel: int, mesh: dict[str, int]) -> None:
     assert built_mesh(RolloutSection(engine=VllmTable(tensor_parallel=parallel))) == mesh
-
-
-@pytest.mark.parametrize(
-    ("shard", "replicate", "nodes", "crossing"),
-    [(8, 2, 2, 0), (4, 4, 2, 0), (16, 1, 2, 1), (8, 2, 4, 2), (16, 1, 1, 0)],
-)
-def test_groups_that_leave_their_node_are_counted(shard: int, replicate: int, nodes: int, crossing: int) -> None:
-    assert len(straddling(shard_groups(actor(Fsdp2Table(shard=shard, replicate=replicate), 16, nodes)))) == crossing
-
-
-def test_a_group_of_three_on_nodes_of_four_straddles_though_it_would_fit() -> None:
-    groups = straddling(shard_groups(actor(Fsdp2Table(shard=3, replicate=4), 12, 3)))
-    assert [(group.number, group.nodes) for group in groups] == [(1, (0, 1)), (2, (1, 2))]
-
-
-def test_stages_may_lie_on_several_nodes_and_tensor_ranks_may_not(plain_spec: Spec) -> None:
-    stages = actor(MegatronTable(tensor_parallel=8, pipeline_parallel=2), 16, nodes=2)
-    assert len(straddling(shard_groups(stages))) == 1
-    assert cross_field_warnings(plain_spec.model_copy(update={"actor": stages})) == []
-    wide = actor(MegatronTable(tensor_parallel=8, pipeline_parallel=2), 32, nodes=8)
-    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": wide}))
-    assert (warning.key, warning.value) == ("actor.engine.tensor_parallel", "8")
-    assert "4 of 4 groups of 8 ranks sit on more than one node (4 processes each)" in warning.message
-    assert "use 1, 2 or 4" in warning.hint
-
-
-def test_experts_that_are_shared_out_across_nodes_are_warned_of(plain_spec: Spec) -> None:
-    """Their groups are neighbours, also where stages lie between copies."""
-    wide = actor(
-        MegatronTable(tensor_parallel=2, pipeline_parallel=2, expert_parallel=8, expert_tensor_parallel=1), 16, 4
-    )
-    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": wide}))
-    assert (warning.key, warning.value) == ("actor.engine.expert_parallel", "8")
-    assert "2 of 2 groups of 8 ranks that share out experts sit on more than one node" in warning.message
-    assert "expert_parallel × ranks of each expert = 1, 2 or 4 stays inside" in warning.hint
-    inside = MegatronTable(tensor_parallel=2, pipeline_parallel=2, expert_parallel=2, expert_tensor_parallel=2)
-    assert cross_field_warnings(plain_spec.model_copy(update={"actor": actor(inside, 16, 4)})) == []
-
-
-def test_crossing_groups_are_warned_of(plain_spec: Spec) -> None:
-    section = actor(Fsdp2Table(), 16, nodes=2)
-    (warning,) = cross_field_warnings(plain_spec.model_copy(update={"actor": section}))
-    assert warning.key == "actor.engine.shard"
-    assert "1 of 1 groups of 16 ranks sit on more than one node (8 processes each)" in warning.message
-    assert "shard = 8 and replicate = 2" in warning.hint
-    inside = actor(Fsdp2Table(shard=8, replicate=2), 16, nodes=2)
-    assert cross_field_warnings(plain_spec.model_copy(update={"actor": inside})) == []
 
 
 # ── rules ─────────────────────────────────────────────────────────────────────────────────────────
