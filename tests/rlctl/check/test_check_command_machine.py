@@ -138,13 +138,13 @@ def test_checkpoints_of_a_run_to_resume_are_there_already(folder: Path, monkeypa
 
 
 def test_strict_makes_warnings_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = write_case({"set": {"checkpoint.every": 50}}, folder)
+    spec = write_case({"set": {"actor.optimizer.lr": 0.0}}, folder)
     assert check(spec, (), as_json=False) == 0
-    assert "warning: checkpoint.every = 50" in capsys.readouterr().out
+    assert "warning: actor.optimizer.lr = 0.0" in capsys.readouterr().out
     assert check(spec, (), as_json=True, strict=True) == 2
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["warnings"]) == (False, [])
-    assert [problem["key"] for problem in found["problems"]] == ["checkpoint.every"]
+    assert [problem["key"] for problem in found["problems"]] == ["actor.optimizer.lr"]
     assert found["roles"]
     (folder / "fine").mkdir()
     assert check(write_case({}, folder / "fine"), (), as_json=True, strict=True) == 0
