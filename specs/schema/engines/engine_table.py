@@ -133,10 +133,6 @@ class TrainTable(EngineTable):
         """What to change about its keys so that it holds less. None: no key does."""
         return None
 
-    def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str] | None:
-        """Key, its value and a hint where a shard group leaves its node. None: the engine's keys cannot help."""
-        return None
-
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
         """Name → configuration that it hands to a library, for `--dry-run`."""
         return {}

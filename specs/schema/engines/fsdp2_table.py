@@ -15,7 +15,6 @@ from specs.schema.engines.engine_table import EngineContext
 from specs.schema.engines.held_model import FP32_BYTES, HeldTrainer, elements, state
 from specs.schema.engines.transformers_tables import OwnModules
 from specs.schema.mesh import Mesh, divisors
-from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.table import no_effect
 from specs.text import listed
@@ -67,11 +66,6 @@ class Fsdp2Table(OwnModules):
             yield no_effect(f"{role}.engine.offload", self, f"{role} runs on the CPU")
         if not ROLES[role].learns and "sync_every_micro_batch" in self.model_fields_set:
             yield no_effect(f"{role}.engine.sync_every_micro_batch", self, f"{ROLES[role].title} has no gradients")
-
-    def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
-        inside = max(n for n in divisors(section.processes // section.nodes) if n <= mesh.shard)
-        hint = f"shard = {inside} and replicate = {section.processes // inside} stay inside, if the model fits"
-        return "shard", str(mesh.shard), hint
 
     def memory_hint(self, role: RoleName) -> str | None:
         if ROLES[role].learns and not self.sync_every_micro_batch:

@@ -213,11 +213,6 @@ class MegatronTable(TrainedHere):
             message = "experts on tensor ranks take tokens that are cut across them"
             yield Problem(f"{key}.tensor_sequence_parallel", message, "set it to true", "false")
 
-    def node_hint(self, section: RoleSection, mesh: Mesh) -> tuple[str, str, str]:
-        inside = section.processes // section.nodes
-        hint = f"use {listed(divisors(inside))}: pipeline stages may lie on other nodes"
-        return "tensor_parallel", str(self.tensor_parallel), hint
-
     def memory_hint(self, role: RoleName) -> str:
         return f"raise {role}.engine.tensor_parallel or {role}.engine.pipeline_parallel"
 
