@@ -66,7 +66,9 @@ def _lora(spec: Spec) -> Iterator[Problem]:
         drawn = spec.model.from_scratch and spec.model_path(role) == spec.model.path
         if drawn and getattr(engine, "model_of", None) != "bigram":
             message = "adapters need a trained model below them, and checkpoints do not hold the random one"
-            hint = "name a model with weights in model.path and set model.from_scratch = false, or train the whole model"
+            hint = (
+                "name a model with weights in model.path and set model.from_scratch = false, or train the whole model"
+            )
             yield Problem(key, message, hint)
         if len(lora.targets) > 1 and "all-linear" in lora.targets:
             message = "all-linear already means every layer"
