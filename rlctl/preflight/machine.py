@@ -83,15 +83,15 @@ def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
         place = nearest_existing(folder)
         writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total
         if not writable:
-            message = f"{place} {'cannot be written to' if place.is_dir() else 'is a file, not a folder'}"
+            message = f"{place} {'cannot be written to' if place.is_dir() else 'is not a folder'}"
             problems.append(Problem(key, message, "name another folder", show(given)))
     return problems
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or the closest folder above it that is there."""
+    """Return `path`, or the closest folder above it that is there, be it a link to nowhere."""
     path = Path(os.path.abspath(path))
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(place for place in (path, *path.parents) if os.path.lexists(place))
 
 
 def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> list[Problem]:
