@@ -191,7 +191,7 @@ def own_options() -> list[str]:
         lambda: check_options(config("actor", bias_dropout_fusion=1)),
         lambda: check_options(config("ref", overlap_grad_reduce=True)),
         lambda: with_options(TransformerConfig, shape, {"hidden_size": 64}),
-        lambda: with_options(TransformerConfig, {"num_layers": 2, "hidden_size": 32}, {"num_attention_heads": 5}),
+        lambda: with_options(TransformerConfig, {**shape, "tensor_model_parallel_size": 2}, {"num_query_groups": 3}),
     ]
     return [said(call) for call in calls]
 

@@ -150,7 +150,7 @@ def test_megatron_checks_the_options_that_a_spec_adds(root: Path) -> None:
         "engine.megatron.hidden_size = 64 contradicts what rlctl sets: 32",
         said[5],
     ]
-    assert said[5].startswith("Megatron-core refuses engine.megatron (num_attention_heads): ")
+    assert said[5].startswith("Megatron-core refuses engine.megatron (num_query_groups): ")
 
 
 def test_placement_numbers_ranks_as_megatron_does(root: Path) -> None:

@@ -89,13 +89,6 @@ def test_a_package_that_its_table_names_must_be_there(site: str, spec: Path) -> 
         assert "pip install toy-kernels" in problem["hint"]
 
 
-def test_its_rules_are_asked(site: str, spec: Path) -> None:
-    sets = ("actor.engine.kind=toy", "algorithm.kl_coef=0.1", "ref.engine.kind=toy", "ref.engine.lean=true")
-    code, found = check(site, spec, *sets)
-    assert code == 2
-    assert [problem["key"] for problem in found["problems"]] == ["ref.engine.lean"]  # type: ignore[attr-defined, index]
-
-
 def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> None:
     """No zeros, no claim that it fits, none about attention, mesh or packages."""
     spec = preset("quickstart", tmp_path)
@@ -128,41 +121,37 @@ def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> Non
     assert "does not fit" in too_small
 
 
-def test_an_engine_that_does_not_say_that_its_ranks_share_samples_is_not_asked_to(site: str, tmp_path: Path) -> None:
-    """It would take the key for one that changes nothing, and each rank would train on samples of its own."""
-    sets = ("actor.engine.kind=plain", "actor.processes=2", "actor.launcher=torchrun", "actor.sequence_parallel=2")
-    code, found = check(site, preset("quickstart", tmp_path), *sets)
-    assert code == 2
-    (problem,) = found["problems"]  # type: ignore[misc]
-    assert problem["key"] == "actor.sequence_parallel"
-    assert "the engine plain does not say whether its ranks can share samples" in problem["message"]
-    assert "remove the key" in problem["hint"]
-
-
-def test_without_a_table_it_has_no_keys(site: str, tmp_path: Path) -> None:
-    spec = preset("quickstart", tmp_path)
-    assert check(site, spec, "actor.engine.kind=plain")[0] == 0
-    code, found = check(site, spec, "actor.engine.kind=plain", "actor.engine.words=[]")
-    assert code == 2
-    assert found["problems"][0]["key"] == "actor.engine.words"  # type: ignore[index]
-
-
 @pytest.mark.parametrize(
-    ("key", "message", "hint"),
+    ("kind", "changes", "key", "words"),
     [
-        ("actor.engine.word=[]", "unknown key", "did you mean `words`?"),
-        ("actor.engine.shard=2", "unknown key", "fsdp2"),
-        ("actor.engine.times=0", "must be greater than 0", ""),
-        ('actor.engine.times="2"', "must be a whole number", "without quotes"),
+        ("shout", ["actor.engine.word=[]"], "actor.engine.word", "did you mean `words`?"),
+        ("shout", ["actor.engine.times=0"], "actor.engine.times", "must be greater than 0"),
+        ("plain", ["actor.engine.words=[]"], "actor.engine.words", "unknown key"),
+        (
+            "toy",
+            ["algorithm.kl_coef=0.1", "ref.engine.kind=toy", "ref.engine.lean=true"],
+            "ref.engine.lean",
+            "nothing learns",
+        ),
+        (
+            "plain",
+            ["actor.processes=2", "actor.launcher=torchrun", "actor.sequence_parallel=2"],
+            "actor.sequence_parallel",
+            "the engine plain does not say whether its ranks can share samples",
+        ),
+        ("broken", [], "actor.engine", "'shout_engine.nowhere:Table' of the package shout-engine cannot be imported"),
+        ("stranger", [], "actor.engine", "of the package shout-engine has no `kind: Literal['stranger']`"),
     ],
 )
-def test_its_own_model_refuses(site: str, spec: Path, key: str, message: str, hint: str) -> None:
-    code, found = check(site, spec, "actor.engine.kind=shout", key)
+def test_what_is_wrong_with_it_is_named(
+    site: str, tmp_path: Path, kind: str, changes: list[str], key: str, words: str
+) -> None:
+    """By its own model, by its rules, by what it leaves open, and a broken package."""
+    spec = preset("quickstart" if kind == "plain" else "fake", tmp_path)
+    code, found = check(site, spec, f"actor.engine.kind={kind}", *changes)
     (problem,) = found["problems"]  # type: ignore[misc]
-    assert code == 2
-    assert problem["key"] == key.partition("=")[0]
-    assert message in problem["message"]
-    assert hint in problem["hint"]
+    assert (code, problem["key"]) == (2, key)
+    assert words in f"{problem['message']} {problem['hint']}"
 
 
 def test_an_unknown_kind_lists_it_and_the_closest(site: str, spec: Path) -> None:
@@ -177,24 +166,6 @@ def test_an_unknown_kind_lists_it_and_the_closest(site: str, spec: Path) -> None
             "hint": 'did you mean "shout"?',
         }
     ]
-
-
-def test_a_rollout_engine_it_is_not(site: str, spec: Path) -> None:
-    code, found = check(site, spec, "rollout.engine.kind=shout")
-    assert code == 2
-    assert found["problems"][0]["message"] == "unknown kind; known: torch, vllm, sglang, fake"  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("broken", "'shout_engine.nowhere:Table' of the package shout-engine cannot be imported"),
-     ("stranger", "'shout_engine.table:ShoutTable' of the package shout-engine has no `kind: Literal['stranger']`")],
-)  # fmt: skip
-def test_a_broken_package_is_named(site: str, spec: Path, kind: str, words: str) -> None:
-    code, found = check(site, spec, f"actor.engine.kind={kind}")
-    assert code == 2
-    assert found["problems"][0]["key"] == "actor.engine"  # type: ignore[index]
-    assert words in found["problems"][0]["message"]  # type: ignore[index]
 
 
 def test_nobody_looks_for_packages_who_needs_none(site: str, spec: Path) -> None:

@@ -1,19 +1,19 @@
-"""What check-config says about adapters that vLLM applies itself."""
+"""What is said of a rollout by vLLM: adapters that it applies itself, and models that it cannot sync."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from small_spec import only_problem, raw_spec
+from small_spec import problems_of, raw_spec
 
 from rlctl.loop.residency import sleep_level
 from specs.load.load import spec_from
 from specs.model_facts import model_facts
-from specs.schema.engines.vllm_table import LORA_ROOMS, lora_room
-from specs.schema.spec import Spec
+from specs.schema.engines.vllm_table import lora_room
+from specs.schema.spec import RolloutSection
 
-ADAPTERS = {"kind": "vllm", "lora": "adapters"}
+MERGED, ADAPTERS = {"kind": "vllm"}, {"kind": "vllm", "lora": "adapters"}
 
 
 def raw(rollout: dict[str, Any], lora: dict[str, Any] | None) -> dict[str, Any]:
@@ -21,91 +21,66 @@ def raw(rollout: dict[str, Any], lora: dict[str, Any] | None) -> dict[str, Any]:
     return raw_spec(model=model, actor={} if lora is None else {"lora": lora}, rollout=rollout)
 
 
-def spec(rollout: dict[str, Any], lora: dict[str, Any] | None) -> Spec:
-    return spec_from(raw(rollout, lora))
+@pytest.mark.parametrize(
+    ("engine", "lora", "applies", "level"),
+    [(ADAPTERS, {"rank": 8}, True, 1), (MERGED, {"rank": 8}, False, 2), (MERGED, None, False, 2)],
+)
+def test_a_sync_brings_back_what_a_sleep_drops(
+    engine: dict[str, Any], lora: dict[str, Any] | None, applies: bool, level: int
+) -> None:
+    spec = spec_from(raw({"engine": engine}, lora))
+    assert (spec.rollout_applies_adapters, sleep_level(spec)) == (applies, level)
 
 
-def test_who_applies_adapters() -> None:
-    assert spec({"engine": ADAPTERS}, {"rank": 8}).rollout_applies_adapters
-    assert not spec({"engine": {"kind": "vllm"}}, {"rank": 8}).rollout_applies_adapters
-    assert not spec({"engine": {"kind": "torch"}}, {"rank": 8}).rollout_applies_adapters
-    assert not spec({"engine": {"kind": "vllm"}}, None).rollout_applies_adapters
-
-
-def test_how_deep_a_sampler_sleeps() -> None:
-    """A sync must bring back what a sleep has dropped."""
-    assert sleep_level(spec({"engine": ADAPTERS}, {"rank": 8})) == 1
-    assert sleep_level(spec({"engine": {"kind": "vllm"}}, {"rank": 8})) == 2
-    assert sleep_level(spec({"engine": {"kind": "vllm"}}, None)) == 2
-
-
-@pytest.mark.parametrize("how", ["merged", "adapters"])
-def test_without_adapters_the_key_has_no_effect(how: str) -> None:
-    found = only_problem(raw({"engine": {"kind": "vllm", "lora": how}}, None))
-    assert (found.key, found.value) == ("rollout.engine.lora", f'"{how}"')
-    assert "the actor trains no adapters" in found.message
-
-
-def test_a_rank_that_vllm_has_no_room_for() -> None:
-    found = only_problem(raw({"engine": ADAPTERS}, {"rank": 513}))
-    assert (found.key, found.value) == ("actor.lora.rank", "513")
-    assert "up to 512" in found.message
-    assert spec({"engine": ADAPTERS}, {"rank": 512})
-    assert spec({"engine": {"kind": "vllm"}}, {"rank": 513}), "merged, any rank will do"
-
-
-def test_on_a_gpu_adapters_compute_in_bf16() -> None:
-    found = only_problem(raw({"engine": ADAPTERS, "devices": [0], "dtype": "fp32"}, {"rank": 8}))
-    assert found.key == "rollout.engine.lora"
-    assert 'rollout.dtype = "bf16"' in found.hint
-    assert spec({"engine": ADAPTERS, "devices": [0], "dtype": "bf16"}, {"rank": 8})
-    assert spec({"engine": ADAPTERS}, {"rank": 8}), "the CPU takes fp32"
+@pytest.mark.parametrize(
+    ("rollout", "lora", "key", "words"),
+    [
+        ({"engine": ADAPTERS}, None, "rollout.engine.lora", "the actor trains no adapters"),
+        ({"engine": {**MERGED, "lora": "merged"}}, None, "rollout.engine.lora", "the actor trains no adapters"),
+        ({"engine": ADAPTERS}, {"rank": 513}, "actor.lora.rank", "up to 512"),
+        ({"engine": MERGED}, {"rank": 513}, "", ""),
+        ({"engine": ADAPTERS}, {"rank": 512}, "", ""),
+        (
+            {"engine": ADAPTERS, "devices": [0], "dtype": "fp32"},
+            {"rank": 8},
+            "rollout.engine.lora",
+            'rollout.dtype = "bf16"',
+        ),
+        ({"engine": ADAPTERS, "devices": [0], "dtype": "bf16"}, {"rank": 8}, "", ""),
+        ({"engine": {**MERGED, "gpu_memory_utilization": 0.9}}, None, "rollout.engine.gpu_memory_utilization", "CPU"),
+    ],
+)
+def test_keys_without_effect_and_adapters_that_vllm_cannot_apply(
+    rollout: dict[str, Any], lora: dict[str, Any] | None, key: str, words: str
+) -> None:
+    found = problems_of(raw(rollout, lora))
+    assert [problem.key for problem in found] == ([key] if key else [])
+    assert all(words in f"{problem.message} {problem.hint}" for problem in found)
 
 
 def test_room_for_a_rank() -> None:
     assert [lora_room(rank) for rank in (1, 2, 8, 9, 257, 512)] == [1, 8, 8, 16, 320, 512]
-    assert sorted(LORA_ROOMS) == list(LORA_ROOMS)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "engine", "devices", "fits"),
+    ("config", "kind", "devices", "words"),
     [
-        (16, "vllm", [], False),
-        (48, "vllm", [], False),
-        (64, "vllm", [], True),
-        (16, "vllm", [0], True),
-        (16, "torch", [], True),
+        ({"head_dim": 16}, "vllm", (), "the model's have 16"),
+        ({"head_dim": 64}, "vllm", (), ""),
+        ({"head_dim": 16}, "vllm", (0,), ""),
+        ({"head_dim": 16}, "torch", (), ""),
+        ({"kv_lora_rank": 512}, "vllm", (0,), "derives matrices from kv_b_proj"),
+        ({"kv_lora_rank": 512}, "torch", (0,), ""),
+        ({"num_experts": 8}, "vllm", (), "packs the 8 experts"),
+        ({"num_experts": 8}, "vllm", (0,), ""),
     ],
 )
-def test_heads_that_vllm_has_no_kernel_for_on_the_cpu(
-    head_dim: int, engine: str, devices: list[int], fits: bool
+def test_models_that_vllm_has_no_kernel_for_or_computes_from_in_another_form(
+    config: dict[str, int], kind: str, devices: tuple[int, ...], words: str
 ) -> None:
-    config = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    facts = model_facts(config | {"head_dim": head_dim})
+    facts = model_facts({"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, **config})
     assert facts is not None
-    rollout = spec({"engine": {"kind": engine}, "devices": devices}, None).rollout
-    found = [*rollout.engine.model_problems("rollout", rollout, facts)]
-    assert [problem.key for problem in found] == ([] if fits else ["rollout.engine.kind"])
-
-
-@pytest.mark.parametrize(
-    ("more", "engine", "devices", "words"),
-    [
-        ({"kv_lora_rank": 512}, "vllm", [0], "derives matrices from kv_b_proj"),
-        ({"kv_lora_rank": 512}, "vllm", [], "derives matrices from kv_b_proj"),
-        ({"kv_lora_rank": 512}, "torch", [0], ""),
-        ({"num_experts": 8}, "vllm", [], "packs the 8 experts"),
-        ({"num_experts": 8}, "vllm", [0], ""),
-        ({"num_experts": 8}, "torch", [], ""),
-    ],
-)
-def test_weights_that_vllm_computes_from_in_another_form(
-    more: dict[str, int], engine: str, devices: list[int], words: str
-) -> None:
-    config = {"model_type": "any", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    facts = model_facts(config | more)
-    assert facts is not None
-    rollout = spec({"engine": {"kind": engine}, "devices": devices}, None).rollout
+    rollout = RolloutSection.model_validate({"engine": {"kind": kind}, "devices": devices})
     found = [problem.message for problem in rollout.engine.model_problems("rollout", rollout, facts)]
     assert len(found) == bool(words)
     assert all(words in message for message in found)
