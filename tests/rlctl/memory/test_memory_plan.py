@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ LLAMA_70B: dict[str, Any] = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-PARAMETERS_7B, PARAMETERS_70B = 7_615_616_512, 70_553_706_496  # as published
+PARAMETERS_7B = 7_615_616_512  # as published
 GPUS = tuple(f"node 0 GPU {number}" for number in range(8))
 
 
@@ -96,22 +95,6 @@ def test_roles_that_take_turns_never_add_up_while_separate_ones_stay(planned: An
     assert trainers["phases"]["rollout"] > PARAMETERS_7B * 12 / 4
 
 
-def test_a_70b_on_64_gpus_from_a_laptop(planned: Any) -> None:
-    many = ("actor.processes=64", "actor.nodes=8", "actor.launcher=srun", "actor.engine.shard=64")
-    config = ("rollout.processes=2", "rollout.engine.tensor_parallel=4", "data.prompts_per_step=512")
-    started = time.process_time()
-    plan = planned("grpo-8gpu-colocated", *many, *config, config=LLAMA_70B)
-    assert time.process_time() - started < 10
-    assert part(plan, "actor", "Adam moments") == pytest.approx(PARAMETERS_70B * 8 / 64, rel=1e-3)
-    assert part(plan, "rollout", "weights") == pytest.approx(PARAMETERS_70B * 2 / 4, rel=1e-6)
-    assert sum(len(place["names"]) for place in plan["places"] if place["kind"] == "GPU") == 64
-    whole = planned(
-        "grpo-8gpu-colocated", *many, *config, "actor.engine.sync_every_micro_batch=false", config=LLAMA_70B
-    )
-    assert part(whole, "actor", "gradients, whole, until the last micro-batch") == PARAMETERS_70B * 4
-    assert not whole["fits"], "282 GB of whole gradients"
-
-
 def test_stages_and_tensor_ranks_by_hand(planned: Any) -> None:
     """Megatron: 8 tensor ranks of 4 stages, two replicas. The first stage has the embedding, and micro-batches of four
     stages under way; every rank holds an eighth of what lies inside the layers."""
@@ -143,24 +126,6 @@ def test_eager_attention_holds_a_matrix_of_the_whole_row(planned: Any) -> None:
     assert part(eager, "actor", "attention mask") == 4096**2 * 2
     fused = planned("grpo-8gpu-colocated", *row)
     assert "attention mask" not in {each["name"] for each in fused["roles"]["actor"]["parts"]}
-
-
-def test_auto_may_come_to_eager_attention(planned: Any) -> None:
-    """sdpa knows nothing of a cap on scores, and flash attention is for bf16."""
-    capped = {**QWEN_7B, "attn_logit_softcapping": 50.0}
-    own = ("actor.dtype=fp32", "actor.attn_implementation=auto", "actor.sequence_parallel=4")
-    auto = planned("grpo-8gpu-colocated", *own, "actor.micro_batch_tokens=1024", config=capped)
-    assert part(auto, "actor", "attention mask") == 4096**2 * 4
-
-
-def test_layers_are_recomputed_one_by_one(planned: Any) -> None:
-    """28 layers: half of them recomputed keep half, and need no layer's worth to do it; all of them the least."""
-    none, half, most, every = (
-        part(planned("grpo-8gpu-colocated", f"actor.gradient_checkpointing={value}"), "actor", "activations")
-        for value in ("false", 14, 27, "true")
-    )
-    assert half / none == pytest.approx(0.5, abs=0.05)
-    assert every == pytest.approx(most, rel=0.02)
 
 
 def test_what_is_offloaded_waits_on_the_host(planned: Any) -> None:
@@ -222,28 +187,18 @@ def test_every_preset_fits_by_its_own_plan_without_a_network(
     assert bool(plan.roles) == (preset != "fake")
 
 
-@pytest.mark.usefixtures("warm_children")
 def test_a_model_that_is_not_here_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
-    spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
-    assert main(["plan", str(spec), "--set", "model.path=org/model"]) == 2
-    said = capsys.readouterr().err
-    assert "config.json is not on this machine: http://127.0.0.1:9 could not be reached" in said
-    assert "hint: `hf download org/model config.json`" in said
-    assert main(["plan", str(spec), "--target", "cluster", "--set", "model.path=/of/the/cluster"]) == 2
-    said = capsys.readouterr().err
-    assert 'model.path = "/of/the/cluster": no such folder on this machine' in said
-    assert "copy that file into a folder and add `--set model.path=FOLDER`" in said
-    (tmp_path / "brought").mkdir()
-    (tmp_path / "brought" / "config.json").write_text(json.dumps(QWEN_7B))
-    assert main(["plan", str(spec), "--target", "cluster", "--set", "model.path=brought"]) == 0
-    assert "8 × fsdp2" in capsys.readouterr().out
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**QWEN_7B, "model_type": "mamba9"}))
-    assert main(["plan", str(spec), "--set", f"model.path={tmp_path / 'model'}"]) == 2
-    assert "parameters of the family mamba9 are not known from config.json alone" in capsys.readouterr().err
-    assert main(["plan", str(spec), "--set", "run.stepz=3"]) == 2
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    spec = spec_of(tmp_path, "fsdp2-8gpu", {**QWEN_7B, "model_type": "mamba9"})
+    for path, words in (
+        ("org/model", "hint: `hf download org/model config.json`"),
+        ("/of/the/cluster", "copy that file into a folder and add `--set model.path=FOLDER`"),
+        (tmp_path / "model", "parameters of the family mamba9 are not known from config.json alone"),
+    ):
+        assert main(["plan", str(spec), "--target", "cluster", "--set", f"model.path={path}"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_adapters_that_the_sampler_applies(planned: Any) -> None:

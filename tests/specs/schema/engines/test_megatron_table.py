@@ -43,7 +43,6 @@ def said(section: ActorSection) -> list[Problem]:
             "divide the model's 6 key and value heads",
             "use 1, 2",
         ),
-        (MODEL, {"tensor_parallel": 5}, "tensor_parallel", "12 attention heads and 6 key and value heads", "use 1, 2"),
         (
             MODEL,
             {"tensor_parallel": 2, "context_parallel": 4},
@@ -77,12 +76,6 @@ def test_what_does_not_fit_is_named_with_what_would(
     assert (found.key, found.value.strip('"')) == (f"critic.engine.{key}", str(getattr(engine, key)).lower())
     assert words in found.message
     assert hint in found.hint
-
-
-def test_what_fits_is_not_named() -> None:
-    engine, facts = MegatronTable(tensor_parallel=3, pipeline_parallel=2), model_facts(MODEL)
-    assert facts is not None
-    assert [*engine.model_problems("actor", ActorSection(engine=engine), facts)] == []
 
 
 def test_a_group_holds_the_model_and_the_rest_are_replicas() -> None:
