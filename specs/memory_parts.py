@@ -20,6 +20,8 @@ LEARNING: frozenset[Moment] = frozenset({"train", "optimizer"})
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 ADAM_BYTES = 8  # two fp32 moments
 
+BLOCKS, BLOCK_BYTES = 8, 512 * 2**10  # of the ring of shared memory, in the CPU's cache; a block fits a core's
+
 
 @dataclass(frozen=True)
 class Part:

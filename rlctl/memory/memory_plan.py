@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.memory.activations import Pass, learning_parts, scoring_parts
 from rlctl.memory.places import Place, RoleMemory, places_of
 from rlctl.memory.role_models import Model, find_model, held_trainer, longest_share, replica_of
-from specs.memory_parts import ALWAYS, DTYPE_BYTES, GIB, MOMENTS, SAMPLING, SCORING, Moment, Part
+from specs.memory_parts import ALWAYS, BLOCK_BYTES, BLOCKS, DTYPE_BYTES, GIB, MOMENTS, SAMPLING, SCORING, Moment, Part
 from specs.rules.attention_rules import AtHand, attention_of
 from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import EngineTable, RolloutTable, answered
@@ -19,7 +19,6 @@ from specs.schema.mesh import CONTEXT, PIPELINE, TENSOR
 from specs.schema.rank_groups import axis_of, devices_of_a_process, sequence_parallel_of
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
-from workers.transports.base import BLOCK_BYTES, BLOCKS
 
 CONTEXT_GIB = 0.7  # of a process on a GPU: CUDA context and kernels
 COLLECTIVES_GIB = 0.3  # NCCL's buffers, where several ranks compute together

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Mapping
 
 from backends.protocol import Rank
+from specs.memory_parts import BLOCK_BYTES, BLOCKS
 from specs.wire.messages import Message, Verb
 from workers.serve import Emit, Handler, Reply
-from workers.transports.shm import BLOCK_BYTES, BLOCKS, ShmReader, ShmWriter
+from workers.transports.shm import ShmReader, ShmWriter
 
 NBYTES = 4 * BLOCKS * BLOCK_BYTES
 

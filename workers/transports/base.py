@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from backends.protocol import Buffer, WeightMemory
 
 ALIGNMENT = 64  # bytes; keeps every tensor aligned for vector loads
-BLOCKS, BLOCK_BYTES = 8, 512 * 2**10  # of a ring, which fits in the CPU's cache; a block fits in the cache of a core
 FOLDER_PREFIX = "rlctl-sync-"  # prefix of files that a transport writes into a shared folder
 Share = Callable[[], WeightMemory | None]  # `RolloutEngine.share_weights`
 Entry = Mapping[str, Any]  # a weight of a bucket: name, dtype, shape, nbytes, and the offset of its first byte

@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 from backends.memory import borrow
 from backends.protocol import WeightMemory
 from specs.errors import SyncError
+from specs.memory_parts import BLOCK_BYTES, BLOCKS
 from workers.transports import unix_peer
 from workers.transports.base import (
     ALIGNMENT,
-    BLOCK_BYTES,
-    BLOCKS,
     NOTHING_KNOWN,
     BlockReader,
     BlockWriter,

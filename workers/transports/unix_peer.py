@@ -15,7 +15,7 @@ from types import TracebackType
 
 from backends import activity
 from specs.errors import PeerGone, PeerLate
-from workers.transports.base import BLOCKS
+from specs.memory_parts import BLOCKS
 
 PATIENCE_S = 300.0  # for one piece, or one peer; one that stands still for so long will not go on
 SPIN_S = 200e-6  # before an end sleeps: one that works is done sooner, and waking takes as long on a virtual machine

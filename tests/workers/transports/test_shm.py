@@ -18,8 +18,9 @@ from reader_process import ReaderProcess
 from backends.protocol import WeightMemory
 from backends.weights.checksum import checksum_bytes
 from specs.errors import PeerGone, PeerLate, SyncError
+from specs.memory_parts import BLOCK_BYTES, BLOCKS
 from workers.transports import sweep
-from workers.transports.shm import BLOCK_BYTES, BLOCKS, ShmReader, ShmWriter
+from workers.transports.shm import ShmReader, ShmWriter
 from workers.transports.shm_segment import folders
 
 RING_BYTES = BLOCKS * BLOCK_BYTES
