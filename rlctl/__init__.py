@@ -1,7 +1,7 @@
 """The command line and the driver. Never imports torch.
 
 For Python and notebooks (docs/watching.md#from-python): `rlctl.train`, `rlctl.check_config`, `rlctl.load_metrics`, of
-`rlctl/check/python_api.py`, which is imported when one of them is asked for: `import rlctl` costs nothing.
+`rlctl/api.py`, which is imported when one of them is asked for: `import rlctl` costs nothing.
 """
 
 import os
@@ -32,7 +32,7 @@ __all__ = ["__version__", "check_config", "load_metrics", "train"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("rlctl.check.python_api"), name)
+        return getattr(import_module("rlctl.api"), name)
     raise AttributeError(f"module 'rlctl' has no attribute {name!r}")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.check.findings import Findings, examine, not_here
 from rlctl.check.meaning import batch, hosts, links, placement, reference, roles
 from rlctl.processes.placement import Plan
-from specs.errors import NotHere, Problem, SpecError
+from specs.errors import NotHere, SpecError
 from specs.rules.transport_rules import choose_transport
 from specs.schema.spec import Spec
 from specs.terminal import json_text
@@ -29,11 +29,11 @@ def check(
     elsewhere: bool = False,
     level: Level | None = None,
 ) -> int:
-    """Print the findings; returns 0, or 2 when there are problems. `strict`: warnings are problems too. `elsewhere`:
+    """Print the findings; return 0, or 2 when there are problems. `strict`: warnings are problems too. `elsewhere`:
     the run is for another machine. `level`: how far a spec without problems is probed."""
     findings = examine(spec_path, overrides, elsewhere=elsewhere)
-    if level is not None:
-        findings = _probed(findings, spec_path.absolute().parent, level)
+    if level is not None and findings.ok and findings.spec is not None and findings.plan is not None:
+        findings = _probed(findings, findings.spec, findings.plan, spec_path.absolute().parent, level)
     if strict:
         findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
     if as_json:
@@ -45,34 +45,30 @@ def check(
     return 0 if findings.ok else SpecError.exit_code
 
 
-def _probed(findings: Findings, spec_dir: Path, level: Level) -> Findings:
-    """The findings with those of a probe; as they were where problems leave nothing to build."""
+def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: Level) -> Findings:
+    """Return the findings with those of a probe."""
     from rlctl.check.meta_build import probe
     from rlctl.check.meta_report import probe_problems
     from rlctl.preflight.judge_address import address_problems
     from rlctl.show.screen import Screen
 
-    spec, plan = findings.spec, findings.plan
-    if not findings.ok or spec is None or plan is None:
-        return findings
     if problems := address_problems(spec):
         return replace(findings, problems=problems)
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
     with Screen(stderr=True).status(f"probe: {what} …"):
         found = probe(spec, spec_dir, plan, level)
     problems, warnings = probe_problems(spec, spec_dir, found)
-    of_here: list[Problem] = []
+    notes = findings.notes
     if findings.elsewhere:
-        of_here = [one for one in (*problems, *warnings) if isinstance(one, NotHere)]
-        problems, warnings = ([one for one in all_ if one not in of_here] for all_ in (problems, warnings))
+        notes = [*notes, *(not_here(one) for one in (*problems, *warnings) if isinstance(one, NotHere))]
+        problems, warnings = ([one for one in all_ if not isinstance(one, NotHere)] for all_ in (problems, warnings))
     known = {(problem.key, problem.message) for problem in findings.warnings}
     new = [problem for problem in warnings if (problem.key, problem.message) not in known]
-    notes = [*findings.notes, *map(not_here, of_here)]
     return replace(findings, problems=problems, warnings=[*findings.warnings, *new], notes=notes, probe=found)
 
 
 def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
-    """The findings as JSON. `roles`, `placement` and `batch` are empty where the spec could not be read."""
+    """Return the findings as JSON. `roles`, `placement` and `batch` are empty where the spec could not be read."""
     spec, plan, spec_dir = findings.spec, findings.plan, spec_path.absolute().parent
     listed = roles(spec, plan, spec_dir, elsewhere=findings.elsewhere) if spec and plan else {}
     if spec and findings.probe:
@@ -80,11 +76,12 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
 
         for role, found in probe_json(spec, spec_dir, findings.probe).items():
             listed[role].update(found)
+    transport, why = choose_transport(spec) if spec else ("", "")
     return {
         "ok": findings.ok,
-        "problems": [_problem(problem) for problem in findings.problems],
-        "warnings": [_problem(problem) for problem in findings.warnings],
-        "notes": list(findings.notes),
+        "problems": [asdict(problem) for problem in findings.problems],
+        "warnings": [asdict(problem) for problem in findings.warnings],
+        "notes": findings.notes,
         "roles": listed,
         "probe": findings.probe.level if findings.probe else None,
         "placement": placement(spec) if spec and plan else {},
@@ -92,14 +89,5 @@ def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
         "batch": batch(spec) if spec else {},
         "reference": reference(spec) if spec else {},
         "reward_functions": [asdict(call) for call in findings.calls],
-        "sync": _sync(spec, plan) if spec else {},
+        "sync": {"transport": transport, "why": why, "to": links(spec, plan) if plan else []} if spec else {},
     }
-
-
-def _sync(spec: Spec, plan: Plan | None) -> dict[str, Any]:
-    transport, why = choose_transport(spec)
-    return {"transport": transport, "why": why, "to": links(spec, plan) if plan else []}
-
-
-def _problem(problem: Problem) -> dict[str, str]:
-    return {"key": problem.key, "value": problem.value, "message": problem.message, "hint": problem.hint}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Findings:
     """What checking found. `spec` and `plan` are None where the problems left none to look at, `probe` also where none
-    was asked for."""
+    was asked for; `notes` say what of the file, or of this machine, the run does not depend on."""
 
-    problems: list[Problem]
-    warnings: list[Problem]
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     spec: Spec | None = None
     plan: Plan | None = None
     probe: Probe | None = None
     calls: Sequence[RewardCall] = ()  # of reward functions
-    notes: Sequence[str] = ()  # what of the file does not hold with these overrides
     elsewhere: bool = False  # the run is for another machine than this
 
     @property
@@ -42,9 +42,9 @@ class Findings:
         return not self.problems
 
     def __repr__(self) -> str:
-        """What a notebook shows."""
-        told = [f"{word}: {one}" for word, of in (("error", self.problems), ("warning", self.warnings)) for one in of]
-        return "\n".join([*told, "ok" if self.ok else counted(len(self.problems), "problem")])
+        """Return what a notebook shows."""
+        shown = [f"error: {one}" for one in self.problems] + [f"warning: {one}" for one in self.warnings]
+        return "\n".join([*shown, "ok" if self.ok else counted(len(self.problems), "problem")])
 
 
 def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = False) -> Findings:
@@ -52,49 +52,46 @@ def examine(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
     try:
         parsed = parse(read_toml(spec_path), overrides)
     except SpecError as error:
-        return Findings(error.problems, [], elsewhere=elsewhere)
+        return Findings(error.problems, elsewhere=elsewhere)
     spec, spec_dir = parsed.spec, spec_path.absolute().parent
     notes = [str(dropped) for dropped in parsed.dropped]
     if spec is None:
-        return Findings(parsed.problems, [], notes=notes, elsewhere=elsewhere)
-    of_here: list[Problem] = []  # what this machine lacks, and the run may have
-    problems, warnings, calls = _look_up(spec, spec_dir, elsewhere, of_here)
-    notes += [not_here(problem) for problem in of_here]
+        return Findings(parsed.problems, notes=notes, elsewhere=elsewhere)
+    found = _look_up(spec, spec_dir, elsewhere)
+    found = replace(found, notes=[*notes, *found.notes])
     if parsed.problems:  # the rest is looked at all the same, so that everything comes at once
-        return Findings([*parsed.problems, *parsed.more(problems)], [], notes=notes, elsewhere=elsewhere)
+        return replace(found, problems=[*parsed.problems, *parsed.more(found.problems)], warnings=[], calls=())
     too_large, tight = fit_problems(spec, spec_dir, here=not elsewhere)
-    problems += too_large
-    warnings = [*cross_field_warnings(spec), *warnings, *tight, *_run_dir(spec)]
+    warnings = [*cross_field_warnings(spec), *found.warnings, *tight, *_run_dir(spec)]
+    found = replace(found, problems=[*found.problems, *too_large], warnings=warnings, spec=spec)
     try:
-        plan = make_plan(spec, spec_dir, elsewhere=elsewhere)
+        return replace(found, plan=make_plan(spec, spec_dir, elsewhere=elsewhere))
     except SpecError as error:
-        more = [problem for problem in error.problems if problem not in problems]
-        return Findings([*problems, *more], warnings, spec, notes=notes, calls=calls, elsewhere=elsewhere)
-    return Findings(problems, warnings, spec, plan, notes=notes, calls=calls, elsewhere=elsewhere)
+        more = [problem for problem in error.problems if problem not in found.problems]
+        return replace(found, problems=[*found.problems, *more])
 
 
 def not_here(problem: Problem) -> str:
-    """A note of what this machine lacks for a run on another one: there is nothing to do about it here."""
+    """Write what this machine lacks for a run on another one as a note: there is nothing to do about it here."""
     return f"not on this machine: {replace(problem, hint='')}"
 
 
-def _look_up(
-    spec: Spec, spec_dir: Path, elsewhere: bool, of_here: list[Problem]
-) -> tuple[list[Problem], list[Problem], list[RewardCall]]:
-    """Return errors and warnings about what the spec names; functions of the user's are called, in processes of their
-    own."""
+def _look_up(spec: Spec, spec_dir: Path, elsewhere: bool) -> Findings:
+    """Look at what the spec names; functions of the user's are called, in processes of their own."""
+    of_here: list[Problem] = []  # what this machine lacks, and the run may have
     problems, warnings = file_problems(spec, spec_dir, elsewhere=elsewhere, notes=of_here if elsewhere else None)
     known = {problem.key for problem in [*problems, *of_here]}
+    calls: Sequence[RewardCall] = ()
     if spec.algorithm.own_functions:
         from rlctl.check.own_functions import own_function_failures
 
-        problems += own_function_failures(spec, spec_dir, known)
-    if not any(isinstance(term, Function) for term in spec.reward.terms):
-        return problems, warnings, []
-    from rlctl.check.reward_calls import call_rewards
+        problems = [*problems, *own_function_failures(spec, spec_dir, known)]
+    if any(isinstance(term, Function) for term in spec.reward.terms):
+        from rlctl.check.reward_calls import call_rewards
 
-    errors, of_calls, calls = call_rewards(spec, spec_dir, known)
-    return [*problems, *errors], [*warnings, *of_calls], calls
+        errors, of_calls, calls = call_rewards(spec, spec_dir, known)
+        problems, warnings = [*problems, *errors], [*warnings, *of_calls]
+    return Findings(problems, warnings, [not_here(problem) for problem in of_here], calls=calls, elsewhere=elsewhere)
 
 
 def _run_dir(spec: Spec) -> list[Problem]:

@@ -7,13 +7,11 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from workers.watchdog import kill_marked
@@ -37,8 +35,8 @@ class GraderProcess:
         log_path: Path,
         start_timeout_s: float,
         *,
-        python: str = sys.executable,
-        env: Mapping[str, str] = MappingProxyType({}),
+        python: str,
+        env: Mapping[str, str],
     ) -> None:
         """`env`: what it has besides this process's environment."""
         self._mark = secrets.token_hex(8)

@@ -7,11 +7,13 @@ its job goes to others, and a new process replaces it.
 from __future__ import annotations
 
 import selectors
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from backends import activity
@@ -71,12 +73,15 @@ class GraderPool:
         timeout_s: float,
         log_path: Path,
         start_timeout_s: float = 120.0,
-        numbers: Sequence[int] = (),
+        labels: Sequence[str] = (),
         sources: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`numbers`: those of the terms in `reward.terms`, where others than these processes grade some of them.
-        `sources`: the terms' code (`read_sources`); None: as it is now."""
-        self._numbers = tuple(numbers) or tuple(range(len(terms)))
+        """`labels`: how messages about each term begin. `sources`: the terms' code (`read_sources`); None: as it is
+        now. `env`: what the processes have besides this one's environment."""
+        self._labels = tuple(labels) or tuple(f"reward.terms[{number}]: " for number in range(len(terms)))
+        self._python, self._env = python, env
         self.timeout_s, self.start_timeout_s, self.log_path = timeout_s, start_timeout_s, log_path
         sources = read_sources(terms, setting.base) if sources is None else dict(sources)
         hello = {"terms": [dict(term) for term in terms], "setting": asdict(setting), "sources": sources}
@@ -172,7 +177,7 @@ class GraderPool:
             if not process.ready:
                 self._started(process, message)
             elif process.job and message.get("i") == process.job[0]:
-                self._grades[process.job.popleft()] = _grade_of(message, self._numbers)
+                self._grades[process.job.popleft()] = _grade_of(message, self._labels)
                 activity.count("grade")
                 process.deadline = time.monotonic() + self.timeout_s
                 if not process.job:
@@ -183,8 +188,7 @@ class GraderPool:
 
     def _started(self, process: GraderProcess, message: Mapping[str, Any]) -> None:
         if "error" in message:
-            term = self._numbers[int(message["term"])]
-            raise RewardError(f"reward.terms[{term}]: {message['error']}", hint=str(message["hint"]))
+            raise RewardError(f"{self._labels[int(message['term'])]}{message['error']}", hint=str(message["hint"]))
         process.ready = True
 
     def _ended(self, process: GraderProcess, cause: str) -> None:
@@ -193,7 +197,8 @@ class GraderPool:
         self._listen(process)  # output that arrived before the end still counts
         if not process.ready:
             words = process.end_words() if cause == "crashes" else f"not ready after {self.start_timeout_s:g} s"
-            raise RewardError(f"the reward terms cannot be loaded: {words}", hint=f"see {self.log_path}")
+            hint = f"see {self.log_path}" if self.log_path.is_file() else "import its file with python to see why"
+            raise RewardError(f"the reward terms cannot be loaded: {words}", hint=hint)
         if process.job:
             words = f"no score within {self.timeout_s:g} s" if cause == "timeouts" else process.end_words()
             self._grades[process.job.popleft()] = Grade(cause=cause, text=words)
@@ -207,7 +212,7 @@ class GraderPool:
         self._start()
 
     def _start(self) -> None:
-        process = GraderProcess(self._hello, self.log_path, self.start_timeout_s)
+        process = GraderProcess(self._hello, self.log_path, self.start_timeout_s, python=self._python, env=self._env)
         self._processes.append(process)
         self._selector.register(process.stdout, selectors.EVENT_READ, process)
         process.write()
@@ -228,7 +233,7 @@ class GraderPool:
                 log.write(b"(what rewards printed before was over the limit and is gone)\n")
 
 
-def _grade_of(message: Mapping[str, Any], numbers: Sequence[int]) -> Grade:
+def _grade_of(message: Mapping[str, Any], labels: Sequence[str]) -> Grade:
     if "t" in message:
         return Grade(tuple(float(value) for value in message["t"]))
-    return Grade(cause=str(message["cause"]), text=f"reward.terms[{numbers[int(message['term'])]}]: {message['text']}")
+    return Grade(cause=str(message["cause"]), text=f"{labels[int(message['term'])]}{message['text']}")

@@ -17,7 +17,7 @@ _OF_CODE = (
 
 def last_line(text: str) -> str:
     """What a failed grade says in a line: that of its error."""
-    return (text.strip().splitlines() or [""])[-1].removeprefix("reward.terms[0]: ")
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def is_of_code(cause: str, text: str) -> bool:

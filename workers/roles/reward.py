@@ -63,7 +63,7 @@ class Reward:
                 workers=config.reward.workers,
                 timeout_s=config.reward.timeout_s,
                 log_path=logs / f"reward_output{whose}.log",
-                numbers=self._own,
+                labels=[f"reward.terms[{number}]: " for number in self._own],
                 sources=config.sources,
             )
         judges = {number: term for number, term in terms.items() if isinstance(term, Judge)}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process_ends import ended
 from running import REPO, preset
 from sabotage import SUPPORT
 from safetensors.numpy import save_file
@@ -221,23 +220,12 @@ def test_the_person_sees_asked_and_got(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("warm_children")
 def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stop text that is several tokens, and a reward that fails in the role's process alone and leaves servers
-    behind."""
-    source = "import os, subprocess\n\ndef score(prompt, completion, row):\n"
-    source += "    server = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-    source += "    open('pids', 'a').write(f'{server.pid}\\n')\n"
-    source += "    return row['truth'] if 'RLCTL_GRADER' in os.environ else 1.0\n"
-    (tmp_path / "rewards.py").write_text(source)
-    reward = 'reward.terms=[{ kind = "function", path = "rewards.py:score" }]'
-    code, found, _ = probe(capsys, preset("fake", tmp_path), 'rollout.stop=["12"]', reward)
+    """A stop text that is several tokens."""
+    code, found, _ = probe(capsys, preset("fake", tmp_path), 'rollout.stop=["12"]')
     assert code == 2
-    said = {problem["key"]: problem["message"] for problem in found["problems"]}
-    assert sorted(said) == ["reward.terms.0.path", "rollout.stop"]
-    assert "is 2 tokens" in said["rollout.stop"]
-    assert "KeyError: 'truth'" in said["reward.terms.0.path"]
-    pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) > 2
-    assert all(ended(int(pid)) for pid in pids)
+    (problem,) = found["problems"]
+    assert problem["key"] == "rollout.stop"
+    assert "is 2 tokens" in problem["message"]
 
 
 def test_a_level_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

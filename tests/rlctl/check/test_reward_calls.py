@@ -64,7 +64,7 @@ def test_an_import_that_hangs_is_given_up_and_ended_with_its_children(
     code = "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
     code += "with open('pid', 'w') as file:\n    file.write(str(child.pid))\ntime.sleep(600)\n"
     (problem,) = found_of(tmp_path, code + SCORE).problems
-    assert "cannot be imported: it took more than 3 s" in problem.message
+    assert "cannot be loaded: not ready after 3 s" in problem.message
     assert ended(int((tmp_path / "pid").read_text()))
 
 
@@ -73,7 +73,7 @@ def test_a_call_that_hangs_is_a_warning(tmp_path: Path) -> None:
     found = found_of(tmp_path, code, **{"reward.timeout_s": 0.5})
     assert found.problems == []
     (warning,) = found.warnings
-    assert "score, called with the first row, gives no score: it took more than 0.5 s" in warning.message
+    assert "score, called with the first row, gives no score: no score within 0.5 s" in warning.message
 
 
 BACKGROUND = {
