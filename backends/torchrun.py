@@ -13,7 +13,9 @@ serves it at the address of `--rdzv-endpoint` alone.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -81,7 +83,13 @@ class FixedRendezvous(RendezvousHandler):
 
 def main(argv: Sequence[str] | None = None) -> None:
     rendezvous_handler_registry.register(BACKEND, FixedRendezvous)
-    torchrun.main(["--rdzv-backend", BACKEND, *(sys.argv[1:] if argv is None else argv)])
+    # torchrun makes a folder for logs even where it writes none, and never removes it. In the folder of the group's
+    # store the driver does so, should this process be killed.
+    store = os.environ.get("RLCTL_GROUP_STORE")
+    parent = os.path.dirname(store) if store else None
+    with tempfile.TemporaryDirectory(prefix="rlctl-torchrun-", dir=parent, ignore_cleanup_errors=True) as logs:
+        options = ["--rdzv-backend", BACKEND, "--log-dir", logs]
+        torchrun.main([*options, *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":

@@ -381,10 +381,9 @@ class Driver:
         sampler, passes = self.sampler, one.passes(self.spec.reward.terms)
         if one.name not in self.eval_prompts:
             self.eval_prompts[one.name] = sampler.held_out(one, step)
-        generation = sampler.start(self.eval_prompts[one.name], sampler.measured(one), step, "eval")
-        if arrived is not None:
-            generation.tell = partial(arrived, one)
-        drawn = generation.finish()
+        on_arrival = partial(arrived or (lambda evaluation, arrived, total: None), one)
+        prompts, sampling = self.eval_prompts[one.name], sampler.measured(one)
+        drawn = sampler.start(prompts, sampling, step, "eval", on_arrival=on_arrival).finish()
         found = eval_metrics.evaluated(drawn, passes)
         record.metrics.update({f"eval/{one.name}/{name}": value for name, value in found.items()})
         solved: dict[int, dict[str, bool]] = {}

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from specs.schema.eval_sets import Evaluation
     from specs.wire.messages import Message
 
+OnArrival = Callable[[int, int], None]
+"""Gets how many completions are here, and how many there will be."""
+
 SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl
 
 
@@ -124,9 +127,19 @@ class Sampler:
         most = self.spec.data.max_response_tokens
         return Sampling(seed=self.spec.run.seed, max_response_tokens=most, **chance)
 
-    def start(self, prompts: Prompts, sampling: Sampling, step: int, what: What = "train", show: int = 0) -> Generation:
+    def start(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        step: int,
+        what: What = "train",
+        show: int = 0,
+        on_arrival: OnArrival = lambda arrived, total: None,
+    ) -> Generation:
         """Send the prompts out and return at once."""
-        return Generation(self, prompts, sampling, step, what, show)
+        generation = Generation(self, prompts, sampling, step, what, show, on_arrival)
+        generation.start()
+        return generation
 
 
 class Generation:
@@ -136,15 +149,22 @@ class Generation:
     """
 
     def __init__(
-        self, sampler: Sampler, prompts: Prompts, sampling: Sampling, step: int, what: What, show: int
+        self,
+        sampler: Sampler,
+        prompts: Prompts,
+        sampling: Sampling,
+        step: int,
+        what: What,
+        show: int,
+        on_arrival: OnArrival,
     ) -> None:
         self.prompts, self.step, self.what, self.show = prompts, step, what, show
         self._sampling = sampling
         self._rollout, self._reward, self._sync = sampler.rollout, sampler.reward, sampler.sync
         self._graders = sampler.graders
         self._clock, self._weights = sampler.clock, sampler.spec.reward
-        self.sent_at = time.perf_counter()
-        self.tell: Callable[[int, int], None] = lambda arrived, of: None  # completions that are here, of all
+        self._on_arrival = on_arrival
+        self.sent_at = 0.0
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
         self._parts: list[Batch] = []
         self._grading: list[Grading] = []
@@ -153,8 +173,13 @@ class Generation:
         self._rendering: list[Call] = []  # for the reward model
         self._late: dict[str, LateScores] = {}  # of terms that are graded apart, for the first `_joined` parts
         self._joined = 0
-        prompts.batch.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
-        self._call = self._send(prompts.batch)
+        self._call: Call | None = None
+
+    def start(self) -> None:
+        """Send the prompts out."""
+        self.sent_at = time.perf_counter()
+        self.prompts.batch.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
+        self._call = self._send(self.prompts.batch)
 
     def _send(self, prompts: Batch) -> Call:
         shards = group_shards(prompts["group_B"], self._rollout.size)
@@ -215,6 +240,7 @@ class Generation:
     def _write_all(self) -> None:
         """Wait for every completion. What a lost replica had not finished goes out again, to all."""
         while True:
+            assert self._call is not None, "it was not started"
             try:
                 self._call.result()
                 return
@@ -238,7 +264,7 @@ class Generation:
         columns = part.only(COLUMNS[Verb.SCORE].needs).columns
         self._parts.append(part)
         arrived = sum(len(part) for part in self._parts)
-        self.tell(arrived, len(self.prompts.batch))
+        self._on_arrival(arrived, len(self.prompts.batch))
         if arrived == len(self.prompts.batch):
             self.written_at = time.perf_counter()
         home = [HOME]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ def start(
     limits = _gap_limits(spec, run, bodies, progress)
     built = {role: ranks[0].model for role, ranks in reports.items() if ranks[0].model is not None}
     grading = SteadyGrading(recovery(REWARD), spent)
+    gc.collect()
+    gc.freeze()  # what a run needs to its end: every full collection would look at all of it again
     return Driver(spec, roles, residency, sync, limits, window, progress, spec_dir, built, grading)
 
 

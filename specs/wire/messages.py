@@ -113,6 +113,9 @@ class Kind(StrEnum):
     DUMPED = "dumped"  # rank → driver: done, and which other files it wrote
 
 
+_TO_JSON = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make an encoder per message
+
+
 @dataclass(frozen=True)
 class Message:
     """One message. `body` is JSON; `tensors` travel as safetensors bytes.
@@ -137,7 +140,7 @@ class Message:
             "body": dict(self.body),
             "busy": self.busy,
         }
-        frames: list[Buffer] = [json.dumps(header, separators=(",", ":")).encode()]
+        frames: list[Buffer] = [_TO_JSON(header).encode()]
         if self.tensors:
             frames.append(encode(self.tensors))
         return frames

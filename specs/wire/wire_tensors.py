@@ -31,10 +31,12 @@ _DTYPES = {
     "I64": "int64",
     "F64": "float64",
 }
-_NAMES = {name: code for code, name in _DTYPES.items()}
+_NAMES = {np.dtype(name): code for code, name in _DTYPES.items()}
+_NUMPY = {code: np.dtype(name) for code, name in _DTYPES.items()}
 _MAX_HEADER_BYTES = 10 * 2**20
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
+_TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode(tensors: Mapping[str, NDArray[np.generic]]) -> bytearray:
@@ -44,11 +46,11 @@ def encode(tensors: Mapping[str, NDArray[np.generic]]) -> bytearray:
     header: dict[str, dict[str, object]] = {}
     end = 0
     for name, array in ordered:
-        if array.dtype.name not in _NAMES or not array.dtype.isnative:
+        if (code := _NAMES.get(array.dtype)) is None:
             raise TypeError(f"tensor {name} has dtype {array.dtype}, which cannot be sent")
         start, end = end, end + array.nbytes
-        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [start, end]}
+    text = _TO_JSON(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     data = _LENGTH_BYTES + len(text)
     blob = bytearray(data + end)
@@ -79,7 +81,7 @@ def decode(blob: Buffer) -> dict[str, NDArray[np.generic]]:
 
 
 def _view(data: memoryview, code: str, shape: list[int], start: int, end: int) -> NDArray[np.generic]:
-    dtype = np.dtype(_DTYPES[code])
+    dtype = _NUMPY[code]
     if any(type(size) is not int or size < 0 for size in shape) or prod(shape) * dtype.itemsize != end - start:
         raise ValueError(f"a tensor of shape {shape} is not {end - start} bytes")
     array = np.frombuffer(data[start:end], dtype).reshape(shape)

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,8 +216,13 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path, repo_root: Path) -> No
     assert wait_until(lambda: not _processes_with(mark), BOUND_S), [p.cmdline() for p in _processes_with(mark)]
 
 
-def test_torchrun_group_blames_the_rank_that_was_killed(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 2, "torchrun")) as groups:
+def test_torchrun_group_blames_the_rank_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    plan = role_plan("actor", 2, "torchrun")
+    plan = replace(plan, env={**plan.env, "TMPDIR": str(scratch)})
+    with probe_groups(tmp_path, plan) as groups:
         answers = groups["actor"].call(Verb.PING)
         assert [(answer.body["rank"], answer.body["world_size"]) for answer in answers] == [(0, 2), (1, 2)]
         started = time.monotonic()
@@ -224,6 +231,7 @@ def test_torchrun_group_blames_the_rank_that_was_killed(tmp_path: Path) -> None:
         assert caught.value.rank == 1
         assert time.monotonic() - started < BOUND_S
     assert (tmp_path / "actor" / "rank1.log").exists()
+    assert not [*scratch.iterdir()], "nothing is left in the temporary directory"
 
 
 @pytest.mark.usefixtures("warm_children", "patient")

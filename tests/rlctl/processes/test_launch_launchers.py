@@ -202,6 +202,19 @@ def test_replicas_on_a_second_node_are_started_again_alone_or_with_their_connect
         assert (failure.value.rank, failure.value.host) == (2, "second")
 
 
+def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path: Path) -> None:
+    with probe_groups(tmp_path, replicas_on_two_nodes()) as groups:
+        pids = [answer.body["pid"] for answer in groups["rollout"].call(Verb.PING)]
+        for pid in pids[2:]:
+            os.kill(pid, signal.SIGSTOP)
+        for peer in groups.hub._peers.values():
+            peer.reported = peer.member.rank < 2  # on a busy machine any may be silent for as long
+        groups.hub.heartbeat_timeout_s = 1.5
+        with pytest.raises(RoleFailure, match="no sign of life from host second for ") as caught:
+            groups["rollout"].call(Verb.PING, {"sleep_s": 60})
+        assert (caught.value.host, caught.value.log_tail) == ("second", "")
+
+
 def test_a_supervisors_last_message_is_read_though_it_ended_meanwhile(tmp_path: Path) -> None:
     """It says how a rank ended, and ends, while the driver looks whether the line still stands."""
     says = f"read go; echo '{PREFIX}{json.dumps({'ended': 'key', 'code': -9})}'"
