@@ -1,4 +1,4 @@
-"""What takes memory in a rank, and when: the words of `rlctl plan`."""
+"""Parts of a rank's memory, and when they are held: the words of `rlctl plan`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ _LEAN_NORMS = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class Pass:
-    """What decides how much a micro-batch keeps. `trains_head`: its weight gets a gradient (not with LoRA)."""
+    """Everything that decides how much a micro-batch keeps. `trains_head`: its weight gets a gradient (not with
+    LoRA)."""
 
     facts: ModelFacts
     config: Mapping[str, Any]  # config.json

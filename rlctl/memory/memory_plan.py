@@ -27,7 +27,7 @@ PROCESS_GIB = 0.6  # of a process on the CPU: Python, torch, transformers
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What each role holds, and where it adds up."""
+    """A plan: what each role holds, and where it adds up."""
 
     roles: tuple[RoleMemory, ...]
     places: tuple[Place, ...]

@@ -12,7 +12,7 @@ from specs.schema.spec import Spec
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What a rank of a role holds: every rank holds the same, or less than the one that is meant here."""
+    """The memory of a rank of a role: every rank holds the same, or less than the one that is meant here."""
 
     role: RoleName
     engine: str

@@ -27,7 +27,7 @@ SHIPPED_FOLDER = BUILTIN_FOLDER / "hub"
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a role's model before it is built."""
+    """A role's model as far as it is known before it is built."""
 
     config: dict[str, Any]
     facts: ModelFacts

@@ -22,6 +22,7 @@ from rlctl.run.publish.hub_push import find_repo, push
 from rlctl.run.publish.model_card import ExportedModel, model_card, public_name
 from specs.errors import CheckpointError, ExportError, UsageError
 from specs.model_facts import model_facts
+from specs.schema.engines.engine_registry import table_of
 from specs.schema.roles import PROOF_FILES, ROLES, HeadKind
 
 STALL_S = 3600.0
@@ -136,7 +137,8 @@ def _about(checkpoint: checkpoints.Checkpoint, role: str) -> Mapping[str, Any]:
     for key, kind in (("run", str), ("python", str), ("model_path", str), ("trust_remote_code", bool)):
         if not isinstance(about.get(key), kind):
             raise CheckpointError(f"{manifest} does not say what {key!r} is", hint=hint)
-    if about.get("engine") == "fake":
+    table = table_of("train", str(about.get("engine")))
+    if table is not None and table.model_of == "bigram":
         hint = "an engine that trains a model, like ddp, writes checkpoints that can be exported"
         raise UsageError("this run's engine is fake: there is no model to export", hint=hint)
     proof = f"{role}/{PROOF_FILES[_head(role)]}"

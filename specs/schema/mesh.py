@@ -44,7 +44,7 @@ class Mesh:
         return self.replicate * self.shard
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Which copy of the model a rank has a part of, and which part."""
+        """Return which copy of the model a rank has a part of, and which part."""
         neighbours = self.shard // self.blocks
         block, inside = divmod(rank, neighbours * self.replicate)
         copy, part = divmod(inside, neighbours)
@@ -52,5 +52,5 @@ class Mesh:
 
 
 def divisors(number: int) -> list[int]:
-    """All sizes of groups that so many ranks, heads or layers can be shared out to evenly, ascending."""
+    """Return all sizes of groups that so many ranks, heads or layers can be shared out to evenly, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]

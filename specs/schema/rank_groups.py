@@ -38,13 +38,13 @@ class RankGroup:
 
 
 def devices_of_a_process(section: RoleSection) -> int:
-    """GPUs that each process of a role has: one, or all that its replica is cut across."""
+    """Return the GPUs that each process of a role has: one, or all that its replica is cut across."""
     engine = engine_of(section)
     return 1 if engine is None else engine.devices_per_process()
 
 
 def mesh_of(section: RoleSection) -> Mesh | None:
-    """The mesh that a role's model or samples are cut along; None where every rank holds the whole model and has
+    """Return the mesh that a role's model or samples are cut along; None where every rank holds the whole model and has
     samples of its own, or it is not known (`mesh_is_known`). The axes need not give the role's processes: a rule says
     so."""
     engine, sequence = engine_of(section), sequence_parallel_of(section)
@@ -56,37 +56,37 @@ def mesh_of(section: RoleSection) -> Mesh | None:
 
 
 def sequence_parallel_of(section: RoleSection) -> int:
-    """Ranks that share samples; 1 of a role that has no such key."""
+    """Return the ranks that share samples; 1 of a role that has no such key."""
     return int(getattr(section, "sequence_parallel", 1))
 
 
 def axis_of(section: RoleSection, axis: str) -> int:
-    """Ranks along an axis of the role's engine; 1 where it has none of that name."""
+    """Return the ranks along an axis of the role's engine; 1 where it has none of that name."""
     engine = engine_of(section)
     axes = None if engine is None else engine.reported_mesh(section.processes)
     return (axes or {}).get(axis, 1)
 
 
 def ranks_of_a_row(section: RoleSection) -> int:
-    """Ranks of a trainer that compute the same rows together, of an engine that cuts models or rows."""
+    """Return the ranks of a trainer that compute the same rows together, of an engine that cuts models or rows."""
     return axis_of(section, TENSOR) * axis_of(section, PIPELINE) * axis_of(section, CONTEXT)
 
 
 def mesh_is_known(section: RoleSection) -> bool:
-    """Whether the role's engine says how its ranks hold the model. (A role without an engine holds none.)"""
+    """Return whether the role's engine says how its ranks hold the model. (A role without an engine holds none.)"""
     engine = engine_of(section)
     return engine is None or engine.mesh(section.processes) is not None
 
 
 def built_mesh(section: RoleSection) -> dict[str, int] | None:
-    """Axis → ranks, as the engine must report it in `ModelBuilt.mesh`; None where that is not known."""
+    """Return axis → ranks, as the engine must report it in `ModelBuilt.mesh`; None where that is not known."""
     engine, sequence = engine_of(section), sequence_parallel_of(section)
     axes = None if engine is None else engine.reported_mesh(section.processes)
     return axes if axes is None or sequence == 1 else {**axes, SEQUENCE: sequence}
 
 
 def shard_groups(section: RoleSection) -> list[RankGroup]:
-    """One entry per copy of the model; empty where nothing is cut."""
+    """Return one group per copy of the model; empty where nothing is cut."""
     mesh = mesh_of(section)
     if mesh is None:
         return []
@@ -95,7 +95,7 @@ def shard_groups(section: RoleSection) -> list[RankGroup]:
 
 
 def sequence_groups(section: RoleSection) -> list[RankGroup]:
-    """One entry per group of ranks that share samples; empty where each has its own."""
+    """Return one group of ranks that share samples; empty where each has its own."""
     mesh = mesh_of(section)
     return [] if mesh is None or mesh.sequence == 1 else _cut(list(_ranks(section, mesh)), mesh.sequence)
 

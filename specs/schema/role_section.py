@@ -1,4 +1,4 @@
-"""What the sections of roles have in common: where a role runs, and how a model is held and learns."""
+"""Keys that the sections of roles share: where a role runs, and how a model is held and learns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DType = Literal["fp32", "bf16"]
 
 
 class RoleSection(Table):
-    """What every role's section holds: where it runs and with what."""
+    """The keys of every role's section: where it runs and with what."""
 
     launcher: Literal["python", "torchrun", "deepspeed", "srun"] = Field(
         "python",
@@ -113,7 +113,7 @@ class Lora(Table):
 
 
 def some_layers(value: Any) -> bool | int:
-    """True, False, or how many."""
+    """Accept true, false, or a number of layers."""
     if isinstance(value, bool) or (isinstance(value, int) and value > 0):
         return value
     raise unusable("must be true, false, or a number of layers above 0", "true: all layers; 8: the first eight")

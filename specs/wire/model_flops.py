@@ -41,8 +41,8 @@ class DecoderSize:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> DecoderSize | None:
-        """The size of a model from its parsed `config.json`, or from one that a class of transformers has filled in;
-        None where it does not name what this needs."""
+        """Return the size of a model from its parsed `config.json`, or from one that a class of transformers has filled
+        in; None where it does not name what this needs."""
         facts = model_facts(config)
         if facts is None:
             return None
@@ -63,8 +63,8 @@ class DecoderSize:
         )
 
     def sequence_flops(self, length: ArrayLike) -> NDArray[np.float64]:
-        """FLOPs of training on the first `length` tokens of a sequence, the head aside: forward and backward. What a
-        sequence that goes on from there adds is the difference of two."""
+        """Count the FLOPs of training on the first `length` tokens of a sequence, the head aside: forward and backward.
+        What a sequence that goes on from there adds is the difference of two."""
         n = np.asarray(length, dtype=np.float64)
         seen = self.layers * n * (n + 1) / 2
         if self.window_layers:
@@ -73,12 +73,12 @@ class DecoderSize:
         return 6.0 * self.layer_weights * n + 12.0 * self.heads * self.head_size * seen
 
     def head_flops(self, loss_tokens: ArrayLike) -> NDArray[np.float64]:
-        """FLOPs of the language-model head, which is computed where a loss token is predicted."""
+        """Count the FLOPs of the language-model head, which is computed where a loss token is predicted."""
         return 6.0 * self.head_weights * np.asarray(loss_tokens, dtype=np.float64)
 
 
 def train_flops(size: DecoderSize, lengths: ArrayLike, loss_tokens: int) -> float:
-    """FLOPs of a forward and a backward pass over sequences of these lengths under a causal mask.
+    """Count the FLOPs of a forward and a backward pass over sequences of these lengths under a causal mask.
 
     A weight takes a multiplication and an addition per token forward, and twice that backward: 6. In attention a token
     at position i meets i + 1 keys, in two products (scores, values): 2 · 2 · (i + 1) · heads · head size forward, three
@@ -88,7 +88,7 @@ def train_flops(size: DecoderSize, lengths: ArrayLike, loss_tokens: int) -> floa
 
 
 def _layers(facts: ModelFacts, config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many layers see everything, and how many a window."""
+    """Return how many layers see everything, and how many a window."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list | tuple):
         windows = sum(kind in _WINDOWS for kind in kinds) if facts.sliding_window else 0

@@ -23,10 +23,10 @@ Part = list[int]
 
 
 def shards(work: SequenceWork, count: int, together: int = 1) -> list[Integers]:
-    """All sequences over `count` ranks, ascending: the heaviest families first, each to the rank with the least work;
-    then whatever makes the heaviest rank lighter. Every rank gets a sequence as long as there are enough. `together`
-    ranks after one another compute together what any of them has: work is even over such groups, and inside them what
-    travels."""
+    """Split all sequences over `count` ranks, ascending: the heaviest families first, each to the rank with the least
+    work; then whatever makes the heaviest rank lighter. Every rank gets a sequence as long as there are enough.
+    `together` ranks after one another compute together what any of them has: work is even over such groups, and inside
+    them what travels."""
     if together > 1:
         groups = shards(work, count // together)
         alone = [SequenceWork.apart(work.rows_B[group], work.rows_B[group].astype(np.float64)) for group in groups]
@@ -41,9 +41,9 @@ def shards(work: SequenceWork, count: int, together: int = 1) -> list[Integers]:
 
 
 def fewest_rows(work: SequenceWork, limit: int) -> list[Part]:
-    """Parts of at most `limit` rows, as few as best-fit decreasing finds: at most 11/9 of the fewest possible, plus one
-    (Johnson 1973). Families are divided where they are over the limit, and where that saves a part. No sequence may be
-    over it. What is no work is left out."""
+    """Make parts of at most `limit` rows, as few as best-fit decreasing finds: at most 11/9 of the fewest possible,
+    plus one (Johnson 1973). Families are divided where they are over the limit, and where that saves a part. No
+    sequence may be over it. What is no work is left out."""
     families = _families(work)
     whole = _best_fit(work, families, limit, divide=False)
     if work.shares and len(whole) > -(-sum(families.rows) // limit):
@@ -52,17 +52,17 @@ def fewest_rows(work: SequenceWork, limit: int) -> list[Part]:
 
 
 def even_rows(work: SequenceWork, limit: int, found: Sequence[Part], count: int) -> list[Part]:
-    """As many parts as `fewest_rows` `found`, or `count` where that is more and there are enough sequences; of even
-    work, as far as the limit lets them be; the heaviest first."""
+    """Make as many parts as `fewest_rows` `found`, or `count` where that is more and there are enough sequences; of
+    even work, as far as the limit lets them be; the heaviest first."""
     parts = [list(part) for part in found] + [[] for _ in range(count - len(found))]
     _occupy(parts)
     return [sorted(part) for part in _evened(work, parts, limit) if part]
 
 
 def in_step(work: SequenceWork, limit: int, parts: Sequence[Part], heaviest: Sequence[float]) -> list[Part]:
-    """Parts of one rank, the heaviest first, as they are computed round by round by ranks that wait for one another;
-    `heaviest`: the most work that any of them has in each round. A round that is lighter here takes work of the last
-    ones, which then wait for less. None is left empty."""
+    """Order the parts of one rank, the heaviest first, as they are computed round by round by ranks that wait for one
+    another; `heaviest`: the most work that any of them has in each round. A round that is lighter here takes work of
+    the last ones, which then wait for less. None is left empty."""
     parts = [list(part) for part in parts]
     flops = _flops_of(work, parts)
     for at, most in enumerate(heaviest[: len(parts)]):
@@ -76,8 +76,8 @@ def in_step(work: SequenceWork, limit: int, parts: Sequence[Part], heaviest: Seq
 
 
 def _filling(work: SequenceWork, members: Part, part: Part, flops: float, limit: int) -> Part:
-    """Those of the members, not all of them, that `part` can take up to so much work and so many rows: of each family
-    the longest that fit, the heaviest family first."""
+    """Return the members, not all of them, that `part` can take up to so much work and so many rows: of each family the
+    longest that fit, the heaviest family first."""
     leaving: Part = []
     rows, flops = limit - work.rows(part), flops - work.flops(part)  # that there is room for
     there = set(work.family_B[part].tolist())
@@ -98,7 +98,7 @@ def _filling(work: SequenceWork, members: Part, part: Part, flops: float, limit:
 
 
 def _evened(work: SequenceWork, parts: Sequence[Part], limit: int | None) -> list[Part]:
-    """As many parts, first by what each has of each family, then, where that is not even enough, by the sequence."""
+    """Make as many parts of even work, first by moving families, then, where that is not even enough, sequences."""
     pieces, places = _by_family(work, parts)
     whole = SequenceWork.apart(np.array(pieces.rows), np.array(pieces.flops))
     alone = _Pieces([[number] for number in range(len(pieces.rows))], pieces.rows, pieces.flops)
@@ -121,12 +121,12 @@ class _Pieces:
 
 
 def _families(work: SequenceWork) -> _Pieces:
-    """What is any work."""
+    """Return every family that has work."""
     return _by_family(work, [work.computed.tolist()])[0]
 
 
 def _by_family(work: SequenceWork, parts: Sequence[Part]) -> tuple[_Pieces, list[Part]]:
-    """Of each part, of which all is some work, what it has of each family; and by part the numbers of these pieces."""
+    """Split every part by family; return the pieces and, by part, their numbers. All of a part is some work."""
     chosen = np.array([member for part in parts for member in part], dtype=np.int64)
     part = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     order = np.lexsort((-work.rows_B[chosen], work.family_B[chosen], part))
@@ -151,7 +151,7 @@ def _sums(values_N: Integers | Floats, starts: Integers) -> Integers | Floats:
 
 
 def _first_fit(work: SequenceWork, members: Part, room: int) -> Part:
-    """Those of a family that find room where none of it is yet, the longest first."""
+    """Return the members of a family that find room where none of it is yet, the longest first."""
     prompt = int(work.prompt_B[members[0]])
     room -= prompt
     chosen = []
@@ -163,8 +163,8 @@ def _first_fit(work: SequenceWork, members: Part, room: int) -> Part:
 
 
 def _best_fit(work: SequenceWork, families: _Pieces, limit: int, *, divide: bool) -> list[Part]:
-    """The families with most rows first, each where it leaves the least room. With `divide`, one that fits nowhere
-    fills what is roomiest first."""
+    """Place the families with most rows first, each where it leaves the least room. With `divide`, one that fits
+    nowhere fills what is roomiest first."""
     parts: list[Part] = []
     rooms: list[tuple[int, int]] = []  # room and number of each part, the roomiest last
     for which in np.argsort(-np.array(families.rows), kind="stable").tolist():
@@ -186,8 +186,8 @@ def _best_fit(work: SequenceWork, families: _Pieces, limit: int, *, divide: bool
 
 
 def _lightest_first(pieces: _Pieces, count: int, limit: int | None) -> list[Part] | None:
-    """The heaviest pieces first, each to the part that has least work, then fewest sequences, of those with room for
-    it. None where one finds no room, or finding it takes too long."""
+    """Place the heaviest pieces first, each to the part that has least work, then fewest sequences, of those with room
+    for it. None where one finds no room, or finding it takes too long."""
     parts: list[Part] = [[] for _ in range(count)]
     heap = [(0.0, 0, number) for number in range(count)]
     room = [sum(pieces.rows) if limit is None else limit] * count
@@ -269,14 +269,14 @@ def _exchanged(part: Part, leaving: Part, coming: Part) -> Part:
 
 
 def _exchanges(work: SequenceWork, heavy: Part, light: Part, gap: float) -> list[tuple[Part, Part]]:
-    """What might go from the heavy part to the light one and back, the most promising first."""
+    """List what might go from the heavy part to the light one and back, the most promising first."""
     found = [*_moves(work, heavy, light, gap), *_swaps(work, heavy, light, gap)]
     return [(leaving, coming) for _, leaving, coming in sorted(found, key=lambda each: each[0])]
 
 
 def _moves(work: SequenceWork, heavy: Part, light: Part, gap: float) -> Iterator[tuple[float, Part, Part]]:
-    """Sequences of one family, the heaviest ones or a single one, after how much work the heavier part then has above
-    what the light one had. The prompt is computed twice unless all of the family go, or the light part has it."""
+    """Yield sequences of one family, the heaviest ones or a single one, after how much work the heavier part then has
+    above what the light one had. The prompt is computed twice unless all of the family go, or the light part has it."""
     members = np.array(heavy)
     members = members[np.lexsort((-work.flops_B[members], work.family_B[members]))]
     family = work.family_B[members]
@@ -297,7 +297,8 @@ def _moves(work: SequenceWork, heavy: Part, light: Part, gap: float) -> Iterator
 
 
 def _swaps(work: SequenceWork, heavy: Part, light: Part, gap: float) -> Iterator[tuple[float, Part, Part]]:
-    """One sequence for another of about half of the gap less work; prompts that are then computed twice count too."""
+    """Yield one sequence for another of about half of the gap less work; prompts that are then computed twice count
+    too."""
     ours, theirs = np.array(heavy), np.array(light, dtype=np.int64)
     theirs = theirs[np.argsort(work.flops_B[theirs], kind="stable")]
     if not len(theirs):
@@ -312,8 +313,8 @@ def _swaps(work: SequenceWork, heavy: Part, light: Part, gap: float) -> Iterator
 
 
 def _twice(work: SequenceWork, members: Integers, other: Integers) -> Floats:
-    """Work that is computed once more when one of a part's sequences, alone, goes to another part: its prompt, where
-    its family stays; once less, where the other part has it."""
+    """Return the work that is computed once more when one of a part's sequences, alone, goes to another part: its
+    prompt, where its family stays; once less, where the other part has it."""
     if not work.shares:
         return np.zeros(len(members))
     family = work.family_B[members]

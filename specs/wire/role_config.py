@@ -1,4 +1,4 @@
-"""What one rank is told when it builds: its own part of the spec, nothing more.
+"""Build requests: what one rank is told when it builds, its own part of the spec, nothing more.
 
 Travels as the body of the `build` verb. Paths are absolute; every default is resolved.
 """

@@ -1,4 +1,4 @@
-"""What computing each sequence of a batch is: its rows, its arithmetic, and what it shares with others.
+"""Measure what computing each sequence of a batch takes: its rows, its arithmetic, and what it shares with others.
 
 Only what predicts a loss token is computed: a sequence ends before its last loss token, and one without any is nothing.
 Its *prompt* is what stands before its first loss token. Sequences that begin with the same prompt are a *family*: in
@@ -40,7 +40,7 @@ class SequenceWork:
 
     @staticmethod
     def of(batch: Batch, *, size: DecoderSize | None = None, share_prompts: bool = True) -> SequenceWork:
-        """The work of a batch with `tokens_T` and `loss_mask_T`. `size`: of the model; None: not known."""
+        """Return the work of a batch with `tokens_T` and `loss_mask_T`. `size`: of the model; None: not known."""
         offsets, length_B = batch.offsets, batch["length_B"]
         mask_T = batch["loss_mask_T"] != 0
         if mask_T[offsets[:-1][length_B > 0]].any():
@@ -67,13 +67,13 @@ class SequenceWork:
 
     @staticmethod
     def of_whole(batch: Batch, *, size: DecoderSize | None = None) -> SequenceWork:
-        """The work of a batch that is computed to the end of each sequence, none of which shares anything."""
+        """Return the work of a batch that is computed to the end of each sequence, none of which shares anything."""
         rows_B = batch["length_B"].astype(np.int64)
         return SequenceWork.apart(rows_B, (size or _ROWS_ALONE).sequence_flops(rows_B), batch.offsets[:-1])
 
     @staticmethod
     def apart(rows_B: Integers, flops_B: Floats, offset_B: Integers | None = None) -> SequenceWork:
-        """The work of sequences that share nothing."""
+        """Return the work of sequences that share nothing."""
         none_B = np.zeros(len(rows_B), dtype=np.int64)
         offset_B = none_B if offset_B is None else offset_B
         return SequenceWork(offset_B, rows_B, none_B, flops_B, none_B.astype(np.float64), np.arange(len(rows_B)))
@@ -90,7 +90,7 @@ class SequenceWork:
         return len(np.unique(family)) < len(family)
 
     def rows(self, chosen: Chosen) -> int:
-        """Tokens of these sequences in one row of a model that computes each of their prompts once."""
+        """Count the tokens of these sequences in one row of a model that computes each of their prompts once."""
         chosen = np.asarray(chosen, dtype=np.int64)
         return int(self.rows_B[chosen].sum() - self.prompt_B[self._repeats(chosen)].sum())
 
@@ -99,7 +99,7 @@ class SequenceWork:
         return float(self.flops_B[chosen].sum() - self.prompt_flops_B[self._repeats(chosen)].sum())
 
     def _repeats(self, chosen: Integers) -> Integers:
-        """All but one of each family."""
+        """Return all but one of each family."""
         if not self.shares:
             return chosen[:0]
         chosen = chosen[self.rows_B[chosen] > 0]

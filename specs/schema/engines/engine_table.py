@@ -1,4 +1,4 @@
-"""What is known of an engine without running it: its keys in the spec, and answers to static questions.
+"""Everything that is known of an engine without running it: its keys in the spec, and answers to static questions.
 
 Each engine has one file beside this one; `engine_registry.py` lists their tables. All keys of a table have defaults,
 so that `--set actor.engine.kind=KIND` alone is a valid change.
@@ -32,8 +32,8 @@ ModelOf = Literal["transformers", "bigram"]
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine's rules may look at besides its own keys: the section that chooses it, and what of the rest of the
-    spec concerns engines."""
+    """All that an engine's rules may look at besides its own keys: the section that chooses it, and what of the rest of
+    the spec concerns engines."""
 
     role: RoleName
     section: RoleSection
@@ -74,40 +74,40 @@ class EngineTable(Table):
     """Whether it holds next to nothing, so that a plan leaves it out."""
 
     def mesh(self, processes: int) -> Mesh | None:
-        """How the ranks of a role hold the model. None: not known."""
+        """Return how the ranks of a role hold the model. None: not known."""
         return None
 
     def reported_mesh(self, processes: int) -> dict[str, int] | None:
-        """Axis → ranks, as each rank must report it in `ModelBuilt.mesh`; {}: no axis. None: not known, or it reports
-        none."""
+        """Return axis → ranks, as each rank must report it in `ModelBuilt.mesh`; {}: no axis. None: not known, or it
+        reports none."""
         return None
 
     def devices_per_process(self) -> int:
-        """GPUs that the plan gives each process."""
+        """Return the GPUs that the plan gives each process."""
         return 1
 
     def shared_memory_MiB(self, processes: int, *, on_gpu: bool) -> int | None:
-        """Free room in `/dev/shm` that the libraries below want, of a role with so many processes on a host. None: not
-        known."""
+        """Return the free room in `/dev/shm` that the libraries below want, of a role with so many processes on a host.
+        None: not known."""
         return None
 
     def alone(self) -> Self:
-        """The table for a trial of one process (`check-config --probe=run`)."""
+        """Return the table for a trial of one process (`check-config --probe=run`)."""
         return self
 
     def problems(self, context: EngineContext) -> Iterable[Problem]:
-        """What is wrong with the section that chooses it, by the spec alone."""
+        """Find what is wrong with the section that chooses it, by the spec alone."""
         return ()
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterable[Problem]:
-        """What of the model it cannot run."""
+        """Find what of the model it cannot run."""
         return ()
 
     def installed_problems(
         self, role: RoleName, section: RoleSection, versions: Mapping[str, str], *, nvidia_driver: bool
     ) -> Iterable[Problem]:
-        """What is wrong with the packages in the role's interpreter although they are there. `versions`: distribution
-        → version."""
+        """Find what is wrong with the packages in the role's interpreter although they are there. `versions`:
+        distribution → version."""
         return ()
 
 
@@ -125,16 +125,16 @@ class TrainTable(EngineTable):
     """Whether a resume may change its keys, the number of its processes and their nodes."""
 
     def memory(self, held: HeldTrainer) -> Iterable[Part] | None:
-        """Parameters, gradients, optimizer state and what is gathered, on the rank that holds most; activations of
-        transformers' models are added by the plan. None: not known."""
+        """Yield parameters, gradients, optimizer state and what is gathered, on the rank that holds most; activations
+        of transformers' models are added by the plan. None: not known."""
         return None
 
     def memory_hint(self, role: RoleName) -> str | None:
-        """What to change about its keys so that it holds less. None: no key does."""
+        """Return what to change about its keys so that it holds less. None: no key does."""
         return None
 
     def library_config(self, dtype: DType, optimizer: Optimizer | None, device: str) -> Mapping[str, Mapping[str, Any]]:
-        """Name → configuration that it hands to a library, for `--dry-run`."""
+        """Return name → configuration that it hands to a library, for `--dry-run`."""
         return {}
 
 
@@ -145,11 +145,11 @@ class RolloutTable(EngineTable):
     """Whether `devices_per_process` above one also cuts the model on the CPU."""
 
     def memory(self, replica: Replica) -> Iterable[Part] | None:
-        """All that a replica holds, on each of its GPUs. None: not known."""
+        """Yield all that a replica holds, on each of its GPUs. None: not known."""
         return None
 
     def memory_key(self, *, on_gpu: bool) -> str | None:
-        """The key by which its memory is chosen. None: not known, or there is none."""
+        """Return the key by which its memory is chosen. None: not known, or there is none."""
         return None
 
 

@@ -18,7 +18,7 @@ from specs.text import show
 
 
 class FakeTable(EngineTable):
-    """What both fake engines know of themselves."""
+    """Answers that both fake engines share."""
 
     packages: ClassVar[tuple[str, ...] | None] = ()
     attention: ClassVar[Attends | None] = "none"

@@ -1,4 +1,4 @@
-"""What memory formulas of engines are given, and the parts that several of them share.
+"""Inputs of the engines' memory formulas, and the parts that several of them share.
 
 Parameters, gradients and optimizer state follow from shapes, dtypes and the number of ranks alone
 (tests/specs/schema/engines/test_held_model.py counts what the engines allocate). What an engine gathers to compute with
@@ -24,8 +24,8 @@ _AWAKE: frozenset[Moment] = frozenset({"rollout"})
 
 @dataclass(frozen=True)
 class HeldTrainer:
-    """What decides how a train engine holds a model, besides its own keys. `optimizer` None: it never learns.
-    `several_micro_batches`: of a rank's share of a mini-batch, which decides whether gradients wait whole."""
+    """Everything that decides how a train engine holds a model, besides its own keys. `optimizer` None: it never
+    learns. `several_micro_batches`: of a rank's share of a mini-batch, which decides whether gradients wait whole."""
 
     tensors: ModelTensors
     dtype: DType
@@ -57,9 +57,9 @@ class HeldTrainer:
 
 @dataclass(frozen=True)
 class Replica:
-    """What decides what a replica of a rollout engine holds, besides its own keys. `parallel`: GPUs that hold it
-    together. `sequences`: those that one replica completes in a step. `gpu_GiB`: memory of a GPU; 0 on the CPU. `lora`:
-    adapters that it applies itself."""
+    """Everything that decides what a replica of a rollout engine holds, besides its own keys. `parallel`: GPUs that
+    hold it together. `sequences`: those that one replica completes in a step. `gpu_GiB`: memory of a GPU; 0 on the CPU.
+    `lora`: adapters that it applies itself."""
 
     parallel: int
     tensors: ModelTensors
@@ -78,7 +78,7 @@ class Replica:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Keys and values of all layers, on each GPU of the replica."""
+        """The keys and values of all layers, on each GPU of the replica."""
         heads = max(1, self.facts.kv_heads // self.parallel)
         return 2 * self.facts.layers * heads * self.facts.head_dim * DTYPE_BYTES[self.dtype]
 

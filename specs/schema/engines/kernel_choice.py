@@ -14,7 +14,7 @@ PACKAGES = ("liger-kernel", "triton")
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What a decision rests on. `versions` None: not known, and nothing is refused for that."""
+    """Facts that a decision rests on. `versions` None: not known, and nothing is refused for that."""
 
     device: Literal["cpu", "cuda"]
     role: str = ""  # for the words of a problem

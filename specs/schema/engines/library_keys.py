@@ -17,7 +17,7 @@ from specs.text import show
 
 @dataclass(frozen=True)
 class Settings:
-    """What rlctl tells the library, by dotted path. A spec may change `defaults`, and `fixed` never."""
+    """Settings that rlctl gives the library, by dotted path. A spec may change `defaults`, and `fixed` never."""
 
     fixed: Mapping[str, object]
     defaults: Mapping[str, object]

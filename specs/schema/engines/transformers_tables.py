@@ -1,4 +1,4 @@
-"""What the engines have in common whose models are transformers' own, built by `backends/hf/hf_model.py`."""
+"""Base tables of the engines whose models are transformers' own, built by `backends/hf/hf_model.py`."""
 
 from __future__ import annotations
 
