@@ -54,7 +54,7 @@ def dry_run(spec_path: Path, overrides: Sequence[str], *, elsewhere: bool = Fals
 
 
 def describe(role: RolePlan) -> list[str]:
-    """One role as lines, host by host: what is run there, on which devices, with which environment."""
+    """Describe one role in lines, host by host: what is run there, on which devices, with which environment."""
     devices = ", ".join(f"GPU {device}" for device in role.devices) or "CPU"
     each = " of each host" if role.nodes > 1 and role.devices else ""
     head = f"[{role.role}] {_count(role.processes, 'process', 'processes')} on {devices}{each}"
@@ -76,7 +76,7 @@ def describe(role: RolePlan) -> list[str]:
 
 
 def _library_configs(spec: Spec, role: RolePlan) -> list[str]:
-    """The configurations that a train engine hands to libraries, derived keys and the spec's own."""
+    """Return the configurations that a train engine hands to libraries, derived keys and the spec's own."""
     section = spec.role(role.role)
     engine = engine_of(section)
     if not isinstance(engine, TrainTable):
@@ -107,7 +107,8 @@ def _env(env: Mapping[str, str]) -> list[str]:
 
 
 def _inherited(elsewhere: bool) -> list[str]:
-    """What every role gets of this shell besides: its `env` wins. A value that may be a secret is not shown."""
+    """Describe what every role gets of this shell besides: its `env` wins. A value that may be a secret is not
+    shown."""
     if elsewhere:
         return [
             "[every role] also gets the environment of the shell that starts the run there",

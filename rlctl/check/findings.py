@@ -1,4 +1,4 @@
-"""What checking a spec finds: problems, warnings, and, of a spec that can be read, the spec and its placement."""
+"""Examine a spec: problems, warnings, and, of a spec that can be read, the spec and its placement."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """What checking found. `spec` and `plan` are None where the problems left none to look at, `probe` also where none
-    was asked for; `notes` say what of the file, or of this machine, the run does not depend on."""
+    """Hold what checking found. `spec` and `plan` are None where the problems left none to look at, `probe` also where
+    none was asked for; `notes` say what of the file, or of this machine, the run does not depend on."""
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""What a spec means, as plain values: roles, the placement of their ranks, the reference, the arithmetic of a step."""
+"""Say what a spec means, in plain values: roles, the placement of their ranks, the reference, the arithmetic of a
+step."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from specs.schema.spec import RefSection, Spec
 
 
 def roles(spec: Spec, plan: Plan, spec_dir: Path, *, elsewhere: bool = False) -> dict[str, dict[str, Any]]:
-    """Role → where it runs and what it holds. A role that holds only the tokenizer has a model but
+    """Return by role where it runs and what it holds. A role that holds only the tokenizer has a model but
     no engine."""
     return {role.role: _role(spec, plan, role.role, spec_dir, elsewhere) for role in plan.roles}
 
@@ -47,21 +48,21 @@ def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path, elsewhere: bool) ->
 
 
 def _not_known(section: RoleSection) -> list[str]:
-    """What the table of the role's engine leaves open, in words; empty for engines of rlctl's own."""
+    """Return what the table of the role's engine leaves open, in words; empty for engines of rlctl's own."""
     engine = engine_of(section)
     return [] if engine is None else not_known(engine)
 
 
 def _versions(section: RoleSection, python: str) -> dict[str, str]:
-    """What the role's own interpreter has installed, Python first; empty where the role runs in ours, or it did not
-    answer."""
+    """Return what the role's own interpreter has installed, Python first; empty where the role runs in ours, or it did
+    not answer."""
     if not section.python or (found := look_at(python)).failure:
         return {}
     return {"python": found.python, **{name: found.versions[name] for name in SHOWN if name in found.versions}}
 
 
 def reference(spec: Spec) -> dict[str, Any]:
-    """Whether the run needs a reference model, whether one is loaded, which, and why."""
+    """Say whether the run needs a reference model, whether one is loaded, which, and why."""
     model, why = reference_of(spec)
     placed = spec.role(REF) if model else None
     return {
@@ -75,7 +76,7 @@ def reference(spec: Spec) -> dict[str, Any]:
 
 
 def hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
-    """Each host of the run and who sits there: role → ranks and the numbers of their GPUs."""
+    """Return each host of the run and who sits there: role → ranks and the numbers of their GPUs."""
     found: dict[int, dict[str, Any]] = {}
     for role in plan.roles:
         remote = {node.node_rank: node.host for node in role.remote}
@@ -87,7 +88,8 @@ def hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
 
 
 def links(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
-    """The ways that weights take, from the actor's rank 0 on this host: to which host, and how many replicas there."""
+    """Return the ways that weights take, from the actor's rank 0 on this host: to which host, and how many replicas
+    there."""
     replicas = [
         (place["host"], len(place["roles"].get(ROLLOUT, {"ranks": []})["ranks"])) for place in hosts(spec, plan)
     ]
@@ -95,8 +97,8 @@ def links(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
 
 
 def placement(spec: Spec) -> dict[str, dict[str, Any]]:
-    """Role → its mesh and the place of every rank, for roles whose model or samples are cut across ranks; null where
-    the engine does not say."""
+    """Return by role its mesh and the place of every rank, for roles whose model or samples are cut across ranks; null
+    where the engine does not say."""
     found: dict[str, dict[str, Any]] = {}
     for name in spec.roles:
         section = spec.role(name)
@@ -111,7 +113,7 @@ def placement(spec: Spec) -> dict[str, dict[str, Any]]:
 
 
 def batch(spec: Spec) -> dict[str, int]:
-    """The arithmetic of a step and of the run."""
+    """Return the arithmetic of a step and of the run."""
     algorithm, data = spec.algorithm, spec.data
     return {
         "prompts_per_step": data.prompts_per_step,
@@ -131,8 +133,8 @@ def batch(spec: Spec) -> dict[str, int]:
 
 
 def _attention(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> dict[str, str | None]:
-    """`attn_implementation` is what will be in effect, null where only the engine knows or there is none;
-    `attn_function` is what will be called then."""
+    """Return the attention: `attn_implementation` is what will be in effect, null where only the engine knows or there
+    is none; `attn_function` is what will be called then."""
     found = role_attention(spec, role, spec_dir, elsewhere=elsewhere)
     if found is None:
         return dict.fromkeys(("attn_implementation", "attn_asked", "attn_function", "attn_why"))
@@ -145,7 +147,7 @@ def _attention(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> d
 
 
 def _kernels(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> dict[str, str | None]:
-    """What norms, gated MLPs and rotations will compute with; null where the engine brings its own."""
+    """Return what norms, gated MLPs and rotations will compute with; null where the engine brings its own."""
     found = role_kernels(spec, role, spec_dir, elsewhere=elsewhere)
     if found is None:
         return dict.fromkeys(("kernels", "kernels_asked", "kernels_why"))

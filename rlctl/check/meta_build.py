@@ -38,7 +38,7 @@ _KILL_S = 5.0
 
 @dataclass(frozen=True)
 class Probe:
-    """What was asked of each role, and what it answered."""
+    """Hold what was asked of each role, and what it answered."""
 
     level: Level
     requests: Mapping[RoleName, RoleRequest]
@@ -70,7 +70,7 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
 
 
 def _missing(body: Mapping[str, Any]) -> str:
-    """The body's hub id where it is not in this machine's cache."""
+    """Return the body's hub id where it is not in this machine's cache."""
     path = str(body["model"]["path"] if "model" in body else body["model_path"])
     if Path(path).is_absolute():
         return ""
@@ -85,7 +85,7 @@ def bring_models(hub_ids: Iterable[str]) -> dict[str, Path]:
 
 
 def _placed(asked: RoleRequest, brought: Mapping[str, Path]) -> RoleRequest:
-    """The request with the folder in place of a hub id."""
+    """Return the request with the folder in place of a hub id."""
     body = dict(asked.body)
     if "model" in body:
         path = str(body["model"]["path"])
@@ -96,7 +96,7 @@ def _placed(asked: RoleRequest, brought: Mapping[str, Path]) -> RoleRequest:
 
 
 def _named(found: Probed, ids: Mapping[str, str]) -> Probed:
-    """With the hub id again where the folder stood in for it."""
+    """Return it with the hub id again where the folder stood in for it."""
     if found.model is None or found.model.path not in ids:
         return found
     return found.model_copy(update={"model": found.model.model_copy(update={"path": ids[found.model.path]})})
@@ -111,12 +111,12 @@ def _not_here(role: RoleName, path: str) -> Probed:
 
 
 def can_be_probed(spec: Spec, role: RoleName) -> bool:
-    """Whether what goes wrong here says anything: a role for GPUs may be checked on a machine without one."""
+    """Return whether what goes wrong here says anything: a role for GPUs may be checked on a machine without one."""
     return not spec.role(role).devices or has_nvidia_driver()
 
 
 def _shares(roles: Sequence[RolePlan], level: Level) -> Iterator[Sequence[RoleName]]:
-    """Roles by process."""
+    """Group roles by process."""
     if level == "run":
         yield from ([role.role] for role in roles)
         return
@@ -138,7 +138,7 @@ _OF_THE_PLACE = (
 
 
 def requests_of(spec: Spec, spec_dir: Path, level: Level) -> dict[RoleName, RoleRequest]:
-    """What is asked of each role, in the order of the answers; roles without a model have no trial update."""
+    """Return what is asked of each role, in the order of the answers; roles without a model have no trial update."""
     bodies = build_bodies(spec, spec_dir, spec_dir / "no-run")  # nothing of a run directory is read or made
     if level == "meta":
         ranks = {role: spec.role(role).processes if ROLES[role].together else 1 for role in spec.roles}
@@ -162,14 +162,14 @@ def _one_update(spec: Spec, role: RoleName, body: dict[str, Any]) -> RoleRequest
 
 
 def _alone(spec: Spec, role: RoleName) -> dict[str, Any]:
-    """The engine's table for a group of one rank."""
+    """Return the engine's table for a group of one rank."""
     engine = engine_of(spec.role(role))
     assert engine is not None, f"{role} has no engine"
     return engine.alone().model_dump(mode="json")
 
 
 def _sequences(spec: Spec, role: RoleName) -> int:
-    """As many of full length as fill a micro-batch, or a few answers."""
+    """Return as many of full length as fill a micro-batch, or a few answers."""
     if ROLES[role].samples:
         return min(MOST_ANSWERS, spec.samples_per_step)
     return max(1, min(_row_tokens(spec, role) // spec.max_sequence_tokens, spec.samples_per_step))
@@ -205,7 +205,7 @@ class _Child:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """While it runs; it and all that it started are gone afterwards."""
+        """Start it; it and all that it started are gone afterwards."""
         try:
             self._process = subprocess.Popen(
                 (self._plan.python, "-m", "workers.offline.build_on_meta"),
@@ -234,7 +234,7 @@ class _Child:
             self._process.communicate()
 
     def answers(self, timeout_s: float) -> dict[RoleName, Probed]:
-        """Answers by role. A role that the process did not reach has an `error`."""
+        """Return answers by role. A role that the process did not reach has an `error`."""
         output = errors = ""
         if not self._failure:
             try:
@@ -253,7 +253,7 @@ class _Child:
 
 
 def _devices(spec: Spec, plan: Plan, roles: Iterable[RoleName]) -> str:
-    """GPUs that one process of these roles would see."""
+    """Return the GPUs that one process of these roles would see."""
     visible: dict[str, None] = {}
     for role in roles:
         devices = plan.role(role).env.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -1,4 +1,4 @@
-"""What `--probe` found, compared with the spec: as JSON, and as tables."""
+"""Compare what `--probe` found with the spec: as JSON, and as tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _ANOTHER = "look at the model's config.json, the packages of the role's interpre
 
 
 def probe_problems(spec: Spec, spec_dir: Path, probe: Probe) -> tuple[list[Problem], list[Problem]]:
-    """Errors, and warnings about roles for GPUs on a machine that has none. What this machine lacks is NotHere."""
+    """Return errors, and warnings about roles for GPUs on a machine that has none. What this machine lacks is
+    NotHere."""
     errors: list[Problem] = []
     warnings: list[Problem] = []
     asked = models_expected(spec, spec_dir, role_attention)
@@ -54,8 +55,8 @@ def probe_problems(spec: Spec, spec_dir: Path, probe: Probe) -> tuple[list[Probl
 
 
 def _beyond(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
-    """A tokenizer with a token that the model has no row for. Files do not always say: transformers adds special tokens
-    that a tokenizer lacks."""
+    """Find a tokenizer with a token that the model has no row for. Files do not always say: transformers adds special
+    tokens that a tokenizer lacks."""
     highest = probed[DATA].highest if DATA in probed else None
     models = [found.model for role, found in probed.items() if found.model is not None and role != REF]
     if highest is None or not models or highest.id < models[0].vocab_size:
@@ -65,7 +66,7 @@ def _beyond(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
 
 
 def _no_end(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
-    """Completions that never end."""
+    """Find completions that never end."""
     if ROLLOUT in probed and probed[ROLLOUT].ends == ():
         message = "no token ends a completion: each has data.max_response_tokens tokens"
         yield Problem("model.path", message, "put eos_token_id into its generation_config.json", path)
@@ -75,7 +76,8 @@ def _no_end(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
 
 
 def probe_json(spec: Spec, spec_dir: Path, probe: Probe) -> dict[RoleName, dict[str, Any]]:
-    """By role: `asked` and `got` by field, what was `not_seen`, and what was read back beside the role's other keys."""
+    """Return by role `asked` and `got` by field, what was `not_seen`, and what was read back beside the role's other
+    keys."""
     asked = models_expected(spec, spec_dir, role_attention)
     return {role: _role_json(asked.get(role, {}), found) for role, found in probe.found.items()}
 
@@ -96,7 +98,7 @@ def _role_json(asked: Expected, found: Probed) -> dict[str, Any]:
 
 
 def probe_table(spec: Spec, spec_dir: Path, probe: Probe) -> Table:
-    """Expected against actual, side by side; what differs is red."""
+    """Show expected against actual, side by side; what differs is red."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -145,7 +147,7 @@ def _text(field: str, value: object) -> str:
 
 
 def run_table(probe: Probe) -> Table:
-    """What each role's trial update took."""
+    """Show what each role's trial update took."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

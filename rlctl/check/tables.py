@@ -1,4 +1,4 @@
-"""What `rlctl check-config` prints: what the spec means in tables, then what is wrong with it."""
+"""Print what `rlctl check-config` finds: what the spec means in tables, then what is wrong with it."""
 
 from __future__ import annotations
 

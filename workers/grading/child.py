@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> list[Term] | None:
-    """The terms of the first line; None if one cannot be made, after the error was sent to the parent."""
+    """Make the terms of the first line; None if one cannot be made, after the error was sent to the parent."""
     terms: list[Term] = []
     try:
         setting = Setting(**hello["setting"])
@@ -73,7 +73,7 @@ def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None])
 
 
 def grade(terms: Sequence[Term], sample: Sample) -> dict[str, Any]:
-    """Values of all terms for one sample, or the reason why there is none."""
+    """Return the values of all terms for one sample, or the reason why there is none."""
     values = []
     for number, term in enumerate(terms):
         try:
@@ -89,7 +89,7 @@ def grade(terms: Sequence[Term], sample: Sample) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a finite float; None for anything else. Text is not a number, even "1"."""
+    """Return the value as a finite float; None for anything else. Text is not a number, even "1"."""
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return None
     try:
@@ -100,7 +100,7 @@ def as_number(value: Any) -> float | None:
 
 
 def describe(value: Any) -> str:
-    """A bounded repr; a value's own __repr__ may raise as well."""
+    """Return a bounded repr; a value's own __repr__ may raise as well."""
     try:
         return f"{repr(value)[:200]} ({type(value).__name__}), not a finite number"
     except Exception:  # user code

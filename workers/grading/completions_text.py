@@ -1,4 +1,5 @@
-"""The text that the policy wrote in each sample, without that of tools and environments, which must not earn reward."""
+"""Decode the text that the policy wrote in each sample, without that of tools and environments, which must not earn
+reward."""
 
 from __future__ import annotations
 

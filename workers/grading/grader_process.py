@@ -1,4 +1,4 @@
-"""Handle of one grading process in the parent: start, send a job, read results, kill."""
+"""Handle one grading process in the parent: start, send a job, read results, kill."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GraderProcess:
 
     @property
     def closed(self) -> bool:
-        """Whether its output has ended, as far as it was read."""
+        """Tell whether its output has ended, as far as it was read."""
         return self._eof
 
     @property
@@ -82,7 +82,7 @@ class GraderProcess:
 
     @property
     def seconds_per_sample(self) -> float:
-        """What each sample of the last job has taken."""
+        """Return what each sample of the last job has taken."""
         return (time.monotonic() - self._given_at) / self._given
 
     def give(self, indices: Sequence[int], job: dict[str, Any], timeout_s: float) -> None:
@@ -104,7 +104,7 @@ class GraderProcess:
             self._out.clear()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Messages that have arrived. Output that is not a message kills the process."""
+        """Yield messages that have arrived. Output that is not a message kills the process."""
         self._read()
         while (end := self._in.find(b"\n")) >= 0:
             line = bytes(self._in[:end])
@@ -142,7 +142,7 @@ class GraderProcess:
                 pipe.close()
 
     def end_words(self) -> str:
-        """How it ended: a signal's name or an exit status."""
+        """Say how it ended: a signal's name or an exit status."""
         code = self.process.poll()
         if code is None or code >= 0:
             return f"the process ended with status {code}" if code is not None else "the process closed its pipe"
@@ -153,7 +153,7 @@ class GraderProcess:
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """A JSON line. Values that JSON does not know (dates, decimals, bytes in a Parquet row) travel as text."""
+    """Encode a JSON line. Values that JSON does not know (dates, decimals, bytes in a Parquet row) travel as text."""
     return json.dumps(message, default=str, separators=(",", ":")).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""Replies of judges on disk: a line of JSON for each request, found by the hash of all that the request says.
+"""Keep replies of judges on disk: a line of JSON for each request, found by the hash of all that the request says.
 
 Several processes may write to one file: a line is appended under a lock, behind a line break where the last writer was
 killed in the midst of its own. What is no whole record is skipped. Only where each line lies is kept in memory.
@@ -19,7 +19,7 @@ from specs.errors import RewardError
 
 @dataclass(frozen=True)
 class Reply:
-    """What a judge said, and how many tokens that took."""
+    """Hold what a judge wrote, and how many tokens that took."""
 
     text: str
     prompt_tokens: int
@@ -27,7 +27,7 @@ class Reply:
 
 
 def request_key(url: str, content: bytes) -> str:
-    """Hash of a request: its address and every byte that is sent, without the API key."""
+    """Return the hash of a request: its address and every byte that is sent, without the API key."""
     return hashlib.sha256(url.encode() + b"\0" + content).hexdigest()
 
 
@@ -95,7 +95,7 @@ class JudgeCache:
 
 
 def _key(line: bytes) -> bytes:
-    """The key of a whole record; empty for anything else."""
+    """Return the key of a whole record; empty for anything else."""
     if not line.endswith(b"\n"):
         return b""
     try:

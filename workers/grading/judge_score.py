@@ -1,4 +1,4 @@
-"""The request for one completion, and the score in the judge's reply.
+"""Write the request for one completion, and read the score in the judge's reply.
 
 All that models and rows say is put into the request as JSON text: none of it can end the message or add another.
 """
@@ -22,7 +22,7 @@ _SHOWN = 200
 
 
 def request_body(table: Mapping[str, Any], sample: Sample, answer_column: str) -> bytes:
-    """What is sent for a sample. Raises KeyError naming a column that its row lacks."""
+    """Return what is sent for a sample. Raises KeyError naming a column that its row lacks."""
     answer = {"answer": gold_answer(sample.row[answer_column])} if answer_column in sample.row else {}
     values = {**sample.row, **answer, "prompt": sample.prompt, "completion": sample.completion}
     system = [{"role": "system", "content": table["system"]}] if table["system"] else []
@@ -31,8 +31,8 @@ def request_body(table: Mapping[str, Any], sample: Sample, answer_column: str) -
 
 
 def read_reply(content: bytes) -> Reply:
-    """The judge's text, "" where it holds none, and its tokens. Raises JudgeError of anything else: another try may
-    bring a reply."""
+    """Return the judge's text, "" where it holds none, and its tokens. Raises JudgeError of anything else: another try
+    may bring a reply."""
     try:
         body = json.loads(content)
         text = body["choices"][0]["message"]["content"]
@@ -45,12 +45,12 @@ def read_reply(content: bytes) -> Reply:
 
 
 def _count(value: Any) -> int:
-    """Tokens as the server counts them; 0 of what is no such number."""
+    """Return tokens as the server counts them; 0 of what is no such number."""
     return value if type(value) is int and 0 <= value < 2**40 else 0
 
 
 def read_score(table: Mapping[str, Any], text: str) -> float:
-    """The score in the judge's text. Raises JudgeError where there is none within the bounds."""
+    """Return the score in the judge's text. Raises JudgeError where there is none within the bounds."""
     if not text.strip():
         raise JudgeError("judge_replies", "the reply holds no text", again=False)
     found = _found(table, text)
@@ -75,7 +75,7 @@ def _found(table: Mapping[str, Any], text: str) -> str | int | float:
 
 
 def _value(text: str, key: str) -> str | int | float:
-    """The value in the JSON object that the text is, perhaps between the marks of a code block."""
+    """Return the value in the JSON object that the text is, perhaps between the marks of a code block."""
     fenced = _FENCE.match(text.strip())
     try:
         value = json.loads(fenced[1] if fenced else text)[key]

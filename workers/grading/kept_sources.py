@@ -1,4 +1,4 @@
-"""Reward code as it was when the run started, for every grading process.
+"""Keep reward code as it was when the run started, for every grading process.
 
 A process that hung or crashed is replaced, hours later perhaps, when the file may have been edited for the next run.
 So the driver reads the files once, and each process, on whichever host, imports from what it was given.
@@ -19,7 +19,8 @@ _kept: dict[str, bytes] = {}  # of this process
 
 
 def read_sources(terms: Sequence[Mapping[str, Any]], base: str) -> dict[str, str]:
-    """Path → source of all that the terms' files import from their folders; bytes as characters, for JSON."""
+    """Return by path the source of all that the terms' files import from their folders; bytes as characters, for
+    JSON."""
     files = [Path(base, Path(term["path"].rpartition(":")[0]).expanduser()) for term in terms if "path" in term]
     paths = {path for file in files for path in reward_sources(file.resolve()) if path.is_file()}
     return {str(path): path.read_bytes().decode("latin-1") for path in sorted(paths)}
@@ -32,7 +33,7 @@ def keep_sources(sources: Mapping[str, str]) -> None:
 
 
 def from_memory(found: ModuleSpec) -> ModuleSpec:
-    """The same module, from what was kept of its file."""
+    """Return the same module, from what was kept of its file."""
     if found.origin in _kept:
         found.loader = _Loader(found.name, found.origin)
     return found

@@ -1,4 +1,4 @@
-"""The pool of isolated processes that grade samples.
+"""Grade samples in a pool of isolated processes.
 
 Each sample gets exactly one grade. If a process hangs or dies, only the sample that it was grading fails: the rest of
 its job goes to others, and a new process replaces it.
@@ -107,7 +107,7 @@ class GraderPool:
             self._turn()
 
     def grade(self, requests: Sequence[Request]) -> list[Grade]:
-        """One grade for each request, in order. Raises RewardError when a fresh process can no longer start."""
+        """Return one grade for each request, in order. Raises RewardError when a fresh process can no longer start."""
         assert self._processes, "the pool is closed"
         self._requests, self._grades = requests, [None] * len(requests)
         self._queue = deque(range(len(requests)))

@@ -16,12 +16,12 @@ _OF_CODE = (
 
 
 def last_line(text: str) -> str:
-    """What a failed grade says in a line: that of its error."""
+    """Return the last line of a failed grade's text: that of its error."""
     return (text.strip().splitlines() or [""])[-1]
 
 
 def is_of_code(cause: str, text: str) -> bool:
-    """Whether a call failed of the code itself."""
+    """Return whether a call failed of the code itself."""
     return cause in ("bad_values", "crashes") or last_line(text).partition(":")[0] in _OF_CODE
 
 

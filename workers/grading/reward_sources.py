@@ -1,4 +1,4 @@
-"""Which files a reward module consists of, without running it."""
+"""Find the files that a reward module consists of, without running it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def reward_sources(file: Path) -> list[Path]:
-    """A reward file and the Python files of its own folder that it imports, by statements anywhere in it and in them;
-    of a package all its files. What is imported by a computed name, installed packages and data that the code opens
-    are not found. A file that cannot be parsed counts alone."""
+    """Return a reward file and the Python files of its own folder that it imports, by statements anywhere in it and in
+    them; of a package all its files. What is imported by a computed name, installed packages and data that the code
+    opens are not found. A file that cannot be parsed counts alone."""
     found = [file]
     for source in found:
         for name in _imported(source):
@@ -20,7 +20,7 @@ def reward_sources(file: Path) -> list[Path]:
 
 
 def _imported(source: Path) -> Iterator[str]:
-    """Top-level names of what a file imports."""
+    """Yield top-level names of what a file imports."""
     try:
         nodes = list(ast.walk(ast.parse(source.read_bytes())))
     except (OSError, ValueError, SyntaxError, RecursionError):
@@ -33,7 +33,7 @@ def _imported(source: Path) -> Iterator[str]:
 
 
 def _modules(folder: Path, name: str) -> list[Path]:
-    """Files in `folder` that `import name` runs or may run; the standard library comes before it."""
+    """Return files in `folder` that `import name` runs or may run; the standard library comes before it."""
     if name in sys.stdlib_module_names:
         return []
     package = folder / name

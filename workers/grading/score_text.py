@@ -60,7 +60,7 @@ class ScoreTexts:
             )
 
     def tokens(self, samples: Sequence[Told]) -> list[list[int] | Grade]:
-        """Each sample's tokens, or why it has none."""
+        """Return each sample's tokens, or why it has none."""
         found: list[list[int] | Grade] = []
         texts = [self._text(sample) for sample in samples]
         whole = [text for text in texts if isinstance(text, str)]

@@ -1,4 +1,4 @@
-"""How a reward function is called: each parameter gets what its name says, `prompt`, `completion`, `row` or a column.
+"""Call a reward function: each parameter gets what its name says, `prompt`, `completion`, `row` or a column.
 
 Three parameters of other names get these three by place: `(p, c, row)`. A function in the shape of another library is
 refused with the line that adapts it.

@@ -1,4 +1,4 @@
-"""The reward terms: makes a function of one sample from a term's table. Runs in the grading processes.
+"""Make the reward terms: a function of one sample from a term's table. Runs in the grading processes.
 
 Kept free of pydantic and numpy: a replacement for a killed process must start fast.
 """
@@ -54,7 +54,7 @@ class TermError(Exception):
 
 
 def make_term(table: Mapping[str, Any], setting: Setting) -> Term:
-    """The term of one `[[reward.terms]]` table. Raises TermError."""
+    """Return the term of one `[[reward.terms]]` table. Raises TermError."""
     return _MAKERS[table["kind"]](table, setting)
 
 
@@ -138,7 +138,7 @@ def _own_copy(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | None:
-    """Why a callable cannot score, whatever it is given; None if it can, or if that is unknown."""
+    """Return why a callable cannot score, whatever it is given; None if it can, or if that is unknown."""
     if inspect.isclass(function):
         return f"{name} is a class, and calling it makes an object, not a score", f"name an object: scorer = {name}()"
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
@@ -168,7 +168,7 @@ def _load_module(path: Path) -> Any:
 
 
 def _import_words(path: Path, error: BaseException) -> tuple[str, str]:
-    """Error message of a failed import of a reward file, with the line in it."""
+    """Return the error message of a failed import of a reward file, with the line in it."""
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
     trace = error.__traceback__
     while trace is not None:

@@ -85,7 +85,7 @@ def _on_meta(role: str, asked: RoleRequest) -> Probed:
 
 
 def _texts(role: str, config: TextConfig, asked: RoleRequest) -> Probed:
-    """A role that reads text: its tokenizer, and what it makes of the first rows."""
+    """Look at a role that reads text: its tokenizer, and what it makes of the first rows."""
     codec = load_codec(config.model_path, trust_remote_code=config.trust_remote_code)
     about = Probed(role=role, tokens=len(codec.tokenizer), highest=_highest_token(codec))
     if isinstance(config, DataConfig):
@@ -104,7 +104,7 @@ def _highest_token(codec: TextCodec) -> Token:
 
 
 def _ends(role: str, config: RolloutConfig) -> Probed:
-    """The tokens that end a completion, and stop texts that are none."""
+    """Find the tokens that end a completion, and stop texts that are none."""
     if find_spec("transformers") is None:  # an engine of another package, which reads no tokenizer here
         return Probed(role=role)
     path = config.model.path

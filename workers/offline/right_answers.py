@@ -1,4 +1,4 @@
-"""Whether the rows' own answers can be right: written by the tokenizer, short enough, and read by math_verify."""
+"""Check that the rows' own answers can be right: written by the tokenizer, short enough, and read by math_verify."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Reward:
         return body, columns
 
     def render(self, call: Call[bodies.Render], emit: Emit) -> Reply:
-        """Samples in the tokens of the reward model: those that it can read, by their ids."""
+        """Return samples in the tokens of the reward model: those that it can read, by their ids."""
         assert self._score_texts is not None, "the run has no reward model"
         batch, rows = call.batch, call.body.rows
         batch.require(COLUMNS[Verb.RENDER].needs, Verb.RENDER)
@@ -161,7 +161,7 @@ class Reward:
         return {}, {}
 
     def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row]) -> list[Request]:
-        """One request per sample, with the text that the policy wrote."""
+        """Return one request per sample, with the text that the policy wrote."""
         assert self._codec is not None
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
         return [
@@ -197,7 +197,7 @@ class Reward:
     def _examples(
         self, batch: Batch, requests: Sequence[Request], columns: Mapping[str, Column], count: int
     ) -> list[dict[str, Any]]:
-        """`count` samples spread over the batch, as readable text."""
+        """Return `count` samples spread over the batch, as readable text."""
         if not count:
             return []
         assert self._config is not None
@@ -250,8 +250,8 @@ class Awaited:
 def weigh(
     grades: Sequence[Grade], weights: NDArray[np.float64], fallback: float, numbers: Sequence[int] = ()
 ) -> tuple[dict[str, Column], list[Grade]]:
-    """Weighted sums as columns. A value or a sum beyond MAX_SCORE, with which a step cannot compute, is a bad value.
-    `numbers`: those of the terms in `reward.terms`, where they are not all."""
+    """Return weighted sums as columns. A value or a sum beyond MAX_SCORE, with which a step cannot compute, is a bad
+    value. `numbers`: those of the terms in `reward.terms`, where they are not all."""
     numbers = numbers or range(len(weights))
     values = np.array([grade.values or (0.0,) * len(weights) for grade in grades]).reshape(len(grades), len(weights))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -275,7 +275,8 @@ def weigh(
 def _first_failure(
     grades: Sequence[Grade], wheres: Sequence[str], ids: Sequence[int], short: Callable[[str], str]
 ) -> str:
-    """What the first sample without a score died of, made `short`, its row and its id; empty where all have one."""
+    """Return why the first sample without a score failed, made `short`, its row and its id; empty where all have
+    one."""
     for grade, where, sample in zip(grades, wheres, ids, strict=True):
         if grade.cause:
             return f"{short(grade.text) or grade.cause} ({where}, sample {sample})"
@@ -283,17 +284,17 @@ def _first_failure(
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback."""
+    """Return the last line of a traceback."""
     return (text.strip().splitlines() or [""])[-1]
 
 
 def _one_line(text: str) -> str:
-    """All that was said, of which a server's reply may be part."""
+    """Return all of the text in one line: a server's reply may be part of it."""
     return " ".join(text.split())
 
 
 def _too_large(values: Sequence[float], total: float, numbers: Sequence[int]) -> str:
-    """What of one sample is beyond the limit."""
+    """Say what of one sample is beyond the limit."""
     found = next(((n, value) for n, value in zip(numbers, values, strict=True) if not abs(value) <= MAX_SCORE), None)
     what = f"the weighted sum of the terms is {total:g}" if found is None else f"reward.terms[{found[0]}]: {found[1]:g}"
     return f"{what}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
