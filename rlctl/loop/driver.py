@@ -279,6 +279,7 @@ class Driver:
         loss is not a number."""
         algorithm = self.spec.algorithm
         updates: Updates = {role: [] for role in self.learners if step > self.spec.learns_after(role)}
+        empty = 0
         if "old_logprob_T" in batch:
             self.check_gap(batch, Gap.of_batch(batch, batch["old_logprob_T"]), step)
         if algorithm.mask_truncated:
@@ -287,10 +288,16 @@ class Driver:
             seed = (self.spec.run.seed, step, epoch)
             pieces = mini_batches(batch["group_B"], algorithm.mini_batches_per_step, seed)
             for number, chosen in enumerate(pieces):
-                mini = covariance.with_selection(self.spec.loss, batch.select(chosen), (*seed, number))
+                piece = batch.select(chosen)
+                if not piece["loss_mask_T"].any():
+                    empty += 1  # weight decay and the schedule's clock would move by nothing that was learned
+                    continue
+                mini = covariance.with_selection(self.spec.loss, piece, (*seed, number))
                 for role, reports in self.one_update(batch, mini, list(updates), step).items():
                     updates[role].append(reports)
-        return updates
+        if empty:
+            self.progress.warning(f"step {step}: {empty} mini-batches have no loss tokens: no optimizer step is made")
+        return {role: reports for role, reports in updates.items() if reports}
 
     def one_update(
         self, batch: Batch, mini: Batch, roles: Sequence[RoleName], step: int

@@ -195,7 +195,9 @@ def _work(reports: Sequence[RankReport]) -> dict[str, int]:
     """What all ranks computed together."""
     return {
         "perf/micro_batches": int(sum(report.sums["micro_batches"] for report in reports)),
-        "perf/micro_batch_tokens_max": int(max(report.sums["micro_batch_tokens_max"] for report in reports)),
+        "perf/micro_batch_tokens_max": int(
+            max((report.sums["micro_batch_tokens_max"] for report in reports), default=0)
+        ),
     }
 
 

@@ -78,6 +78,18 @@ def test_advantages_are_of_each_group_by_itself(tmp_path: Path, scale: str) -> N
     assert not learned.sequences("advantage_T")[5].any(), "what was not graded teaches nothing"
 
 
+def test_a_mini_batch_without_loss_tokens_steps_nothing(tmp_path: Path) -> None:
+    """Nor is β steered by a step that has none."""
+    sets = ("algorithm.kl_coef=0.5", "algorithm.kl_target=0.1", "ref.engine.kind=fake")
+    driver, actor = driver_of(tmp_path, *sets, "algorithm.mini_batches_per_step=2")
+    batch, scored = drawn()
+    batch = Batch({**batch.columns, "loss_mask_T": np.zeros_like(batch["loss_mask_T"])})
+    updates = driver.update(driver.add_advantages(batch, scored), 1)
+    assert (updates, actor.told) == ({}, [[], []])
+    driver.kl.after_step({}, 32, learned="actor" in updates)
+    assert driver.kl.coef == 0.5
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_was_cut_off_is_left_out_of_the_loss(tmp_path: Path, asked: bool) -> None:
     """Every sample of a rollout of which one was cut off; scores of such rollouts count in their groups all the same,
