@@ -59,9 +59,8 @@ def _next_action(spec: Spec, role: RoleName, *, of_tokens: bool, weights: bool) 
         name = engine.memory_key(on_gpu=bool(section.devices))
         if name is not None and not weights:
             return f"{role}.engine.{name}", show(getattr(engine, name)), "lower it, or data.max_response_tokens"
-    elif of_tokens and getattr(section, "gradient_checkpointing", True) is not True:
-        key = f"{role}.gradient_checkpointing"
-        return key, show(getattr(section, "gradient_checkpointing")), "set it to true"  # noqa: B009
+    elif of_tokens and (recomputed := getattr(section, "gradient_checkpointing", True)) is not True:
+        return f"{role}.gradient_checkpointing", show(recomputed), "set it to true"
     elif of_tokens:
         longest = -(-spec.longest_tokens(role) // getattr(section, "sequence_parallel", 1))
         tokens = getattr(section, "micro_batch_tokens", 0)
