@@ -33,7 +33,7 @@ def found_of(folder: Path, code: str, **sets: Any) -> Findings:
 
 def test_the_score_or_the_traceback_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for code, score, shown in (
-        ("def score(completion, answer): return 2 * (completion == answer)\n", 2.0, "score       2 "),
+        ("def score(completion, answer): return 2 * (completion == answer)\n", 2.0, "score       2"),
         ("def score(completion): return int('x')\n", None, "ValueError: invalid literal for int()"),
     ):
         spec = write_case({"set": FUNCTION, "files": {"rewards.py": code}}, tmp_path)

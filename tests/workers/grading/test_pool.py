@@ -177,12 +177,6 @@ def test_the_words_of_a_failure_name_its_cause(make_pool: MakePool) -> None:
     assert "'1.0' (str)" in value.text
 
 
-def test_a_forked_copy_does_not_speak(make_pool: MakePool) -> None:
-    pool = make_pool(NAUGHTY, workers=1)
-    grades = pool.grade([request(name) for name in ["fork", "3"] * 20])
-    assert grades == [Grade((0.25,)), Grade((3.0,))] * 20
-
-
 def test_order_and_rows_survive_many_samples(make_pool: MakePool) -> None:
     """Equal texts, shared rows, and processes that die in the middle: scores stay with their samples."""
     pool = make_pool(NAUGHTY, workers=3)
@@ -318,12 +312,6 @@ def test_a_reward_that_cannot_be_loaded_is_named(make_pool: MakePool, code: str,
         make_pool(code, terms=[good, {"kind": "function", "path": path}])
     assert words in error.value.message
     assert error.value.hint
-
-
-def test_a_reward_that_imports_its_neighbour(make_pool: MakePool, tmp_path: Path) -> None:
-    (tmp_path / "neighbour.py").write_text("def value():\n    return 0.125\n", "utf-8")
-    pool = make_pool("import neighbour\ndef score(p, c, row): return neighbour.value()", workers=1)
-    assert pool.grade([request("")]) == [Grade((0.125,))]
 
 
 def test_processes_die_with_their_parent(tmp_path: Path) -> None:
