@@ -256,7 +256,7 @@ def _call_table(call: RewardCall) -> Table:
     """Show what a reward function gave the first row, or the end of its traceback."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("reward", call.path)
-    table.add_row("called for", call.row)
+    table.add_row("called for", call.row.rpartition("/")[2])
     table.add_row("completion", show(call.completion))
     table.add_row("score", call.traceback.strip() if call.score is None else number(call.score))
     return table
