@@ -87,7 +87,7 @@ class LossMetric:
 class AnyLoss(Table):
     """A loss as it travels to a trainer: Σ weight · token loss over the mini-batch. `kind` names it.
 
-    Its function is in `backends/train/`, and in `backends/fake/fake_losses.py` with its derivatives written out.
+    Its function is in `backends/train/`.
     """
 
     kind: str

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from train_helpers import grpo, gspo, make_batch, scale_of
 
-from backends.fake.fake_losses import (
-    FAKE_LOSSES,
-    FAKE_SEQUENCE_COLUMNS,
-    FakeColumns,
-    fake_loss,
-    fake_policy_loss,
-    fake_sequence_columns,
-)
+from backends.fake.fake_losses import FakeColumns, fake_policy_loss
 from backends.packed.packing import loss_weight_T
 from backends.protocol import LossScale
 from backends.token_metrics import SOURCES
@@ -126,23 +118,7 @@ SETTINGS = [
 ]
 
 
-OTHERS = [
-    gspo(),
-    gspo(kl_coef=0.3, entropy_coef=0.1),
-    CispoLoss(anchor="trainer"),
-    CispoLoss(anchor="trainer", clip_low=0.3, clip_high=0.5, kl_coef=0.3),
-    GmpoLoss(anchor="trainer"),
-    GmpoLoss(anchor="trainer", clip_low=0.1, clip_high=0.6, kl_coef=0.3),
-    SapoLoss(anchor="trainer"),
-    SapoLoss(anchor="trainer", tau_positive=0.5, tau_negative=3.0, entropy_coef=0.1),
-    ClipCovLoss(anchor="trainer"),
-    ClipCovLoss(anchor="trainer", clip_low=0.2, clip_high=0.3),
-    KlCovLoss(anchor="trainer", covariance_kl_coef=0.7, kl_coef=0.3),
-]
-LOSSES_TO_TRY = [*(grpo(**setting) for setting in SETTINGS), *OTHERS]
-
-
-@pytest.mark.parametrize("loss", LOSSES_TO_TRY, ids=str)
+@pytest.mark.parametrize("loss", [grpo(**setting) for setting in SETTINGS], ids=str)
 @pytest.mark.parametrize(
     ("anchor", "corrected"), [("current", False), ("trainer", False), ("sampler", False), ("trainer", True)]
 )
@@ -150,18 +126,15 @@ def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor, 
     rng = np.random.default_rng(0)
     count, loss = 400, loss.model_copy(update={"anchor": anchor, "corrected": corrected})
     logprob, old, ref, rollout = (rng.normal(-2, 1.0, count) for _ in range(4))
-    weight, advantage, entropy, log_ratio = rng.random(count), *rng.normal(size=(3, count))
+    weight, advantage, entropy, _ = rng.random(count), *rng.normal(size=(3, count))
     optional = (old if anchor == "trainer" else None, ref if loss.needs_ref else None)
-    of_sequence = dict.fromkeys(loss.sequence_columns, log_ratio)
     correction = rng.random(count) * (rng.random(count) > 0.2) if corrected else None
-    covariant = (rng.random(count) > 0.7).astype(float) if loss.selects_covariant else None
-    given = FakeColumns(weight, advantage, rollout, *optional, of_sequence, correction, covariant)
+    given = FakeColumns(weight, advantage, rollout, *optional, correction_N=correction)
     expected = fake_policy_loss(logprob, entropy, given, loss)
     lp, ent = (torch.tensor(column, requires_grad=True) for column in (logprob, entropy))
     columns = TokenColumns(
         *(None if column is None else torch.tensor(column) for column in (weight, advantage, rollout, *optional)),
-        {name: torch.tensor(column) for name, column in of_sequence.items()},
-        *(None if column is None else torch.tensor(column) for column in (correction, covariant)),
+        correction_N=None if correction is None else torch.tensor(correction),
     )
     value, sums, maxima = policy_loss(lp, ent, columns, loss)
     value.backward()
@@ -171,6 +144,29 @@ def test_against_numpy_with_written_out_derivatives(loss: Loss, anchor: Anchor, 
     assert dict(zip(loss.summed(), sums.tolist(), strict=True)) == pytest.approx(expected.sums, rel=1e-9, abs=1e-9)
     assert dict(zip(loss.maxima(), maxima.tolist(), strict=True)) == pytest.approx(expected.maxima)
     assert value.item() == pytest.approx(expected.loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        SapoLoss(anchor="trainer", tau_positive=0.5, tau_negative=3.0, entropy_coef=0.1),
+        ClipCovLoss(anchor="trainer", clip_low=0.2, clip_high=0.3),
+        KlCovLoss(anchor="trainer", covariance_kl_coef=0.7, kl_coef=0.3),
+        grpo(clip_high=0.28, dual_clip=1.5, kl_coef=0.3, kl_estimator="k2"),
+    ],
+    ids=lambda loss: loss.kind,
+)
+def test_gradients_against_finite_differences(loss: Loss) -> None:
+    """Of the losses that stop no gradient on the way; the others have theirs by hand below."""
+    rng, count = np.random.default_rng(0), 60
+    logprob, old, ref, rollout = (torch.from_numpy(rng.normal(-2, 0.5, count)) for _ in range(4))
+    weight, entropy = (torch.from_numpy(rng.random(count)) for _ in range(2))
+    chosen = torch.from_numpy((rng.random(count) > 0.7).astype(float))
+    columns = TokenColumns(
+        weight, torch.from_numpy(rng.normal(size=count)), rollout, old, ref, correction_N=weight, covariant_N=chosen
+    )
+    given = (logprob.requires_grad_(), entropy.requires_grad_(bool(loss.entropy_coef)))
+    assert torch.autograd.gradcheck(lambda lp, ent: policy_loss(lp, ent, columns, loss)[0], given)
 
 
 def test_the_ratio_against_an_older_sampler_by_hand() -> None:
@@ -273,8 +269,7 @@ def test_a_correction_weighs_the_policy_loss_alone() -> None:
 @pytest.mark.parametrize("table", [table for table in tables_of(LossTable) if issubclass(table, Loss)])
 def test_every_loss_table_has_its_functions(table: type[Loss]) -> None:
     assert table in LOSSES
-    assert table in FAKE_LOSSES
-    assert bool(table.sequence_columns) == (LOSSES[table].sequences is not None) == (table in FAKE_SEQUENCE_COLUMNS)
+    assert bool(table.sequence_columns) == (LOSSES[table].sequences is not None)
     assert {metric.source for metric in table.metrics} <= set(SOURCES)
     assert len({metric.name for metric in table.metrics}) == len(table.metrics)
 
@@ -287,8 +282,6 @@ def test_a_loss_without_a_function_is_named() -> None:
     loss = Unheard(anchor="current")
     with pytest.raises(RlctlError, match=r"(?s)loss unheard.*backends/train/losses.py has ppo_clip, gspo"):
         loss_function(loss)
-    with pytest.raises(RlctlError, match=r"(?s)loss unheard.*fake_losses.py has ppo_clip, gspo"):
-        fake_loss(loss)
 
 
 def test_a_metric_without_a_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,27 +313,22 @@ def batch_of(*sequences: list[float | None], **columns: float) -> tuple[Batch, n
     ), now_T
 
 
-BOTH_COLUMNS = pytest.mark.parametrize("columns_of", [sequence_columns, fake_sequence_columns])
-
-
-@BOTH_COLUMNS
 @pytest.mark.parametrize("anchor", ["trainer", "sampler"])
-def test_a_sequences_log_ratio_by_hand(columns_of: Callable[..., Any], anchor: Anchor) -> None:
+def test_a_sequences_log_ratio_by_hand(anchor: Anchor) -> None:
     """Over loss tokens alone: a hole in the mask counts neither in the sum nor in the length."""
     batch, now_T = batch_of([0.1, None, None, 0.3], [-0.2], [None, None])
-    found = columns_of(batch, gspo(anchor=anchor), lambda: now_T)["log_ratio_B"]
+    found = sequence_columns(batch, gspo(anchor=anchor), lambda: now_T)["log_ratio_B"]
     assert found == pytest.approx([0.2, -0.2, 0.0], abs=1e-6)
 
 
-@BOTH_COLUMNS
-def test_against_the_current_log_probs_no_pass_is_made(columns_of: Callable[..., Any]) -> None:
+def test_against_the_current_log_probs_no_pass_is_made() -> None:
     batch, _ = batch_of([0.1, 0.2], [0.3])
 
     def never() -> np.ndarray:
         raise AssertionError("a pass was made")
 
-    assert columns_of(batch, gspo(anchor="current"), never)["log_ratio_B"].tolist() == [0.0, 0.0]
-    assert columns_of(batch, grpo(), never) == {}
+    assert sequence_columns(batch, gspo(anchor="current"), never)["log_ratio_B"].tolist() == [0.0, 0.0]
+    assert sequence_columns(batch, grpo(), never) == {}
 
 
 def sequence_ratio(log_ratios: list[float], advantage: float, **bounds: float) -> tuple[list[float], list[float]]:
