@@ -19,7 +19,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FakeColumns:
-    """What the loss reads at each loss token besides the model's own numbers: `TokenColumns` in numpy."""
+    """The columns that the loss reads at each loss token besides the model's own numbers: `TokenColumns` in numpy."""
 
     weight_N: Column
     advantage_N: Column

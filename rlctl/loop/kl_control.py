@@ -93,7 +93,7 @@ class KlController:
         return found
 
     def save(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """Return the state that a checkpoint keeps."""
         return {} if self.algorithm.kl_target is None else {STATE: self.coef}
 
     def restore(self, state: Mapping[str, Any]) -> None:

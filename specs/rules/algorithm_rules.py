@@ -1,4 +1,4 @@
-"""What the pieces of an algorithm ask of one another, and of the reference."""
+"""Rules of an algorithm: its pieces, and its reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MORE_UPDATES = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_s
 
 
 def algorithm_problems(spec: Spec) -> Iterator[Problem]:
-    """Combinations that make no sense, and keys without effect."""
+    """Yield combinations that cannot work, and keys without effect."""
     yield from _reference(spec)
     yield from _kl(spec)
     yield from _dynamic_sampling(spec)

@@ -17,7 +17,7 @@ from specs.text import show
 
 @dataclass(frozen=True)
 class AtHand:
-    """What is known of a role beyond the spec. `versions` None: its interpreter does not answer."""
+    """Facts about a role beyond the spec. `versions` None: its interpreter does not answer."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # the model's `config.json`
     versions: Mapping[str, str] | None = None  # of the packages in the role's interpreter
@@ -25,7 +25,7 @@ class AtHand:
 
 
 def attention_of(spec: Spec, role: RoleName, at_hand: AtHand | None = None) -> Decision | None:
-    """What a role's attention will be; None where the role has no model, or one without attention.
+    """Return what a role's attention will be; None where the role has no model, or one without attention.
 
     `at_hand` None: by the spec alone. `implementation` is empty where the engine decides or says nothing, and only
     `as_built.json` can say.

@@ -1,4 +1,4 @@
-"""What engines say is wrong with the sections that they are chosen in, and what their properties rule out."""
+"""Rules of engines: their own, and those that their properties imply."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _OF_ONE_SET = tuple(name for name in EvalSet.model_fields if name not in OF_ALL_
 
 
 def eval_problems(spec: Spec) -> Iterator[Problem]:
-    """What of `[eval]` does nothing, or measures nothing."""
+    """Yield what of `[eval]` does nothing, or measures nothing."""
     section = spec.eval
     if section is None:
         return

@@ -14,7 +14,7 @@ from specs.text import show
 
 
 def kernels_of(spec: Spec, role: RoleName, at_hand: KernelFacts | None = None) -> KernelChoice | None:
-    """What a role's modules will compute with; None where its engine does not run transformers' own. `at_hand` None:
+    """Return what a role's modules compute with; None where its engine does not run transformers' own. `at_hand` None:
     by the spec alone."""
     section = spec.role(role)
     engine = engine_of(section)

@@ -15,7 +15,7 @@ _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|0\.0\.0\.0|\[?::1?\]?", re.IGNORE
 
 
 def node_problems(spec: Spec) -> Iterator[Problem]:
-    """What can be said without reading the hostfile."""
+    """Yield what can be told without reading the hostfile."""
     sections = spec.sections()
     for role, section in sections:
         if section.nodes > 1:

@@ -1,4 +1,4 @@
-"""What sampling ahead of learning (`rollout.max_staleness`) asks of the rest of a spec."""
+"""Rules of sampling ahead of learning (`rollout.max_staleness`)."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class EvalSection(Table):
 
 @dataclass(frozen=True)
 class Pass:
-    """What counts as solved: a term's own value, or the weighted sum (None), of at least `score`."""
+    """The bar that a solved completion passes: a term's own value, or the weighted sum (None), of at least `score`."""
 
     term: int | None
     score: float
@@ -127,7 +127,7 @@ class Evaluation:
         return self.prompts * self.samples_per_prompt
 
     def passes(self, terms: Sequence[RewardTerm]) -> Pass | None:
-        """What counts as solved with these terms of a reward; None: that is not known."""
+        """Return the bar with these terms of a reward; None: it is not known."""
         term, score = self.pass_term, self.pass_score
         if term is None and score is None:
             grading = [number for number, one in enumerate(terms) if not one.is_penalty]

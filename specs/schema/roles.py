@@ -27,7 +27,7 @@ PROOF_FILES: dict[HeadKind, str] = {"lm": "greedy_proof.json", "value": "value_p
 
 @dataclass(frozen=True)
 class Role:
-    """What is known of a role without a spec.
+    """Facts about a role that need no spec.
 
     `wave` orders the starts; where roles share devices, those with a model are built wave by wave.
     `inherits` is the role whose section stands in where the spec has none for this one.
@@ -87,7 +87,7 @@ class Role:
 
     @property
     def several(self) -> str:
-        """What messages call its ranks."""
+        """The word for its ranks in messages."""
         return "replicas" if self.samples else "processes"
 
     @property
