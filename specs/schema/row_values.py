@@ -22,7 +22,7 @@ def gold_answer(value: Any) -> str:
 
 
 def blank_answer(value: Any) -> str:
-    """Return what is wrong with an answer that is no text at all: a model that says nothing would be right. "" of others."""
+    """Return what is wrong with an answer that is no text at all: silence would be right. Else ""."""
     if gold_answer(value):
         return ""
     after = f" after {GSM8K_MARK}" if GSM8K_MARK in str(value) else ""
