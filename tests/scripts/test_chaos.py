@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,6 @@ from chaos_faults import SIGNALS, Fault, all_faults, chosen
 from chaos_runs import LAUNCHED, Stage, try_fault
 
 pytestmark = pytest.mark.slow
-
-
-def test_the_short_form(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chaos = runpy.run_path(str(repo_root / "scripts" / "chaos.py"))
-    code = chaos["main"](["--short"])
-    told = capsys.readouterr().out
-    assert code == 0, told
-    assert "4 of 4 faults" in told
-    assert "rollout rank 1 failed" in told
-    assert "ended (130), resumed, same numbers" in told
 
 
 def test_other_numbers_are_bad(tmp_path: Path) -> None:

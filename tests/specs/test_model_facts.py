@@ -15,13 +15,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
     ("config", "positions"),
     [
         ({}, 0),
-        ({"max_position_embeddings": None}, 0),
         ({"max_position_embeddings": 4096}, 4096),
         ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
-        (
-            {"max_position_embeddings": 131072, "rope_scaling": {**YARN, "original_max_position_embeddings": 32768}},
-            131072,
-        ),
         (
             {"max_position_embeddings": 32768, "rope_parameters": {**YARN, "original_max_position_embeddings": 32768}},
             131072,
@@ -29,7 +24,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2}}, 4096),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2048),
         ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
-        ({"max_position_embeddings": 64, "rope_scaling": None}, 64),
         ({"text_config": {"max_position_embeddings": 512}}, 512),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomli
 
-from specs.text import listed, show, show_default
+from specs.text import show, show_default
 
 
 def test_values_are_shown_as_toml_reads_them_back() -> None:
@@ -21,7 +21,3 @@ def test_tables_and_nothing_show_as_nothing_and_long_values_are_cut() -> None:
 def test_a_default_that_says_nothing_is_not_shown() -> None:
     assert [show_default(value) for value in ("", (), None, {})] == [""] * 4
     assert [show_default(value) for value in (0, False, "cosine", (1, 2))] == ["0", "false", '"cosine"', "[1, 2]"]
-
-
-def test_numbers_are_listed_with_or_and_the_largest_of_many() -> None:
-    assert (listed([4]), listed([1, 2, 4]), listed([1, 2, 3, 4], shown=2)) == ("4", "1, 2 or 4", "3 or 4")

@@ -27,21 +27,22 @@ ENGINES = {
 }
 
 
-def model(seed=1):
+def model(seed=1, dtype="fp32"):
     return ModelConfig(
-        path=str(TINY), from_scratch=True, seed=seed, dtype="fp32", attn_implementation="auto",
+        path=str(TINY), from_scratch=True, seed=seed, dtype=dtype, attn_implementation="auto",
         trust_remote_code=False, device="cpu", max_sequence_tokens=24,
     )  # fmt: skip
 
 
-def build(kind, replicas=1):
+def build(kind, replicas=1, dtype="fp32"):
+    """Build an actor in fp32 and rollouts in `dtype`; return them, their groups and the size of the vocabulary."""
     train, sample = ENGINES[kind]
     actor, rollouts = Actor(Rank()), [Rollout(Rank(rank=rank)) for rank in range(replicas)]
     config = TrainConfig(
         role="actor", model=model(), engine=train, optimizer=Optimizer(lr=0.1), total_optimizer_steps=10,
         micro_batch_tokens=256, gradient_checkpointing=False, temperature=0.7,
     )  # fmt: skip
-    sampler = RolloutConfig(model=model(2), engine=sample, max_prompt_tokens=12, max_response_tokens=12, stop=())
+    sampler = RolloutConfig(model=model(2, dtype), engine=sample, max_prompt_tokens=12, max_response_tokens=12, stop=())
     groups = LocalGroup("actor", [actor.handlers()]), LocalGroup("rollout", [r.handlers() for r in rollouts])
     vocab = groups[0].call(Verb.BUILD, config.model_dump(mode="json"))[0].body["model"]["vocab_size"]
     groups[1].call(Verb.BUILD, sampler.model_dump(mode="json"))

@@ -37,7 +37,6 @@ def test_rendered_as_transformers_renders_it(library: bool) -> None:
         assert chats.render(ASKED).endswith("<assistant>"), "a refusal ends nothing"
 
 
-@pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize(
     ("template", "why"),
     [
@@ -46,18 +45,16 @@ def test_rendered_as_transformers_renders_it(library: bool) -> None:
             "MiB of memory",
         ),
         ("{{ 'A' * 10**11 }}", "MiB of memory"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 3 s"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 1 s"),
         ("{{ 'A' * 2**25 }}", "characters"),
         ("one\n{% if %}", "not Jinja: line 2"),
         ("{{ ''.__class__.__mro__ }}", "not safe"),
     ],
 )
-def test_a_hostile_template_ends_in_an_error(
-    template: str, why: str, library: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_renderer, "RENDER_S", 3.0)
+def test_a_hostile_template_ends_in_an_error(template: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_renderer, "RENDER_S", 1.0 if "longer" in why else 60.0)
     began = time.monotonic()
-    with ChatRenderer(template, {}, library=library) as chats, pytest.raises(ModelError, match=why) as error:
+    with ChatRenderer(template, {}, library=False) as chats, pytest.raises(ModelError, match=why) as error:
         chats.render(ASKED)
     assert 'data.chat = "never"' in error.value.hint
     assert time.monotonic() - began < 30

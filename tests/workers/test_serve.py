@@ -135,17 +135,6 @@ def test_a_body_is_checked_before_the_handler_is_called() -> None:
     ]
 
 
-def test_a_verb_whose_roles_differ_needs_the_class_of_the_role() -> None:
-    with pytest.raises(AssertionError, match="probe: one of"):
-        typed({Verb.PROBE: lambda request, emit: ({}, {})})
-
-
-def test_what_is_not_a_call_is_passed_over() -> None:
-    tape = Tape(Message(Kind.BEAT), Message(Kind.CALL))
-    serve(tape, {})
-    assert [answer.verb for answer in tape.answers] == [Verb.CLOSE]
-
-
 @pytest.mark.parametrize(
     ("env", "index", "rank"),
     [

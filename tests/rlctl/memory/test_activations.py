@@ -48,11 +48,8 @@ def case(hidden: int, inner: int, layers: int, vocab: int, **more: Any) -> dict[
 CASES = {
     "activations": case(256, 704, 4, 2000),
     "logits": case(128, 352, 1, 16000, entropy=True),
-    "no logits, a critic": case(256, 704, 4, 16000, head="value"),
     "two layers of four recomputed": case(256, 704, 4, 2000, recompute=2),
-    "scores of a whole row": case(256, 704, 4, 2000, attention="eager"),
     "scores of a whole row, recomputed": case(256, 704, 4, 2000, attention="eager", recompute=True),
-    "recomputed, twice as wide": case(512, 1408, 4, 2000, recompute=True),
 }
 
 

@@ -165,40 +165,12 @@ def test_what_a_library_was_told_is_read_back(spec, held, words):
     assert found == [f"actor rank {rank}: {line}" for rank in range(2) for line in words]
 
 
-def test_a_mesh_where_none_was_asked_for_is_named(spec):
-    reports = good()
-    reports["actor"][1] = report("actor", 1, mesh={"shard": 2})
-    found = as_built_check.differences(spec, reports, asked(spec))
-    assert found == ["actor rank 1: ranks along the mesh axis shard: expected 0, built 2"]
-
-
 @pytest.mark.parametrize(("role", "rank"), [("ref", 0), ("ref", 1), ("actor", 1)])
 def test_a_rank_without_a_model_is_named(spec, role, rank):
     reports = good()
     reports[role][rank] = reports[role][rank].model_copy(update={"model": None})
     found = as_built_check.differences(spec, reports, asked(spec))
     assert f"{role} rank {rank}: whether it holds a model: expected True, built False" in found
-
-
-def test_the_table_shows_mesh_and_what_learns(mesh_spec, capsys):
-    from rich.console import Console
-
-    reports = good()
-    reports["actor"] = [
-        report("actor", rank, "fsdp2", mesh={"replicate": 1, "shard": 2}, trainable_parameters=4) for rank in range(2)
-    ]
-    Console(width=120).print(as_built_check.table(mesh_spec("fsdp2"), reports))
-    shown = capsys.readouterr().out
-    assert "2 × fsdp2, cpu" in shown
-    assert "replicate 1 × shard 2" in shown
-    assert "4 learn" in shown
-    assert shown.count("learn") == 1
-
-
-def test_a_missing_rank_is_found(spec):
-    reports = good()
-    reports["actor"] = reports["actor"][:1]
-    assert as_built_check.differences(spec, reports, asked(spec)) == ["actor: ranks: expected 2, built 1"]
 
 
 def test_resume_with_other_starting_weights_is_refused(spec, tmp_path: Path):

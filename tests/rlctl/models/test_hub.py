@@ -111,13 +111,6 @@ def test_offline_nothing_is_asked(the_hub: Hub, tmp_path: Path, monkeypatch: pyt
     assert the_hub.seen == []
 
 
-def test_a_reference_on_the_hub_must_read_the_same_tokens(the_hub: Hub, tmp_path: Path) -> None:
-    kl = ("algorithm.kl_coef=0.1",)
-    assert check(tmp_path, "org/good", *kl, "ref.model=org/good") == ([], [])
-    (error,), _ = check(tmp_path, "org/good", *kl, "ref.model=org/other-tokens")
-    assert "differs from the actor's in 1 token" in error.message
-
-
 @pytest.mark.usefixtures("warm_children")
 def test_it_is_planned_and_probed(the_hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = preset("quickstart", tmp_path)

@@ -63,23 +63,6 @@ def test_hub_ids_without_a_network(tmp_path: Path, model: Path, monkeypatch: pyt
     assert check(tmp_path, "model.path=some/model", "model.from_scratch=false") == ([], [])
 
 
-FUNCTION = "reward.terms=[{kind = 'function', path = 'rewards.py:score'}]"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "score = lambda prompt, completion, row: 1.0\n",
-        "from elsewhere import grade as score\n",
-        "try:\n    import x\nexcept ImportError:\n    def score(prompt, completion, row): return 1.0\n",
-        "raise SystemExit('checking must not run this')\ndef score(p, c, r): return 1.0\n",
-    ],
-)
-def test_reward_functions_are_found_without_running_the_file(tmp_path: Path, code: str) -> None:
-    (tmp_path / "rewards.py").write_text(code)
-    assert check(tmp_path, FUNCTION) == ([], [])
-
-
 @pytest.mark.parametrize("driver", [True, False])
 def test_gpus_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool) -> None:
     monkeypatch.setattr("rlctl.preflight.file_problems.has_nvidia_driver", lambda: driver)

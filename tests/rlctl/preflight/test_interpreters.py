@@ -152,16 +152,6 @@ def test_a_role_imports_what_the_list_says_and_no_more() -> None:
 # ── engines that are not installed ────────────────────────────────────────────────────────────────
 
 
-def test_elsewhere_what_this_machine_lacks_is_a_warning(tmp_path: Path) -> None:
-    spec = load_spec(preset("zero3-cpu", tmp_path), ["rollout.python=elsewhere/bin/python", "actor.launcher=deepspeed"])
-    keys = ["actor.engine.kind", "actor.launcher", "rollout.python"]
-    with packages(absent=["deepspeed"]):
-        errors, warnings = file_problems(spec, tmp_path)
-        assert (sorted(problem.key for problem in errors), warnings) == (keys, [])
-        errors, warnings = file_problems(spec, tmp_path, elsewhere=True)
-        assert (errors, sorted(problem.key for problem in warnings)) == ([], keys)
-
-
 def test_a_missing_torch_is_an_error_before_the_start(tmp_path: Path) -> None:
     spec = load_spec(preset("quickstart", tmp_path))
     with packages(absent=["torch"]):

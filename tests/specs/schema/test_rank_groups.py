@@ -11,7 +11,6 @@ from specs.errors import Problem
 from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 from specs.schema.engines.megatron_table import MegatronTable
-from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.engines.zero_table import ZeroTable
 from specs.schema.mesh import Mesh
 from specs.schema.rank_groups import (
@@ -21,7 +20,7 @@ from specs.schema.rank_groups import (
     sequence_groups,
     shard_groups,
 )
-from specs.schema.spec import ActorSection, RolloutSection
+from specs.schema.spec import ActorSection
 
 
 def problems(engine: dict[str, Any], **actor_keys: Any) -> list[Problem]:
@@ -98,11 +97,6 @@ def test_ranks_that_share_samples_lie_on_two_axes_more() -> None:
     assert sequence_groups(actor(Fsdp2Table(), 8)) == []
 
 
-@pytest.mark.parametrize(("parallel", "mesh"), [(1, {}), (4, {"tensor": 4})])
-def test_a_sampler_cut_by_vllm_says_so(parallel: int, mesh: dict[str, int]) -> None:
-    assert built_mesh(RolloutSection(engine=VllmTable(tensor_parallel=parallel))) == mesh
-
-
 # ── rules ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -121,11 +115,6 @@ def test_a_mesh_that_does_not_give_the_processes(engine: dict[str, Any], key: st
     assert problem.key == f"actor.engine.{key}"
     assert message in problem.message
     assert hint in problem.hint
-
-
-@pytest.mark.parametrize("engine", [{}, {"shard": 8}, {"replicate": 8}, {"shard": 2, "replicate": 4}])
-def test_a_mesh_that_does(engine: dict[str, Any]) -> None:
-    assert problems(engine, processes=8) == []
 
 
 def test_keys_without_effect() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -12,55 +10,6 @@ from rlctl.loop.residency import MOVES, TABLE
 from specs.load.load import spec_from
 from specs.schema.roles import ROLES, build_waves
 from specs.schema.spec import Spec
-
-ROOT = Path(__file__).parents[3]
-WINGS = ("specs", "rlctl", "workers", "backends")
-# Where a role is meant by its name, and files in which the same word means something else.
-MAY_SAY = {
-    "specs/schema/roles.py": "the table",
-    "workers/roles/": "the roles' own files",
-    "rlctl/loop/": "the algorithm: what is asked of whom in a step",
-    "specs/phases.py": "phases",
-    "specs/memory_parts.py": "phases",
-    "rlctl/memory/": "phases",
-    "specs/load/keys.py": "families of engines",
-    "specs/schema/algorithms/": "places of a KL",
-    "specs/rules/algorithm_rules.py": "places of a KL",
-    "specs/schema/engines/": "families of engines",
-    "backends/registry.py": "families of engines",
-    "backends/fake/bigram.py": "heads of models",
-    "backends/hf/score_layer.py": "heads of models",
-    "backends/train/hf_weights.py": "heads of models",
-    "backends/vllm_rollout/vllm_adapters.py": "the name that vLLM gives adapters",
-    "rlctl/models/paths.py": "words that folders are called",
-    "rlctl/run/publish/model_card.py": "sections of a spec that perhaps this version did not write",
-    "rlctl/show/": "keys of metrics and of samples",
-}
-
-
-def names_said(source: str) -> list[int]:
-    """Lines on which a role's name stands as a text of its own."""
-    found = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value in ROLES)
-    return [node.lineno for node in found]
-
-
-@pytest.mark.parametrize("wing", WINGS)
-def test_role_names_stand_only_in_the_table(wing: str) -> None:
-    said = {
-        f"{name}:{line}"
-        for path in sorted((ROOT / wing).rglob("*.py"))
-        for line in names_said(path.read_text(encoding="utf-8"))
-        if not (name := str(path.relative_to(ROOT))).startswith(tuple(MAY_SAY))
-    }
-    assert not said, "ask a property of the role (specs/schema/roles.py), or take its constant from there"
-
-
-def test_a_name_that_is_said_is_found() -> None:
-    assert names_said('if role == "ref":\n    pass\nsection = spec["actor"]\nlabel = "actor/loss"') == [1, 3]
-
-
-def test_places_that_may_say_a_name_exist() -> None:
-    assert all((ROOT / place).exists() for place in MAY_SAY)
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=str)

@@ -7,7 +7,6 @@ for the driver (`observed`). Keys that act only while a run goes on are listed (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -27,17 +26,10 @@ from specs.load.load import spec_from
 from specs.rules.transport_rules import choose_transport
 from specs.schema.algorithms.algorithm import Algorithm
 from specs.schema.rank_groups import shard_groups
-from specs.schema.spec import ActorSection, Spec
+from specs.schema.spec import Spec
 from specs.schema.table import Table
 
-ROOT = Path(__file__).resolve().parents[3]
-DERIVED = (
-    "roles",
-    "evaluations",
-    "samples_per_step",
-    "optimizer_steps",
-    "max_sequence_tokens",
-)
+DERIVED = ("roles", "evaluations", "samples_per_step", "optimizer_steps", "max_sequence_tokens")
 
 # Keys that act only while a run goes on. Each has its test where it acts.
 AT_RUN_TIME = {
@@ -139,6 +131,14 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "rollout.engine.lora": {"actor.lora": {}, "model.from_scratch": False},
     "rollout.engine.gpu_memory_utilization": {"rollout.devices": [0]},
 }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return where relative paths of a spec begin, with the hostfiles that it may name."""
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    (tmp_path / "more_hosts").write_text("c slots=4\nd slots=4\n")
+    return tmp_path
 
 
 def changed(key: str, table: type[Table], before: Any) -> Any:
@@ -280,22 +280,3 @@ def observed_or_refused(raw: dict[str, Any], folder: Path) -> dict[str, Any] | s
         return observed(spec_from(raw), folder)
     except SpecError as error:
         return str(error)
-
-
-def test_the_lists_name_keys_that_exist() -> None:
-    known = {key for key, _ in KEYS}
-    for listed in (AT_RUN_TIME, ONE_VALUE, OTHER):
-        assert set(listed) <= known, set(listed) - known
-
-
-def test_the_check_finds_a_dead_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a dead key would look like: one that nothing but the schema knows."""
-
-    def blind(spec: Spec, folder: Path) -> Mapping[str, Any]:
-        found = observed(spec, folder)
-        found["build"]["actor"]["micro_batch_tokens"] = 0
-        return found
-
-    before, after = specs_that_differ("actor.micro_batch_tokens", ActorSection)
-    assert blind(spec_from(before), folder) == blind(spec_from(after), folder)
-    assert observed(spec_from(before), folder) != observed(spec_from(after), folder)

@@ -59,12 +59,6 @@ def test_it_is_what_a_slow_loop_finds(seed: int, grouped: bool) -> None:
     assert work.flops(np.arange(len(batch))) == pytest.approx(flops)
 
 
-def test_nothing_at_all_is_no_work() -> None:
-    empty = Batch({name: np.zeros(0, dtype=np.int64) for name in ("length_B", "tokens_T", "loss_mask_T")})
-    work = SequenceWork.of(empty, size=SIZE)
-    assert (work.rows([]), work.flops([]), len(work.computed)) == (0, 0.0, 0)
-
-
 def test_the_first_token_is_never_a_loss_token() -> None:
     batch = Batch({"length_B": np.array([1]), "tokens_T": np.array([1]), "loss_mask_T": np.array([1])})
     with pytest.raises(BatchError, match="first token"):

@@ -126,12 +126,6 @@ def test_what_changed_all_over_travels_whole(told: Pass) -> None:
     assert told.run(0) < 1000  # nothing changed
 
 
-def test_other_weights_than_before_are_a_full_copy(told: Pass) -> None:
-    told.run(0)
-    told.alike = False
-    assert told.run(0) > WHOLE
-
-
 def test_a_pass_that_was_broken_off_is_no_base(told: Pass, tmp_path: Path) -> None:
     """Both ends have a part of the next version: a full copy follows."""
     told.run(0, 1)
@@ -144,15 +138,6 @@ def test_a_pass_that_was_broken_off_is_no_base(told: Pass, tmp_path: Path) -> No
     told.readers[1] = open_reader("folder", told.options, 1)
     assert told.readers[0].holds == ""
     assert told.run(0, 1) > WHOLE
-
-
-def test_closing_takes_what_was_kept(told: Pass, tmp_path: Path) -> None:
-    told.run(0, 1)
-    told.train()
-    told.run(0, absent=(1,))
-    assert len(os.listdir(tmp_path)) == 2
-    told.writer.close()
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_delta_on_something_else_is_refused(told: Pass) -> None:

@@ -82,6 +82,7 @@ def test_sixty_four_readers_of_a_host_cost_one_copy(hosts: Hosts) -> None:
         readers.end()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_reader_that_dies_stops_those_alone_that_need_it() -> None:
     """A follower's death stops nobody; of a leader's its followers, and the actor, learn at once."""
     writer = Script("", "far_writer.py", "127.0.0.1", 40, SMALL, [[0, 1, 2]])
@@ -111,6 +112,7 @@ def test_a_reader_that_dies_stops_those_alone_that_need_it() -> None:
             script.end()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_reader_behind_one_that_stands_still_goes_when_the_driver_says_so() -> None:
     """In a broadcast some readers pass on. One that is stopped, or whose cable is cut, keeps its connections."""
     writer = Script("", "far_writer.py", "127.0.0.1", 4, SMALL * 16, [[0], [1], [2]])

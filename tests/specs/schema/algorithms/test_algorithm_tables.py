@@ -27,23 +27,11 @@ from specs.schema.algorithms.algorithm_tables import (
     ReturnToGo,
     SapoLoss,
     Teacher,
-    ValueLoss,
     read_loss,
 )
 
 BASE = ("tokens_T", "loss_mask_T", "advantage_T", "rollout_logprob_T")
 MEAN_OF_MEANS, SUM_OF_COMPLETION = "seq-mean-token-mean", "seq-mean-token-sum"
-
-
-def test_flat_keys_reach_their_tables() -> None:
-    keys = {"scale": "none", "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.1, "entropy_coef": 0.2}
-    grpo = PRESETS["grpo"].model_validate({"kind": "grpo", "group_size": 4, **keys})
-    assert grpo.advantage == GroupRelative(scale="none")
-    assert grpo.loss("trainer") == PpoClip(
-        anchor="trainer", clip_high=0.28, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.2
-    )
-    ppo = PRESETS["ppo"].model_validate({"kind": "ppo", "group_size": 1, "gae_lambda": 0.5, "value_clip": 0.2})
-    assert (ppo.advantage, ppo.value_loss) == (Gae(gae_lambda=0.5), ValueLoss(value_clip=0.2))
 
 
 @pytest.mark.parametrize(
