@@ -80,11 +80,11 @@ def main() -> int:
 
 @contextmanager
 def checked_out(commit: str, tree: Path) -> Iterator[Path]:
-    """A tree of `commit`, with this checkout's environments beside it, for as long as it is needed."""
+    """Make a tree of `commit` for as long as it is needed, and put this checkout's environments beside the specs."""
     subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], cwd=ROOT, check=True)
     for environment in ROOT.glob(".venv*"):
         if environment.is_dir():
-            (tree / environment.name).symlink_to(environment)
+            (tree.parent / environment.name).symlink_to(environment.resolve())
     try:
         yield tree
     finally:
