@@ -1,4 +1,4 @@
-"""The table of roles answers every question about a role, and no other file says a role's name as a word."""
+"""The table of roles answers every question about a role."""
 
 from __future__ import annotations
 
