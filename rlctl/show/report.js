@@ -1,78 +1,92 @@
-const make = (kind, parent, attributes, text) => {
-  const made = document.createElementNS(parent.namespaceURI, kind);
-  Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
-  if (text !== undefined) made.textContent = text;
-  return parent.appendChild(made);
-};
-const pairs = text => text.split(' ').map(pair => pair.split(',').map(Number));
 const number = y => String(Math.abs(y) >= 1e5 || (y && Math.abs(y) < 1e-3) ? y.toExponential(2) : +y.toPrecision(4));
-const ticks = (low, high, flat) => {  // as nice_range in charts.py
-  const size = Math.max(Math.abs(low), Math.abs(high)), least = flat * size || 1, middle = (low + high) / 2;
+const between = (value, [a, b], low, high) => low + (value - a) / ((b - a) || 1) * (high - low);
+const nearest = (points, step) => points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
+const ticks = (low, high) => {  // round values that enclose low..high; noise of a level line does not fill the picture
+  const least = 0.02 * Math.max(Math.abs(low), Math.abs(high)) || 1, middle = (low + high) / 2;
   if (high - low < least) [low, high] = [middle - least / 2, middle + least / 2];
   const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map(factor => factor * power).find(one => one >= rough * 0.999);
+  const step = [1, 2, 2.5, 5].map(factor => factor * power).find(size => size >= rough * 0.999) || 10 * power;
   const first = Math.floor(low / step + 1e-9), last = Math.ceil(high / step - 1e-9);
   return Array.from({length: last - first + 1}, (_, i) => (first + i) * step);
 };
+const smoothed = points => points.map(([x], i) => {  // a centred window, narrower towards the ends: a slope stays
+  const half = Math.min(Math.floor(points.length / 24) || 1, i, points.length - 1 - i);
+  const near = points.slice(i - half, i + half + 1);
+  return [x, near.reduce((sum, [, y]) => sum + y, 0) / near.length];
+});
+const shapesOf = (series, stacked) => {  // [kind, class, points] of what is drawn
+  let floor = series[0].map(([x]) => [x, 0]);
+  return series.flatMap((own, i) => {
+    const colour = `s${i % 8}`;
+    if (stacked) {
+      const below = floor;
+      floor = own.map(([x, y], j) => [x, y + below[j][1]]);
+      return [['polygon', `band ${colour}`, [...floor, ...below.slice().reverse()]]];
+    }
+    if (own.length < 3) return own.map(point => ['circle', `dot ${colour}`, [point]]);
+    return own.length < 40 ? [['polyline', `line ${colour}`, own]]
+      : [['polyline', `line raw ${colour}`, own], ['polyline', `line ${colour}`, smoothed(own)]];
+  });
+};
 let zoomed = 0;
-document.querySelectorAll('svg[data-x]').forEach(svg => {
-  const [left, right, top, bottom] = svg.dataset.frame.split(',').map(Number), flat = Number(svg.dataset.flat);
-  const whole = svg.dataset.x.split(',').map(Number), tall = svg.dataset.y.split(',').map(Number);
-  const shapes = [...svg.querySelectorAll('polyline, polygon')].map(shape =>
-    ({shape, points: pairs(shape.getAttribute('points'))}));
-  const dots = [...svg.querySelectorAll('circle')].map(shape =>
-    ({shape, px: Number(shape.getAttribute('cx')), py: Number(shape.getAttribute('cy'))}));
-  const series = [...svg.querySelectorAll('[data-values]')].map(shape => pairs(shape.dataset.values));
-  const drawn = [...svg.querySelectorAll('.grid, .tick')], own = drawn[0].parentNode.insertBefore(
-    document.createElementNS(svg.namespaceURI, 'g'), drawn[0]);
-  const bar = svg.querySelector('.bar'), picked = svg.querySelector('.picked');
-  const tip = svg.parentNode.querySelector('.tip'), told = [...svg.parentNode.querySelectorAll('.key b')];
-  const latest = told.map(one => one.textContent);
-  let x = whole, y = tall, from = null;
-  const between = (value, [a, b], low, high) => low + (value - a) / ((b - a) || 1) * (high - low);
-  const stepAt = px => between(px, [left, right], ...x), valueAt = py => between(py, [bottom, top], ...tall);
-  const across = px => between(between(px, [left, right], ...whole), x, left, right);
-  const up = py => between(valueAt(py), y, bottom, top);
-  const at = event => { const box = svg.getBoundingClientRect();
-    return Math.min(right, Math.max(left, (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width)); };
-  const nearest = (values, step) => values.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
-  const rest = () => { bar.style.display = 'none'; told.forEach((one, i) => { one.textContent = latest[i]; });
-    tip.textContent = x === whole ? '' : 'double click: all steps'; };
+document.querySelectorAll('svg').forEach(svg => {
+  const [left, right, top, bottom] = [52, 448, 10, 194], series = JSON.parse(svg.dataset.series);
+  const shapes = shapesOf(series, svg.dataset.stacked === '1'), steps = series.flat().map(([step]) => step);
+  const whole = [Math.min(...steps), Math.max(...steps)];
+  const tip = svg.parentNode.querySelector('.tip'), values = [...svg.parentNode.querySelectorAll('.key b')];
+  const latest = values.map(value => value.textContent);
+  let x = whole, bar, picked, from = null;
+  const add = (kind, attributes, text, parent = svg) => {
+    const made = document.createElementNS(svg.namespaceURI, kind);
+    Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
+    if (text !== undefined) made.textContent = text;
+    return parent.appendChild(made);
+  };
   const draw = range => {
     zoomed += (range !== whole) - (x !== whole);
     x = range;
-    const seen = shapes.flatMap(({points}) => points.filter(([px]) => { const on = across(px);
-      return on >= left - 1 && on <= right + 1; }).map(([, py]) => valueAt(py)));
-    const shown = seen.length ? [Math.min(...seen), Math.max(...seen)] : tall;
-    const places = x === whole ? null : ticks(...shown, flat);
-    y = places ? [places[0], places[places.length - 1]] : tall;
-    shapes.forEach(({shape, points}) => shape.setAttribute('points',
-      points.map(([px, py]) => across(px).toFixed(2) + ',' + up(py).toFixed(2)).join(' ')));
-    dots.forEach(({shape, px, py}) => { shape.setAttribute('cx', across(px)); shape.setAttribute('cy', up(py)); });
-    drawn.forEach(one => { one.style.display = places ? 'none' : ''; });
-    own.replaceChildren();
-    if (places) {
-      places.forEach(value => { const py = between(value, y, bottom, top);
-        make('line', own, {class: 'grid', x1: left, x2: right, y1: py, y2: py});
-        make('text', own, {class: 'tick', x: left - 6, y: py + 3.5, 'text-anchor': 'end'}, +value.toPrecision(6)); });
-      new Set([x[0], Math.round((x[0] + x[1]) / 2), x[1]]).forEach(step => make('text', own, {class: 'tick',
-        x: between(step, x, left, right), y: bottom + 18,
-        'text-anchor': step === x[0] ? 'start' : step === x[1] ? 'end' : 'middle'}, step));
-    }
+    const all = shapes.flatMap(([, , points]) => points), seen = all.filter(([step]) => step >= x[0] && step <= x[1]);
+    const heights = (seen.length ? seen : all).map(([, y]) => y);
+    const marks = ticks(Math.min(...heights), Math.max(...heights)), y = [marks[0], marks[marks.length - 1]];
+    const across = step => between(step, x, left, right), up = value => between(value, y, bottom, top);
+    svg.replaceChildren();
+    marks.forEach(value => {
+      add('line', {class: 'grid', x1: left, x2: right, y1: up(value), y2: up(value)});
+      add('text', {class: 'tick', x: left - 6, y: up(value) + 3.5, 'text-anchor': 'end'}, +value.toPrecision(6));
+    });
+    new Set([x[0], Math.round((x[0] + x[1]) / 2), x[1]]).forEach(step => add('text', {class: 'tick', x: across(step),
+      y: bottom + 18, 'text-anchor': step === x[0] ? 'start' : step === x[1] ? 'end' : 'middle'}, step));
+    const box = {x: left - 4, y: top - 4, width: right - left + 8, height: bottom - top + 8};
+    const area = add('svg', {...box, viewBox: Object.values(box).join(' ')});  // what a zoom leaves out is cut off
+    shapes.forEach(([kind, name, points]) => add(kind, {class: name, ...(kind === 'circle'
+      ? {cx: across(points[0][0]), cy: up(points[0][1]), r: 3}
+      : {points: points.map(([step, value]) => `${across(step).toFixed(2)},${up(value).toFixed(2)}`).join(' ')})},
+      undefined, area));
+    bar = add('line', {class: 'bar', y1: top, y2: bottom});
+    picked = add('rect', {class: 'picked', y: top, height: bottom - top});
     rest();
   };
-  svg.addEventListener('pointermove', event => {
-    const px = at(event), near = series.map(values => nearest(values, stepAt(px)));
-    const step = nearest(near, stepAt(px))[0], on = between(step, x, left, right);
-    told.forEach((one, i) => { const [own, value] = near[i];
-      one.textContent = number(value) + (own === step ? '' : ' at ' + Math.round(own)); });
-    bar.setAttribute('x1', on); bar.setAttribute('x2', on); bar.style.display = 'block';
-    tip.textContent = 'step ' + Math.round(step);
-    if (from !== null) { const start = between(from, x, left, right);
-      picked.setAttribute('x', Math.min(start, px)); picked.setAttribute('width', Math.abs(px - start));
-      picked.style.display = 'block'; }
-  });
+  const rest = () => {
+    bar.style.display = 'none';
+    values.forEach((value, i) => { value.textContent = latest[i]; });
+    tip.textContent = x === whole ? '' : 'double click: all steps';
+  };
+  const at = event => { const box = svg.getBoundingClientRect();
+    return Math.min(right, Math.max(left, (event.clientX - box.left) / box.width * 460)); };
+  const stepAt = px => between(px, [left, right], ...x);
   const drop = () => { from = null; picked.style.display = 'none'; };
+  svg.addEventListener('pointermove', event => {
+    const px = at(event), near = series.map(own => nearest(own, stepAt(px))), [step] = nearest(near, stepAt(px));
+    near.forEach(([own, value], i) => {
+      values[i].textContent = number(value) + (own === step ? '' : ' at ' + Math.round(own)); });
+    bar.setAttribute('x1', between(step, x, left, right)); bar.setAttribute('x2', between(step, x, left, right));
+    bar.style.display = 'block';
+    tip.textContent = 'step ' + Math.round(step);
+    if (from === null) return;
+    const start = between(from, x, left, right);
+    picked.setAttribute('x', Math.min(start, px)); picked.setAttribute('width', Math.abs(px - start));
+    picked.style.display = 'block';
+  });
   svg.addEventListener('pointerleave', () => { drop(); rest(); });
   svg.addEventListener('pointercancel', drop);
   svg.addEventListener('pointerdown', event => { from = stepAt(at(event)); svg.setPointerCapture(event.pointerId);
@@ -84,9 +98,22 @@ document.querySelectorAll('svg[data-x]').forEach(svg => {
     drop();
   });
   svg.addEventListener('dblclick', () => draw(whole));
+  draw(whole);
+});
+document.querySelectorAll('form').forEach(form => {  // which samples are shown
+  const rows = [...form.querySelectorAll('tr')].slice(1), data = row => row.dataset;
+  const late = rows.slice(-Math.max(8, rows.length / 4)).filter(row => data(row).reward);
+  const best = late.sort((a, b) => data(b).reward - data(a).reward);
+  const choices = {all: rows, first: rows.slice(0, 8), last: rows.slice(-8), best: best.slice(0, 8),
+    worst: best.slice(-8), random: rows.filter(() => Math.random() < 8 / rows.length),
+    truncated: rows.filter(row => data(row).end === 'truncated'),
+    'not graded': rows.filter(row => data(row).graded === 'no')};
+  const show = () => rows.forEach(row => { row.hidden = !choices[form.elements.shown.value].includes(row); });
+  form.addEventListener('change', show);
+  show();
 });
 const refresh = Number(document.body.dataset.refresh);
 if (refresh) setInterval(() => {  // not under the eyes of somebody who looks at a part of it
-  const filtered = [...document.querySelectorAll('.filter input:checked')].some(one => one.dataset.all === undefined);
+  const filtered = [...document.querySelectorAll('form')].some(form => form.elements.shown.value !== 'last');
   if (!zoomed && !filtered && getSelection().isCollapsed) location.reload();
 }, refresh * 1000);

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.show import eval_keys
-from rlctl.show.charts import Point, drawable, line_chart, points, stacked_chart
+from rlctl.show.charts import Point, chart, drawable, points
 from rlctl.show.journal import newest, read_journal
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report_page import header, note, page, section, table, write_page
-from rlctl.show.report_samples import evaluation_sections, samples_section
-from rlctl.show.text_format import TIMES, count, counted, duration, html, number, replicas, share, time_name
+from rlctl.show.report_samples import sample_sections
+from rlctl.show.text_format import TIMES, count, counted, duration, html, number, phase_times, replicas, share
 from specs.errors import RunDirError
 from specs.json_file import read_object
 from specs.schema.roles import ROLES
@@ -80,8 +80,8 @@ def render(run_dir: Path, *, running: bool = False, target: Path | None = None) 
         _summary(records, run),
         _warnings(journal),
         _charts(records, _term_names(resolved)),
-        samples_section(run_dir / "samples.jsonl"),
-        *evaluation_sections(run_dir / "eval.jsonl"),
+        sample_sections(run_dir / "samples.jsonl", "Samples"),
+        sample_sections(run_dir / "eval.jsonl", "Evaluation"),
         _as_built(_read_json(run_dir / "as_built.json")),
         _memory(_read_json(run_dir / "memory.json"), records),
         _attempts(journal, _read_json(run_dir / "forked_from.json")),
@@ -184,30 +184,33 @@ def _charts(records: Records, terms: dict[str, str]) -> str:
     sets = _eval_metrics(records)
     reward = {"train": points(records, "reward/mean")}
     reward |= {f"eval {name}": series[eval_keys.MEAN] for name, series in sets.items()}
-    means = {label: points(records, f"reward/{term}") for term, label in terms.items()}
-    failed = {"completions": [(record["step"], _failures(record)) for record in records if record["step"] > 0]}
-    figures = [line_chart("Reward", reward)]
-    figures += [
-        line_chart("Reward spread", {"all completions": points(records, "reward/std")}, unit="standard deviation")
+    figures = [
+        chart("Reward", reward),
+        chart("Reward spread", {"all completions": points(records, "reward/std")}, unit="standard deviation"),
+        _terms_chart("Terms of the reward", {term: points(records, f"reward/{term}") for term in terms}, terms),
     ]
-    figures.append(line_chart("Terms of the reward", means) if len(means) > 1 else "")
     for name, series in sets.items():
-        scores = {label: series[term] for term, label in terms.items() if term in series}
         solved = {metric: series[metric] for metric in eval_keys.solved(series)}
-        figures.append(line_chart(f"Solved, eval {name}", solved, unit="share of prompts"))
-        figures.append(line_chart(f"Terms, eval {name}", scores) if len(scores) > 1 else "")
+        figures.append(chart(f"Solved, eval {name}", solved, unit="share of prompts"))
+        figures.append(_terms_chart(f"Terms, eval {name}", series, terms))
     silent = _nonzero({"groups": points(records, "reward/silent_groups")})
-    figures.append(line_chart("Groups without signal", silent, unit="share whose scores are all equal"))
-    figures.append(line_chart("Failed grades", _nonzero(failed), unit="completions"))
+    figures.append(chart("Groups without signal", silent, unit="share whose scores are all equal"))
+    failed = {"completions": [(record["step"], _failures(record)) for record in records if record["step"] > 0]}
+    figures.append(chart("Failed grades", _nonzero(failed), unit="completions"))
     figures.append(_time_chart(records))
     for title, unit, keys in CHARTS:
-        figures.append(
-            line_chart(title, _nonzero({label: points(records, key) for label, key in keys.items()}), unit=unit)
-        )
+        found = {label: points(records, key) for label, key in keys.items()}
+        figures.append(chart(title, _nonzero(found), unit=unit))
     held = dict.fromkeys(key for line in records for key in line if key.startswith("mem/") and "_before_" not in key)
     memory = {key[len("mem/") : -len("_GiB")].replace("_", " "): points(records, key) for key in held}
-    figures.append(line_chart("Memory", memory, unit="GiB"))
+    figures.append(chart("Memory", memory, unit="GiB"))
     return f"<section class=charts>{''.join(figures)}</section>"
+
+
+def _terms_chart(title: str, series: dict[str, list[Point]], terms: dict[str, str]) -> str:
+    """Draw the terms of the reward, where there are several."""
+    named = {label: series[term] for term, label in terms.items() if term in series}
+    return chart(title, named) if len(named) > 1 else ""
 
 
 def _nonzero(series: dict[str, list[Point]]) -> dict[str, list[Point]]:
@@ -218,16 +221,15 @@ def _nonzero(series: dict[str, list[Point]]) -> dict[str, list[Point]]:
 def _time_chart(records: Records) -> str:
     """Draw the seconds per step, by phase; the rest is `other`."""
     steps = [record for record in records if drawable(record.get("time/step_s"))]
-    found = dict.fromkeys(key for record in steps for key in record if key.startswith("time/"))
-    within = [key for key in found if key not in ("time/step_s", "time/wall_s")]
-    metrics = sorted(within, key=lambda key: (*TIMES, key).index(key))
-    bands: dict[str, list[Point]] = {name: [] for name in (*map(time_name, metrics), "other")}
+    names = dict.fromkeys(name for record in steps for name in phase_times(record))
+    order = [*TIMES.values(), *names]
+    bands: dict[str, list[Point]] = {name: [] for name in (*sorted(names, key=order.index), "other")}
     for record in steps:
-        seconds = {time_name(metric): drawable(record.get(metric)) or 0.0 for metric in metrics}
+        seconds = phase_times(record)
         seconds["other"] = max(0.0, record["time/step_s"] - sum(seconds.values()))
-        for name, value in seconds.items():
-            bands[name].append((record["step"], value))
-    return stacked_chart("Time per step", _nonzero(bands), unit="s")
+        for name, band in bands.items():
+            band.append((record["step"], seconds.get(name, 0.0)))
+    return chart("Time per step", _nonzero(bands), unit="s", stacked=True)
 
 
 def _as_built(reports: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.show import eval_keys
-from rlctl.show.charts import COLORS, line_chart, points
+from rlctl.show.charts import COLORS, chart, points
 from rlctl.show.journal import newest, read_journal
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report import CHARTS, Records
@@ -133,6 +133,6 @@ def _charts(runs: Sequence[ComparedRun]) -> str:
     for title, (key, unit) in wanted.items():
         series = {run.name: points(run.records, key) for run in runs[:COLORS]}
         if any(y for found in series.values() for _, y in found):
-            figures.append(line_chart(title, series, unit=unit))
+            figures.append(chart(title, series, unit=unit))
     more = note(f"Charts show the first {COLORS} runs.") if len(runs) > COLORS else ""
     return f"{more}<section class=charts>{''.join(figures)}</section>"

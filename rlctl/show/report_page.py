@@ -1,7 +1,7 @@
 """Make the frame of a report's page: its look, its one script, and the tables and links on it.
 
-The script shows values under the pointer, zooms, and loads the page again while its run goes on. The page's policy
-names the script's hash, so that no other runs there.
+The script draws charts, shows values under the pointer, zooms, picks samples, and loads the page again while its run
+goes on. The page's policy names the script's hash, so that no other runs there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from rlctl.show.charts import PLOT_AREA
 from rlctl.show.text_format import html
 
 STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
@@ -35,7 +34,7 @@ def page(title: str, body: str, *, refresh_s: int = 0) -> str:
     head += f'<noscript><meta http-equiv="refresh" content="{refresh_s}"></noscript>' if refresh_s else ""
     head += f"<title>{html(title)} · rlctl</title><style>{STYLE}</style>"
     about = f' data-refresh="{refresh_s}"' if refresh_s else ""
-    inside = f"{PLOT_AREA}{body}<script>{SCRIPT}</script>"
+    inside = f"{body}<script>{SCRIPT}</script>"
     return f"<!doctype html><html lang=en><head>{head}</head><body{about}>{inside}</body></html>\n"
 
 

@@ -1,8 +1,7 @@
-"""Show samples on a report: first and last, best and worst, some at random, those that were cut off."""
+"""Show samples on a report, in tables of which a reader picks: the last, the best, those that were cut off."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,95 +12,56 @@ from rlctl.show.report_page import note
 from rlctl.show.text_format import html, number
 from specs.errors import RunDirError
 
-Sample = dict[str, Any]
 TEXT_SHOWN = 600  # characters of a prompt or a completion
-EACH = 8  # samples of each kind
+FIRST, LAST = 8, 120  # samples that a page holds
 HEADINGS = ("step", "prompt", "completion", "end", "answer", "reward", "terms")
-KINDS = ("first", "last", "best", "worst", "random", "truncated", "not graded")
+CHOICES = ("last", "first", "best", "worst", "random", "truncated", "not graded", "all")  # known to report.js, too
 
 
-def samples_section(path: Path) -> str:
-    """Return a section for a file of samples; empty where there are none."""
-    try:
-        return _section(read_samples(path), "Samples", "samples")
-    except RunDirError as error:
-        return note(error.message)
-
-
-def evaluation_sections(path: Path) -> list[str]:
-    """Return a section for each set of `eval.jsonl`."""
+def sample_sections(path: Path, title: str) -> str:
+    """Return a section for the samples in a file, or one for each evaluation set that they name."""
     try:
         samples = read_samples(path)
     except RunDirError as error:
-        return [note(error.message)]
-    sets: dict[str, list[Sample]] = {}
+        return note(error.message)
+    sets: dict[str, list[dict[str, Any]]] = {}
     for sample in samples:
-        sets.setdefault(str(sample.get("name", "")), []).append(sample)
-    return [_section(own, f"Evaluation {name}", f"evaluation{i}") for i, (name, own) in enumerate(sets.items())]
+        sets.setdefault(f"{title} {sample.get('name', '')}".strip(), []).append(sample)
+    return "".join(_section(heading, own) for heading, own in sets.items())
 
 
-def _section(samples: Sequence[Sample], title: str, name: str) -> str:
-    """Return a table that can be filtered. `name`: what its filter is called, once on a page."""
-    if not samples:
-        return ""
-    kinds = chosen(samples)
-    rows = [_row(samples[index], kinds[index]) for index in sorted(kinds)]
+def _section(title: str, samples: Sequence[dict[str, Any]]) -> str:
+    shown = samples if len(samples) <= FIRST + LAST else [*samples[:FIRST], *samples[-LAST:]]
     inputs = "".join(
-        f"<input type=radio name={name} id={name}-{_css(kind)}{' checked data-all' if kind == 'all' else ''}>"
-        f"<label for={name}-{_css(kind)}>{kind}</label>"
-        for kind in ("all", *KINDS)
-    )
-    hidden = " ".join(
-        f"#{name}-{_css(kind)}:checked ~ .wide tr:not(.{_css(kind)}):not(.head) {{ display: none; }}" for kind in KINDS
+        f"<label><input type=radio name=shown value='{choice}'{' checked' * (choice == 'last')}>{choice}</label>"
+        for choice in CHOICES
     )
     head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    table = f"<div class=wide><table><tr class=head>{head}</tr>{''.join(rows)}</table></div>"
-    return f"<section class=filter><style>{hidden}</style><h2>{html(title)}</h2>{inputs}{table}</section>"
+    table = f"<div class=wide><table><tr>{head}</tr>{''.join(map(_row, shown))}</table></div>"
+    return f"<section><h2>{html(title)}</h2><form autocomplete=off>{inputs}{table}</form></section>"
 
 
-def chosen(samples: Sequence[Sample]) -> dict[int, list[str]]:
-    """Return why each shown sample is, by index. Best, worst and random are from the last quarter: what the policy
-    does now."""
-    count = len(samples)
-    late = range(count - max(EACH, count // 4), count) if count > EACH else range(count)
-    rewards = {index: reward for index in late if (reward := drawable(samples[index].get("reward"))) is not None}
-    by_reward = sorted(rewards, key=lambda index: rewards[index])
-    picked = {
-        "first": range(count)[: EACH // 2],
-        "last": range(count)[-EACH:],
-        "best": by_reward[-EACH:],
-        "worst": by_reward[:EACH],
-        "random": random.Random(count).sample(list(late), min(EACH, len(late))),
-        "truncated": [index for index in range(count) if samples[index].get("finished") is False][-EACH:],
-        "not graded": [index for index in range(count) if samples[index].get("scored") is False][-EACH:],
-    }
-    kinds: dict[int, list[str]] = {}
-    for kind, indices in picked.items():
-        for index in indices:
-            kinds.setdefault(index, []).append(kind)
-    return kinds
-
-
-def _row(sample: Sample, kinds: Sequence[str]) -> str:
+def _row(sample: dict[str, Any]) -> str:
     reward, terms = sample.get("reward"), sample.get("terms")
+    graded = sample.get("scored") is not False
+    end = ("finished" if sample["finished"] is True else "truncated") if "finished" in sample else "–"
     score = number(drawable(reward)) if isinstance(reward, int | float | None) else html(reward)
     terms = terms if isinstance(terms, list) else []
+    values = [number(float(term)) for term in terms if isinstance(term, int | float)]
     cells = (
         html(sample.get("step", "")),
         _text(sample.get("prompt")),
         _text(sample.get("completion_raw", sample.get("completion"))),
-        ("finished" if sample["finished"] is True else "truncated") if "finished" in sample else "–",
+        end,
         _text(sample.get("answer")),
-        "not graded" if sample.get("scored") is False else score,
-        ", ".join(number(float(term)) for term in terms if isinstance(term, int | float)) or "–",
+        score if graded else "not graded",
+        ", ".join(values) or "–",
     )
-    return f'<tr class="{" ".join(map(_css, kinds))}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    rank = drawable(reward) if graded else None
+    about = f'data-reward="{"" if rank is None else rank}" data-end="{end}" data-graded="{"yes" if graded else "no"}"'
+    return f"<tr {about}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _css(kind: str) -> str:
-    return kind.replace(" ", "-")
-
-
-def _text(text: Any) -> str:
+def _text(text: object) -> str:
     shown = "" if text is None else str(text)
     return f"<pre>{html(shown if len(shown) <= TEXT_SHOWN else shown[:TEXT_SHOWN] + ' …')}</pre>"

@@ -93,21 +93,23 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-def time_name(metric: str) -> str:
-    """Label a metric `time/…_s`: its phase, if it belongs to one."""
-    return TIMES.get(metric, metric.removeprefix("time/").removesuffix("_s"))
+def phase_times(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each phase of a step; of a metric `time/…_s` that no phase owns, by its own name."""
+    times = {key: value for key, value in record.items() if key.startswith("time/") and key.endswith("_s")}
+    return {
+        TIMES.get(key, key.removeprefix("time/").removesuffix("_s")): float(value)
+        for key, value in times.items()
+        if key not in ("time/step_s", "time/wall_s") and isinstance(value, int | float)
+    }
 
 
-def time_shares(records: Sequence[dict[str, float | None]]) -> dict[str, float]:
-    """Divide `time/step_s` by phase, in the order of the step, `other` last: the metrics `time/…_s`, and the rest.
-    Phases that overlap are scaled to 1."""
+def time_shares(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Divide `time/step_s` by phase, in the order of the step, `other` last. Phases that overlap are scaled to 1."""
     totals: dict[str, float] = {}
     for record in records:
-        for key, value in record.items():
-            if key.startswith("time/") and key.endswith("_s") and isinstance(value, int | float):
-                totals[time_name(key)] = totals.get(time_name(key), 0.0) + value
-    step = totals.pop("step", 0.0)
-    totals.pop("wall", None)  # the step with its evaluation and checkpoint
+        for name, seconds in phase_times(record).items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    step = sum(record.get("time/step_s") or 0.0 for record in records)
     known = {name: totals.pop(name) for name in TIMES.values() if name in totals} | totals
     whole = max(step, sum(known.values()))
     if whole <= 0:

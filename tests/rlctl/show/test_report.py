@@ -9,19 +9,18 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rlctl.show.charts import line_chart, moving_average, nice_range, stacked_chart, thin
+from rlctl.show.charts import chart, thin
 from rlctl.show.journal import Journal
 from rlctl.show.report import render, write_report
 from rlctl.show.report_compare import differing, finals, read_runs, render_comparison
 from rlctl.show.report_page import SCRIPT
-from rlctl.show.report_samples import chosen
 from specs.errors import RunDirError
 
 VOID = {"meta", "br", "line", "circle", "input"}
@@ -106,7 +105,6 @@ def test_a_full_run_is_on_the_page(tmp_path: Path) -> None:
         assert f'aria-label="{title}"' in source
     assert 'aria-label="KL"' not in source, "a metric that is always zero needs no chart"
     assert "restart" not in text, "nor does a phase that took no time need a band"
-    assert "<10>" not in text, "some of the samples are shown"
     assert 'href="logs"' in source
     assert 'href="checkpoints"' not in source, "no link to what is not there"
 
@@ -169,36 +167,13 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
     assert (tmp_path / "report.html").read_text() == before
 
 
-@given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
-def test_ticks_enclose_the_values_and_are_few(low: float, spread: float) -> None:
-    ticks = nice_range(low, low + spread)
-    slack = (ticks[1] - ticks[0]) * 1e-6
-    assert ticks[0] <= low + slack
-    assert ticks[-1] >= low + spread - slack
-    assert 2 <= len(ticks) <= 8
-    assert ticks == sorted(set(ticks))
-
-
-def test_long_series_are_thinned_and_keep_their_ends() -> None:
+def test_long_series_are_thinned_to_their_means() -> None:
     series = [(float(i), float(i % 7)) for i in range(10_000)]
     thinned = thin(series)
-    assert len(thinned) == 300
-    assert (thinned[0][0], thinned[-1][0]) == (0.0, 9999.0)
+    assert (len(thinned), thinned[-1][0]) == (300, 9999.0)
     assert sum(y for _, y in thinned) / 300 == pytest.approx(3.0, abs=0.1)
     assert thin(series[:5]) == series[:5]
-    line = [(float(i), 3.0 * i) for i in range(100)]
-    assert moving_average(line) == line, "a slope begins and ends where it does"
-    assert moving_average([(1.0, 0.0), (2.0, 6.0), (3.0, 0.0)])[1] == (2.0, 2.0)
-
-
-def test_charts_stay_inside_their_frame() -> None:
-    wild = [(float(i), math.sin(i) * 10 ** (i % 5)) for i in range(1, 100)]
-    for chart in (line_chart("x", {"a": wild}), stacked_chart("y", {"a": [(x, abs(y)) for x, y in wild]})):
-        drawn = " ".join(re.findall(r'points="([^"]*)"', chart))
-        numbers = [tuple(map(float, pair.split(","))) for pair in re.findall(r"-?[\d.]+,-?[\d.]+", drawn)]
-        assert numbers
-        assert all(0 <= x <= 460 and 0 <= y <= 220 for x, y in numbers)
-    assert line_chart("empty", {"a": []}) == stacked_chart("empty", {}) == ""
+    assert chart("empty", {"a": []}) == ""
 
 
 # ── how a run went ────────────────────────────────────────────────────────────────────────────────
@@ -242,93 +217,107 @@ def test_attempts_and_forks_are_listed(tmp_path: Path) -> None:
         assert part in text
 
 
-def test_best_worst_and_cut_off_samples_can_be_picked() -> None:
-    samples = [{"step": i, "reward": (i * 7 % 40) / 40, "finished": i % 3 > 0, "scored": i != 5} for i in range(40)]
-    kinds = chosen(samples)
-
-    def of(kind: str) -> list[int]:
-        return sorted(index for index, listed in kinds.items() if kind in listed)
-
-    assert of("first") == [0, 1, 2, 3]
-    assert of("last") == list(range(32, 40))
-    late = sorted(range(30, 40), key=lambda i: samples[i]["reward"])
-    assert of("worst") == sorted(late[:8])
-    assert of("best") == sorted(late[-8:])
-    assert of("truncated") == [18, 21, 24, 27, 30, 33, 36, 39]
-    assert of("not graded") == [5]
-    assert len(of("random")) == 8
-    assert chosen(samples) == kinds, "the same page again"
-    assert chosen([{"reward": "text"}, {}])
-    assert not chosen([])
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
-def test_the_pointer_tells_the_values_of_a_chart_and_a_drag_zooms() -> None:
-    """The script of the page, in node, with as much of a browser as it needs."""
-    steps = range(1, 31)
-    chart = line_chart(
-        "Loss",
-        {"actor": [(x, 0.123456 if x < 21 else 5 + x / 1e3) for x in steps], "critic": [(1.0, 9.0), (30.0, 9.0)]},
-    )
-    shapes = [
-        (kind, re.findall(r'([a-z0-9-]+)="([^"]*)"', found)) for kind, found in re.findall(r"<(\w+) ([^>]*)", chart)
-    ]
-    (latest,) = [re.findall(r"<b>(.*?)</b>", chart)]
-    browser = (
-        f"const found = {json.dumps(shapes)}, latest = {json.dumps(latest)};"
-        + """
+# As much of a browser as the page's script needs.
+BROWSER = """
 const element = (kind, attributes) => ({kind, attributes, style: {}, children: [], listeners: {},
   dataset: Object.fromEntries(Object.entries(attributes).filter(([name]) => name.startsWith('data-'))
     .map(([name, value]) => [name.slice(5), value])),
-  getAttribute(name) { return this.attributes[name]; },
   setAttribute(name, value) { this.attributes[name] = String(value); },
   appendChild(child) { this.children.push(child); return child; }, replaceChildren() { this.children = []; },
-  insertBefore(child) { return this.appendChild(child); }, setPointerCapture() {},
-  addEventListener(name, does) { this.listeners[name] = does; }});
-const all = found.map(([kind, attributes]) => element(kind, Object.fromEntries(attributes)));
-const svg = all.find(one => one.dataset.x), tip = {}, told = latest.map(textContent => ({textContent}));
-const has = (one, name) => (one.attributes.class || '').split(' ').includes(name);
-const asked = {'polyline, polygon': one => ['polyline', 'polygon'].includes(one.kind),
-  circle: one => one.kind === 'circle', '[data-values]': one => one.dataset.values,
-  '.grid, .tick': one => has(one, 'grid') || has(one, 'tick'), '.bar': one => has(one, 'bar'),
-  '.picked': one => has(one, 'picked')};
-svg.querySelectorAll = what => all.filter(asked[what]);
-svg.querySelector = what => all.find(asked[what]);
-svg.getBoundingClientRect = () => ({left: 0, width: 460});
-svg.viewBox = {baseVal: {width: 460}};
-svg.parentNode = {querySelector: () => tip, querySelectorAll: () => told};
-const parent = element('g', {});
-all.forEach(one => { one.parentNode = one.parentNode || parent; });
-const document = {body: {dataset: {}}, querySelectorAll: () => [svg], createElementNS: (_, kind) => element(kind, {})};
+  setPointerCapture() {}, addEventListener(name, does) { this.listeners[name] = does; }});
+const tip = {}, values = latest.map(textContent => ({textContent})), svgs = drawn.map(attributes => {
+  const svg = element('svg', attributes);
+  svg.getBoundingClientRect = () => ({left: 0, width: 460});
+  svg.parentNode = {querySelector: () => tip, querySelectorAll: () => values};
+  return svg;
+});
+const forms = tables.map(rows => Object.assign(element('form', {}), {elements: {shown: {value: 'last'}},
+  querySelectorAll: () => [{}, ...rows.map(row => element('tr', row))]}));
+forms.forEach(form => { const rows = form.querySelectorAll('tr'); form.querySelectorAll = () => rows; });
+const document = {body: {dataset: {}}, querySelectorAll: what => what === 'svg' ? svgs : forms,
+  createElementNS: (_, kind) => element(kind, {})};
 """
-    )
-    asks = """
+ON_A_CHART = """
 const event = clientX => ({clientX, preventDefault() {}}), at = step => 52 + (step - 1) / 29 * (448 - 52), said = {};
-const says = () => [tip.textContent, ...told.map(one => one.textContent)];
-const own = parent.children[0];
-const marks = () => own.children.filter(one => one.kind === 'text').map(one => one.textContent);
+const [svg] = svgs, says = () => [tip.textContent, ...values.map(value => value.textContent)];
+const has = name => svg.children.filter(child => child.attributes.class === name);
+const marks = () => has('tick').map(tick => Number(tick.textContent));
+const lines = () => svg.children.find(child => child.kind === 'svg').children.map(line => line.attributes.points);
+said.drawn = marks(); said.lines = lines();
 svg.listeners.pointermove(event(at(12.2))); said.moved = says();
 svg.listeners.pointerleave(event(0)); said.left = says();
 svg.listeners.pointerdown(event(at(21.3))); svg.listeners.pointermove(event(at(28)));
-said.picked = all.find(asked['.picked']).style.display;
+said.picked = has('picked')[0].style.display;
 svg.listeners.pointerup(event(at(28.8))); said.zoomed = marks();
 svg.listeners.pointermove(event(52)); said.moved_again = says();
 svg.listeners.dblclick(); said.out = marks();
 svg.listeners.pointerdown(event(at(21.3))); svg.listeners.pointerup(event(at(21.3))); said.clicked = marks();
 console.log(JSON.stringify(said));
 """
-    done = subprocess.run(["node", "-e", browser + SCRIPT + asks], capture_output=True, text=True, timeout=400)
+
+
+def in_browser(asks: str, figure: str = "", tables: Sequence[Sequence[dict[str, str]]] = ()) -> Any:
+    """Run the page's script in node beside a chart and tables of samples; return what `asks` prints."""
+    drawn = [dict(re.findall(r'([a-z-]+)="([^"]*)"', found)) for found in re.findall(r"<svg ([^>]*)", figure)]
+    given = {"drawn": drawn, "latest": re.findall(r"<b>(.*?)</b>", figure), "tables": tables}
+    code = "".join(f"const {name} = {json.dumps(value)};" for name, value in given.items()) + BROWSER + SCRIPT + asks
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["moved"] == ["step 12", "0.1235", "9 at 1"], "the values of that step, or of the nearest that has one"
+    return json.loads(done.stdout)
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
+
+
+@needs_node
+def test_the_pointer_tells_the_values_of_a_chart_and_a_drag_zooms() -> None:
+    actor = [(x, 0.123456 if x < 21 else 5 + x / 1e3) for x in map(float, range(1, 31))]
+    said = in_browser(ON_A_CHART, chart("Loss", {"actor": actor, "critic": [(1.0, 9.0), (20.0, 8.0), (30.0, 9.0)]}))
+    assert said["drawn"] == said["out"] == said["clicked"] == [0, 2.5, 5, 7.5, 10, 1, 16, 30]
+    assert [line.split()[0] for line in said["lines"]] == ["52.00,191.73", "52.00,28.40"]
+    assert said["moved"] == ["step 12", "0.1235", "8 at 20"], "values of that step, or of the nearest that has one"
     assert said["left"] == ["", "5.03", "9"], "the latest values"
     assert said["picked"] == "block"
-    *values, first, middle, last = map(float, said["zoomed"])
+    *values, first, middle, last = said["zoomed"]
     assert (first, middle, last) == (21, 25, 29), "whole steps"
     assert 4.9 < values[0] <= 5.021, "the height fits what is seen"
     assert 5.029 <= values[-1] < 5.11
-    assert said["moved_again"] == ["step 21", "5.021", "9 at 30"]
-    assert said["out"] == said["clicked"] == []
+    assert said["moved_again"] == ["step 21", "5.021", "8 at 20"]
+
+
+@needs_node
+@pytest.mark.parametrize(("values", "stacked"), [([1e-300] * 3, False), ([7.0] * 60, False), ([1.0, 2.0, 4.0], True)])
+def test_charts_stay_inside_their_frame(values: list[float], stacked: bool) -> None:
+    own = [(float(step), value) for step, value in enumerate(values)]
+    asks = "console.log(JSON.stringify(svgs[0].children.find(c => c.kind === 'svg').children.map(c => c.attributes)))"
+    shapes = in_browser(asks, chart("x", {"a": own, "b": own}, stacked=stacked))
+    assert len(shapes) == (2 if len(own) < 40 else 4), "a long line has a smoothed one over it"
+    for shape in shapes:
+        places = [tuple(map(float, pair.split(","))) for pair in shape["points"].split()]
+        assert all(52 <= x <= 448 and 10 <= y <= 194 for x, y in places)
+
+
+@needs_node
+def test_best_worst_and_cut_off_samples_can_be_picked() -> None:
+    rows = [
+        {"data-i": str(i), "data-reward": "" if i == 35 else str(i * 7 % 40), "data-graded": "no" if i == 35 else "yes",
+         "data-end": "truncated" if i % 3 == 0 else "finished"}
+        for i in range(40)
+    ]  # fmt: skip
+    shown = in_browser(
+        """console.log(JSON.stringify(Object.fromEntries(
+  ['last', 'first', 'best', 'worst', 'truncated', 'not graded', 'all', 'random'].map(choice => {
+    forms[0].elements.shown.value = choice; forms[0].listeners.change();
+    return [choice, forms[0].querySelectorAll('tr').slice(1).filter(row => !row.hidden).map(row => +row.dataset.i)];
+  }))))""",
+        tables=[rows],
+    )
+    late = sorted((i for i in range(30, 40) if i != 35), key=lambda i: i * 7 % 40)
+    assert (shown["first"], shown["last"]) == (list(range(8)), list(range(32, 40)))
+    assert (shown["worst"], shown["best"]) == (sorted(late[:8]), sorted(late[-8:]))
+    assert (shown["truncated"], shown["not graded"]) == (list(range(0, 40, 3)), [35])
+    assert len(shown["all"]) == 40
+    assert len(shown["random"]) < 30
 
 
 # ── several runs ──────────────────────────────────────────────────────────────────────────────────
@@ -359,8 +348,8 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
     (tmp_path / "low" / "run" / "report.html").touch()
     source = render_comparison(runs, tmp_path / "a page.html")
     assert '<a href="low/run/report.html">low/run</a></nav>' in source, "a link to each page that is there"
-    (path,) = re.findall(r'aria-label="Reward"(.*?)</svg>', source)
-    assert path.count("<polyline") == 3, "a line of each run, and a smoothed one of the longer"
+    (series,) = re.findall(r'aria-label="Reward" data-stacked="0" data-series="(.*?)"', source)
+    assert [len(points) for points in json.loads(series)] == [20, 40], "a line of each run"
     assert "actor.optimizer.lr" in source
     with pytest.raises(RunDirError, match="is no run"):
         read_runs([tmp_path])
