@@ -31,7 +31,7 @@ from specs.schema.algorithms.algorithm_tables import (  # noqa: E402
     LossTable,
     ValueLoss,
 )
-from specs.schema.role_section import Learner, ModelRole, Restartable, RoleSection  # noqa: E402
+from specs.schema.role_section import LearningRole, ModelRole, Restartable, RoleSection  # noqa: E402
 from specs.schema.spec import Spec  # noqa: E402
 from specs.schema.table import Table  # noqa: E402
 from specs.text import show  # noqa: E402
@@ -95,7 +95,7 @@ def default_of(field: FieldInfo) -> str:
 SHARED: dict[type[Table], str] = {
     RoleSection: "every role",
     ModelRole: "roles with a model",
-    Learner: "roles that learn",
+    LearningRole: "roles that learn",
     Restartable: "roles whose processes can be lost",
 }
 ALGORITHM = """\

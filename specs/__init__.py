@@ -1,1 +1,1 @@
-"""What a run is: the schema of the spec, the batch, the wire messages, the errors. No torch here."""
+"""The definition of a run: the schema of the spec, the batch, the wire messages, the errors. No torch here."""

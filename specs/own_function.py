@@ -47,7 +47,7 @@ def load(path: str) -> Callable[..., Any]:
 
 
 def raised(path: str, error: BaseException, doing: str) -> OwnFunctionError:
-    """What the user's code raised, with its line."""
+    """Describe what the user's code raised, with its line."""
     file, line = path.rpartition(":")[0], None
     trace = error.__traceback__
     while trace is not None:
@@ -64,8 +64,7 @@ def raised(path: str, error: BaseException, doing: str) -> OwnFunctionError:
 def own_advantage(
     path: str, score_R: NDArray[np.float64], group_R: NDArray[np.int64], tokens_R: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """What the user's function says of rollouts: of each its score, its group (counted from 0) and its loss tokens.
-    Raises OwnFunctionError where that is not one finite number for each."""
+    """Call the user's function with each rollout's score, group (counted from 0) and loss tokens. Raises OwnFunctionError where that is not one finite number for each."""
     try:
         found = load(path)(score_R.copy(), group_R.copy(), tokens_R.copy())
     except OwnFunctionError:

@@ -84,7 +84,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 class Process(Protocol):
-    """As much of `Popen` as a supervisor needs."""
+    """The part of `Popen` that a supervisor needs."""
 
     pid: int
 

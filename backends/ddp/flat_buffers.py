@@ -18,7 +18,7 @@ from specs.schema.engines.ddp_table import FLAT_ALIGN
 
 
 @dataclass(frozen=True)
-class Segment:
+class FlatSegment:
     """Where a parameter lies in the flat buffers."""
 
     name: str
@@ -40,10 +40,10 @@ class FlatParameters:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, *, learns: bool) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not learns]
         ordered = [item for item in named if item[1].ndim >= 2] + [item for item in named if item[1].ndim < 2]
-        self.segments: list[Segment] = []
+        self.segments: list[FlatSegment] = []
         size = self.num_decayed = 0
         for name, parameter in ordered:
-            self.segments.append(Segment(name, parameter, size))
+            self.segments.append(FlatSegment(name, parameter, size))
             size += -(-parameter.numel() // FLAT_ALIGN) * FLAT_ALIGN
             if parameter.ndim >= 2:
                 self.num_decayed = size
@@ -80,7 +80,7 @@ class FlatParameters:
         if self.master_P is not None and self.master_P is not self.compute_P:
             self.compute_P.copy_(self.master_P)
 
-    def source(self, segment: Segment) -> Tensor:
+    def source(self, segment: FlatSegment) -> Tensor:
         """The best copy of a parameter: master where there is one."""
         return segment.view(self.compute_P if self.master_P is None else self.master_P)
 

@@ -46,7 +46,7 @@ def _cut(tensors: Sequence[LazyTensor], shard_bytes: int) -> list[list[LazyTenso
     return shards
 
 
-class FolderReader:
+class SafetensorsReader:
     """The tensors that lie in an exported folder, by name. Raises ExportError where files and index disagree."""
 
     def __init__(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ from backends.export.adapter_export import (
     load_adapted,
     merged_weights,
 )
-from backends.export.hf_folder import FolderReader, write_folder
+from backends.export.hf_folder import SafetensorsReader, write_folder
 from backends.hf.score_layer import auto_class, has_score_layer, score_layer
 from backends.train.tensor_shards import ShardReader
 from backends.weights.tensor_bytes import named_weights
@@ -199,7 +199,7 @@ def prove(source: Source, out: Path, proof_file: Path, memory_bytes: int, progre
     weights = trained_weights(source)
     meta = _on_meta(source)
     published = as_published(meta, weights)
-    _compare_files(FolderReader(out), published, _counting(published, "comparing", progress))
+    _compare_files(SafetensorsReader(out), published, _counting(published, "comparing", progress))
     total = sum(tensor.nbytes for tensor in published)
     progress("loading it back", 0, 0)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
@@ -233,7 +233,7 @@ def prove_adapters(source: Source, out: Path, proof_file: Path) -> Proof:
     return Proof(len(weights), parameters, compared, undecided, "memory")
 
 
-def _compare_files(folder: FolderReader, wanted: Sequence[LazyTensor], told: Callable[[int], None]) -> None:
+def _compare_files(folder: SafetensorsReader, wanted: Sequence[LazyTensor], told: Callable[[int], None]) -> None:
     odd = sorted(folder.names ^ {tensor.name for tensor in wanted})
     if odd:
         raise ExportError(f"{odd[0]} is in only one of the checkpoint and the exported model")

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from backends.fsdp2.sharded_optimizer import RowsAdamW
-from backends.fsdp2.sharding import Mesh, allocate, cut_tensors, gathering_dtype, shard_policy
+from backends.fsdp2.sharding import ShardMesh, allocate, cut_tensors, gathering_dtype, shard_policy
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank, StepResult
@@ -40,7 +40,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         super().__init__(config, rank)
         assert isinstance(config.engine, Fsdp2Table)
         self.engine, self.compute = config.engine, DTYPES[config.model.dtype]
-        self.mesh = Mesh(config.engine, rank, self.device)
+        self.mesh = ShardMesh(config.engine, rank, self.device)
         held = self._hold_model(build_on_meta)
         model = held.model
         self.policy = Policy(model, config)
@@ -67,7 +67,7 @@ class Fsdp2TrainEngine(HfTrainEngine):
         """Cut as the first of so many ranks would, on the host, in a group that sends nothing."""
         assert isinstance(config.engine, Fsdp2Table)
         with pretended_group(rank):
-            mesh = Mesh(config.engine, rank, torch.device("cpu"))
+            mesh = ShardMesh(config.engine, rank, torch.device("cpu"))
             units = shard_policy(policy, mesh, config.engine, DTYPES[config.model.dtype])
             about = describe(policy.model, config.model, checksum=False)
             found = {"dtype": wire_dtype(gathering_dtype(units[0])), "mesh": mesh.axes}

@@ -24,7 +24,7 @@ from backends.train.tensor_shards import Shard, whole
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 
 
-class Mesh:
+class ShardMesh:
     """`replicate` groups of `shard` ranks: each group holds the model once, cut in rows."""
 
     def __init__(self, engine: Fsdp2Table, rank: Rank, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Mesh:
         return {"replicate": self.replicate, "shard": self.shard}
 
 
-def shard_policy(policy: Policy, mesh: Mesh, engine: Fsdp2Table, compute: torch.dtype) -> list[FSDPModule]:
+def shard_policy(policy: Policy, mesh: ShardMesh, engine: Fsdp2Table, compute: torch.dtype) -> list[FSDPModule]:
     """Cut `policy`, whose parameters may be on meta, in place; returns the modules that gather, the root last.
 
     Parameters keep their dtype and are gathered in `compute`; gradients are *summed* over the mesh, in fp32.
@@ -96,7 +96,7 @@ class CutTensor:
 
     name: str
     tensor: Tensor
-    mesh: Mesh
+    mesh: ShardMesh
 
     @property
     def local(self) -> Tensor:
@@ -134,7 +134,7 @@ class CutTensor:
         return tensor.full_tensor()
 
 
-def cut_tensors(model: PreTrainedModel, mesh: Mesh) -> dict[str, CutTensor]:
+def cut_tensors(model: PreTrainedModel, mesh: ShardMesh) -> dict[str, CutTensor]:
     """Parameters and saved buffers in the order of `state_dict`; a tied one once, under its first name."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from specs.schema.rewards import Function
 from specs.schema.spec import Spec
 
 if TYPE_CHECKING:
-    from rlctl.check.meta_build import Probe
+    from rlctl.check.meta_build import ProbeFindings
     from rlctl.check.reward_calls import RewardCall
 
 
@@ -33,7 +33,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     spec: Spec | None = None
     plan: Plan | None = None
-    probe: Probe | None = None
+    probe: ProbeFindings | None = None
     calls: Sequence[RewardCall] = ()  # of reward functions
     elsewhere: bool = False  # the run is for another machine than this
 

@@ -37,7 +37,7 @@ _KILL_S = 5.0
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeFindings:
     """Hold what was asked of each role, and what it answered."""
 
     level: Level
@@ -45,7 +45,7 @@ class Probe:
     found: Mapping[RoleName, Probed]
 
 
-def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
+def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> ProbeFindings:
     """Ask every role; what goes wrong with one is in its `error`. Leaves no process and no file behind."""
     requests = requests_of(spec, spec_dir, level)
     with ExitStack() as stack:
@@ -66,7 +66,7 @@ def probe(spec: Spec, spec_dir: Path, plan: Plan, level: Level) -> Probe:
             for child in children:
                 found |= child.answers(spec.run.start_timeout_s)
     ids = {str(folder): path for path, folder in brought.items()}
-    return Probe(level, requests, {role: _named(found[role], ids) for role in requests})
+    return ProbeFindings(level, requests, {role: _named(found[role], ids) for role in requests})
 
 
 def _missing(body: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.check.meta_build import Probe, can_be_probed
+from rlctl.check.meta_build import ProbeFindings, can_be_probed
 from rlctl.models.as_built_check import NAMES, compare, mesh_text
 from rlctl.models.expected import Expected, models_expected
 from rlctl.preflight.role_attention import role_attention
@@ -32,7 +32,7 @@ _UNKNOWN, _LATER = "–", "seen when a run starts"
 _ANOTHER = "look at the model's config.json, the packages of the role's interpreter and its env; nothing else decides"
 
 
-def probe_problems(spec: Spec, spec_dir: Path, probe: Probe) -> tuple[list[Problem], list[Problem]]:
+def probe_problems(spec: Spec, spec_dir: Path, probe: ProbeFindings) -> tuple[list[Problem], list[Problem]]:
     """Return errors, and warnings about roles for GPUs on a machine that has none. What this machine lacks is
     NotHere."""
     errors: list[Problem] = []
@@ -75,7 +75,7 @@ def _no_end(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def probe_json(spec: Spec, spec_dir: Path, probe: Probe) -> dict[RoleName, dict[str, Any]]:
+def probe_json(spec: Spec, spec_dir: Path, probe: ProbeFindings) -> dict[RoleName, dict[str, Any]]:
     """Return by role `asked` and `got` by field, what was `not_seen`, and what was read back beside the role's other
     keys."""
     asked = models_expected(spec, spec_dir, role_attention)
@@ -97,7 +97,7 @@ def _role_json(asked: Expected, found: Probed) -> dict[str, Any]:
 # ── for the person ────────────────────────────────────────────────────────────────────────────────
 
 
-def probe_table(spec: Spec, spec_dir: Path, probe: Probe) -> Table:
+def probe_table(spec: Spec, spec_dir: Path, probe: ProbeFindings) -> Table:
     """Show expected against actual, side by side; what differs is red."""
     from rich.table import Table
 
@@ -146,7 +146,7 @@ def _text(field: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def run_table(probe: Probe) -> Table:
+def run_table(probe: ProbeFindings) -> Table:
     """Show what each role's trial update took."""
     from rich.table import Table
 

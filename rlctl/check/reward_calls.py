@@ -22,7 +22,7 @@ from specs.schema.spec import Spec
 from specs.templates import render_template
 from specs.text import show
 from workers.data.row_source import DataRow
-from workers.grading.pool import GraderPool, Request
+from workers.grading.pool import GradeRequest, GraderPool
 from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.terms import Setting
 
@@ -70,7 +70,7 @@ def call_rewards(
                 continue
             answer = row.values.get(spec.data.answer_column)
             completion = "" if answer is None else gold_answer(answer)
-            (grade,) = pool.grade([Request(0, _prompt(row, spec), row.values, completion, 1)])
+            (grade,) = pool.grade([GradeRequest(0, _prompt(row, spec), row.values, completion, 1)])
             score = grade.values[0] if grade.values else None
             calls.append(RewardCall(path, row.where, completion, score, grade.text))
             if grade.cause:

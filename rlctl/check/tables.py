@@ -28,7 +28,7 @@ from specs.text import show
 
 if TYPE_CHECKING:
     from rlctl.check.findings import Findings
-    from rlctl.check.meta_build import Probe
+    from rlctl.check.meta_build import ProbeFindings
     from rlctl.check.reward_calls import RewardCall
 
 PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON has them all
@@ -262,7 +262,7 @@ def _call_table(call: RewardCall) -> Table:
     return table
 
 
-def _probe_tables(spec: Spec, spec_dir: Path, found: Probe) -> Iterator[Table | str]:
+def _probe_tables(spec: Spec, spec_dir: Path, found: ProbeFindings) -> Iterator[Table | str]:
     from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
 
     yield probe_table(spec, spec_dir, found)

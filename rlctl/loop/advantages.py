@@ -26,7 +26,7 @@ Scores = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredGroups:
     """Rollouts to compare: of each its score, its group (counted from 0), and its loss tokens."""
 
     score_R: Scores
@@ -102,7 +102,7 @@ def advantages_of(
     if len(rollouts.first_R):
         _, group_R = np.unique(group_B[valid_B][rollouts.first_R], return_inverse=True)
         score_R = score_B[valid_B][rollouts.first_R].astype(np.float64)
-        scored = Scored(score_R, group_R, rollouts.sums(tokens_B[valid_B].astype(np.int64)))
+        scored = ScoredGroups(score_R, group_R, rollouts.sums(tokens_B[valid_B].astype(np.int64)))
         advantage_R = ADVANTAGES[type(table)](table, scored)
         comparable_R = np.bincount(group_R)[group_R] >= table.min_group
         advantage_B[valid_B] = np.where(comparable_R, advantage_R, 0.0)[rollouts.index_B]
@@ -112,7 +112,7 @@ def advantages_of(
 # ── the advantages, by table ──────────────────────────────────────────────────────────────────────
 
 
-def _group_relative(table: GroupRelative, scored: Scored) -> Scores:
+def _group_relative(table: GroupRelative, scored: ScoredGroups) -> Scores:
     """Each score relative to its group's mean (Shao et al. 2024, §4.1), divided by (unbiased std + 1e-6): that of the
     group for `std`, of all rollouts of the step for `batch` (Lite PPO, Zihe Liu et al. 2025); not divided for `none`
     (Dr.GRPO, Zichen Liu et al. 2025)."""
@@ -126,7 +126,7 @@ def _group_relative(table: GroupRelative, scored: Scored) -> Scores:
     return centred_R / (np.sqrt(variance_G) + GROUP_EPS)[group_R]
 
 
-def _leave_one_out(table: LeaveOneOut, scored: Scored) -> Scores:
+def _leave_one_out(table: LeaveOneOut, scored: ScoredGroups) -> Scores:
     """Each score minus the mean of the others in its group (Ahmadian et al. 2024, eq. 8)."""
     score_R, group_R = scored.score_R, scored.group_R
     others_R = np.bincount(group_R)[group_R] - 1
@@ -134,12 +134,12 @@ def _leave_one_out(table: LeaveOneOut, scored: Scored) -> Scores:
     return score_R - (sum_G[group_R] - score_R) / np.maximum(others_R, 1)
 
 
-def _length_weighted(table: LengthWeighted, scored: Scored) -> Scores:
+def _length_weighted(table: LengthWeighted, scored: ScoredGroups) -> Scores:
     """Each score minus Σ length · score / Σ length of its group (Hao et al. 2025, eq. 5)."""
     return scored.score_R - scored.group_mean_R(scored.tokens_R)
 
 
-def _group_centred_whitened(table: GroupCentredWhitened, scored: Scored) -> Scores:
+def _group_centred_whitened(table: GroupCentredWhitened, scored: ScoredGroups) -> Scores:
     """Each score minus its group's mean, whitened over the step's loss tokens: their mean, and their unbiased variance
     + 1e-8 (Hu et al. 2025, eq. 9). Rollouts with nobody to compare with are left out. Nothing to whiten: 0."""
     comparable_R = np.bincount(scored.group_R)[scored.group_R] >= table.min_group
@@ -152,11 +152,11 @@ def _group_centred_whitened(table: GroupCentredWhitened, scored: Scored) -> Scor
     return np.asarray((centred_R - mean) / np.sqrt(variance + WHITEN_EPS))
 
 
-def _function(table: FunctionAdvantage, scored: Scored) -> Scores:
+def _function(table: FunctionAdvantage, scored: ScoredGroups) -> Scores:
     return own_advantage(table.path, scored.score_R, scored.group_R, scored.tokens_R)
 
 
-ADVANTAGES: Mapping[type[Advantage], Callable[[Any, Scored], Scores]] = {
+ADVANTAGES: Mapping[type[Advantage], Callable[[Any, ScoredGroups], Scores]] = {
     GroupRelative: _group_relative,
     LeaveOneOut: _leave_one_out,
     LengthWeighted: _length_weighted,

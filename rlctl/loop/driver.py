@@ -20,7 +20,7 @@ from rlctl.loop.recovery import SteadyGrading, SteadySync
 from rlctl.loop.residency import Residency
 from rlctl.loop.rollouts import Rollouts, without_truncated
 from rlctl.loop.sample_queue import SampleQueue
-from rlctl.loop.sampling import Prompts, Sampler, Scored
+from rlctl.loop.sampling import PromptBatch, Sampler, Scored
 from rlctl.loop.scores import eval_metrics
 from rlctl.loop.scores.late_scores import ScoreModel
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
@@ -118,7 +118,7 @@ class Driver:
         self.queue = SampleQueue(spec, self.sampler)
         self.reward_failures = RewardFailureWatch(spec.reward.max_failed_share, progress.warning)
         self.signals = SignalWatch(spec, progress.warning)
-        self.eval_prompts: dict[str, Prompts] = {}  # by evaluation
+        self.eval_prompts: dict[str, PromptBatch] = {}  # by evaluation
         self.correction_metrics: dict[str, float] = {}
 
     def _score_model(self, groups: Mapping[str, Group]) -> ScoreModel | None:

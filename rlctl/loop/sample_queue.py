@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.loop.dynamic_sampling import missing_groups, with_signal
-from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Greedy, Prompts, Sampler, Scored, Thrown
+from rlctl.loop.sampling import SAMPLES_SHOWN, Drawn, Greedy, PromptBatch, Sampler, Scored, Thrown
 from specs.errors import CheckpointError
 from specs.schema.metric import Metric
 from specs.schema.spec import Spec
@@ -192,7 +192,7 @@ class SampleQueue:
         if batches > 0:
             self._prompts = (self.position, batches, self._ask(batches, step))
 
-    def _draw(self, batches: int, step: int) -> tuple[list[Prompts], list[int]]:
+    def _draw(self, batches: int, step: int) -> tuple[list[PromptBatch], list[int]]:
         """Prompts of so many steps, and the cursor after each."""
         if self._prompts is None or self._prompts[:2] != (self.position, batches):
             self._prompts = (self.position, batches, self._ask(batches, step))

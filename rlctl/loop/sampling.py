@@ -38,7 +38,7 @@ SAMPLES_SHOWN = 4  # decoded samples that each step leaves in samples.jsonl
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBatch:
     """Prompts, each repeated for its group, and the rows that they were made from, by the numbers in `row_B`: a row
     goes to the scorer with the samples of its group, so that the scorer holds no data of its own."""
 
@@ -46,17 +46,17 @@ class Prompts:
     rows: Mapping[str, Row]
 
     @staticmethod
-    def of(answer: Message) -> Prompts:
+    def of(answer: Message) -> PromptBatch:
         """From the data role's answer."""
-        return Prompts(answer.batch, PromptsDrawn.of(answer).rows)
+        return PromptBatch(answer.batch, PromptsDrawn.of(answer).rows)
 
-    def select(self, indices: NDArray[np.int64]) -> Prompts:
+    def select(self, indices: NDArray[np.int64]) -> PromptBatch:
         batch = self.batch.select(indices)
-        return Prompts(batch, self.rows_of(batch))
+        return PromptBatch(batch, self.rows_of(batch))
 
     @staticmethod
-    def concat(first: Prompts, second: Prompts) -> Prompts:
-        return Prompts(Batch.concat([first.batch, second.batch]), {**first.rows, **second.rows})
+    def concat(first: PromptBatch, second: PromptBatch) -> PromptBatch:
+        return PromptBatch(Batch.concat([first.batch, second.batch]), {**first.rows, **second.rows})
 
     def rows_of(self, batch: Batch) -> dict[str, Row]:
         """The rows of some of the samples, each once."""
@@ -91,24 +91,24 @@ class Sampler:
         request = bodies.Prompts(what="train", position=position, count=count, group_size=size)
         return self.data.post(Verb.PROMPTS, request, step=step)
 
-    def training_prompts(self, answer: Message) -> Prompts:
+    def training_prompts(self, answer: Message) -> PromptBatch:
         """What `ask` asked for; of each group that has one the last is for the greedy completion."""
-        prompts, size = Prompts.of(answer), self.spec.algorithm.group_size
+        prompts, size = PromptBatch.of(answer), self.spec.algorithm.group_size
         if not self._greedy_rows:
             return prompts
         greedy_B = np.tile(np.arange(size + 1) == size, len(prompts.batch) // (size + 1))
-        return Prompts(prompts.batch.with_columns(greedy_B=greedy_B.astype(np.uint8)), prompts.rows)
+        return PromptBatch(prompts.batch.with_columns(greedy_B=greedy_B.astype(np.uint8)), prompts.rows)
 
     @property
     def _greedy_rows(self) -> int:
         return int(self.spec.algorithm.advantage.greedy_baseline)
 
-    def held_out(self, one: Evaluation, step: int) -> Prompts:
+    def held_out(self, one: Evaluation, step: int) -> PromptBatch:
         """Prompts for an evaluation, each as often as it is completed."""
         request = bodies.Prompts(
             what="eval", name=one.name, position=0, count=one.prompts, group_size=one.samples_per_prompt
         )
-        return Prompts.of(self.data.call(Verb.PROMPTS, request, step=step)[0])
+        return PromptBatch.of(self.data.call(Verb.PROMPTS, request, step=step)[0])
 
     def training(self) -> Sampling:
         """How the samples that are learned from are drawn."""
@@ -129,7 +129,7 @@ class Sampler:
 
     def start(
         self,
-        prompts: Prompts,
+        prompts: PromptBatch,
         sampling: Sampling,
         step: int,
         what: What = "train",
@@ -151,7 +151,7 @@ class Generation:
     def __init__(
         self,
         sampler: Sampler,
-        prompts: Prompts,
+        prompts: PromptBatch,
         sampling: Sampling,
         step: int,
         what: What,
@@ -191,10 +191,10 @@ class Generation:
             on_part=self._take,
         )
 
-    def extend(self, more: Prompts) -> None:
+    def extend(self, more: PromptBatch) -> None:
         """Send out further prompts, whose samples belong to the same batch. Everything before them is here."""
         self._sync.resend_if_asleep(self.step)
-        self.prompts = Prompts.concat(self.prompts, more)
+        self.prompts = PromptBatch.concat(self.prompts, more)
         self._call = self._send(more.batch)
 
     def wait(self) -> None:
@@ -269,7 +269,7 @@ class Generation:
             self.written_at = time.perf_counter()
         home = [HOME]
         if self._sent_to_judges is not None:
-            judge = bodies.Judge(what=self.what, rows=request.rows)
+            judge = bodies.SendToJudges(what=self.what, rows=request.rows)
             self._sent_to_judges.append(
                 self._reward.post(Verb.JUDGE, judge, tensors=columns, step=self.step, ranks=home)
             )

@@ -30,7 +30,7 @@ from specs.model_facts import model_facts
 from specs.packages import installed_here
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
-from specs.schema.role_section import Learner, RoleSection
+from specs.schema.role_section import LearningRole, RoleSection
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -155,13 +155,13 @@ def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, Mo
         engine, own_config = engine_of(section), others[role].config if role in others else config
         if (facts := model_facts(own_config)) is not None and engine is not None:
             yield from engine.model_problems(role, section, facts)
-            if isinstance(section, Learner):
+            if isinstance(section, LearningRole):
                 yield from _more_than_all_layers(role, section, facts.layers)
         if (degree := sequence_parallel_of(section)) > 1:
             yield from sequence_problems(f"{role}.sequence_parallel", degree, own_config)
 
 
-def _more_than_all_layers(role: RoleName, section: Learner, layers: int) -> Iterator[Problem]:
+def _more_than_all_layers(role: RoleName, section: LearningRole, layers: int) -> Iterator[Problem]:
     count = section.gradient_checkpointing
     if count is not True and count > layers > 0:
         hint = f"use at most {layers}, or true for all of them"

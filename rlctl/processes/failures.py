@@ -24,7 +24,7 @@ LAUNCHER_GRACE_S = 20.0
 JOINED_VERBS = frozenset({Verb.EXPORT_BUCKET, Verb.EXPORT_END, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET, Verb.IMPORT_END})
 
 
-class Weight(IntEnum):
+class Severity(IntEnum):
     """The rank with the lowest is blamed."""
 
     ROOT = 0  # no failure elsewhere explains it
@@ -42,7 +42,7 @@ class Evidence:
     rank: int
     cause: Cause
     message: str  # for people
-    weight: Weight = Weight.ROOT
+    weight: Severity = Severity.ROOT
     kind: str = ""  # class name of the error that a rank raised
     hint: str = ""
     log_name: str = ""  # another log than the rank's own
@@ -55,7 +55,7 @@ class Evidence:
 
     @property
     def is_secondary(self) -> bool:
-        return self.weight is Weight.SECONDARY
+        return self.weight is Severity.SECONDARY
 
 
 class Blame:
@@ -63,7 +63,7 @@ class Blame:
 
     def __init__(self) -> None:
         self._evidence: list[Evidence] = []
-        self._until: dict[Weight, float] = {}  # when the first evidence of a weight is blamed if none better came
+        self._until: dict[Severity, float] = {}  # when the first evidence of a weight is blamed if none better came
 
     def add(self, evidence: Evidence, grace_s: float = ROOT_CAUSE_GRACE_S) -> None:
         """Note evidence; without better one it is blamed after `grace_s`."""
@@ -80,7 +80,7 @@ class Blame:
         if not self._evidence:
             return None
         first = min(self._evidence, key=lambda evidence: evidence.weight)
-        if first.weight > Weight.ROOT and time.monotonic() < self._until[first.weight]:
+        if first.weight > Severity.ROOT and time.monotonic() < self._until[first.weight]:
             return None
         self._evidence = [evidence for evidence in self._evidence if evidence.permanent]
         left = {evidence.weight for evidence in self._evidence}
@@ -123,7 +123,7 @@ def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool) -> Eviden
         rank,
         error.cause,
         error.message if error.known else f"{error.kind}: {error.message}",
-        weight=Weight.SECONDARY if from_peer and not alone else Weight.ROOT,
+        weight=Severity.SECONDARY if from_peer and not alone else Severity.ROOT,
         kind=error.kind,
         hint=error.hint,
         needs_log=from_peer or not error.known,
@@ -141,7 +141,7 @@ def from_end(started: Started, code: int) -> Evidence:
     if reported := root_cause(started.log_path):
         return from_rank_end(FirstEnd(role, *reported), reported=True)
     message = f"{started.launcher}: {describe_exit(code)}"
-    weight = Weight.ROOT if code < 0 else Weight.EXIT
+    weight = Severity.ROOT if code < 0 else Severity.EXIT
     return Evidence(role, rank, Cause.ENDED, message, weight, log_name=started.log_path.name)
 
 
@@ -150,8 +150,8 @@ def from_rank_end(end: FirstEnd, *, reported: bool = False) -> Evidence:
     others; an exit code perhaps not, unless its launcher reports it as the first."""
     if end.code is None:
         also = f"; so did that of rank {', '.join(map(str, end.others))} at the same time" if end.others else ""
-        return Evidence(end.role, end.rank, Cause.ENDED, f"its process ended{also}", Weight.EXIT)
+        return Evidence(end.role, end.rank, Cause.ENDED, f"its process ended{also}", Severity.EXIT)
     root = reported or (end.code < 0 and end.code not in FOLLOW_UPS)
     hint = "SIGKILL from outside often means that memory ran out" if end.code == -signal.SIGKILL else ""
-    weight = Weight.ROOT if root else Weight.EXIT
+    weight = Severity.ROOT if root else Severity.EXIT
     return Evidence(end.role, end.rank, Cause.ENDED, describe_exit(end.code), weight, hint=hint)

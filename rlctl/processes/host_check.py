@@ -20,7 +20,7 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.processes.launch import remote_script
-from rlctl.processes.remote_check import MARK, Answer, Asked, this_machine, unreached
+from rlctl.processes.remote_check import MARK, Asked, HostReply, this_machine, unreached
 from specs.errors import Problem, SpecError
 from workers.watchdog import signal_group
 
@@ -161,8 +161,8 @@ class _Talk:
             process.wait()
         process.stdout.close()
 
-    def answer(self) -> Answer | None:
-        said: Answer | None = self._hear()
+    def answer(self) -> HostReply | None:
+        said: HostReply | None = self._hear()
         if said is None:
             self.broken, reason = self._silent(), self._reason()
             self.unreached = "" if self._entered else reason
@@ -179,7 +179,7 @@ class _Talk:
             return []
         return [(name, why) for name, why in said["unreached"]]
 
-    def problems(self, answer: Answer | None) -> list[Problem]:
+    def problems(self, answer: HostReply | None) -> list[Problem]:
         if answer is None:
             return [self.broken] if self.broken else []
         found = problem_of(self.host, answer, self.asked["address"])
@@ -227,7 +227,7 @@ class _Talk:
             self._process.stdin.flush()
 
 
-def problem_of(host: FarHost, answer: Answer, address: str, *, now: float | None = None) -> Problem | None:
+def problem_of(host: FarHost, answer: HostReply, address: str, *, now: float | None = None) -> Problem | None:
     """What keeps a host that has answered from its part."""
     name, key = host.name, "cluster.hostfile"
     if answer["version"] != __version__:
@@ -264,7 +264,7 @@ def problem_of(host: FarHost, answer: Answer, address: str, *, now: float | None
     return None
 
 
-def one_machine(answers: Sequence[tuple[FarHost, Answer]]) -> list[Problem]:
+def one_machine(answers: Sequence[tuple[FarHost, HostReply]]) -> list[Problem]:
     """Hosts that are one machine under two names, or the one where this process runs."""
     seen, problems = {this_machine(): "the host where rlctl runs, the first line of the file"}, []
     for host, answer in answers:

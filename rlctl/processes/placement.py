@@ -43,7 +43,7 @@ class RemoteNode:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a group first meet. `port` None: one that is free when they start (on one host only)."""
 
     address: str = LOOPBACK
@@ -69,7 +69,7 @@ class RolePlan:
     threads: int
     world_size_of_group: int
     nodes: int = 1
-    meeting: Meeting = field(default_factory=Meeting)
+    meeting: Rendezvous = field(default_factory=Rendezvous)
     remote: tuple[RemoteNode, ...] = ()
 
     @property
@@ -222,10 +222,11 @@ class _Planner:
             return ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return ("GLOO_SOCKET_IFNAME",) if section.nodes == 1 or not ROLES[name].together else ()
 
-    def _meeting(self, name: RoleName, section: RoleSection) -> Meeting:
+    def _meeting(self, name: RoleName, section: RoleSection) -> Rendezvous:
         if section.nodes == 1 or not ROLES[name].together:
-            return Meeting()
-        return Meeting(self.address, self.cluster.port + [role for role in ROLES if ROLES[role].together].index(name))
+            return Rendezvous()
+        together = [role for role in ROLES if ROLES[role].together]
+        return Rendezvous(self.address, self.cluster.port + together.index(name))
 
     def _hosts(self, section: RoleSection) -> list[str]:
         """A host per command that starts the role; srun starts all nodes with one."""
@@ -246,7 +247,7 @@ def _interpreter(asked: str, spec_dir: Path) -> str:
 
 
 def _command(
-    role: RoleName, section: RoleSection, python: str, meeting: Meeting, hosts: list[str], node: int
+    role: RoleName, section: RoleSection, python: str, meeting: Rendezvous, hosts: list[str], node: int
 ) -> tuple[str, ...]:
     """What starts a role's processes on node `node`."""
     worker: tuple[str, ...] = ("-m", "workers.main", "--role", role)

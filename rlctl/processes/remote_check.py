@@ -1,7 +1,7 @@
 """What another host says of itself before a run, and of the way to its peers: `python -m rlctl.processes.remote_check
 ASKED`, where ASKED is the JSON of an `Asked`.
 
-It writes a line of JSON (an `Answer`), reads one ({"peers": [[name, address, port], …]}), writes which of them it
+It writes a line of JSON (a `HostReply`), reads one ({"peers": [[name, address, port], …]}), writes which of them it
 cannot reach ({"unreached": [[name, "address:port: why"], …]}), and ends with its input.
 
 Standard library only: a role's interpreter there need not have what the command line needs.
@@ -45,7 +45,7 @@ class Asked(TypedDict):
     files: dict[str, str]
 
 
-class Answer(TypedDict):
+class HostReply(TypedDict):
     """`machine`: equal where two hosts are one. `missing` folders; `unshared`, `read_only`: folders of shared files;
     `different`: models' files; `changed`: other files. `dial`: why the driver cannot be reached, or empty. `gpus`: None
     where it is not known. `door`: where this host listens for its peers. `time`: seconds since 1970."""
@@ -71,7 +71,7 @@ def main(asked: Asked) -> None:
         there = [path for path in asked["shared"] if os.path.dirname(path) not in missing]
         models = {folder: files for folder, files in asked["models"].items() if folder not in missing}
         _say(
-            Answer(
+            HostReply(
                 version=__version__,
                 machine=this_machine(),
                 missing=missing,

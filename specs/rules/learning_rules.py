@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from specs.errors import Problem
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
-from specs.schema.role_section import Learner, Optimizer
+from specs.schema.role_section import LearningRole, Optimizer
 from specs.schema.roles import ROLES, RoleName
 from specs.schema.spec import Spec
 from specs.schema.table import no_effect
@@ -97,7 +97,7 @@ def _optimizers(spec: Spec) -> Iterator[tuple[RoleName, Optimizer]]:
 def _activations(spec: Spec) -> Iterator[Problem]:
     for role, section in spec.sections():
         engine = engine_of(section)
-        if not isinstance(section, Learner) or engine is None or engine.model_of == "bigram":
+        if not isinstance(section, LearningRole) or engine is None or engine.model_of == "bigram":
             continue  # said by the engine
         if section.activation_offload and not section.devices:
             yield no_effect(f"{role}.activation_offload", section, f"{role} runs on the CPU")

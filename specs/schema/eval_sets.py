@@ -94,7 +94,7 @@ class EvalSection(Table):
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassThreshold:
     """The bar that a solved completion passes: a term's own value, or the weighted sum (None), of at least `score`."""
 
     term: int | None
@@ -126,7 +126,7 @@ class Evaluation:
     def samples(self) -> int:
         return self.prompts * self.samples_per_prompt
 
-    def passes(self, terms: Sequence[RewardTerm]) -> Pass | None:
+    def passes(self, terms: Sequence[RewardTerm]) -> PassThreshold | None:
         """Return the bar with these terms of a reward; None: it is not known."""
         term, score = self.pass_term, self.pass_score
         if term is None and score is None:
@@ -134,4 +134,4 @@ class Evaluation:
             term = grading[0] if len(grading) == 1 else None
         if score is None and term is not None and term < len(terms):
             score = terms[term].right_score
-        return None if score is None else Pass(term, score)
+        return None if score is None else PassThreshold(term, score)

@@ -1,4 +1,4 @@
-"""What a metric of `metrics.jsonl` is. Each is declared where it is made: in the tuple `METRICS` of that module, or in
+"""A metric of `metrics.jsonl`. Each is declared where it is made: in the tuple `METRICS` of that module, or in
 the table of its loss."""
 
 from __future__ import annotations

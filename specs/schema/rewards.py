@@ -18,7 +18,7 @@ GradedBy = Literal["processes", "judge", "model"]
 
 
 class RewardTerm(Table):
-    """What all reward terms share."""
+    """Keys that all reward terms share."""
 
     graded_by: ClassVar[GradedBy] = (
         "processes"  # what gives its scores: the isolated processes, requests to a judge, or the reward model

@@ -119,7 +119,7 @@ def some_layers(value: Any) -> bool | int:
     raise unusable("must be true, false, or a number of layers above 0", "true: all layers; 8: the first eight")
 
 
-class Learner(ModelRole):
+class LearningRole(ModelRole):
     """A role that learns."""
 
     gradient_checkpointing: Annotated[bool | int, PlainValidator(some_layers)] = Field(

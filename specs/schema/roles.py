@@ -14,8 +14,8 @@ RoleName = str
 """A key of `ROLES`."""
 
 Holds = Literal["learner", "frozen", "score_model", "sampler", "data", "scorer"]
-"""What a role holds: a model that learns, a model that never changes, a frozen one that gives scores and has tokens of
-its own, a model that samples with a learner's weights, the prompts, or what scores completions."""
+"""Kinds of what a role holds: a model that learns, one that never changes, a frozen one that gives scores and has
+tokens of its own, one that samples with a learner's weights, the prompts, or what scores completions."""
 
 # What a model ends in: logits of the next token; or one number for each token, which is a critic's value of what comes
 # after it, or, at a sequence's last token, a reward model's score.

@@ -1,4 +1,4 @@
-"""What a row of a data set cannot hold, asked before a run and while one reads its data."""
+"""Check what a row of a data set cannot hold, before a run and while one reads its data."""
 
 from __future__ import annotations
 

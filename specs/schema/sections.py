@@ -17,7 +17,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 class RunSection(Table):
-    """What the run is called, how long it lasts and how long anything may take."""
+    """The name of the run, how long it lasts and how long anything may take."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(usable_path)] = (
         Field(description="Name of the run; also the name of its directory under `dir`.")

@@ -20,7 +20,7 @@ from specs.schema.engines.engine_registry import RolloutEngineTable, TrainEngine
 from specs.schema.engines.torch_rollout_table import TorchRolloutTable
 from specs.schema.eval_sets import EvalSection, Evaluation
 from specs.schema.rewards import MAX_SCORE, RewardTermTable
-from specs.schema.role_section import DType, Learner, Lora, ModelRole, Restartable, RoleSection
+from specs.schema.role_section import DType, LearningRole, Lora, ModelRole, Restartable, RoleSection
 from specs.schema.roles import ACTOR, CRITIC, ROLES, ROLLOUT, Role, RoleName
 from specs.schema.sections import (
     CheckpointSection,
@@ -43,7 +43,7 @@ WeightForm = Literal["merged", "apart", "adapters"]
 # ── roles ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ActorSection(Learner):
+class ActorSection(LearningRole):
     """The model that learns."""
 
     engine: TrainEngineTable = Field(DdpTable(), description="How the actor is held.")
@@ -57,7 +57,7 @@ class RefSection(ModelRole):
     engine: TrainEngineTable = Field(DdpTable(), description="How the reference is held.")
 
 
-class CriticSection(Learner):
+class CriticSection(LearningRole):
     """The model that predicts what a completion will still earn. Exists only where `algorithm.kind` asks for it
     (`ppo`). Without the section it is held and learns as the actor's says, by adapters where that does."""
 
@@ -139,7 +139,7 @@ class RolloutSection(Restartable):
 
 
 class RewardSection(Restartable):
-    """What grades the completions, in isolated processes of each of its `nodes`, from the driver's host on. Its
+    """Grading of the completions, in isolated processes of each of its `nodes`, from the driver's host on. Its
     `python`, `env` and `threads` hold for the role `data` too, which reads what `[data]` names. `max_restarts` and
     `min_processes` are about those on other hosts."""
 

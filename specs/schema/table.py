@@ -1,4 +1,4 @@
-"""What every table of the run spec is: frozen, without room for a mistyped key or for a value that nothing can use."""
+"""Base of every table of the run spec: frozen, without room for a mistyped key or for a value that nothing can use."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from specs.schema.table import NonEmpty, Table
 
 
 class Tracker(Table):
-    """What all trackers share."""
+    """Keys that all trackers share."""
 
     package: ClassVar[str]  # what the interpreter of `rlctl train` must be able to import
 

@@ -1,1 +1,1 @@
-"""What travels between driver and ranks."""
+"""Messages between driver and ranks."""

@@ -1,4 +1,4 @@
-"""What a rank really built, as it reports it. The driver compares it with the spec
+"""The build of a rank, as it reports it. The driver compares it with the spec
 (`rlctl/models/as_built_check.py`)."""
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Prompts(Body):
 
 
 class Row(Body):
-    """What a scorer is told of the row that a prompt was made from."""
+    """Facts for a scorer about the row that a prompt was made from."""
 
     where: str  # file and line, for a person
     prompt: str
@@ -103,7 +103,7 @@ class Rendered(Answer):
     first_failure: str = ""  # as in `Scores`
 
 
-class Judge(Body):
+class SendToJudges(Body):
     """Send completions of the prompts of `what`, which were made from `rows`, to the judges."""
 
     what: What
@@ -169,7 +169,7 @@ class Logprobs(Body):
 
 
 class Scale(Body):
-    """What every rank divides its loss by: global counts of the mini-batch (`backends/protocol.py`, `LossScale`)."""
+    """Divisors of every rank's loss: global counts of the mini-batch (`backends/protocol.py`, `LossScale`)."""
 
     num_loss_tokens: int
     num_sequences: int
@@ -254,7 +254,7 @@ class ExportBegin(Body):
 
 
 class Exporting(Answer):
-    """What the actor's rank 0 answers to `export_begin`. `specs` None: the weights are those of the last pass."""
+    """Answer of the actor's rank 0 to `export_begin`. `specs` None: the weights are those of the last pass."""
 
     specs: list[WireWeight] | None
     buckets: int
@@ -323,7 +323,7 @@ REQUESTS: Mapping[Verb, tuple[type[BaseModel], ...]] = {
     Verb.PROMPTS: (Prompts,),
     Verb.SCORE: (Score,),
     Verb.RENDER: (Render,),
-    Verb.JUDGE: (Judge,),
+    Verb.JUDGE: (SendToJudges,),
     Verb.AWAIT_JUDGES: (AwaitJudges,),
     Verb.GENERATE: (Generate,),
     Verb.SLEEP: (Sleep,),

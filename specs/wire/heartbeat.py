@@ -1,4 +1,4 @@
-"""What a rank says of itself in a heartbeat while it serves a verb."""
+"""A rank's account of itself in a heartbeat while it serves a verb."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Activity(BaseModel):
 
 @dataclass(frozen=True)
 class Moving:
-    """What all ranks together have done since the start, by unit; which units those at work count; and for how many
-    seconds nothing has moved that should (0: something does, or cannot be seen)."""
+    """Work that all ranks together have done since the start, by unit; which units those at work count; and for how
+    many seconds nothing has moved that should (0: something does, or cannot be seen)."""
 
     done: Mapping[str, int] = field(default_factory=dict)
     units: tuple[str, ...] = ()

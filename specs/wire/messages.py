@@ -99,7 +99,7 @@ COLUMNS: Mapping[Verb, Columns] = {
 
 
 class Kind(StrEnum):
-    """What a message is."""
+    """Kinds of messages."""
 
     HELLO = "hello"  # rank → driver: role, rank, pid, host
     WELCOME = "welcome"  # driver → rank: how often to beat

@@ -1,5 +1,5 @@
-"""What `check-config --probe` asks of a role's interpreter (`workers/offline/build_on_meta.py`), and what it is
-told."""
+"""Requests that `check-config --probe` makes of a role's interpreter (`workers/offline/build_on_meta.py`), and
+its replies."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class RoleRequest(Table):
 
 
 class ProbeRequest(Table):
-    """What one process looks at, role by role."""
+    """The roles that one process examines."""
 
     roles: dict[str, RoleRequest]
 
 
 class OneUpdate(Table):
-    """What a trial update took. Memory is that of the device, or on the CPU of the whole process."""
+    """Time and memory of a trial update. Memory is that of the device, or on the CPU of the whole process."""
 
     tokens: int  # that went through the model: a learner's batch, or what was generated
     build_s: float
@@ -57,7 +57,7 @@ class Token(Table):
 
 
 class Probed(Table):
-    """What was found out about one role. `model` is None for a role that holds none, and where an engine cannot say."""
+    """Findings about one role. `model` is None for a role that holds none, and where an engine cannot say."""
 
     role: str
     model: ModelBuilt | None = None

@@ -43,7 +43,7 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @dataclass
-class Prompts:
+class PromptStream:
     """Prompts of a table in the order in which they are drawn."""
 
     table: PromptTable
@@ -93,10 +93,10 @@ class Prompts:
 class RunData:
     """Training prompts of a run, and those of each evaluation."""
 
-    train: Prompts
-    evals: Mapping[str, Prompts] = field(default_factory=dict)
+    train: PromptStream
+    evals: Mapping[str, PromptStream] = field(default_factory=dict)
 
-    def prompts(self, what: str, name: str = "") -> Prompts:
+    def prompts(self, what: str, name: str = "") -> PromptStream:
         if what == "train":
             return self.train
         assert what == "eval", f"no prompts for {what!r}"
@@ -129,7 +129,7 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
     data = config.data
     train = table(data.train, data.split, data.max_rows)
     cut = len(train)
-    evals: dict[str, Prompts] = {}
+    evals: dict[str, PromptStream] = {}
     sources: dict[tuple[str, str], PromptTable] = {}  # several sets may be of one source
     for number, one in enumerate(config.evals):
         if not one.data:
@@ -139,8 +139,8 @@ def open_data(config: DataConfig, codec: TextCodec) -> RunData:
             source = (one.data, one.split)
             held = sources[source] = sources.get(source) or table(*source, None)
             indices = np.arange(min(one.prompts, len(held)), dtype=np.int64)
-        evals[one.name] = Prompts(held, indices, endless=False, first_id=EVAL_IDS + number * EVAL_SPAN)
-    return RunData(Prompts(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
+        evals[one.name] = PromptStream(held, indices, endless=False, first_id=EVAL_IDS + number * EVAL_SPAN)
+    return RunData(PromptStream(train, np.arange(cut, dtype=np.int64), config.seed, data.shuffle), evals)
 
 
 def _rows_to_train_on(one: EvalSource, rows: int, source: str) -> int:

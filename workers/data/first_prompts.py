@@ -1,4 +1,4 @@
-"""What a run would say of its data, told by the first rows: they are read, rendered and tokenised as a run does it."""
+"""Tell from the first rows what a run would say of its data: they are read, rendered and tokenised as a run does it."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from backends import activity
 from specs.schema.metric import Metric
-from specs.schema.rewards import Judge as JudgeTable
+from specs.schema.rewards import Judge
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_client import JudgeClient, JudgeError
 from workers.grading.judge_score import read_reply, read_score, request_body
-from workers.grading.pool import Grade, Request
-from workers.grading.terms import Sample, Setting
+from workers.grading.pool import Grade, GradeRequest
+from workers.grading.terms import GradedSample, Setting
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -66,22 +66,22 @@ _CLOSE_S = 5.0
 class Pending:
     """Samples that judges are at: `grades[i][j]` will be of judge i, sample j."""
 
-    requests: Sequence[Request]
+    requests: Sequence[GradeRequest]
     grades: Sequence[Sequence[Future[Grade]]]
 
 
 class JudgePanel:
     """All judges of a run. `start` and `collect` belong to one thread."""
 
-    def __init__(self, terms: Mapping[int, JudgeTable], setting: Setting, run_dir: Path) -> None:
+    def __init__(self, terms: Mapping[int, Judge], setting: Setting, run_dir: Path) -> None:
         """`terms`: by their number in `reward.terms`. Raises RewardError where a cache cannot be opened."""
         caches: dict[Path, JudgeCache] = {}
-        self._judges: dict[int, Judge] = {}
+        self._judges: dict[int, JudgeGrader] = {}
         for number, term in terms.items():
             own = Path(setting.base, term.cache_file).expanduser()
             path = (own if term.cache_file else run_dir / "judge_cache.jsonl").resolve()
             cache = caches.setdefault(path, JudgeCache(path)) if term.cache else JudgeCache(None)
-            self._judges[number] = Judge(term, number, setting.answer_column, cache)
+            self._judges[number] = JudgeGrader(term, number, setting.answer_column, cache)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
@@ -93,7 +93,7 @@ class JudgePanel:
         """Numbers of the judges' terms, in the order in which `collect` gives grades."""
         return tuple(self._judges)
 
-    def start(self, requests: Sequence[Request]) -> int:
+    def start(self, requests: Sequence[GradeRequest]) -> int:
         """Send the samples out; returns the ticket to collect their grades with."""
         self._tickets += 1
         grades = [[judge.start(request, self._loop) for request in requests] for judge in self._judges.values()]
@@ -104,7 +104,7 @@ class JudgePanel:
         """Return how many samples these tickets are for."""
         return sum(len(self._pending[ticket].requests) for ticket in tickets)
 
-    def collect(self, tickets: Sequence[int]) -> tuple[list[Request], list[list[Grade]]]:
+    def collect(self, tickets: Sequence[int]) -> tuple[list[GradeRequest], list[list[Grade]]]:
         """Wait for the samples of these tickets: they, and for each judge their grades. A request that ended counts as
         progress, also one that failed; so does a wait that a judge asked for."""
         taken = [self._pending.pop(ticket) for ticket in tickets]
@@ -150,10 +150,10 @@ class JudgePanel:
         return int(sum(judge.counts["requests"] for judge in self._judges.values()))
 
 
-class Judge:
+class JudgeGrader:
     """One term: its connections, and its cache. All but `start` and `take_counts` runs in the event loop."""
 
-    def __init__(self, term: JudgeTable, number: int, answer_column: str, cache: JudgeCache) -> None:
+    def __init__(self, term: Judge, number: int, answer_column: str, cache: JudgeCache) -> None:
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
         self.term, self.number, self.answer_column, self.cache = term, number, answer_column, cache
@@ -174,9 +174,9 @@ class Judge:
             reraise=True,
         )
 
-    def start(self, request: Request, loop: asyncio.AbstractEventLoop) -> Future[Grade]:
+    def start(self, request: GradeRequest, loop: asyncio.AbstractEventLoop) -> Future[Grade]:
         """Return the grade to come. A request that is under way, or has been answered, is not made again."""
-        sample = Sample(request.prompt, request.completion, request.row, request.completion_tokens)
+        sample = GradedSample(request.prompt, request.completion, request.row, request.completion_tokens)
         try:
             content = request_body(self._table, sample, self.answer_column)
         except KeyError as error:

@@ -42,7 +42,7 @@ LOG_BYTES = 64 << 20  # size limit of the log of what reward code prints
 
 
 @dataclass(frozen=True)
-class Request:
+class GradeRequest:
     """A sample to grade. Requests of one row share `row_key`, `prompt` and `row`."""
 
     row_key: int
@@ -88,7 +88,7 @@ class GraderPool:
         self._hello = encode(hello)
         self._selector = selectors.DefaultSelector()
         self._processes: list[GraderProcess] = []
-        self._requests: Sequence[Request] = ()
+        self._requests: Sequence[GradeRequest] = ()
         self._grades: list[Grade | None] = []
         self._queue: deque[int] = deque()
         self._sample_s = JOB_S  # that a sample took lately
@@ -106,7 +106,7 @@ class GraderPool:
         while not all(process.ready for process in self._processes):
             self._turn()
 
-    def grade(self, requests: Sequence[Request]) -> list[Grade]:
+    def grade(self, requests: Sequence[GradeRequest]) -> list[Grade]:
         """Return one grade for each request, in order. Raises RewardError when a fresh process can no longer start."""
         assert self._processes, "the pool is closed"
         self._requests, self._grades = requests, [None] * len(requests)

@@ -22,7 +22,7 @@ from workers.grading.signatures import BoundFunction, Uncallable
 
 
 @dataclass(frozen=True)
-class Sample:
+class GradedSample:
     """The input of a term. `completion` is what the policy wrote; of several turns, one after another in lines of
     their own, without what tools replied. `completion_tokens` counts the tokens of the longest of them, its end token
     too: the limit on them is one per turn."""
@@ -42,7 +42,7 @@ class Setting:
     base: str  # folder that `file.py:name` is relative to
 
 
-Term = Callable[[Sample], Any]
+Term = Callable[[GradedSample], Any]
 
 
 class TermError(Exception):
@@ -59,7 +59,7 @@ def make_term(table: Mapping[str, Any], setting: Setting) -> Term:
 
 
 def _exact_match(table: Mapping[str, Any], setting: Setting) -> Term:
-    def term(sample: Sample) -> float:
+    def term(sample: GradedSample) -> float:
         given, gold = sample.completion.strip(), gold_answer(sample.row[setting.answer_column])
         if table["ignore_case"]:
             given, gold = given.casefold(), gold.casefold()
@@ -85,13 +85,13 @@ def _math_verify(table: Mapping[str, Any], setting: Setting) -> Term:
             raise ValueError(f"math_verify finds no value in the row's answer {text!r}")
         return parsed
 
-    def term(sample: Sample) -> float:
+    def term(sample: GradedSample) -> float:
         gold = parse_gold(gold_answer(sample.row[setting.answer_column]))
         given = math_verify.parse(sample.completion, parsing_timeout=0)
         return float(math_verify.verify(gold, given, timeout_seconds=0))
 
     term(
-        Sample("", "$1$", {setting.answer_column: "1"}, 1)
+        GradedSample("", "$1$", {setting.answer_column: "1"}, 1)
     )  # the first call imports and compiles; that must not count towards a sample's timeout
     return term
 
@@ -108,7 +108,7 @@ def _overlong(table: Mapping[str, Any], setting: Setting) -> Term:
     buffer = int(table["buffer_tokens"])
     safe = setting.max_response_tokens - buffer
 
-    def term(sample: Sample) -> float:
+    def term(sample: GradedSample) -> float:
         return -min(max((sample.completion_tokens - safe) / buffer, 0.0), 1.0)
 
     return term

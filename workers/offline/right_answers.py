@@ -14,7 +14,7 @@ from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig, RewardConfig
 from workers.data.row_source import read_rows
-from workers.grading.pool import GraderPool, Request
+from workers.grading.pool import GradeRequest, GraderPool
 from workers.grading.terms import Setting
 
 _ROWS = 64  # whose answers are looked at
@@ -55,7 +55,7 @@ def _never_equal(golds: Sequence[str], config: RewardConfig, codec: TextCodec) -
 
 def _without_value(term: MathVerify, golds: Sequence[str], config: RewardConfig) -> list[str]:
     """Return the answers that the term cannot be computed for, asked of the processes that grade in a run."""
-    requests = [Request(n, "", {config.answer_column: gold}, gold, 1) for n, gold in enumerate(golds)]
+    requests = [GradeRequest(n, "", {config.answer_column: gold}, gold, 1) for n, gold in enumerate(golds)]
     setting = Setting(config.answer_column, config.max_response_tokens, config.spec_dir)
     timeout_s = config.reward.timeout_s
     with tempfile.TemporaryDirectory(prefix="rlctl-probe-") as folder:

@@ -22,13 +22,12 @@ from specs.wire.messages import COLUMNS, Verb
 from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches, prompt_texts
 from workers.grading.judge import JUDGE_CAUSES, JudgePanel
-from workers.grading.pool import CAUSES, Grade, GraderPool, Request
+from workers.grading.pool import CAUSES, Grade, GradeRequest, GraderPool
 from workers.grading.reward_failures import FailureLog
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts, Told
 from workers.grading.terms import Setting
 from workers.rank_report import as_built
-from workers.serve import Emit, Handler, Reply, TypedHandler, typed
-from workers.serve import Request as Call
+from workers.serve import Emit, Handler, Reply, Request, TypedHandler, typed
 
 
 class Reward:
@@ -46,7 +45,7 @@ class Reward:
         self._awaited: dict[int, Awaited] = {}  # by the ticket of their judges' grades
         self._failures: FailureLog | None = None
 
-    def build(self, call: Call[RewardConfig], emit: Emit) -> Reply:
+    def build(self, call: Request[RewardConfig], emit: Emit) -> Reply:
         """Start the grading processes and load the tokenizer. Raises RewardError or ModelError."""
         config = self._config = call.body
         logs = Path(config.run_dir, "logs")
@@ -76,7 +75,7 @@ class Reward:
             self._pool.wait_ready()
         return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
 
-    def score(self, call: Call[bodies.Score], emit: Emit) -> Reply:
+    def score(self, call: Request[bodies.Score], emit: Emit) -> Reply:
         """Have every sample graded. The body brings, under `rows`, the rows of these samples by number
         (`workers/roles/data.py`), and says in `what` whether they are of training or evaluation.
 
@@ -100,7 +99,7 @@ class Reward:
         }
         return body, columns
 
-    def render(self, call: Call[bodies.Render], emit: Emit) -> Reply:
+    def render(self, call: Request[bodies.Render], emit: Emit) -> Reply:
         """Return samples in the tokens of the reward model: those that it can read, by their ids."""
         assert self._score_texts is not None, "the run has no reward model"
         batch, rows = call.batch, call.body.rows
@@ -121,7 +120,7 @@ class Reward:
         failures = {cause: sum(one.cause == cause for one in grades) for cause in MODEL_CAUSES}
         return {"failures": failures, "first_failure": _first_failure(grades, wheres, ids, _one_line)}, columns
 
-    def judge(self, call: Call[bodies.Judge], emit: Emit) -> Reply:
+    def judge(self, call: Request[bodies.SendToJudges], emit: Emit) -> Reply:
         """Send samples to the judges, and do not wait."""
         assert self._judges is not None, "no term is a judge's"
         batch, rows = call.batch, call.body.rows
@@ -132,7 +131,7 @@ class Reward:
         self._awaited[ticket] = Awaited(batch["id_B"].tolist(), wheres)
         return {"ticket": ticket}, {}
 
-    def await_judges(self, call: Call[bodies.AwaitJudges], emit: Emit) -> Reply:
+    def await_judges(self, call: Request[bodies.AwaitJudges], emit: Emit) -> Reply:
         """Wait for the judges' grades of earlier calls. `term_<i>_B` is 0 where one of them failed, and `scored_B`."""
         assert self._judges is not None, "no term is a judge's"
         tickets, lost = call.body.tickets, frozenset(call.body.lost)
@@ -153,19 +152,19 @@ class Reward:
         first = _first_failure(counted, awaited.wheres, awaited.ids, _one_line)
         return {"failures": failures, "first_failure": first, "counts": self._judges.take_counts()}, columns
 
-    def close(self, call: Call[bodies.Nothing], emit: Emit) -> Reply:
+    def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         if self._pool is not None:
             self._pool.close()
         if self._judges is not None:
             self._judges.close()
         return {}, {}
 
-    def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row]) -> list[Request]:
+    def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row]) -> list[GradeRequest]:
         """Return one request per sample, with the text that the policy wrote."""
         assert self._codec is not None
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
         return [
-            Request(row, rows[str(row)].prompt, rows[str(row)].values, completion, tokens)
+            GradeRequest(row, rows[str(row)].prompt, rows[str(row)].values, completion, tokens)
             for row, completion, tokens in zip(batch["row_B"].tolist(), texts, longest, strict=True)
         ]
 
@@ -173,7 +172,7 @@ class Reward:
         self,
         what: bodies.What,
         wheres: Sequence[str],
-        requests: Sequence[Request],
+        requests: Sequence[GradeRequest],
         grades: Sequence[Grade],
         ids: Sequence[int],
     ) -> None:
@@ -195,7 +194,7 @@ class Reward:
         )
 
     def _examples(
-        self, batch: Batch, requests: Sequence[Request], columns: Mapping[str, Column], count: int
+        self, batch: Batch, requests: Sequence[GradeRequest], columns: Mapping[str, Column], count: int
     ) -> list[dict[str, Any]]:
         """Return `count` samples spread over the batch, as readable text."""
         if not count:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from specs.errors import PeerGone, PeerLate, SyncError
 from workers.transports import unix_peer
-from workers.transports.shm_segment import Segment
-from workers.transports.unix_peer import Peer
+from workers.transports.shm_segment import SharedSegment
+from workers.transports.unix_peer import UnixPeer
 
 _PAGE = 4096
 _NEW, _AS_BEFORE = b"n", b"a"  # where the windows of a pass lie
@@ -39,8 +39,8 @@ class HostLeader:
     """The end of the reader that receives."""
 
     def __init__(self, name: str, followers: int) -> None:
-        self._expected, self._followers = followers, list[Peer]()
-        self._segment: Segment | None = None
+        self._expected, self._followers = followers, list[UnixPeer]()
+        self._segment: SharedSegment | None = None
         self._count = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(_abstract(name))
@@ -60,7 +60,7 @@ class HostLeader:
             if _uid_of(connected) != os.getuid():
                 connected.close()
                 continue
-            self._followers.append(Peer(connected, "a rollout of this host"))
+            self._followers.append(UnixPeer(connected, "a rollout of this host"))
         self._listener.close()
 
     def windows(self, nbytes: int, count: int) -> list[NDArray[np.uint8]]:
@@ -69,7 +69,7 @@ class HostLeader:
         if self._segment is None or self._count != count or self._segment.nbytes < count * nbytes:
             if self._segment is not None:
                 self._segment.close()
-            self._segment, self._count = Segment.create(count * max(_PAGE, -(-nbytes // _PAGE) * _PAGE)), count
+            self._segment, self._count = SharedSegment.create(count * max(_PAGE, -(-nbytes // _PAGE) * _PAGE)), count
             place, descriptors = _NEW, [self._segment.descriptor]
         for follower in self._followers:
             with contextlib.suppress(PeerGone):  # the driver has it named
@@ -97,8 +97,8 @@ class HostFollower:
 
     def __init__(self, name: str, leader: str) -> None:
         """Connect, as soon as the leader listens. Raises PeerLate, SyncError."""
-        self._leader = Peer(_connect(name, leader), leader)
-        self._segment: Segment | None = None
+        self._leader = UnixPeer(_connect(name, leader), leader)
+        self._segment: SharedSegment | None = None
         self._windows: list[NDArray[np.uint8]] = []
         self._received = 0
 
@@ -110,7 +110,7 @@ class HostFollower:
                 hint = "raise the number of files that a process may have open (ulimit -n)"
                 raise SyncError("the memory of this host's reader did not come with its message", hint=hint)
             self._unmap()
-            self._segment = Segment.of(descriptors[0], os.fstat(descriptors[0]).st_size)
+            self._segment = SharedSegment.of(descriptors[0], os.fstat(descriptors[0]).st_size)
             self._windows = _cut(self._segment, count)
         self._leader.reset()
         self._received = 0
@@ -131,7 +131,7 @@ class HostFollower:
         self._unmap()
 
 
-def _cut(segment: Segment, count: int) -> list[NDArray[np.uint8]]:
+def _cut(segment: SharedSegment, count: int) -> list[NDArray[np.uint8]]:
     size = segment.nbytes // count
     return [segment.bytes_U[i * size : (i + 1) * size] for i in range(count)]
 

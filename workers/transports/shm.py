@@ -33,8 +33,8 @@ from workers.transports.base import (
     Known,
     Share,
 )
-from workers.transports.shm_segment import Segment, folders
-from workers.transports.unix_peer import Peer, Reaching
+from workers.transports.shm_segment import SharedSegment, folders
+from workers.transports.unix_peer import Reaching, UnixPeer
 
 BLOCKS_PER_SIGNAL = 4  # in memory of the reader, where no block is written twice: a signal costs a tenth of a block
 _RING, _HERE, _AS_BEFORE = b"r", b"h", b"a"  # where a lone reader wants the weights of this pass
@@ -78,7 +78,7 @@ class _Mapped:
         with os.fdopen(table, encoding="utf-8") as file:
             file.seek(0)
             self._place: Mapping[str, int] = json.load(file)
-        self._memory = Segment.of(memory, os.fstat(memory).st_size)
+        self._memory = SharedSegment.of(memory, os.fstat(memory).st_size)
         borrow(self._memory.nbytes)
 
     def of(self, name: str, nbytes: int) -> NDArray[np.uint8]:
@@ -94,10 +94,10 @@ class ShmWriter(BlockWriter):
     """The ring is kept from pass to pass."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.segment: Segment | None = None
+        self.segment: SharedSegment | None = None
         self._listener: socket.socket | None = None
         self._meeting = Path()  # the listener's name
-        self._readers: list[Peer] = []
+        self._readers: list[UnixPeer] = []
         self._expected = 0
         self._shared: _Mapped | None = None
         self._stream: _Stream | None = None  # of this pass, once all readers were met
@@ -107,7 +107,7 @@ class ShmWriter(BlockWriter):
     ) -> dict[str, Any]:
         if renew or self.segment is None:
             self.close()
-            self.segment = Segment.create(BLOCKS * BLOCK_BYTES)
+            self.segment = SharedSegment.create(BLOCKS * BLOCK_BYTES)
             self._listener, self._meeting = _listen(readers)
             self._expected = readers
         self._stream = None
@@ -145,7 +145,7 @@ class ShmWriter(BlockWriter):
                 name = f"rollout {len(self._readers)}"
                 with Reaching(name):
                     connected, _ = self._listener.accept()
-                self._readers.append(Peer(connected, name))
+                self._readers.append(UnixPeer(connected, name))
                 self._readers[-1].send_place(_RING, [self.segment.descriptor])
             self._stop_listening()
         for peer in self._readers:
@@ -184,9 +184,9 @@ class ShmReader(BlockReader):
     """Maps the ring once."""
 
     def __init__(self, options: Mapping[str, Any], replica: int) -> None:
-        self.segment: Segment | None = None
+        self.segment: SharedSegment | None = None
         self._meeting = ""
-        self._peer: Peer | None = None
+        self._peer: UnixPeer | None = None
         self._shared: WeightMemory | None = None  # the engine's memory, as offered to the writer
         self._stream = _stream(in_place=False)
 
@@ -211,9 +211,9 @@ class ShmReader(BlockReader):
         except OSError as error:
             hint = 'actor and rollout must share a host and its folders; else set sync.transport = "folder"'
             raise SyncError(f"the rollout cannot reach the actor at {meeting}: {error.strerror}", hint=hint) from None
-        self._peer, self._meeting = Peer(connected, "the actor"), meeting
+        self._peer, self._meeting = UnixPeer(connected, "the actor"), meeting
 
-    def _send_place(self, peer: Peer, shared: WeightMemory | None) -> None:
+    def _send_place(self, peer: UnixPeer, shared: WeightMemory | None) -> None:
         if shared is None:
             peer.send_place(_RING)
         elif shared is self._shared:
@@ -240,7 +240,7 @@ class ShmReader(BlockReader):
             if not descriptors:
                 hint = "raise the number of files that a process may have open (ulimit -n)"
                 raise SyncError("the actor's shared memory did not come with its message", hint=hint)
-            self.segment = Segment.of(descriptors[0], BLOCKS * BLOCK_BYTES)
+            self.segment = SharedSegment.of(descriptors[0], BLOCKS * BLOCK_BYTES)
         for first, size in self._stream.pieces(nbytes):
             if first >= self._stream.unit_end:
                 unit, signals = self._stream.go_on()
@@ -267,7 +267,7 @@ def _stream(*, in_place: bool) -> _Stream:
     return _Stream(BLOCKS_PER_SIGNAL * BLOCK_BYTES if in_place else BLOCK_BYTES)
 
 
-def _piece(segment: Segment, first: int, size: int) -> NDArray[np.uint8]:
+def _piece(segment: SharedSegment, first: int, size: int) -> NDArray[np.uint8]:
     first %= BLOCKS * BLOCK_BYTES
     return segment.bytes_U[first : first + size]
 

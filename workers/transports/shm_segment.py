@@ -26,7 +26,7 @@ def folders() -> list[Path]:
     return [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if os.access(place, os.W_OK | os.X_OK)]
 
 
-class Segment:
+class SharedSegment:
     """`bytes_U` is the mapped memory as uint8. The creator's `descriptor` is that of its file."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -39,7 +39,7 @@ class Segment:
         self.bytes_U: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
+    def create(cls, nbytes: int) -> SharedSegment:
         """A new segment. Raises SyncError when the memory is not there: pages are reserved at once, since a write to
         one that cannot be had later ends the process (SIGBUS)."""
         descriptor, where, hint = _nameless()
@@ -52,7 +52,7 @@ class Segment:
         return cls(descriptor, nbytes)
 
     @classmethod
-    def of(cls, descriptor: int, nbytes: int) -> Segment:
+    def of(cls, descriptor: int, nbytes: int) -> SharedSegment:
         """Maps an open file, which is closed here; the mapping keeps it."""
         segment = cls(descriptor, nbytes)
         segment._close_file()

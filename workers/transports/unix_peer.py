@@ -40,7 +40,7 @@ class Reaching:
             raise PeerLate(self.peer, f"did not come to the transport within {PATIENCE_S:g} s") from error
 
 
-class Peer:
+class UnixPeer:
     """The other end, which sends one signal for each unit of the stream. `name` is what errors call it.
 
     All that waits for it or writes to it raises PeerGone when it has left, PeerLate when it does not go on."""

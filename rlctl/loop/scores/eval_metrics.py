@@ -17,7 +17,7 @@ from specs.schema.metric import Metric
 
 if TYPE_CHECKING:
     from rlctl.loop.sampling import Drawn
-    from specs.schema.eval_sets import Pass
+    from specs.schema.eval_sets import PassThreshold
 
 _EVALUATED = "steps with an evaluation"
 METRICS: tuple[Metric, ...] = (
@@ -53,7 +53,7 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
-def evaluated(drawn: Drawn, passes: Pass | None) -> dict[str, float]:
+def evaluated(drawn: Drawn, passes: PassThreshold | None) -> dict[str, float]:
     """Metrics below `eval/<name>/`: the mean reward, its standard error over the prompts and the mean of each term, how
     many prompts are solved, how many completions end by themselves, how many could not be graded."""
     batch, scored = drawn.batch, drawn.scored
@@ -72,7 +72,7 @@ def evaluated(drawn: Drawn, passes: Pass | None) -> dict[str, float]:
     }
 
 
-def pass_at_k(drawn: Drawn, passes: Pass, first_R: NDArray[np.int64]) -> dict[str, float]:
+def pass_at_k(drawn: Drawn, passes: PassThreshold, first_R: NDArray[np.int64]) -> dict[str, float]:
     """`pass@<k>` for k = 1, 2, 4, … and all, the mean over prompts of the estimates."""
     passed_R = passed(drawn, passes)[first_R]
     _, of_R = np.unique(drawn.batch["group_B"][first_R], return_inverse=True)
@@ -81,7 +81,7 @@ def pass_at_k(drawn: Drawn, passes: Pass, first_R: NDArray[np.int64]) -> dict[st
     return {f"pass@{k}": sum(chance_of_one(n, c, k) for n, c in pairs) / len(pairs) for k in ks(min(count_P))}
 
 
-def passed(drawn: Drawn, passes: Pass) -> NDArray[np.bool_]:
+def passed(drawn: Drawn, passes: PassThreshold) -> NDArray[np.bool_]:
     """Which samples pass; one that could not be graded does not."""
     scored = drawn.scored
     score_B = scored.reward_B if passes.term is None else scored.term_B[f"term_{passes.term}_B"]

@@ -40,7 +40,7 @@ class EngineContext:
     dtype: DType
     model: ModelSection
     engines: Mapping[RoleName, EngineTable]
-    """Of every role that holds a model."""
+    """The engine table of every role that holds a model."""
     max_prompt_tokens: int
     evaluations: tuple[Evaluation, ...]
     actor_lora: Lora | None
@@ -64,7 +64,7 @@ class EngineTable(Table):
     own_environment: ClassVar[bool] = False
     """Whether `rlctl setup-engine KIND` makes an interpreter of its own for it."""
     where_to_get: ClassVar[str] = ""
-    """What brings its packages, in words that finish a hint; "": they come with rlctl."""
+    """Words for where its packages come from, that finish a hint; "": they come with rlctl."""
     attention: ClassVar[Attends | None] = None
     """Who chooses the attention: the spec's `attn_implementation`, the engine itself, or nobody: there is none."""
     model_of: ClassVar[ModelOf | None] = None

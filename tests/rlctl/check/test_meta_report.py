@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from corpus import PROBED, Case, assert_problems, cases, write_case
 
-from rlctl.check.meta_build import Probe, requests_of
+from rlctl.check.meta_build import ProbeFindings, requests_of
 from rlctl.check.meta_report import probe_problems
 from specs.load.load import load_spec
 from specs.schema.roles import DATA, REWARD, ROLLOUT
@@ -24,7 +24,7 @@ def test_a_probe_gives_its_message(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     spec = load_spec(write_case(case, tmp_path), case.get("override", []))
     asked = requests_of(spec, tmp_path, "meta")
-    probe = Probe("meta", asked, {role: reply(role, asked[role]) for role in (DATA, REWARD, ROLLOUT)})
+    probe = ProbeFindings("meta", asked, {role: reply(role, asked[role]) for role in (DATA, REWARD, ROLLOUT)})
     problems, warnings = probe_problems(spec, tmp_path, probe)
     assert_problems(case.get("probe", {}), problems)
     assert_problems(case.get("probe_warnings", {}), warnings)

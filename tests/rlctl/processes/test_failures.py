@@ -9,7 +9,7 @@ import pytest
 from probe_groups import probe_groups, role_plan, wait_until
 
 from rlctl.processes import failures
-from rlctl.processes.failures import Blame, Evidence, Weight, from_error, from_rank_end
+from rlctl.processes.failures import Blame, Evidence, Severity, from_error, from_rank_end
 from rlctl.processes.launched_ranks import FirstEnd
 from specs.errors import Cause, PeerGone, RoleFailure, SamplerDied
 from specs.wire.error_body import ErrorBody
@@ -18,7 +18,7 @@ from workers.serve import error_message
 
 MESSAGES = ("Connection closed by peer", "timed out", "SamplerDied", "its process was ended by SIGKILL", "ok", "")
 ENDED = Evidence("actor", 1, Cause.ENDED, "SIGKILL")
-EXITED = Evidence("actor", 1, Cause.ENDED, "exit code 1", Weight.EXIT)
+EXITED = Evidence("actor", 1, Cause.ENDED, "exit code 1", Severity.EXIT)
 
 
 def error_of(rank: int, cause: Cause, message: str, *, alone: bool = False, known: bool = False) -> Evidence:

@@ -16,7 +16,7 @@ from rlctl import __version__
 from rlctl.processes.host_check import FarHost, check_hosts, interface_of, marked, one_machine, problem_of
 from rlctl.processes.hosts import Asking, LateHost, check_slurm, circles_of, far_hosts_of, may_begin_without
 from rlctl.processes.placement import make_plan, package_root
-from rlctl.processes.remote_check import Answer, Asked, checksum_of, sizes_in, unreached
+from rlctl.processes.remote_check import Asked, HostReply, checksum_of, sizes_in, unreached
 from specs.errors import SpecError
 from specs.schema.spec import Spec
 
@@ -145,10 +145,10 @@ def test_a_host_that_does_not_reach_a_port_of_this_one() -> None:
 
 def test_one_machine_under_two_names() -> None:
     assert "host b is the host where rlctl runs" in said_of(FAR)
-    answer = cast("Answer", {"machine": "m"})
+    answer = cast("HostReply", {"machine": "m"})
     (found,) = one_machine([(FAR, answer), (replace(FAR, number=2, name="c"), answer)])
     assert "host c is the same machine as b" in str(found)
-    assert not one_machine([(FAR, cast("Answer", {"machine": ""})), (FAR, cast("Answer", {"machine": ""}))])
+    assert not one_machine([(FAR, cast("HostReply", {"machine": ""})), (FAR, cast("HostReply", {"machine": ""}))])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_an_answer_that_keeps_a_host_from_its_part(answer: dict[str, Any], words
     host = replace(FAR, devices=frozenset(range(8)))
     plain: dict[str, Any] = {name: [] for name in ("missing", "unshared", "read_only", "different", "changed")}
     plain |= {"version": __version__, "machine": "", "dial": "", "gpus": 8, "door": ("10.0.0.2", 1), "time": 1000.0}
-    found = problem_of(host, cast("Answer", plain | answer), "10.0.0.1", now=1000.0)
+    found = problem_of(host, cast("HostReply", plain | answer), "10.0.0.1", now=1000.0)
     assert (words in str(found)) if words else found is None
 
 

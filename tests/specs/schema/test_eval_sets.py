@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specs.schema.eval_sets import EvalSection, Pass
+from specs.schema.eval_sets import EvalSection, PassThreshold
 from specs.schema.rewards import ExactMatch, Function, MathVerify, Overlong, RewardTerm
 
 MATCH, OWN = ExactMatch(kind="exact_match", partial=True), Function(kind="function", path="a.py:score")
@@ -29,16 +29,16 @@ def test_what_a_set_leaves_out_the_section_says() -> None:
 @pytest.mark.parametrize(
     ("keys", "terms", "wanted"),
     [
-        ({}, [MATCH], Pass(0, 1.0)),
-        ({}, [LONG, MATH], Pass(1, 1.0)),  # the term's own value, before its weight
+        ({}, [MATCH], PassThreshold(0, 1.0)),
+        ({}, [LONG, MATH], PassThreshold(1, 1.0)),  # the term's own value, before its weight
         ({}, [OWN], None),
         ({}, [MATCH, MATH], None),
-        ({"pass_term": 1}, [OWN, MATH], Pass(1, 1.0)),
-        ({"pass_score": 0.5}, [MATCH, OWN], Pass(None, 0.5)),
-        ({"pass_score": 0.5}, [MATH], Pass(None, 0.5)),
-        ({"pass_term": 0, "pass_score": 2}, [OWN, MATH], Pass(0, 2.0)),
+        ({"pass_term": 1}, [OWN, MATH], PassThreshold(1, 1.0)),
+        ({"pass_score": 0.5}, [MATCH, OWN], PassThreshold(None, 0.5)),
+        ({"pass_score": 0.5}, [MATH], PassThreshold(None, 0.5)),
+        ({"pass_term": 0, "pass_score": 2}, [OWN, MATH], PassThreshold(0, 2.0)),
     ],
 )
-def test_what_passes(keys: dict[str, Any], terms: list[RewardTerm], wanted: Pass | None) -> None:
+def test_what_passes(keys: dict[str, Any], terms: list[RewardTerm], wanted: PassThreshold | None) -> None:
     (one,) = EvalSection.model_validate({"every": 1, **keys}).evaluations
     assert one.passes(terms) == wanted

@@ -18,12 +18,12 @@ import pytest
 from judge_server import JudgeServer, closes, drips, hangs_up, huge, judge_server, says, status
 
 from backends import activity
-from specs.schema.rewards import Judge as JudgeTable
+from specs.schema.rewards import Judge
 from workers.grading import judge as judge_module
 from workers.grading.judge import DOWN_AFTER, JudgePanel, wait_s
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_client import retry_after_s
-from workers.grading.pool import Grade, Request
+from workers.grading.pool import Grade, GradeRequest
 from workers.grading.terms import Setting
 
 KEY = "sk-of-this-test"
@@ -42,16 +42,16 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
 
 
-def judge_table(url: str, **keys: Any) -> JudgeTable:
+def judge_table(url: str, **keys: Any) -> Judge:
     term = {"kind": "judge", "base_url": url, "model": "m", "prompt": "{prompt} {completion}", "key_env": "JUDGE_KEY"}
-    return JudgeTable.model_validate({**term, "min_score": 0, "max_score": 10, "timeout_s": 60.0, **keys})
+    return Judge.model_validate({**term, "min_score": 0, "max_score": 10, "timeout_s": 60.0, **keys})
 
 
 def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys: Any) -> tuple[list[Grade], Any]:
     """Grades of the completions, and the metrics."""
     panel = JudgePanel({3: judge_table(url, **keys)}, Setting("answer", 8, str(folder)), folder)
     try:
-        ticket = panel.start([Request(0, "2 + 2 =", ROW, text, 1) for text in completions])
+        ticket = panel.start([GradeRequest(0, "2 + 2 =", ROW, text, 1) for text in completions])
         _, (grades,) = panel.collect([ticket])
         return grades, panel.take_counts()
     finally:

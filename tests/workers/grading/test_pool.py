@@ -19,9 +19,9 @@ from probe_groups import wait_until
 from process_ends import ended
 
 from specs.errors import RewardError
-from workers.grading.pool import Grade, GraderPool, Request
+from workers.grading.pool import Grade, GradeRequest, GraderPool
 from workers.grading.reward_failures import MAX_RECORDS, FailureLog
-from workers.grading.terms import Sample, Setting, make_term
+from workers.grading.terms import GradedSample, Setting, make_term
 
 NAUGHTY = """
     import ctypes, os, subprocess, sys, time
@@ -143,8 +143,8 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def request(completion: str, row_key: int = 0, **row: Any) -> Request:
-    return Request(row_key, "prompt", row, completion, len(completion))
+def request(completion: str, row_key: int = 0, **row: Any) -> GradeRequest:
+    return GradeRequest(row_key, "prompt", row, completion, len(completion))
 
 
 def test_each_failure_takes_only_its_own_sample(make_pool: MakePool) -> None:
@@ -319,14 +319,14 @@ def test_processes_die_with_their_parent(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def score(p, c, r):\n    while True: pass\n", "utf-8")
     code = f"""
         from pathlib import Path
-        from workers.grading.pool import GraderPool, Request
+        from workers.grading.pool import GraderPool, GradeRequest
         from workers.grading.terms import Setting
         terms = [{{"kind": "function", "path": "rewards.py:score"}}]
         folder = Path({str(tmp_path)!r})
         pool = GraderPool(terms, Setting("a", 8, str(folder)), workers=2, timeout_s=600, log_path=folder / "log")
         pool.wait_ready()
         print(*(process.process.pid for process in pool._processes), flush=True)
-        pool.grade([Request(0, "", {{}}, "", 0)] * 2)
+        pool.grade([GradeRequest(0, "", {{}}, "", 0)] * 2)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -344,7 +344,7 @@ SETTING = Setting("answer", max_response_tokens=10, base=".")
 
 
 def value(table: dict[str, Any], completion: str, answer: Any = "", tokens: int = 1) -> float:
-    return make_term(table, SETTING)(Sample("", completion, {"answer": answer}, tokens))
+    return make_term(table, SETTING)(GradedSample("", completion, {"answer": answer}, tokens))
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_math_verify(completion: str, answer: str, expected: float) -> None:
 def test_math_verify_survives_a_blow_up(make_pool: MakePool) -> None:
     """A number that sympy would compute for ever costs its own sample the time limit, and nobody else's."""
     pool = make_pool("", workers=1, timeout_s=LIMIT_S, terms=[{"kind": "math_verify"}])
-    requests = [Request(0, "", {"answer": "8"}, text, 1) for text in ("8", "$9^{9^{9^{9}}}$", "$2^3$", "9")]
+    requests = [GradeRequest(0, "", {"answer": "8"}, text, 1) for text in ("8", "$9^{9^{9^{9}}}$", "$2^3$", "9")]
     with given_up(pool, requests[1].completion, after_s=2.0):
         first, blow_up, *rest = pool.grade(requests)
     assert [first, *rest] == [Grade((1.0,)), Grade((1.0,)), Grade((0.0,))]
@@ -419,9 +419,9 @@ def test_math_verify_on_gsm8k() -> None:
     term = make_term({"kind": "math_verify"}, SETTING)
     for row in rows:
         gold = row["answer"].rpartition("####")[2].strip()
-        assert term(Sample("", f"So the answer is \\boxed{{{gold}}}.", row, 1)) == 1.0, gold
-        assert term(Sample("", row["answer"], row, 1)) == 1.0, row["answer"]
-        assert term(Sample("", f"{gold.replace(',', '')}1", row, 1)) == 0.0, gold
+        assert term(GradedSample("", f"So the answer is \\boxed{{{gold}}}.", row, 1)) == 1.0, gold
+        assert term(GradedSample("", row["answer"], row, 1)) == 1.0, row["answer"]
+        assert term(GradedSample("", f"{gold.replace(',', '')}1", row, 1)) == 0.0, gold
 
 
 def test_the_failure_log_is_bounded(tmp_path: Path) -> None:

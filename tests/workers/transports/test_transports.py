@@ -22,7 +22,7 @@ from specs.errors import PeerGone, RlctlError, SyncError
 from specs.rounding import Tolerance
 from specs.wire.messages import Verb
 from workers.transports import open_writer, shm, sweep
-from workers.transports.shm_segment import Segment, folders
+from workers.transports.shm_segment import SharedSegment, folders
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "specs" / "builtin" / "tiny-digits"
@@ -87,13 +87,13 @@ def fp32():
 @pytest.fixture(params=TRANSPORTS)
 def transport(request, tmp_path, monkeypatch):
     """Afterwards neither a file of the folder nor the name of a socket may be left."""
-    made, create = [], Segment.create
+    made, create = [], SharedSegment.create
 
     def noted(nbytes):
         made.append(create(nbytes))
         return made[-1]
 
-    monkeypatch.setattr(Segment, "create", noted)
+    monkeypatch.setattr(SharedSegment, "create", noted)
     monkeypatch.setattr(shm, "BLOCK_BYTES", 4096)  # the ring turns often, and weights are cut
     without_a_gpu(monkeypatch)
     yield transport_of(request.param, tmp_path)

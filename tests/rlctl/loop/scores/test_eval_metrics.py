@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.loop.sampling import Drawn, Scored
 from rlctl.loop.scores import eval_metrics
-from specs.schema.eval_sets import Pass
+from specs.schema.eval_sets import PassThreshold
 from specs.wire.batch import Batch
 
 REWARDS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.1, 0.1], [0.1, 0.1, 0.1, 0.1]]  # three prompts, four completions each
@@ -48,7 +48,7 @@ def test_the_estimate_is_that_of_all_choices(n: int, c: int, k: int) -> None:
 
 def test_by_hand() -> None:
     """1, 2 and 0 of 4 pass. pass@2: 1 - 3/6, 1 - 1/6, 0."""
-    found = eval_metrics.evaluated(drawn(), Pass(0, 1.0))
+    found = eval_metrics.evaluated(drawn(), PassThreshold(0, 1.0))
     assert found["pass@1"] == pytest.approx((1 / 4 + 2 / 4 + 0) / 3)
     assert found["pass@2"] == pytest.approx((1 / 2 + 5 / 6 + 0) / 3)
     assert found["pass@4"] == pytest.approx(2 / 3)
@@ -59,11 +59,11 @@ def test_by_hand() -> None:
 
 
 def test_the_weighted_sum_passes_from_a_score_on() -> None:
-    assert eval_metrics.evaluated(drawn(), Pass(None, 0.1))["pass@1"] == pytest.approx((1 / 4 + 1 + 1) / 3)
+    assert eval_metrics.evaluated(drawn(), PassThreshold(None, 0.1))["pass@1"] == pytest.approx((1 / 4 + 1 + 1) / 3)
 
 
 def test_what_could_not_be_graded_does_not_pass() -> None:
-    assert eval_metrics.evaluated(drawn(failed=0), Pass(0, 1.0))["pass@4"] == pytest.approx(1 / 3)
+    assert eval_metrics.evaluated(drawn(failed=0), PassThreshold(0, 1.0))["pass@4"] == pytest.approx(1 / 3)
 
 
 def test_without_a_pass_there_is_no_share_of_it() -> None:
