@@ -64,7 +64,8 @@ def raised(path: str, error: BaseException, doing: str) -> OwnFunctionError:
 def own_advantage(
     path: str, score_R: NDArray[np.float64], group_R: NDArray[np.int64], tokens_R: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Call the user's function with each rollout's score, group (counted from 0) and loss tokens. Raises OwnFunctionError where that is not one finite number for each."""
+    """Call the user's function with each rollout's score, group (counted from 0) and loss tokens. Raises
+    OwnFunctionError where that is not one finite number for each."""
     try:
         found = load(path)(score_R.copy(), group_R.copy(), tokens_R.copy())
     except OwnFunctionError:
