@@ -99,9 +99,6 @@ def test_what_belongs_to_a_run(folder: Path) -> None:
     ("name", "key", "shown"),
     [
         ("rows.jsonl", "data.train", "rows.jsonl"),
-        ("held.jsonl", "eval.data", "held.jsonl"),
-        ("code/rewards.py", "reward.terms.1.path", "code/rewards.py"),
-        ("code/helpers/lists.py", "reward.terms.1.path", "code/helpers/lists.py"),
         ("code/deeper.py", "reward.terms.1.path", "code/deeper.py"),
         ("model/tokenizer.json", "model.path", "tokenizer.json"),
     ],

@@ -13,9 +13,7 @@ from corpus import base
 from running import metrics, preset, trajectory, warm_rlctl
 
 from rlctl.cli import main
-from rlctl.run import checkpoints
 from rlctl.run.run_dir import RunDir
-from rlctl.run.saving import resumed
 from rlctl.run.train import train
 from rlctl.show.journal import read_journal
 from specs.errors import CheckpointError, RunDirError, UsageError
@@ -54,12 +52,6 @@ def test_a_run_is_resumed_by_its_directory_from_anywhere(whole: Path, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7]
     assert tomli.loads((run / "spec.attempt_2.toml").read_text())["run"]["steps"] == 7
-
-
-def test_a_resume_of_a_run_that_is_done_says_so(whole: Path) -> None:
-    newest = checkpoints.read(whole / "checkpoints" / "step_000006", [])
-    assert resumed(newest, 7) == f"resumed from {newest.path}"
-    assert "no step is left: run.steps = 6, --set run.steps=N" in resumed(newest, 6)
 
 
 def test_a_fork_goes_on_as_the_run_would_until_something_is_changed(whole: Path, tmp_path: Path) -> None:

@@ -61,18 +61,3 @@ def test_a_reward_model_beside_another_term(tmp_path: Path) -> None:
     assert built["mesh"] == ({"data": 1, "pipeline": 2, "tensor": 1} if engine else {})
     memory = json.loads((run / "memory.json").read_text())
     assert "reward_model" in json.dumps(memory)
-
-
-def test_what_is_too_long_for_it_is_a_failed_grade(tmp_path: Path) -> None:
-    model = write_reward_model(tmp_path / "scores")
-    spec, run = preset("quickstart", tmp_path), tmp_path / "run"
-    whole = len("<user>1234></user>\n<assistant></assistant>\n")
-    section = f'reward_model={{model="{model}", max_sequence_tokens={whole + 4}, micro_batch_tokens=256}}'
-    sets = [part for line in (*SMALL.splitlines(), section, "run.steps=1") for part in ("--set", line)]
-    done = warm_rlctl("train", spec, "--run-dir", run, *sets)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [line for line in metrics(run) if line["step"] > 0]
-    assert line["reward/failed_model_overlong"] > 0
-    records = [json.loads(one) for one in (run / "reward_failures.jsonl").read_text().splitlines()]
-    assert {record["cause"] for record in records} == {"model_overlong"}
-    assert all(len(record["completion"]) > 4 for record in records)

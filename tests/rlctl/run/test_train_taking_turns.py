@@ -41,15 +41,16 @@ def test_weights_that_a_sync_will_bring_are_dropped(tmp_path):
     assert set(said) == {"asleep at level 2"}
 
 
-def test_a_checkpoint_and_an_evaluation_change_nothing(tmp_path):
+def test_replicas_turns_checkpoints_and_evaluations_change_nothing(tmp_path):
     """To save, the trainer needs the device, and the rollout sleeps: it gets its weights again before it samples."""
     spec = preset("fake", tmp_path)
     common = ("--set", "run.steps=4", "--set", "checkpoint.every=1")
     evaluated = ("--set", "eval={every=2, prompts=8}")
-    for name, extra in {"apart": (), "turns": SHARED}.items():
+    for name, extra in {"apart": (), "turns": (*SHARED, "--set", "rollout.processes=3")}.items():
         done = warm_rlctl("train", spec, "--run-dir", tmp_path / name, *common, *evaluated, *extra)
         assert done.returncode == 0, done.stdout + done.stderr
     assert trajectory(tmp_path / "turns") == trajectory(tmp_path / "apart")
+    moves = [f"mem/actor_{what}_GiB" for what in ("before_offload", "offloaded", "before_onload", "onloaded")]
     for turns, apart in zip(metrics(tmp_path / "turns"), metrics(tmp_path / "apart"), strict=True):
         assert {key: value for key, value in turns.items() if key.startswith("eval/")} == {
             key: value for key, value in apart.items() if key.startswith("eval/")
@@ -57,6 +58,8 @@ def test_a_checkpoint_and_an_evaluation_change_nothing(tmp_path):
         if turns["step"]:
             assert turns["sync/verified"] is True
             assert turns["rollout/logprob_gap"] < 1e-4
+            assert all(0.01 < turns[key] < 4 and key not in apart for key in moves), turns
+            assert 0.01 < apart["mem/actor_peak_GiB"] < 4
 
 
 def test_a_sampler_that_wakes_as_another_stops_the_run_before_it_samples(tmp_path):

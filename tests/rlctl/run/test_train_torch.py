@@ -59,28 +59,19 @@ def test_as_built(finished):
     assert "Qwen2 tiny-digits" in output
 
 
-def test_resume_is_exact(finished, tmp_path):
+def test_resume_is_exact_where_the_roles_take_turns_too(finished, tmp_path):
     spec, run, _ = finished
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "step_000006")
-    again = rlctl("train", spec, "--run-dir", copy, *SMALL, "--resume")
+    again = rlctl("train", spec, "--run-dir", copy, *SMALL, "--resume", "--set", "run.colocate=always")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "step_000003" in again.stdout
     assert trajectory(copy) == trajectory(run)
-
-
-def test_two_ranks_and_two_replicas_train_the_same(finished, tmp_path):
-    spec, run, _ = finished
-    wider = ("--set", "actor.processes=2", "--set", "actor.launcher=torchrun", "--set", "rollout.processes=2")
-    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *wider, "--set", "run.steps=3")
-    assert done.returncode == 0, done.stdout + done.stderr
-    one = [line for line in metrics(run) if 0 < line["step"] <= 3]
-    two = [line for line in metrics(tmp_path / "run") if line["step"] > 0]
-    for a, b in zip(one, two, strict=True):
-        assert b["reward/mean"] == pytest.approx(a["reward/mean"], abs=1e-6)
-        assert b["actor/loss"] == pytest.approx(a["actor/loss"], abs=1e-5)
-        assert b["actor/grad_norm"] == pytest.approx(a["actor/grad_norm"], rel=1e-3)
+    for line in metrics(copy)[-3:]:
+        for role in ("actor", "ref"):
+            held = [line[f"mem/{role}_{what}_GiB"] for what in ("before_offload", "offloaded", "onloaded")]
+            assert all(0.05 < GiB < 8 for GiB in held), held
 
 
 def test_two_ranks_that_share_samples_train_the_same(finished, tmp_path):
@@ -103,28 +94,16 @@ def test_two_ranks_that_share_samples_train_the_same(finished, tmp_path):
         assert b["perf/micro_batches"] == a["perf/micro_batches"] == 2
 
 
-def test_taking_turns_on_one_device_changes_nothing(finished, tmp_path):
-    spec, run, _ = finished
-    turns = ("--set", "run.colocate=always", "--set", "run.steps=3")
-    done = rlctl("train", spec, "--run-dir", tmp_path / "run", *SMALL, *turns)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert trajectory(tmp_path / "run") == trajectory(run)[:3]
-    for line in metrics(tmp_path / "run")[1:]:
-        for role in ("actor", "ref"):
-            held = [line[f"mem/{role}_{what}_GiB"] for what in ("before_offload", "offloaded", "onloaded")]
-            assert all(0.05 < GiB < 8 for GiB in held), held
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_export_loads_and_generates(finished, tmp_path, dtype):
+def test_export_loads_and_generates(finished, tmp_path):
     spec, run, _ = finished
     out = tmp_path / "exported"
     with pushed_hub() as hub:
-        done = rlctl("export-checkpoint", run, out, "--dtype", dtype, "--push-to-hub", "mine", **variables(hub))
+        done = rlctl("export-checkpoint", run, out, "--push-to-hub", "mine", **variables(hub))
     assert done.returncode == 0, done.stdout + done.stderr
     assert hub.repos["me/mine"].files == {path.name: path.read_bytes() for path in out.iterdir()}
     assert hub.repos["me/mine"].private
     assert "greedy tokens the same" in done.stdout
+    assert "in fp32 (as it was trained" in " ".join(done.stdout.split())
     from transformers import AutoModelForCausalLM, AutoTokenizer  # as a user would
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
@@ -132,8 +111,7 @@ def test_export_loads_and_generates(finished, tmp_path, dtype):
     answer = model.generate(**rows, max_new_tokens=4, do_sample=False)
     assert answer.shape[1] > rows["input_ids"].shape[1]
     assert json.loads((out / "rlctl_export.json").read_text())["step"] == 6
-    if dtype == "fp32":
-        evaluated(out, spec, metrics(run)[-1], tmp_path)
+    evaluated(out, spec, metrics(run)[-1], tmp_path)
 
 
 def evaluated(model, spec, last, folder):
@@ -151,13 +129,14 @@ def evaluated(model, spec, last, folder):
 
 def test_export_of_an_older_step(finished, tmp_path):
     _, run, _ = finished
-    done = running.rlctl("export-checkpoint", run, tmp_path / "out", "--step", "3")
+    done = rlctl("export-checkpoint", run, tmp_path / "out", "--step", "3", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
-    assert "in fp32 (as it was trained" in " ".join(done.stdout.split())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     missing = rlctl("export-checkpoint", run, tmp_path / "other", "--step", "4")
     assert missing.returncode == 2
     assert "no checkpoint of step 4" in missing.stderr
+    again = rlctl("export-checkpoint", run, tmp_path / "out")
+    assert (again.returncode, "already exists" in again.stderr) == (2, True)
 
 
 def test_a_failing_proof_leaves_nothing_behind(finished, tmp_path):
@@ -180,15 +159,6 @@ def test_a_failing_proof_leaves_nothing_behind(finished, tmp_path):
     assert done.returncode == 1
     assert "greedy token 0 differs" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
-
-
-def test_export_never_overwrites(finished, tmp_path):
-    _, run, _ = finished
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("precious")
-    done = rlctl("export-checkpoint", run, tmp_path / "mine")
-    assert done.returncode == 2
-    assert "already exists" in done.stderr
 
 
 def test_another_larger_reference(finished, tmp_path, repo_root):

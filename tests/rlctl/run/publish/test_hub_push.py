@@ -61,7 +61,7 @@ def test_a_repository_that_is_seen_by_others_than_asked_for_is_refused(
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["a b", "a/b/c", "/x", "../x", ""])
+@pytest.mark.parametrize("name", ["a b", "../x"])
 def test_a_name_that_is_none(name: str) -> None:
     with pytest.raises(UsageError, match="not the name of a repository") as caught:
         find_repo(name, public=False)
