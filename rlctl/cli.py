@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +16,8 @@ from specs.schema.roles import ACTOR, ROLES
 
 if TYPE_CHECKING:
     from specs.errors import RlctlError
+
+Option, Argument = (partial(kind, show_default=False) for kind in (typer.Option, typer.Argument))
 
 app = typer.Typer(
     name="rlctl",
@@ -27,7 +30,7 @@ app = typer.Typer(
 
 
 def _complete_key(begun: str) -> list[str]:
-    """Keys of a spec, for the shell's completion."""
+    """Return keys of a spec, for the shell's completion."""
     from specs.load.keys import leaves
 
     return [key for key in leaves() if key.startswith(begun)]
@@ -39,15 +42,11 @@ def _complete_preset(begun: str) -> list[str]:
     return [name for name in presets() if name.startswith(begun)]
 
 
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a TOML file.", show_default=False)]
+SpecFile = Annotated[Path, Argument(metavar="SPEC", help="The run spec, a TOML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a key, e.g. run.steps=10. Repeatable.",
-        show_default=False,
-        autocompletion=_complete_key,
+    Option(
+        "--set", metavar="KEY=VALUE", help="Change a key, e.g. run.steps=10. Repeatable.", autocompletion=_complete_key
     ),
 ]
 
@@ -84,23 +83,17 @@ def root(
 
 @app.command()
 def init(
-    spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC", help="File to write; default: PRESET.toml.", show_default=False)
-    ] = None,
+    spec: Annotated[Path | None, Argument(metavar="SPEC", help="File to write; default: PRESET.toml.")] = None,
     preset: Annotated[
-        str,
-        typer.Option(
-            help="Which preset to write; default: quickstart.", show_default=False, autocompletion=_complete_preset
-        ),
+        str, Option(help="Which preset to write; default: quickstart.", autocompletion=_complete_preset)
     ] = "",
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     launcher: Annotated[
         str,
-        typer.Option(
+        Option(
             help="slurm: write a batch script beside the spec too. kubernetes: a JobSet manifest. Without --preset a "
-            "SPEC that exists is kept.",
-            show_default=False,
+            "SPEC that exists is kept."
         ),
     ] = "",
     target: TargetMachine = Machine.here,
@@ -134,14 +127,14 @@ def init(
 
 
 class ProbeLevel(StrEnum):
-    """`specs.wire.meta_request.Level`, which would cost every command its imports."""
+    """Repeat `specs.wire.meta_request.Level`, which would cost every command its imports."""
 
     meta = "meta"
     run = "run"
 
 
 class _CheckCommand(TyperCommand):
-    """Takes `--probe` for `--probe=meta`, which click's options with values do not."""
+    """Take `--probe` for `--probe=meta`, which click's options with values do not."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         levels, following = set(ProbeLevel), [*args[1:], ""]
@@ -158,12 +151,11 @@ def check_config(
     target: TargetMachine = Machine.here,
     probe: Annotated[
         ProbeLevel | None,
-        typer.Option(
+        Option(
             "--probe",
             metavar="[=meta|run]",
             help="Build every role's model without memory, in its own interpreter, and compare it with the spec; "
             "with =run do one trial update of each role on its device.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -180,9 +172,7 @@ def check_config(
 def train(
     spec: SpecFile,
     overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directory; default: run.dir/run.name.", show_default=False)
-    ] = None,
+    run_dir: Annotated[Path | None, Option(metavar="DIR", help="Run directory; default: run.dir/run.name.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
     accept_changed_files: Annotated[
         bool,
@@ -196,11 +186,10 @@ def train(
     ] = False,
     fork_of: Annotated[
         str,
-        typer.Option(
+        Option(
             "--from",
             metavar="RUN_DIR[@STEP]",
             help="Begin with the weights and optimizer state of another run, after its newest checkpoint or that STEP.",
-            show_default=False,
         ),
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, role by role.")] = False,
@@ -224,25 +213,13 @@ def train(
 
 @app.command("eval", short_help="Evaluate a checkpoint or a model.")
 def evaluate(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.", show_default=False
-        ),
-    ],
+    what: Annotated[str, Argument(metavar="RUN_DIR|MODEL", help="Directory of a run, or a model's folder or hub id.")],
     spec: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="SPEC", help="Whose [eval], [data] and [reward]; default: the run's own.", show_default=False
-        ),
+        Path | None, Argument(metavar="SPEC", help="Whose [eval], [data] and [reward]; default: the run's own.")
     ] = None,
     overrides: Overrides = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Checkpoint of the run; default: the newest.", show_default=False)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write; default: below run.dir.", show_default=False)
-    ] = None,
+    step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Folder to write; default: below run.dir.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
 ) -> None:
     """Evaluate a checkpoint or a model on the sets of [eval], and train nothing."""
@@ -256,19 +233,15 @@ def sweep(
     spec: SpecFile,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="KEY=VALUE[,VALUE…]",
             help="Change a key in all runs; several values make a run for each, in all combinations. Repeatable.",
-            show_default=False,
             autocompletion=_complete_key,
         ),
     ] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="Folder of the runs; default: run.dir/NAME-sweep.", show_default=False
-        ),
+        Path | None, Option("--dir", metavar="DIR", help="Folder of the runs; default: run.dir/NAME-sweep.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and start none.")] = False,
@@ -284,13 +257,9 @@ def plan(
     spec: SpecFile,
     overrides: Overrides = None,
     gpu_gib: Annotated[
-        float | None,
-        typer.Option("--gpu-GiB", help="Memory of each GPU. Default: as nvidia-smi says, else 80.", show_default=False),
+        float | None, Option("--gpu-GiB", help="Memory of each GPU. Default: as nvidia-smi says, else 80.")
     ] = None,
-    host_gib: Annotated[
-        float | None,
-        typer.Option("--host-GiB", help="Memory of each host. Default: this one's.", show_default=False),
-    ] = None,
+    host_gib: Annotated[float | None, Option("--host-GiB", help="Memory of each host. Default: this one's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
     target: TargetMachine = Machine.here,
 ) -> None:
@@ -305,15 +274,12 @@ def plan(
 
 @app.command("report", short_help="Write the page of a run, or compare runs.")
 def report(
-    run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.", show_default=False)
-    ],
+    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
     out: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Page to write; default: report.html in the run directory, comparison.html here for several.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -324,9 +290,7 @@ def report(
 
 
 @app.command("runs", short_help="List runs with state, step and reward.")
-def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of runs.")] = Path("runs"),
-) -> None:
+def list_runs(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of runs.")] = Path("runs")) -> None:
     """List the runs in a folder with their state, step and reward."""
     from rlctl.run.runs_command import runs
 
@@ -335,30 +299,24 @@ def list_runs(
 
 @app.command("export-checkpoint", short_help="Turn a checkpoint into a model folder.")
 def export_checkpoint(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)],
-    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Model folder to write.", show_default=False)],
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Step to export; default: the newest.", show_default=False)
-    ] = None,
+    run_dir: Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")],
+    out_dir: Annotated[Path, Argument(metavar="OUT_DIR", help="Model folder to write.")],
+    step: Annotated[int | None, Option(min=0, help="Step to export; default: the newest.")] = None,
     role: Annotated[str, typer.Option(help="Whose weights: actor, or critic.")] = ACTOR,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="bf16 or fp32; default: what the base model's config.json says, else what the run trained in.",
-            show_default=False,
-        ),
+        Option(help="bf16 or fp32; default: what the base model's config.json says, else what the run trained in."),
     ] = None,
     shard_gb: Annotated[
         float, typer.Option("--shard-GB", min=0.001, help="Largest weight file to write, in GB.")
     ] = 2.0,
     memory_gib: Annotated[
         float | None,
-        typer.Option(
+        Option(
             "--memory-GiB",
             min=0.01,
             help="Memory that the proof may load the model into; a larger one is run from the disk. "
             "Default: half of what is free.",
-            show_default=False,
         ),
     ] = None,
     adapter_only: Annotated[
@@ -366,11 +324,10 @@ def export_checkpoint(
     ] = False,
     push_to_hub: Annotated[
         str,
-        typer.Option(
+        Option(
             "--push-to-hub",
             metavar="NAME",
             help="Push the folder to this repository on the Hugging Face hub, OWNER/NAME; made private if it is new.",
-            show_default=False,
         ),
     ] = "",
     public: Annotated[
@@ -392,9 +349,7 @@ def export_checkpoint(
 
 @app.command("setup-engine", short_help="Add an engine that is not there yet.")
 def setup_engine(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="What to add: deepspeed, megatron or vllm.", show_default=False)
-    ],
+    name: Annotated[str, Argument(metavar="NAME", help="What to add: deepspeed, megatron or vllm.")],
 ) -> None:
     """Add an engine that is not part of the plain installation. Again at no cost; goes on where it was interrupted.
 
@@ -444,7 +399,7 @@ def show_error(error: RlctlError) -> None:
 
 
 def _show_usage(error: Exception) -> int:
-    """Exit code of a wrong command line, shown; 0 for any other error. Typer has click's errors or a copy of them."""
+    """Show a wrong command line and return its exit code; 0 for any other error. Typer has a copy of click's errors."""
     show = getattr(error, "show", None)
     if not callable(show):
         return 0

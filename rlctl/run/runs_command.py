@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.text import Text
 
 from rlctl.run.run_lock import owner_of
-from rlctl.show.journal import newest, read_journal
+from rlctl.show.journal import last_attempt, newest, read_journal
 from rlctl.show.screen import Screen
 from rlctl.show.sweep_table import outcome
 from rlctl.show.text_format import columns, number
@@ -38,8 +38,8 @@ def _name(run: Path, folder: Path) -> str:
 def _state(run: Path) -> str:
     if owner_of(run):
         return "running"
-    ends = [line for line in read_journal(run) if line["event"] in ("start", "end")]
-    return str(ends[-1].get("outcome", "killed")) if ends else "–"
+    last = last_attempt(read_journal(run))
+    return str(last.get("outcome", "killed")) if last else "–"
 
 
 def _planned(run: Path) -> object:

@@ -27,7 +27,7 @@ from rlctl.run.lineage import Fork, fork_from, spec_source
 from rlctl.run.run_dir import RunDir, explained_disk_errors
 from rlctl.run.saving import Saver, find_checkpoint
 from rlctl.run.startup import start
-from rlctl.show.metrics_file import MetricsWriter, last_values, read_metrics, truncate_samples_after
+from rlctl.show.metrics_file import MetricsWriter, last_values, read_metrics, truncate_after
 from rlctl.show.progress import Progress
 from rlctl.show.report import write_report
 from rlctl.show.screen import Screen
@@ -188,7 +188,7 @@ def attempt(spec: Spec, spec_dir: Path, run_dir: RunDir, plan: Plan, progress: P
         keep_to = None if not resume else checkpoint.step if checkpoint else -1
         if keep_to is not None:
             for file in (run_dir.samples, run_dir.evaluations):
-                truncate_samples_after(file, keep_to, progress.warning)
+                truncate_after(file, keep_to, progress.warning)
         metrics = stack.enter_context(MetricsWriter(run_dir.metrics, resume_step=keep_to))
         trackers = stack.enter_context(
             open_trackers(spec, run_dir.path, resume=resume, say=progress.message, warn=progress.warning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def read_journal(run_dir: Path) -> list[dict[str, Any]]:
         return [line for line in read_samples(run_dir / FILE) if isinstance(line.get("event"), str)]
     except RunDirError:
         return []
+
+
+def last_attempt(journal: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the newest attempt's `end`, or its `start` where none was written: it goes on, or was killed."""
+    return next((line for line in reversed(journal) if line["event"] in ("start", "end")), {})
 
 
 def newest(run_dir: Path, name: str) -> Path:

@@ -83,24 +83,19 @@ def last_values(records: Sequence[Metrics]) -> dict[str, Any]:
     return {key: value for record in records for key, value in record.items() if value is not None}
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Drop lines of steps later than `step`, atomically."""
-    if records := read_metrics(path):
-        _replace(path, [json.dumps(record).encode() for record in records if record["step"] <= step])
-    elif path.exists():
-        _replace(path, [])
-
-
-def truncate_samples_after(path: Path, step: int, warn: Callable[[str], None]) -> None:
-    """Do the same for `samples.jsonl`. Nothing depends on a sample: unreadable lines go, with a warning."""
-    lines, kept, bad = _lines(path)[0], [], 0
-    for line in lines:
+def truncate_after(path: Path, step: int, warn: Callable[[str], None] | None = None) -> None:
+    """Drop lines of steps later than `step`, atomically. A line that cannot be read raises RunDirError; where there is
+    `warn`, nothing depends on the file, and such a line is dropped."""
+    if warn is None:
+        read_metrics(path)
+    kept, bad = [], 0
+    for line in _lines(path)[0]:
         try:
             if _record(line)["step"] <= step:
                 kept.append(line)
         except ValueError:
             bad += 1
-    if bad:
+    if bad and warn is not None:
         warn(f"{path.name}: {bad} of its lines cannot be read, and are dropped")
     if path.exists():
         _replace(path, kept)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.show import eval_keys
 from rlctl.show.charts import Point, chart, drawable, points
-from rlctl.show.journal import newest, read_journal
+from rlctl.show.journal import last_attempt, newest, read_journal
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report_page import header, note, page, section, table, write_page
 from rlctl.show.report_samples import sample_sections
@@ -94,11 +94,11 @@ def render(run_dir: Path, *, running: bool = False, target: Path | None = None) 
 
 def _state(journal: Records, records: Records, running: bool) -> str:
     """Say how the newest attempt ended, where that is not well."""
-    last = next((line for line in reversed(journal) if line["event"] in ("start", "end")), None)
+    last = last_attempt(journal)
     step = max((record["step"] for record in records), default=0)
     if running:
         return f'<p class="state">Running: {counted(step, "step")} done; written {time.strftime("%H:%M:%S")}.</p>'
-    if last is None or last.get("outcome") == "done":
+    if not last or last.get("outcome") == "done":
         return ""
     if last["event"] == "start":
         headline = f"Ended after step {step} without a word: it was killed, or its host went away."

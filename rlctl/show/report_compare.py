@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.show import eval_keys
 from rlctl.show.charts import COLORS, chart, points
-from rlctl.show.journal import newest, read_journal
+from rlctl.show.journal import last_attempt, newest, read_journal
 from rlctl.show.metrics_file import read_metrics
 from rlctl.show.report import CHARTS, Records
 from rlctl.show.report_page import header, note, page, section, table
@@ -51,8 +51,8 @@ def read_runs(run_dirs: Sequence[Path]) -> list[ComparedRun]:
         except ValueError as error:
             hint = "name run directories, as `rlctl train` makes them"
             raise RunDirError(f"{run_dir} is no run: its resolved.json {error}", hint=hint) from None
-        ends = [line for line in read_journal(run_dir) if line["event"] in ("start", "end")]
-        outcome = str(ends[-1].get("outcome", "unfinished")) if ends else "–"
+        last = last_attempt(read_journal(run_dir))
+        outcome = str(last.get("outcome", "unfinished")) if last else "–"
         runs.append(ComparedRun(name, run_dir.absolute(), read_metrics(run_dir / "metrics.jsonl"), resolved, outcome))
     return runs
 

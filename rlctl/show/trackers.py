@@ -34,26 +34,19 @@ class TrackedAttempt:
         return {key: value for key, value in flattened(self.config).items() if value not in (None, "", [], {})}
 
 
-@dataclass(frozen=True)
-class SampleTable:
-    """Hold decoded samples of a step. Columns are those that any of them has; each term of the reward has its own."""
+Columns = dict[str, list[Any]]  # decoded samples of a step; each term of the reward has a column of its own
 
-    columns: list[str]
-    rows: list[list[Any]]
 
-    @staticmethod
-    def of(step: int, samples: Sequence[Mapping[str, Any]]) -> SampleTable:
-        flat = [_flat_sample(step, sample) for sample in samples]
-        columns = list(dict.fromkeys(name for sample in flat for name in sample))
-        return SampleTable(columns, [[sample.get(name) for name in columns] for sample in flat])
+def sample_columns(step: int, samples: Sequence[Mapping[str, Any]]) -> Columns:
+    """Return the columns that any of the samples has, all of the same length."""
+    flat = [_flat_sample(step, sample) for sample in samples]
+    return {name: [sample.get(name) for sample in flat] for sample in flat for name in sample}
 
 
 def _flat_sample(step: int, sample: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in sample.items() if name not in ("terms", "id")}
     plain = {name: value if isinstance(value, str | int | float | None) else str(value) for name, value in rest.items()}
-    terms = sample.get("terms") or []
-    named = terms if isinstance(terms, Mapping) else {f"term_{number}": term for number, term in enumerate(terms)}
-    return {"step": step, **plain, **named}
+    return {"step": step, **plain, **{f"term_{number}": term for number, term in enumerate(sample.get("terms") or ())}}
 
 
 class TrackerClient(ABC):
@@ -65,7 +58,7 @@ class TrackerClient(ABC):
     address = ""
 
     @abstractmethod
-    def log(self, step: int, metrics: Values, samples: SampleTable | None) -> None:
+    def log(self, step: int, metrics: Values, samples: Columns | None) -> None:
         """Log what a step left. After a resume, a step may come a second time."""
 
     @abstractmethod
@@ -92,11 +85,11 @@ class TensorBoardTracker(TrackerClient):
             self._writer.file_writer.add_summary(summary)
         self._writer.add_text("spec", _code(json.dumps(attempt.config, indent=2, ensure_ascii=False)), 0)
 
-    def log(self, step: int, metrics: Values, samples: SampleTable | None) -> None:
+    def log(self, step: int, metrics: Values, samples: Columns | None) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         if samples is not None:
-            rows = (dict(zip(samples.columns, row, strict=True)) for row in samples.rows)
+            rows = (dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True))
             self._writer.add_text("samples", "\n\n---\n\n".join(map(_markdown, rows)), step)
         self._writer.flush()
 
@@ -138,10 +131,11 @@ class WandBTracker(TrackerClient):
         self.remembers = {"id": self._run.id}
         self.address = "" if self._run.offline else self._run.url
 
-    def log(self, step: int, metrics: Values, samples: SampleTable | None) -> None:
+    def log(self, step: int, metrics: Values, samples: Columns | None) -> None:
         more = {}
         if samples is not None:
-            more["samples"] = self._wandb.Table(columns=samples.columns, data=samples.rows, allow_mixed_types=True)
+            rows = [list(row) for row in zip(*samples.values(), strict=True)]
+            more["samples"] = self._wandb.Table(columns=list(samples), data=rows, allow_mixed_types=True)
         self._run.log({"step": step, **metrics, **more})
 
     def close(self, ended: Ended) -> None:
@@ -166,12 +160,12 @@ class TrackioTracker(TrackerClient):
         )
         self.remembers = {"name": self._run.name}
 
-    def log(self, step: int, metrics: Values, samples: SampleTable | None) -> None:
+    def log(self, step: int, metrics: Values, samples: Columns | None) -> None:
         more = {}
         if samples is not None:
             import pandas
 
-            more["samples"] = self._trackio.Table(dataframe=pandas.DataFrame(samples.rows, columns=samples.columns))
+            more["samples"] = self._trackio.Table(dataframe=pandas.DataFrame(samples))
         self._run.log({**metrics, **more}, step=step)
 
     def close(self, ended: Ended) -> None:
@@ -209,11 +203,10 @@ class MLflowTracker(TrackerClient):
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return text if len(text) <= self.longest else text[: self.longest - 1] + "…"
 
-    def log(self, step: int, metrics: Values, samples: SampleTable | None) -> None:
+    def log(self, step: int, metrics: Values, samples: Columns | None) -> None:
         self._mlflow.log_metrics({_mlflow_name(key): value for key, value in metrics.items()}, step=step)
         if samples is not None:
-            data = {name: [row[place] for row in samples.rows] for place, name in enumerate(samples.columns)}
-            self._mlflow.log_table(data, artifact_file="samples.json")
+            self._mlflow.log_table(samples, artifact_file="samples.json")
 
     def close(self, ended: Ended) -> None:
         self._mlflow.end_run(status=self.statuses[ended])

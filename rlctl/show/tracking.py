@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlctl.show.trackers import TRACKERS, Ended, SampleTable, TrackedAttempt, TrackerClient
+from rlctl.show.trackers import TRACKERS, Ended, TrackedAttempt, TrackerClient, sample_columns
 from specs.errors import Interrupted, Problem, RlctlError, SpecError
 from specs.json_file import read_object, write_object
 from specs.schema import tracker_tables as tables
@@ -33,7 +33,7 @@ class Trackers:
         step, values = int(metrics["step"]), numbers(metrics)
         for table, tracker in list(self._opened):
             every = table.samples_every
-            due = SampleTable.of(step, samples) if samples and every and (step == 1 or step % every == 0) else None
+            due = sample_columns(step, samples) if samples and every and (step == 1 or step % every == 0) else None
             try:
                 tracker.log(step, values, due)
             except Exception as error:  # of a foreign package and its network: any

@@ -1,4 +1,4 @@
-"""What a run reads belongs to it: a file that was edited between two attempts is named, and refused or accepted."""
+"""Files that a run reads belong to it: one that was edited between two attempts is named, and refused or accepted."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def trained(spec, run, *options):
 
 
 def learned(run):
-    """What must repeat bit for bit."""
+    """Return what must repeat bit for bit."""
     prefixes = ("critic/", "actor/", "reward/mean", "rollout/logprob_gap")
     lines = [line for line in metrics(run) if line["step"] > 0]
     return [{key: value for key, value in line.items() if key.startswith(prefixes)} for line in lines]
@@ -97,8 +97,8 @@ def test_it_learns_without_groups(tmp_path):
 
 @pytest.mark.slow
 def test_a_critic_is_exported_and_another_starts_from_it(tmp_path):
-    """As a folder that transformers loads; the next run's critic begins with its weights, and a reward model's folder
-    is the same to it."""
+    """It is a folder that transformers loads; the next run's critic begins with its weights,
+    and a reward model's folder is the same to it."""
     from transformers import AutoModelForSequenceClassification
 
     spec, run, out = preset("quickstart", tmp_path), tmp_path / "run", tmp_path / "critic"

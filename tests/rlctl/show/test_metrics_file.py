@@ -21,14 +21,6 @@ def write_steps(path: Path, steps: range, **options: int) -> None:
             writer.write({"step": step, "reward/mean": step / 10})
 
 
-def test_a_reader_sees_each_step_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        for step in (1, 2, 3):
-            writer.write({"step": step})
-            assert [record["step"] for record in read_metrics(path)] == list(range(1, step + 1))
-
-
 def test_a_number_that_is_not_finite_ends_the_run_and_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:

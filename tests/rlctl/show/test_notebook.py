@@ -16,7 +16,7 @@ from rlctl.show.screen import Screen
 
 
 class Display:
-    """What IPython has of it: displays, and what each of them showed."""
+    """Stand in for IPython's: displays, and what each of them showed."""
 
     def __init__(self) -> None:
         self.shown: list[list[str]] = []

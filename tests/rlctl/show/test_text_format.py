@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.show.text_format import BLOCKS, columns, count, duration, number, sparkline, time_shares
+from rlctl.show.text_format import BLOCKS, count, duration, number, sparkline, time_shares
 
 
 def test_sparkline_runs_from_lowest_to_highest() -> None:
@@ -55,12 +55,3 @@ def test_time_shares_keep_the_order_of_a_step_and_name_the_rest_other() -> None:
     shares = time_shares(records)
     assert list(shares) == ["rollout", "train", "x", "other"]
     assert shares == pytest.approx({"rollout": 0.25, "train": 0.5, "x": 0.05, "other": 0.2})
-
-
-def test_no_cell_of_a_table_is_cut() -> None:
-    rows = [("shout-eval-step60", "1"), ("shout", "0.25")]
-    assert columns(("run", "finished"), rows, left=1).splitlines() == [
-        "run                finished",
-        "shout-eval-step60         1",
-        "shout                  0.25",
-    ]

@@ -1,4 +1,4 @@
-"""What trackers are told: hyperparameters, finite metrics, samples; by which name a resume finds the run again."""
+"""Trackers are told hyperparameters, finite metrics, samples; by which name a resume finds the run again."""
 
 from __future__ import annotations
 
@@ -125,14 +125,6 @@ def test_a_resume_goes_on_with_the_same_runs(tmp_path: Path, calls: Any) -> None
     assert (first["run_id"], second["run_id"]) == (None, "run1")
     params = [call for call in calls("mlflow.log_params") if "run.name" in call["params"]]
     assert len(params) == 1, "parameters of MLflow never change"
-
-
-def test_a_name_that_trackio_changed_is_the_one_to_resume(tmp_path: Path, calls: Any) -> None:
-    spec = spec_with(TRACKIO, name="twice")
-    for number, resume in (("a", False), ("b", False), ("b", True)):
-        (tmp_path / number).mkdir(exist_ok=True)
-        run(spec, tmp_path / number, range(1, 2), resume=resume)
-    assert [call["name"] for call in calls("trackio.init")] == ["twice", "twice", "twice-2"]
 
 
 # ── what goes wrong ───────────────────────────────────────────────────────────────────────────────
