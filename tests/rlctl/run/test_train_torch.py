@@ -98,7 +98,8 @@ def test_export_loads_and_generates(finished, tmp_path):
     spec, run, _ = finished
     out = tmp_path / "exported"
     with pushed_hub() as hub:
-        done = rlctl("export-checkpoint", run, out, "--push-to-hub", "mine", **variables(hub))
+        # Not in a fork: huggingface_hub reads its endpoint once, when it is imported.
+        done = running.rlctl("export-checkpoint", run, out, "--push-to-hub", "mine", **variables(hub))
     assert done.returncode == 0, done.stdout + done.stderr
     assert hub.repos["me/mine"].files == {path.name: path.read_bytes() for path in out.iterdir()}
     assert hub.repos["me/mine"].private
