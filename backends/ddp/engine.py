@@ -5,7 +5,6 @@ P: elements of the flat buffers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
@@ -14,17 +13,15 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from backends.ddp.flat_buffers import FlatParameters
-from backends.ddp.flat_optimizer import FlatAdamW
+from backends.ddp.flat_buffers import FlatAdamW, FlatParameters
 from backends.hf.hf_model import build_model, describe
-from backends.protocol import OnMeta, Rank, StepResult, Weight
+from backends.protocol import OnMeta, Rank, Weight
 from backends.train import weight_export
+from backends.train.adamw import set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
 from backends.train.lm_head import Head
-from backends.train.offload import Offloader
 from backends.train.policy import Policy
-from backends.train.role_group import join_group, leave_group
 from backends.train.tensor_shards import Shard, whole
 from backends.weights.tensor_bytes import DTYPES, named_weights
 from specs.schema.engines.ddp_table import DdpTable
@@ -46,8 +43,6 @@ class DdpTrainEngine(HfTrainEngine):
         if isinstance(self.policy.head, Head):
             self.policy.head.adds_gradient = config.engine.adds_gradients_in_place(config.model.dtype)
         self.optimizer = None if config.optimizer is None else FlatAdamW(self.flat, config.optimizer)
-        self.offloading = Offloader()
-        self.gradients_are_zero = True
         self._verify()
 
     @classmethod
@@ -60,42 +55,33 @@ class DdpTrainEngine(HfTrainEngine):
         _flatten(policy.model, config)
         return super()._wrapped_on_meta(policy, config, rank)
 
-    @classmethod
-    def build(cls, config: TrainConfig, rank: Rank) -> DdpTrainEngine:
-        join_group(rank, config.model.device)
-        return cls(config, rank)
-
     def _built(self) -> ModelBuilt:
         return describe(self.policy.model, self.config.model, checksum=True)
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        self.gradients_are_zero = False
         loss.backward()
 
-    def optim_step(self) -> StepResult:
-        assert self.optimizer is not None, "this role does not learn"
-        assert self.config.optimizer is not None
-        grad_P = self.flat.grad_P
-        assert grad_P is not None
+    @property
+    def _grad_P(self) -> Tensor:
+        assert self.flat.grad_P is not None
+        return self.flat.grad_P
+
+    def _sum_gradients(self) -> float:
         if self.rank.world_size > 1:
-            dist.all_reduce(grad_P)
-        norm = float(gradient_norm([grad_P]))
-        lr = self._learning_rate()
-        finite = math.isfinite(norm)
-        if finite:
-            limit = self.config.optimizer.max_grad_norm
-            if limit and norm > limit:
-                grad_P.mul_(limit / norm)
-            self.optimizer.step(lr)
-            self.flat.refresh()
-            self.state.optimizer_steps += 1
-        else:
-            self.state.skipped_steps += 1
-        grad_P.zero_()
-        self.gradients_are_zero = True
-        return StepResult(norm, lr, not finite)
+            dist.all_reduce(self._grad_P)
+        return float(gradient_norm([self._grad_P]))
+
+    def _step(self, lr: float, clip: float | None) -> None:
+        assert self.optimizer is not None
+        if clip is not None:
+            self._grad_P.mul_(clip)
+        self.optimizer.step(lr)
+        self.flat.refresh()
+
+    def _zero_gradients(self) -> None:
+        self._grad_P.zero_()
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
@@ -156,28 +142,18 @@ class DdpTrainEngine(HfTrainEngine):
     def _loaded(self, optimizer_steps: int) -> None:
         self.flat.refresh()
         if self.optimizer is not None:
-            self.optimizer.set_steps(optimizer_steps)
+            set_steps(self.optimizer.adamw, optimizer_steps)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
-    def offload(self) -> None:
-        if self.offloading.offloaded:
-            return
+    def _memory(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         frozen = [p.data for p in self.policy.model.parameters() if self.adapters is not None and not p.requires_grad]
         keep = [self.flat.compute_P, *frozen]
         if self.optimizer is not None:
-            keep += self.optimizer.tensors()
-            if self.flat.master_P is not None and self.flat.master_P is not self.flat.compute_P:
-                keep.append(self.flat.master_P)
-        grads = [] if self.flat.grad_P is None else [self.flat.grad_P]
-        drop = grads if self.gradients_are_zero else []
-        self.offloading.offload(keep + (grads if not drop else []), drop)
-
-    def onload(self) -> None:
-        self.offloading.onload()
-
-    def close(self) -> None:
-        leave_group()
+            keep += [self.optimizer.exp_avg_P, self.optimizer.exp_avg_sq_P]
+        if self.flat.master_P is not None:
+            keep.append(self.flat.master_P)  # of fp32 weights the same memory, which counts once
+        return keep, [] if self.flat.grad_P is None else [self.flat.grad_P]
 
 
 def _flatten(model: PreTrainedModel, config: TrainConfig) -> FlatParameters:

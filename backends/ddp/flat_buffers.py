@@ -1,4 +1,4 @@
-"""All parameters of a model as views of one flat buffer, and all gradients as views of another.
+"""All parameters of a model as views of one flat buffer, all gradients as views of another, and AdamW on them.
 
 One buffer makes one all-reduce, one norm and one optimizer call of a whole step, whatever the model's layout.
 """
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from backends.hf.hf_model import cast_parameters
+from backends.train.adamw import make_adamw, set_learning_rate
 from specs.schema.engines.ddp_table import FLAT_ALIGN
+from specs.schema.role_section import Optimizer
 
 # Every parameter starts on a cache line (FLAT_ALIGN fp32 values); the gaps stay zero.
 
@@ -95,3 +97,36 @@ class _AddTo:
         assert parameter.grad is not None
         self.grad.add_(parameter.grad)
         parameter.grad = None
+
+
+class FlatAdamW:
+    """AdamW on two slices of the flat buffers: matrices with weight decay, the rest without."""
+
+    def __init__(self, flat: FlatParameters, config: Optimizer) -> None:
+        assert flat.master_P is not None
+        assert flat.grad_P is not None
+        self.flat = flat
+        self.exp_avg_P = torch.zeros_like(flat.master_P)
+        self.exp_avg_sq_P = torch.zeros_like(flat.master_P)
+        spans = slice(0, flat.num_decayed), slice(flat.num_decayed, None)
+        parts = [nn.Parameter(flat.master_P[span]) for span in spans]
+        matrices, others = ([part] if part.numel() else [] for part in parts)
+        self.adamw = make_adamw(matrices, others, config)
+        for part, span in zip(parts, spans, strict=True):
+            part.grad = flat.grad_P[span]
+            if part.numel():
+                step = torch.zeros((), dtype=torch.float32, device=part.device)
+                moments = {"exp_avg": self.exp_avg_P[span], "exp_avg_sq": self.exp_avg_sq_P[span]}
+                self.adamw.state[part] = {"step": step, **moments}
+
+    def step(self, lr: float) -> None:
+        set_learning_rate(self.adamw, lr)
+        self.adamw.step()
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Return the moments as views, by parameter name."""
+        return {
+            f"{segment.name}.{kind}": segment.view(moment_P)
+            for segment in self.flat.segments
+            for kind, moment_P in (("exp_avg", self.exp_avg_P), ("exp_avg_sq", self.exp_avg_sq_P))
+        }

@@ -23,7 +23,6 @@ from specs.wire.role_config import ModelConfig
 Parameters = dict[str, NDArray[np.float32]]
 ITEM_BYTES = {"fp32": 4, "bf16": 2}
 
-
 SCORE = "score.weight"
 
 
@@ -74,11 +73,18 @@ def read_parameters(config: ModelConfig) -> Parameters:
 
 def log_softmax(parameters: Parameters, previous_N: NDArray[np.int64], temperature: float) -> NDArray[np.float64]:
     """log softmax(logits / temperature) of the token after each of `previous_N`, [N, V]."""
-    logits = parameters["bigram.weight"][previous_N].astype(np.float64) + parameters["bias.weight"]
-    logits /= temperature
-    logits -= logits.max(axis=1, keepdims=True)
-    out: NDArray[np.float64] = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    return out
+    return normalised(logits(parameters, previous_N) / temperature)
+
+
+def logits(parameters: Parameters, previous_N: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Logits of the token after each of `previous_N`, [N, V]."""
+    return np.asarray(parameters["bigram.weight"][previous_N].astype(np.float64) + parameters["bias.weight"])
+
+
+def normalised(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log softmax of logits […, V]."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
 
 
 def vocab_size_of(parameters: Parameters) -> int:

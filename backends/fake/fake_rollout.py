@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends import activity
+from backends.fake import bigram
 from backends.protocol import Emit, OnMeta, Rank, RolloutEngine, WeightSpec
 from backends.rollout.completions import Completions
 from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
@@ -22,7 +22,6 @@ from specs.wire.as_built import ModelBuilt
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling
 
-BIGRAM, BIAS = "bigram.weight", "bias.weight"
 Floats = NDArray[np.float32]
 
 
@@ -34,7 +33,6 @@ class FakeRolloutEngine(RolloutEngine):
 
     def __init__(self, config: RolloutConfig, vocab: int) -> None:
         self.config, self.vocab = config, vocab
-        self._shapes = {BIGRAM: (vocab, vocab), BIAS: (vocab,)}
         self._weights: dict[str, Floats] = {}
         self._imported: set[str] = set()
         self._ready = False
@@ -49,33 +47,16 @@ class FakeRolloutEngine(RolloutEngine):
     def build(cls, config: RolloutConfig, rank: Rank) -> FakeRolloutEngine:
         if config.model.dtype != "fp32":
             raise ModelError("the fake engine computes in fp32 only", hint='set rollout.dtype = "fp32"')
-        try:
-            vocab = int(json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))["vocab_size"])
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"model {config.model.path}: no vocab_size in its config.json ({error})") from None
-        return cls(config, vocab)
+        return cls(config, bigram.read_vocab_size(config.model))
 
     def built(self) -> ModelBuilt:
-        count = self.vocab * (self.vocab + 1)
-        return ModelBuilt(
-            model_class="FakeBigram",
-            path=self.config.model.path,
-            parameters=count,
-            trainable_parameters=0,
-            hidden_size=self.vocab,
-            layers=1,
-            vocab_size=self.vocab,
-            dtype="fp32",
-            attn_implementation="none",
-            attn_function="none",
-            tied_embeddings=False,
-            weights_checksum="",
-        )
+        unset = {spec.name: np.empty(spec.shape, dtype=np.float32) for spec in self.weight_specs()}
+        return bigram.describe(unset, self.config.model, learns=False, checksum=False)
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
     def weight_specs(self) -> Sequence[WeightSpec]:
-        return [WeightSpec(name, "fp32", shape, 4 * int(np.prod(shape))) for name, shape in self._shapes.items()]
+        return bigram.weight_specs(self.vocab, "fp32")
 
     def import_weight(self, spec: WeightSpec, buffer: NDArray[np.uint8]) -> str:
         known = {one.name: one for one in self.weight_specs()}.get(spec.name)
@@ -88,7 +69,7 @@ class FakeRolloutEngine(RolloutEngine):
         return checksum_bytes(weight.reshape(-1).view(np.uint8))
 
     def finish_import(self) -> None:
-        check_complete(sorted(self._shapes), self._imported)
+        check_complete(sorted(bigram.shapes(self.vocab)), self._imported)
         self._imported.clear()
         self._ready = True
 
@@ -119,7 +100,7 @@ class FakeRolloutEngine(RolloutEngine):
         for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
             tokens = batch["tokens_T"][start:stop].astype(np.int64)
             if len(tokens) > 1:
-                scores = log_softmax(self._logits(tokens[:-1]) / temperature)
+                scores = bigram.log_softmax(self._weights, tokens[:-1], temperature)
                 logprob_T[start + 1 : stop] = scores[np.arange(len(tokens) - 1), tokens[1:]]
         return logprob_T
 
@@ -137,7 +118,7 @@ class FakeRolloutEngine(RolloutEngine):
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32), tokens[-1] in self.stops
 
     def _logits(self, previous: NDArray[np.int64]) -> NDArray[np.float64]:
-        return self._weights[BIGRAM][previous].astype(np.float64) + self._weights[BIAS]
+        return bigram.logits(self._weights, previous)
 
     # ── sleep ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,28 +134,22 @@ class FakeRolloutEngine(RolloutEngine):
         self._awake |= set(tags)
 
 
-def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    shifted = logits - logits.max(-1, keepdims=True)
-    scores: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return scores
-
-
 def sample(logits: NDArray[np.float64], draw: float, sampling: Sampling) -> tuple[int, float]:
     """One token of `logits` [V] and its log-prob: temperature, top-k, top-p, then the inverse CDF at `draw`."""
     if sampling.greedy:
         token = int(logits.argmax())
-        return token, float(log_softmax(logits)[token])
+        return token, float(bigram.normalised(logits)[token])
     logits = logits / sampling.temperature
     order = np.argsort(-logits, kind="stable")
     kept = order[: sampling.top_k] if sampling.top_k else order
     if sampling.top_p < 1.0:
-        probability = np.exp(log_softmax(logits[kept]))
+        probability = np.exp(bigram.normalised(logits[kept]))
         inside = np.cumsum(probability) - probability < sampling.top_p
         inside[0] = True
         kept = kept[inside]
     restricted = np.full_like(logits, -np.inf)
     restricted[kept] = logits[kept]
-    scores = log_softmax(restricted)
+    scores = bigram.normalised(restricted)
     cdf = np.exp(scores).cumsum()
     token = int(np.searchsorted(cdf, draw * cdf[-1], side="right"))
     return token, float(scores[token])

@@ -30,8 +30,7 @@ from backends.packed.packing import (
     update_counts,
 )
 from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
-from backends.train.lr_schedule import lr_at
-from backends.train.trainer_state import TrainerState
+from backends.train.trainer_state import TrainerState, lr_at
 from specs.errors import CheckpointError, ModelError
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss

@@ -7,23 +7,22 @@ A layer's parameters are gathered when it runs and freed afterwards; gradients a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from backends.fsdp2.sharded_optimizer import RowsAdamW
 from backends.fsdp2.sharding import ShardMesh, allocate, cut_tensors, gathering_dtype, shard_policy
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_on_meta, describe
-from backends.protocol import OnMeta, Rank, StepResult
+from backends.protocol import OnMeta, Rank
+from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_rate, set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
 from backends.train.gradient_norm import gradient_norm
-from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy
-from backends.train.role_group import heaviest_of_any_rank, join_group, leave_group, most_of_any_rank, pretended_group
+from backends.train.role_group import heaviest_of_any_rank, join_group, most_of_any_rank, pretended_group
 from backends.train.tensor_shards import Shard
 from backends.weights.checksum import checksum_bytes, checksum_weights
 from backends.weights.tensor_bytes import DTYPES, tensor_bytes, wire_dtype
@@ -49,13 +48,17 @@ class Fsdp2TrainEngine(HfTrainEngine):
         self.weights = cut_tensors(model, self.mesh)
         self._read_weights(held.aliases)
         self._verify(self.compute)
-        self.optimizer: RowsAdamW | None = None
+        # Plain tensors that share memory with the local rows: a step needs no other rank. A parameter with fewer rows
+        # than ranks leaves some of these without any.
+        self.rows: dict[str, nn.Parameter] = {}
+        self.adamw: torch.optim.AdamW | None = None
         if config.optimizer is not None:
-            learned = {name: self.weights[name] for name in self._learned()}
-            matrices = {name for name, weight in learned.items() if weight.tensor.ndim >= 2}
-            rows = {name: weight.local for name, weight in learned.items()}
-            self.optimizer = RowsAdamW(rows, matrices, config.optimizer)
-        self.offloading = Offloader()
+            learned = {name: self.weights[name] for name in self._learned() if self.weights[name].local.numel()}
+            self.rows = {name: nn.Parameter(weight.local) for name, weight in learned.items()}
+            matrices = [rows for name, rows in self.rows.items() if learned[name].tensor.ndim >= 2]
+            others = [rows for name, rows in self.rows.items() if learned[name].tensor.ndim < 2]
+            self.adamw = make_adamw(matrices, others, config.optimizer)
+            make_state(self.adamw, self.rows.values())
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:
@@ -73,10 +76,8 @@ class Fsdp2TrainEngine(HfTrainEngine):
             found = {"dtype": wire_dtype(gathering_dtype(units[0])), "mesh": mesh.axes}
         return OnMeta(about.model_copy(update=found))
 
-    @classmethod
-    def build(cls, config: TrainConfig, rank: Rank) -> Fsdp2TrainEngine:
-        join_group(rank, config.model.device, even_alone=True)
-        return cls(config, rank)
+    def _join_ranks(self) -> None:
+        join_group(self.rank, self.config.model.device, even_alone=True)
 
     def _built(self) -> ModelBuilt:
         """All ranks call this together. The checksum is of the weights in compute precision, as `ddp` holds them."""
@@ -125,25 +126,25 @@ class Fsdp2TrainEngine(HfTrainEngine):
         root.set_requires_all_reduce(last)  # one sum between replicas: these gradients are already sharded
         loss.backward()
 
-    def optim_step(self) -> StepResult:
-        assert self.optimizer is not None, "this role does not learn"
-        assert self.config.optimizer is not None
+    def _sum_gradients(self) -> float:
         self._let_go()
-        gradients = self._gradients()
-        norm = self._norm(gradients.values())
-        lr = self._learning_rate()
-        finite = math.isfinite(norm)
-        if finite:
-            limit = self.config.optimizer.max_grad_norm
-            if limit and norm > limit:
-                for gradient in gradients.values():
-                    gradient.mul_(limit / norm)
-            self.optimizer.step(gradients, lr)
-            self.state.optimizer_steps += 1
-        else:
-            self.state.skipped_steps += 1
+        total = gradient_norm(self._gradients().values()).square().to(self.device)
+        dist.all_reduce(total, group=self.mesh.shard_group)
+        return math.sqrt(float(total))
+
+    def _step(self, lr: float, clip: float | None) -> None:
+        assert self.adamw is not None
+        for name, gradient in self._gradients().items():
+            if clip is not None:
+                gradient.mul_(clip)
+            if name in self.rows:
+                self.rows[name].grad = gradient
+        set_learning_rate(self.adamw, lr)
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+    def _zero_gradients(self) -> None:
         self.policy.zero_grad()
-        return StepResult(norm, lr, not finite)
 
     def _gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's rows, by name; zeros without a micro-batch."""
@@ -152,12 +153,6 @@ class Fsdp2TrainEngine(HfTrainEngine):
             grad = self.weights[name].tensor.grad
             gradients[name] = torch.zeros_like(self.weights[name].local) if grad is None else _local(grad)
         return gradients
-
-    def _norm(self, gradients: Iterable[Tensor]) -> float:
-        """Norm of the whole gradient, the same on all ranks."""
-        total = gradient_norm(gradients).square().to(self.device)
-        dist.all_reduce(total, group=self.mesh.shard_group)
-        return math.sqrt(float(total))
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
@@ -174,36 +169,31 @@ class Fsdp2TrainEngine(HfTrainEngine):
         return (weight.shard(name, weight.local) for name, weight in self.weights.items())
 
     def _moment_shards(self) -> Iterator[Shard]:
-        moments = {} if self.optimizer is None else self.optimizer.moments()
-        for name, kinds in moments.items():
-            for kind, tensor in kinds.items():
-                yield self.weights[name].shard(f"{name}.{kind}", tensor)
+        for name, kind, moment in self._moments():
+            yield self.weights[name].shard(f"{name}.{kind}", moment)
+
+    def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        if self.adamw is None:
+            return
+        for name, rows in self.rows.items():
+            for kind in MOMENTS:
+                yield name, kind, self.adamw.state[rows][kind]
 
     def _learned(self) -> Sequence[str]:
         return [name for name, weight in self.weights.items() if weight.tensor.requires_grad]
 
     def _loaded(self, optimizer_steps: int) -> None:
         self._let_go()
-        if self.optimizer is not None:
-            self.optimizer.set_steps(optimizer_steps)
+        if self.adamw is not None:
+            set_steps(self.adamw, optimizer_steps)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
-    def offload(self) -> None:
-        if self.offloading.offloaded:
-            return
+    def _memory(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         self._let_go()
-        tensors = [weight.local for weight in self.weights.values()]
-        tensors += [_local(grad) for weight in self.weights.values() if (grad := weight.tensor.grad) is not None]
-        if self.optimizer is not None:
-            tensors += [tensor for kinds in self.optimizer.moments().values() for tensor in kinds.values()]
-        self.offloading.offload(storages_of(tensors), [])
-
-    def onload(self) -> None:
-        self.offloading.onload()
-
-    def close(self) -> None:
-        leave_group()
+        weights = [weight.local for weight in self.weights.values()]
+        gradients = [_local(grad) for weight in self.weights.values() if (grad := weight.tensor.grad) is not None]
+        return [*weights, *(moment for _, _, moment in self._moments())], gradients
 
 
 def _local(grad: Tensor) -> Tensor:

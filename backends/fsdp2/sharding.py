@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from backends.hf.recompute import decoder_layers
 from backends.protocol import Rank
 from backends.train.policy import Policy
 from backends.train.tensor_shards import Shard, whole
+from backends.weights.tensor_bytes import named_weights
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 
 
@@ -135,13 +135,5 @@ class CutTensor:
 
 
 def cut_tensors(model: PreTrainedModel, mesh: ShardMesh) -> dict[str, CutTensor]:
-    """Parameters and saved buffers in the order of `state_dict`; a tied one once, under its first name."""
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        seen: set[int] = set()
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
-
-    return {name: CutTensor(name, tensor, mesh) for name, tensor in tensors()}
+    """Return parameters and saved buffers in the order of `state_dict`; a tied one once, under its first name."""
+    return {name: CutTensor(name, tensor, mesh) for name, tensor in named_weights(model).items()}

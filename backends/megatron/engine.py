@@ -7,7 +7,6 @@ without memory: it says the names, shapes and rotary frequencies that Megatron's
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,16 +31,13 @@ from backends.packed.packing import MicroBatch, MicroBatches, Packing
 from backends.packed.row_ops import copy_rows
 from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
-from backends.protocol import LossScale, OnMeta, Rank, StepResult
+from backends.protocol import LossScale, OnMeta, Rank
 from backends.train.engine import AS_HELD, NOTHING, HfTrainEngine, LossMetrics, TensorKind
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask, LossTask
-from backends.train.offload import Offloader, storages_of
-from backends.train.policy import Policy, Task
-from backends.train.score_head import ValueLossTask, ValueTask
+from backends.train.policy import Policy, Task, hold_model
+from backends.train.score_head import ValueLossTask, ValueTask, value_loss
 from backends.train.tensor_shards import Shard, whole
-from backends.train.trainable import hold_model
-from backends.train.value_loss import value_loss
 from backends.train.verify_packing import verify_own_packing
 from backends.ulysses.shared_batch import SharedBatch
 from backends.weights.checksum import checksum_bytes, checksum_weights
@@ -67,7 +63,6 @@ class MegatronTrainEngine(HfTrainEngine):
         table = config.engine
         assert isinstance(table, MegatronTable)
         self.table = table
-        start_megatron(rank, config.model.device, table, config.model.seed)
         from backends.megatron.megatron_model import MegatronModel
 
         held = self._hold_model(_without_memory)
@@ -80,8 +75,6 @@ class MegatronTrainEngine(HfTrainEngine):
         self.weights = ShardedWeights(self.core.chunks, self.core.optimizer, self.map, self.shapes, self.group)
         self.weights.make_moments()
         stream_into(config.model, held.aliases, self.weights.wanted(), score_names(held.model))
-        self.offloading = Offloader()
-        self.gradients_are_zero = True
         verify_own_packing(
             self._logits,
             "Megatron's GPT model",
@@ -89,6 +82,11 @@ class MegatronTrainEngine(HfTrainEngine):
             dtype=DTYPES[config.model.dtype],
             scores=self.map.scores,
         )
+
+    def _join_ranks(self) -> None:
+        config = self.config
+        assert isinstance(config.engine, MegatronTable)
+        start_megatron(self.rank, config.model.device, config.engine, config.model.seed)
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:
@@ -114,10 +112,6 @@ class MegatronTrainEngine(HfTrainEngine):
         about = describe(held.model, config.model, checksum=False).model_copy(update={"attn_function": _ATTENTION})
         head = () if config.model.head == "lm" else ("new_head",)
         return OnMeta(about, not_seen=("mesh", "options", *head))
-
-    @classmethod
-    def build(cls, config: TrainConfig, rank: Rank) -> MegatronTrainEngine:
-        return cls(config, rank)
 
     def _built(self) -> ModelBuilt:
         every = list(self.shapes)
@@ -165,7 +159,7 @@ class MegatronTrainEngine(HfTrainEngine):
         return [row for row, _ in made], answer
 
     @torch.no_grad()
-    def _told(
+    def _head_column(
         self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
         own = list(micros)
@@ -186,11 +180,11 @@ class MegatronTrainEngine(HfTrainEngine):
         if rows:
             self.gradients_are_zero = False
         results = self.core.learn(rows, answer)
-        told = LossMetrics(loss, self.device)
+        metrics = LossMetrics(loss, self.device)
         if self.group.tensor_rank == 0:  # of the last stage, which alone has results: the others say the same
             for sums, maxima in results[: len(micros)]:
-                told.add(sums, maxima)
-        return told.read()
+                metrics.add(sums, maxima)
+        return metrics.read()
 
     def _answer(self, hidden_NE: Tensor, task: Task | None) -> Any:
         """Return what the head computes, on the last stage; the same on all its tensor ranks. No task: logits, or, of a
@@ -241,19 +235,14 @@ class MegatronTrainEngine(HfTrainEngine):
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
-    @torch.no_grad()
-    def optim_step(self) -> StepResult:
-        assert self.config.optimizer is not None, "this role does not learn"
-        norm, lr = self.core.sum_gradients(), self._learning_rate()
-        finite = math.isfinite(norm)
-        if finite:
-            self.core.step(lr, norm, self.config.optimizer.max_grad_norm)
-            self.state.optimizer_steps += 1
-        else:
-            self.state.skipped_steps += 1
+    def _sum_gradients(self) -> float:
+        return self.core.sum_gradients()
+
+    def _step(self, lr: float, clip: float | None) -> None:
+        self.core.step(lr, clip)
+
+    def _zero_gradients(self) -> None:
         self.core.zero_gradients()
-        self.gradients_are_zero = True
-        return StepResult(norm, lr, not finite)
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
@@ -313,16 +302,9 @@ class MegatronTrainEngine(HfTrainEngine):
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
-    def offload(self) -> None:
-        if self.offloading.offloaded:
-            return
-        weights, grads = self.core.buffers()
-        keep = weights + self.weights.state_tensors()
-        drop = grads if self.gradients_are_zero else []
-        self.offloading.offload(storages_of(keep + (grads if not drop else [])), storages_of(drop))
-
-    def onload(self) -> None:
-        self.offloading.onload()
+    def _memory(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        weights, gradients = self.core.buffers()
+        return weights + self.weights.state_tensors(), gradients
 
     def close(self) -> None:
         stop_megatron()

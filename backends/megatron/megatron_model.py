@@ -187,14 +187,14 @@ class MegatronModel:
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
-    def step(self, lr: float, norm: float, limit: float) -> None:
-        """AdamW with the gradients of `sum_gradients`, clipped; data ranks exchange what they stepped."""
+    def step(self, lr: float, clip: float | None) -> None:
+        """Step AdamW with the gradients of `sum_gradients` times `clip`; data ranks exchange what they stepped."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-            if limit and norm > limit:
+            if clip is not None:
                 for main in group["params"]:
                     if main.grad is not None:
-                        main.grad.mul_(limit / norm)
+                        main.grad.mul_(clip)
         self.optimizer.step_with_ready_grads()
 
     def zero_gradients(self) -> None:

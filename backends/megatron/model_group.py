@@ -13,8 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from backends.protocol import COLLECTIVE_TIMEOUT
-from backends.ulysses.all_gather import all_gather
-from backends.ulysses.sequence_group import ALONE, SequenceGroup
+from backends.ulysses.sequence_group import ALONE, SequenceGroup, all_gather
 from backends.ulysses.shared_batch import SharedBatch, share_batch
 from specs.wire.batch import Batch
 

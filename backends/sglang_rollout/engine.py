@@ -24,7 +24,7 @@ from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.uniform import request_seeds
 from backends.sglang_rollout.client import ServerError, Unreachable
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
-from backends.sglang_rollout.generate_reply import Sample, parse_sample, parse_scores
+from backends.sglang_rollout.generate_reply import ServerSample, parse_sample, parse_scores
 from backends.sglang_rollout.server import DTYPES, ENDING_S, Server
 from backends.sglang_rollout.weights_folder import WeightsFolder
 from specs.errors import ModelError, RlctlError, SyncError
@@ -169,7 +169,9 @@ class SglangRolloutEngine(RolloutEngine):
         completions.close()
         return {"generated_tokens": completions.generated_tokens, "cached_tokens": cached}
 
-    def _ask(self, completions: Completions, members: list[int], seeds: list[int], sampling: Sampling) -> list[Sample]:
+    def _ask(
+        self, completions: Completions, members: list[int], seeds: list[int], sampling: Sampling
+    ) -> list[ServerSample]:
         """One request for all samples with one prompt; runs in a thread of its own."""
         body = {
             "input_ids": [completions.prompt_tokens[index].tolist() for index in members],

@@ -18,7 +18,7 @@ from backends.sglang_rollout.client import ServerError
 
 
 @dataclass(frozen=True)
-class Sample:
+class ServerSample:
     """One completion: tokens with the end token, if any, their log-probs, whether it ended by itself."""
 
     tokens: NDArray[np.int64]
@@ -27,7 +27,7 @@ class Sample:
     cached_tokens: int  # of the prompt, found in the prefix cache
 
 
-def parse_sample(reply: Mapping[str, Any], max_new_tokens: int) -> Sample:
+def parse_sample(reply: Mapping[str, Any], max_new_tokens: int) -> ServerSample:
     """Raises ServerError for a completion that was aborted, cut short, or does not add up."""
     meta = reply["meta_info"]
     reason, pairs = meta["finish_reason"], meta["output_token_logprobs"]
@@ -50,7 +50,7 @@ def parse_sample(reply: Mapping[str, Any], max_new_tokens: int) -> Sample:
         )
     if not np.isfinite(logprobs).all():
         raise ServerError("the SGLang server returned a log-prob that is not a finite number")
-    return Sample(tokens, logprobs, finished, int(meta.get("cached_tokens", 0)))
+    return ServerSample(tokens, logprobs, finished, int(meta.get("cached_tokens", 0)))
 
 
 def parse_scores(replies: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> list[float]:

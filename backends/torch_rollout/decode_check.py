@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 
 from backends.packed.layout import PackedLayout
 from backends.packed.packed_attention import use_layout
-from backends.torch_rollout.kv_cache import KvCache, LayerShape, PromptLayout
-from backends.torch_rollout.prefill import prefill
-from backends.torch_rollout.runner import Forward, packed_positions
-from backends.torch_rollout.segments import split
+from backends.torch_rollout.kv_cache import KvCache, LayerShape, PromptLayout, split
+from backends.torch_rollout.runner import Forward, packed_positions, prefill
 from backends.weights.tensor_bytes import wire_dtype
 from specs.errors import ModelError
 from specs.rounding import Tolerance

@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 from backends import activity
 from backends.rollout.completions import Completions
 from backends.rollout.uniform import sample_keys, uniform
-from backends.torch_rollout.kv_cache import KvCache
-from backends.torch_rollout.prefill import PromptBlock, ReadyPrompt, prefill
-from backends.torch_rollout.runner import Forward
+from backends.torch_rollout.kv_cache import KvCache, Order
+from backends.torch_rollout.runner import Forward, PromptBlock, ReadyPrompt, prefill
 from backends.torch_rollout.sampler import sample
-from backends.torch_rollout.segments import Order
 from specs.errors import RlctlError
 from specs.wire.role_config import Sampling
 

@@ -59,7 +59,7 @@ class PromptLayout(PackedLayout):
 
 
 @dataclass(frozen=True)
-class Segment:
+class SlotSegment:
     """Slots start … stop-1, which read the first `length` cached positions."""
 
     start: int
@@ -86,14 +86,14 @@ class KvCache:
                 slots, shape.kv_heads, max_len, shape.value_dim, device=device, dtype=dtype
             )
         self._slots = torch.arange(slots, device=device)
-        self._segments: list[Segment] = []
+        self._segments: list[SlotSegment] = []
         self._positions: Tensor | None = None
         self._ragged: list[bool] = []
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     # ── one decode step ───────────────────────────────────────────────────────────────────────────
 
-    def begin_step(self, position_B: NDArray[np.int64], positions: Tensor, segments: list[Segment]) -> None:
+    def begin_step(self, position_B: NDArray[np.int64], positions: Tensor, segments: list[SlotSegment]) -> None:
         """The next forward writes slot i at `position_B[i]` and reads all up to it. `positions`: on the device."""
         self._segments, self._positions = segments, positions
         self._ragged = [bool((position_B[s.start : s.stop] + 1 != s.length).any()) for s in segments]
@@ -206,3 +206,56 @@ def _layer(module: nn.Module) -> int:
     layer = module.layer_idx
     assert isinstance(layer, int)
     return layer
+
+
+# ── segments ──────────────────────────────────────────────────────────────────────────────────────
+
+# One attention call over n slots reads n · L rows, L the longest. Where lengths differ much, a few calls over
+# neighbouring slots read fewer. Slots get out of order as sequences come and go; they are sorted again as soon as the
+# rows read for nothing since the last sort outweigh the sort (the ski-rental rule: at most twice the best cost).
+# Rows that an extra attention call must save: its launch costs as much as reading about that many.
+LEAST_ROWS_SAVED = 1024
+MAX_DEPTH = 2  # up to 4 segments
+SORT_COST = 2.0  # a sort reads and writes the cache once: about two reads
+
+
+def split(read_B: NDArray[np.int64], start: int = 0, depth: int = MAX_DEPTH) -> list[SlotSegment]:
+    """Cut neighbouring slots into segments that read few rows. `read_B`: cached positions that each slot reads."""
+    n, longest = len(read_B), int(read_B.max())
+    whole = [SlotSegment(start, start + n, longest)]
+    if depth == 0 or n * longest - int(read_B.sum()) < LEAST_ROWS_SAVED:
+        return whole
+    count = np.arange(1, n)
+    before = np.maximum.accumulate(read_B)[:-1]
+    after = np.maximum.accumulate(read_B[::-1])[::-1][1:]
+    cost = count * before + (n - count) * after
+    cut = int(cost.argmin())
+    if n * longest - int(cost[cut]) < LEAST_ROWS_SAVED:
+        return whole
+    left, right = read_B[: cut + 1], read_B[cut + 1 :]
+    return split(left, start, depth - 1) + split(right, start + cut + 1, depth - 1)
+
+
+def rows_read(segments: list[SlotSegment]) -> int:
+    return sum((segment.stop - segment.start) * segment.length for segment in segments)
+
+
+class Order:
+    """Says when the slots should be sorted."""
+
+    def __init__(self) -> None:
+        self._wasted = 0.0
+
+    def plan(self, read_B: NDArray[np.int64]) -> tuple[list[SlotSegment], NDArray[np.int64] | None]:
+        """Segments for this step, and, when it pays, the order (longest first) to bring the slots into before it."""
+        segments = split(read_B)
+        rows = rows_read(segments)
+        if rows - int(read_B.sum()) < LEAST_ROWS_SAVED:
+            return segments, None
+        order = np.argsort(-read_B, kind="stable")
+        in_order = split(read_B[order])
+        self._wasted += rows - rows_read(in_order)
+        if self._wasted <= SORT_COST * len(read_B) * int(read_B.max()):
+            return segments, None
+        self._wasted = 0.0
+        return in_order, order

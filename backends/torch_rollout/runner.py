@@ -1,15 +1,20 @@
-"""One forward pass over a packed row: the Hugging Face model's own modules, under a layout."""
+"""One forward pass over a packed row: the Hugging Face model's own modules, under a layout; and prefill by it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from backends.packed.packed_attention import Layout, use_layout
+from backends.torch_rollout.kv_cache import PromptLayout
 from specs.errors import ModelError
 
 
@@ -63,3 +68,39 @@ class GenericForward:
 def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
     """position_T of sequences that lie one after another: each starts at 0."""
     return torch.cat([torch.arange(length, device=device) for length in lengths])
+
+
+@dataclass(frozen=True)
+class PromptBlock:
+    """Prompts that went through together: their keys and values per layer, and the logits after each.
+
+    Lives as long as one of its prompts still has completions waiting for a slot.
+    """
+
+    kept: dict[int, tuple[Tensor, Tensor]]  # layer → [T, KV, D] twice
+    logits: Tensor  # [prompts, V]
+
+
+@dataclass(frozen=True)
+class ReadyPrompt:
+    """Where one prompt lies in its block."""
+
+    block: PromptBlock
+    number: int
+    first_row: int
+    length: int
+
+
+def prefill(prompts: Sequence[NDArray[np.int64]], forward: Forward, device: torch.device) -> list[ReadyPrompt]:
+    """Run distinct prompts as one packed row, each once, whatever the number of its completions."""
+    lengths = [len(prompt) for prompt in prompts]
+    ends = np.cumsum(lengths)
+    layout = PromptLayout(lengths, device, forward.num_layers)
+    tokens_T = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
+    last = torch.from_numpy(ends - 1).to(device)
+    logits = forward(tokens_T, packed_positions(lengths, device), layout, last)
+    block = PromptBlock(layout.kept, logits)
+    return [
+        ReadyPrompt(block, number, int(end) - length, length)
+        for number, (end, length) in enumerate(zip(ends, lengths, strict=True))
+    ]

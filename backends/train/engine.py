@@ -8,6 +8,7 @@ T: tokens of a micro-batch's row, N: its loss tokens, E: hidden size, V: vocabul
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,25 +42,22 @@ from backends.packed.packing import (
 from backends.packed.row_ops import RowCopies
 from backends.packed.row_slices import part_of
 from backends.packed.staging import Staging
-from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, TrainEngine, Weight, WeightSpec
+from backends.protocol import GreedyCompletion, LossScale, OnMeta, Rank, StepResult, TrainEngine, Weight, WeightSpec
 from backends.train import weight_export
 from backends.train.hf_weights import stream_into
 from backends.train.lm_head import LogprobTask, LossResult, LossTask
 from backends.train.lora import Adapters
 from backends.train.losses import TokenColumns, sequence_columns
-from backends.train.lr_schedule import lr_at
-from backends.train.policy import Policy, Task
+from backends.train.offload import Offloader, storages_of
+from backends.train.policy import HeldModel, Make, Policy, Task, hold_model
 from backends.train.rng import read_rng, write_rng
-from backends.train.role_group import pretended_group
-from backends.train.score_head import ValueLossTask, ValueTask
+from backends.train.role_group import join_group, leave_group, pretended_group
+from backends.train.score_head import ValueColumns, ValueLossTask, ValueTask
 from backends.train.tensor_shards import Shard, ShardReader, write_shards
-from backends.train.trainable import HeldModel, Make, hold_model
-from backends.train.trainer_state import TrainerState
-from backends.train.value_loss import ValueColumns
+from backends.train.trainer_state import TrainerState, lr_at
 from backends.train.verify_packing import verify_packing
 from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group
-from backends.ulysses.sharding_manager import ShardingManager
-from backends.ulysses.shared_batch import SharedBatch
+from backends.ulysses.shared_batch import SharedBatch, share_batch, sum_of_ranks
 from backends.weights.tensor_bytes import DTYPES
 from specs.schema.algorithms.algorithm import AnyLoss, Loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
@@ -112,12 +110,21 @@ class HfTrainEngine(TrainEngine):
     adapters: Adapters | None = None
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
-        """The role's process group exists where there is more than one rank."""
         self.config, self.rank = config, rank
         self.device = torch.device(config.model.device)
-        group = sequence_group(rank, config.sequence_parallel)
-        self.sequences = ShardingManager(group, self.device, config.model.seed + rank.rank // group.size)
+        self._join_ranks()
+        self.sequences = sequence_group(rank, config.sequence_parallel)
         self.state = TrainerState()
+        self.offloading = Offloader()
+        self.gradients_are_zero = True
+
+    @classmethod
+    def build(cls, config: TrainConfig, rank: Rank) -> HfTrainEngine:
+        return cls(config, rank)
+
+    def _join_ranks(self) -> None:
+        """Join the role's process group, where there is more than one rank."""
+        join_group(self.rank, self.config.model.device)
 
     @classmethod
     @abstractmethod
@@ -153,7 +160,7 @@ class HfTrainEngine(TrainEngine):
         return OnMeta(describe(policy.model, config.model, checksum=False))
 
     def built(self) -> ModelBuilt:
-        about = _on_sequences(self._built(), self.sequences.group)
+        about = _on_sequences(self._built(), self.sequences)
         offloaded = self.policy.offload is not None
         about = about.model_copy(update={"activation_offload": offloaded, **_kernels_of(self.policy)})
         if not has_score_layer(self.policy.model):
@@ -168,7 +175,7 @@ class HfTrainEngine(TrainEngine):
     def _verify(self, computes_in: torch.dtype | None = None) -> None:
         """Prove that what was built computes what transformers' model does. All ranks call it together. `computes_in`:
         precision of the forward pass, where that is not the parameters' own. Raises ModelError."""
-        model, group = self.policy.model, self.sequences.group
+        model, group = self.policy.model, self.sequences
         self.policy.kernels.prove(model, self.device, computes_in or model.dtype)
         verify_packing(self._run, model, self.device, group=group, computes_in=computes_in)
 
@@ -228,23 +235,23 @@ class HfTrainEngine(TrainEngine):
 
     def _share(self, batch: Batch) -> SharedBatch:
         """The samples of all ranks that compute the same ones, which call it together."""
-        return self.sequences.preprocess(batch)
+        return share_batch(batch, self.sequences.group, self.device)
 
     def _sharers(self) -> tuple[int, int]:
         """How many ranks these are, and which of them this one is."""
-        return self.sequences.group.size, self.sequences.group.rank
+        return self.sequences.size, self.sequences.rank
 
     @cached_property
     def _packing(self) -> Packing:
         """Make the micro-batches of the group's batch, as this rank computes them."""
-        group, model = self.sequences.group, self.policy.model
+        group, model = self.sequences, self.policy.model
         budget = Budget(self.config.micro_batch_tokens, group.size, f"{self.config.role}.micro_batch_tokens")
         part = partial(part_of, group=group)
         return Packing(budget, can_share_prompts(model), decoder_size(model), self._rounds, part, self._heaviest)
 
     def _row(self, micro: MicroBatch, staging: Staging) -> tuple[PackedInput, RowCopies]:
         """A micro-batch's row, or this rank's part of it, and the rows whose targets count."""
-        group = ALONE if micro is NOTHING else self.sequences.group
+        group = ALONE if micro is NOTHING else self.sequences
         model, segments = self.policy.model, (micro.lengths, micro.parents)
         row = packed_row(model, staging, micro.tokens_T, micro.positions_T, *segments, group)
         return row, RowCopies(micro.hidden_N, micro.num_tokens // group.size, staging.put)
@@ -253,9 +260,9 @@ class HfTrainEngine(TrainEngine):
         if has_score_layer(self.policy.model):
             raise self._no_lm_head()
         without = self._without_adapters() if not adapters else nullcontext()
-        with without, self.sequences as gear:
+        with without:
             shared = self._share(batch)
-            return gear.postprocess(shared, logprob_T=self._logprobs(shared.batch))["logprob_T"]
+            return self._logprobs(shared.batch)[shared.own_T]
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         assert self.adapters is not None, "this model has no adapters"
@@ -265,33 +272,29 @@ class HfTrainEngine(TrainEngine):
         def task(micro: MicroBatch, staging: Staging) -> LogprobTask:
             return LogprobTask(staging.put(micro.target_N), self.config.temperature)
 
-        return self._told(self._packing.micro_batches(batch), batch.num_tokens, task)
+        return self._head_column(self._packing.micro_batches(batch), batch.num_tokens, task)
 
     def values(self, batch: Batch) -> NDArray[np.float32]:
         if not has_score_layer(self.policy.model):
             raise self._no_scalar_head()
-        with self.sequences as gear:
-            shared = self._share(batch)
-            micros = self._packing.micro_batches(shared.batch)
-            told = self._told(micros, shared.batch.num_tokens, lambda *_: ValueTask())
-            return gear.postprocess(shared, value_T=told)["value_T"]
+        shared = self._share(batch)
+        micros = self._packing.micro_batches(shared.batch)
+        return self._head_column(micros, shared.batch.num_tokens, lambda *_: ValueTask())[shared.own_T]
 
     def scores(self, batch: Batch) -> NDArray[np.float32]:
         if not has_score_layer(self.policy.model):
             raise self._no_scalar_head()
-        with self.sequences as gear:
-            shared = self._share(batch)
-            micros = self._packing.last_token_micro_batches(shared.batch)
-            told = self._told(micros, len(shared.batch), lambda *_: ValueTask())
-            return gear.postprocess(shared, score_B=told)["score_B"]
+        shared = self._share(batch)
+        micros = self._packing.last_token_micro_batches(shared.batch)
+        return self._head_column(micros, len(shared.batch), lambda *_: ValueTask())[shared.own_B]
 
     @torch.no_grad()
-    def _told(
+    def _head_column(
         self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
         """Return what the head computes at the rows of each micro-batch, in their columns; 0 in the others. Of the
         whole group."""
-        told = np.zeros(columns, dtype=np.float32)
+        column = np.zeros(columns, dtype=np.float32)
         for number in range(micros.rounds):
             micro = micros[number] if number < len(micros) else NOTHING
             staging = Staging(self.device)
@@ -299,11 +302,11 @@ class HfTrainEngine(TrainEngine):
             task = task_of(micro, staging)
             staging.send()
             with row.attending():
-                told_N: Tensor = self._run(row, rows_N, task)
+                found_N: Tensor = self._run(row, rows_N, task)
             if micro is not NOTHING:
-                told[micro.column_N] = told_N.cpu().numpy()
+                column[micro.column_N] = found_N.cpu().numpy()
             activity.count("micro-batch")
-        return self.sequences.joined(told)
+        return sum_of_ranks(column, self.sequences.group, self.device)
 
     def _check_head(self, loss: AnyLoss) -> None:
         """Raises ModelError for a loss that this model's head cannot have."""
@@ -313,10 +316,9 @@ class HfTrainEngine(TrainEngine):
     def forward_backward(self, batch: Batch, loss: AnyLoss, scale: LossScale) -> Mapping[str, float]:
         check_update(batch, loss)
         self._check_head(loss)
-        with self.sequences:
-            shared = self._share(batch).batch
-            micros = self._packing.micro_batches(shared)
-            read = self._gradients_of(shared, micros, loss, scale)
+        shared = self._share(batch).batch
+        micros = self._packing.micro_batches(shared)
+        read = self._gradients_of(shared, micros, loss, scale)
         ranks, own = self._sharers()
         return {
             **dict(zip((*loss.summed(), *loss.maxima()), read, strict=True)),
@@ -326,7 +328,7 @@ class HfTrainEngine(TrainEngine):
     def _gradients_of(self, batch: Batch, micros: MicroBatches, loss: AnyLoss, scale: LossScale) -> Sequence[float]:
         """Sums and maxima over the loss tokens that this rank's rows predict; a maximum over none is 0."""
         columns_of = self._loss_columns(batch, loss, scale)
-        told = LossMetrics(loss, self.device)
+        metrics = LossMetrics(loss, self.device)
         for number in range(micros.rounds):
             last = number == micros.rounds - 1
             micro = micros[number] if number < len(micros) else NOTHING
@@ -334,8 +336,8 @@ class HfTrainEngine(TrainEngine):
             columns = columns_of(micro, staging)
             _, sums, maxima = self._forward_backward(micro, columns, loss, last, staging)
             if micro is not NOTHING:
-                told.add(sums, maxima)
-        return told.read()
+                metrics.add(sums, maxima)
+        return metrics.read()
 
     def _loss_columns(
         self, batch: Batch, loss: AnyLoss, scale: LossScale
@@ -359,6 +361,7 @@ class HfTrainEngine(TrainEngine):
         row, rows_N = self._row(micro, staging)
         task = self._loss_task(micro, columns, loss, staging)
         staging.send()
+        self.gradients_are_zero = False
         with row.attending():
             result: LossResult = self._run(row, rows_N, task)
             self._backward(result[0], last=last)
@@ -416,7 +419,7 @@ class HfTrainEngine(TrainEngine):
         if has_score_layer(self.policy.model):
             raise self._no_lm_head()
         completions = [GreedyCompletion([], []) for _ in prompts]
-        limit = self.config.micro_batch_tokens * self.sequences.group.size  # no sequence is longer; each rank runs all
+        limit = self.config.micro_batch_tokens * self.sequences.size  # no sequence is longer; each rank runs all
         for _ in range(new_tokens):
             sequences = [[*prompt, *written.tokens] for prompt, written in zip(prompts, completions, strict=True)]
             for chosen in pack([len(sequence) for sequence in sequences], limit):
@@ -445,6 +448,34 @@ class HfTrainEngine(TrainEngine):
         """Learning rate of the next optimizer step."""
         assert self.config.optimizer is not None, "this role does not learn"
         return lr_at(self.state.schedule_steps, self.config.optimizer, self.config.total_optimizer_steps)
+
+    @torch.no_grad()
+    def optim_step(self) -> StepResult:
+        lr = self._learning_rate()
+        assert self.config.optimizer is not None
+        norm, limit = self._sum_gradients(), self.config.optimizer.max_grad_norm
+        finite = math.isfinite(norm)
+        if finite:
+            self._step(lr, limit / norm if limit and norm > limit else None)
+            self.state.optimizer_steps += 1
+        else:
+            self.state.skipped_steps += 1
+        self._zero_gradients()
+        self.gradients_are_zero = True
+        return StepResult(norm, lr, not finite)
+
+    # Three parts of `optim_step`; an engine whose library does it all in one call overrides that instead.
+
+    def _sum_gradients(self) -> float:
+        """Sum gradients over ranks where that is not done yet; return the norm of all, the same on all ranks."""
+        raise NotImplementedError
+
+    def _step(self, lr: float, clip: float | None) -> None:
+        """Multiply gradients by `clip`, where it is set, and step."""
+        raise NotImplementedError
+
+    def _zero_gradients(self) -> None:
+        raise NotImplementedError
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
@@ -484,7 +515,7 @@ class HfTrainEngine(TrainEngine):
             written.append(self.state.write(folder))
             if self.adapters is not None:
                 written.append(self.adapters.write(folder))
-        return [*written, write_rng(folder, rank, self.sequences.states())]
+        return [*written, write_rng(folder, rank)]
 
     def load(self, folder: Path) -> None:
         saved = TrainerState.read(folder)
@@ -501,7 +532,7 @@ class HfTrainEngine(TrainEngine):
             ShardReader(folder, "optimizer").load(self._moment_shards(), moments)
         self.state = saved
         self._loaded(saved.optimizer_steps)
-        self.sequences.restore(read_rng(folder, self.rank.rank))
+        read_rng(folder, self.rank.rank)
 
     def start_schedule_at(self, optimizer_steps: int) -> None:
         self.state.start_schedule_at(optimizer_steps)
@@ -525,9 +556,29 @@ class HfTrainEngine(TrainEngine):
     def _learned(self) -> Sequence[str]:
         """Names of the weights that the optimizer changes."""
 
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def _memory(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return weights and optimizer state, and gradients: views of all the memory that `offload` moves."""
+
+    def offload(self) -> None:
+        """Gradients that are zero are dropped, and zero again when they come back."""
+        if self.offloading.offloaded:
+            return
+        keep, gradients = self._memory()
+        drop = gradients if self.gradients_are_zero else []
+        self.offloading.offload(storages_of([*keep, *(gradients if not drop else [])]), storages_of(drop))
+
+    def onload(self) -> None:
+        self.offloading.onload()
+
+    def close(self) -> None:
+        leave_group()
+
 
 def _on_sequences(about: ModelBuilt, group: SequenceGroup) -> ModelBuilt:
-    """With the axis of the mesh along which rows are cut, where there is one."""
+    """Add the axis of the mesh along which rows are sharded, where there is one."""
     if group.group is None:
         return about
     return about.model_copy(update={"mesh": {**about.mesh, SEQUENCE: group.group.size()}})

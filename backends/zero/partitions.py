@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from backends.train.tensor_shards import Shard, whole
-from backends.ulysses.all_gather import all_gather
+from backends.ulysses.sequence_group import all_gather
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One of four ranks of the test of sharding managers; started by torchrun. Every rank holds roles of three meshes."""
+"""One of four ranks that share batches; started by torchrun. Every rank holds roles of three meshes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 torch.set_num_threads(1)
 
 from train_helpers import grpo, make_batch, scale_of, train_config  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from backends import activity  # noqa: E402
 from backends.ddp.engine import DdpTrainEngine  # noqa: E402
 from backends.protocol import LossScale, Rank  # noqa: E402
-from backends.ulysses.sequence_group import ALONE, sequence_group  # noqa: E402
-from backends.ulysses.sharding_manager import ShardingManager  # noqa: E402
+from backends.ulysses.sequence_group import ALONE, SequenceGroup, sequence_group  # noqa: E402
+from backends.ulysses.shared_batch import share_batch, sum_of_ranks  # noqa: E402
 from backends.ulysses.split_attention import group_in_effect  # noqa: E402
 from specs.schema.algorithms.algorithm_tables import ValueLoss  # noqa: E402
 from specs.wire.batch import Batch  # noqa: E402
@@ -35,68 +34,25 @@ DEGREES = {"actor": 4, "ref": 1, "critic": 2}
 SAMPLES = {0: [0, 1, 2], 1: [], 2: [3], 3: [4, 5]}  # of each rank
 
 
-def outside() -> tuple[Any, ...]:
-    """All that a manager changes."""
-    return group_in_effect(), torch.get_rng_state().tolist(), dict(ALL_ATTENTION_FUNCTIONS.items())
-
-
-def managers(rank: Rank) -> dict[str, ShardingManager]:
-    groups = {role: sequence_group(rank, degree) for role, degree in DEGREES.items()}
-    return {role: ShardingManager(group, CPU, 7 + rank.rank // group.size) for role, group in groups.items()}
-
-
-def nested(gears: dict[str, ShardingManager]) -> dict[str, Any]:
-    """Random numbers and groups inside one another, and whether all is as before behind the last one."""
-    before, found = outside(), {}
-    with gears["actor"]:
-        first = torch.rand(()).item()
-        with gears["critic"] as inner:
-            assert group_in_effect() is inner.group
-            found["critic"] = [torch.rand(()).item()]
-            with gears["actor"] as again:
-                assert group_in_effect() is again.group
-                second = torch.rand(()).item()
-            assert group_in_effect() is inner.group
-            found["critic"].append(torch.rand(()).item())
-        third = torch.rand(()).item()
-    assert outside() == before
-    with gears["ref"]:
-        assert outside() == before, "a rank alone changes nothing"
-    return {**found, "actor": [first, second, third]}
-
-
-def broken(gears: dict[str, ShardingManager]) -> None:
-    before = outside()
-    try:
-        with gears["actor"], gears["critic"]:
-            torch.rand(3)
-            raise KeyError("inside")
-    except KeyError:
-        pass
-    assert outside() == before
-    assert group_in_effect() is ALONE
-
-
-def shared(gear: ShardingManager, rank: Rank) -> dict[str, Any]:
+def shared(group: SequenceGroup, rank: Rank) -> dict[str, Any]:
     """What the group has of a batch, and what comes back of it."""
     whole = make_batch(6)
     own = whole.select(SAMPLES[rank.rank])
     activity.begin("update", 1, counted=True)
     activity.describe("update", "micro-batch", counted=True)
     activity.describe_samples(len(own), own.num_tokens)
-    inside = gear.preprocess(own)
+    inside = share_batch(own, group.group, CPU)
     said = activity.read()
     activity.end()
     assert inside.batch.columns.keys() == own.columns.keys()
     assert all(inside.batch[name].dtype == column.dtype for name, column in own.columns.items())
-    back = gear.postprocess(inside, tokens_T=inside.batch["tokens_T"], length_B=inside.batch["length_B"])
-    assert back["tokens_T"].tolist() == own["tokens_T"].tolist()
-    assert back["length_B"].tolist() == own["length_B"].tolist()
+    assert inside.batch["tokens_T"][inside.own_T].tolist() == own["tokens_T"].tolist()
+    assert inside.batch["length_B"][inside.own_B].tolist() == own["length_B"].tolist()
     part = np.zeros(inside.batch.num_tokens, dtype=np.float32)
-    part[gear.group.rank :: gear.group.size] = 1 + gear.group.rank
+    part[group.rank :: group.size] = 1 + group.rank
     assert said is not None
     tokens = inside.batch["tokens_T"].tolist()
-    return {"tokens": tokens, "joined": gear.joined(part).tolist(), "said": said.words()}
+    return {"tokens": tokens, "joined": sum_of_ranks(part, group.group, CPU).tolist(), "said": said.words()}
 
 
 def several_meshes(model: Path, rank: Rank) -> dict[str, Any]:
@@ -140,11 +96,8 @@ def step_of(engine: Any, batch: Batch, scale: LossScale) -> tuple[Any, float]:
 def main(model: Path, out: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     engines = several_meshes(model, rank)  # joins the group
-    torch.manual_seed(rank.rank)
-    gears = managers(rank)
-    report = {"nested": nested(gears), "again": nested(gears), "engines": engines}
-    broken(gears)
-    report["shared"] = {role: shared(gear, rank) for role, gear in gears.items()}
+    groups = {role: sequence_group(rank, degree) for role, degree in DEGREES.items()}
+    report = {"engines": engines, "shared": {role: shared(group, rank) for role, group in groups.items()}}
     (out / f"rank{rank.rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backends.protocol import Buffer
-from backends.weights.joined_group import JoinedGroup, Meeting, host_meeting
+from backends.weights.joined_group import GroupMeeting, JoinedGroup, host_meeting
 from backends.weights.lost_peers import unless_lost, wait_for_thread
 from specs.errors import PeerGone, RlctlError
 from workers.transports.base import NOTHING_KNOWN, BucketReader, BucketWriter, Entry, Known
@@ -26,7 +26,7 @@ class GroupWriter(BucketWriter):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.address, self.device = str(options["address"]), str(options["device"])
-        self.meeting: Meeting | None = None
+        self.meeting: GroupMeeting | None = None
         self.group: JoinedGroup | None = None
         self._joining: threading.Thread | None = None
         self._error: RuntimeError | PeerGone | None = None
@@ -52,7 +52,7 @@ class GroupWriter(BucketWriter):
         told = {"device": self.device, "sizes": self._sizes, "windows": windows, "hosts": self._hosts}
         return {**where, **told, "leftovers": []}
 
-    def _join(self, meeting: Meeting) -> None:
+    def _join(self, meeting: GroupMeeting) -> None:
         """Join in a thread; only the latest meeting counts."""
         try:
             group = JoinedGroup(meeting, 0, self.device)
@@ -126,7 +126,7 @@ class GroupReader(BucketReader):
             return
         if followers:
             self.leader = HostLeader(name, len(followers))
-        meeting = Meeting(offer["address"], int(offer["port"]), int(offer["size"]), offer["key"])
+        meeting = GroupMeeting(offer["address"], int(offer["port"]), int(offer["size"]), offer["key"])
         others = "the actor or a rollout"
         self.group = unless_lost(lambda: JoinedGroup(meeting, 1 + place, offer["device"]), others)
         if self.leader is not None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from backends.fake.fake_rollout import sample as fake_sample
 from backends.rollout.uniform import sample_keys, uniform
+from backends.torch_rollout.kv_cache import Order, rows_read, split
 from backends.torch_rollout.sampler import restrict, sample
-from backends.torch_rollout.segments import Order, rows_read, split
 from specs.wire.role_config import Sampling
 
 

@@ -23,8 +23,7 @@ from backends.protocol import Rank
 from backends.torch_rollout.decode_check import check_decoding
 from backends.torch_rollout.engine import TorchRolloutEngine
 from backends.torch_rollout.fused import FusedForward, choose_forward
-from backends.torch_rollout.prefill import prefill
-from backends.torch_rollout.runner import GenericForward
+from backends.torch_rollout.runner import GenericForward, prefill
 from specs.errors import ModelError, RlctlError, SyncError
 from specs.wire.batch import Batch
 from specs.wire.role_config import RolloutConfig, Sampling

@@ -7,8 +7,6 @@ import torch
 from train_helpers import QWEN2, build_engine, train_config, write_model
 
 from backends.train.rng import read_rng, write_rng
-from backends.ulysses.sequence_group import SequenceGroup
-from backends.ulysses.sharding_manager import ShardingManager
 from specs.errors import CheckpointError
 
 
@@ -21,28 +19,6 @@ def test_it_goes_on_where_it_was(tmp_path):
     assert not torch.equal(torch.rand(4), drawn)
     read_rng(tmp_path, 3)
     assert torch.equal(torch.rand(4), drawn)
-
-
-def test_those_of_a_sequence_group_go_on_in_a_group_as_large(tmp_path):
-    """In another they would not be the same on all ranks: what each rank finds may be of different groups."""
-
-    def gear(size, seed):
-        return ShardingManager(SequenceGroup(None, size, 0), torch.device("cpu"), seed)
-
-    def drawn(manager):
-        with manager:
-            return torch.rand(4).tolist()
-
-    saved = gear(2, 7)
-    drawn(saved)
-    write_rng(tmp_path, 0, saved.states())
-    wanted = drawn(saved)
-    for size, numbers in ((2, wanted), (4, drawn(gear(4, 8)))):
-        resumed = gear(size, 8)
-        resumed.restore(read_rng(tmp_path, 0))
-        assert drawn(resumed) == numbers
-    write_rng(tmp_path, 1)
-    assert read_rng(tmp_path, 1) == {}
 
 
 def test_a_torn_state_is_named(tmp_path):

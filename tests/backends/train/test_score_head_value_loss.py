@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backends.fake.fake_losses import fake_value_loss
-from backends.train.value_loss import ValueColumns, value_loss
+from backends.train.score_head import ValueColumns, value_loss
 from specs.schema.algorithms.algorithm_tables import ValueLoss
 
 

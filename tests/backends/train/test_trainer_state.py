@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backends.train.lr_schedule import lr_at
+from backends.train.trainer_state import lr_at
 from specs.schema.role_section import Optimizer
 
 
