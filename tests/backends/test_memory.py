@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -20,29 +19,12 @@ from specs.wire.messages import Kind, Message, Verb
 from workers.roles.trainer import Trainer
 
 MIB = 2**20
-ROOT = Path(__file__).parents[2]
 
 
 def kept_GiB(processes: Iterable[psutil.Process]) -> float:
     """Resident memory that is no file's, mapping by mapping."""
     maps = [mapping for each in processes for mapping in each.memory_maps()]
     return sum(one.anonymous for one in maps) / memory.GIB
-
-
-def test_resident_memory_is_what_the_system_says() -> None:
-    before = memory.held_GiB("cpu")
-    own = psutil.Process()  # other tests may have left it processes that they share
-    assert before == pytest.approx(kept_GiB([own, *own.children(recursive=True)]), rel=0.02)
-    memory.forget_peak("cpu")
-    alone = memory.peak_GiB("cpu")  # without the processes that it started
-    block = np.ones(200 * MIB, dtype=np.uint8)
-    assert memory.held_GiB("cpu") - before == pytest.approx(200 / 1024, abs=0.02)
-    del block
-    memory.hand_back("cpu")
-    assert memory.held_GiB("cpu") - before < 0.02
-    assert memory.peak_GiB("cpu") - alone == pytest.approx(200 / 1024, abs=0.02)
-    memory.forget_peak("cpu")
-    assert memory.peak_GiB("cpu") - alone < 0.02
 
 
 def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
@@ -62,33 +44,6 @@ def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
             copy = np.frombuffer(mapped, dtype=np.uint8).copy()
         del copy
     assert most_GiB() - before == pytest.approx(100 / 1024, abs=0.02), "the copy alone"
-
-
-ROLE = """
-import sys
-from pathlib import Path
-from train_helpers import QWEN2, train_config, write_model
-from backends.protocol import Rank
-from backends.registry import train_engine
-from workers.roles.trainer import Trainer
-
-wide = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
-folder = write_model(Path(sys.argv[1]), {**QWEN2, **wide})
-trainer = Trainer(Rank())
-config = train_config(folder, optimizer=None)
-trainer.hold("ref", config, train_engine(config.engine.kind))
-print(trainer.used_GiB, trainer.engine.built().parameters)
-"""
-
-
-def test_a_role_says_what_its_model_held_at_most(tmp_path: Path) -> None:
-    """While it was built, or since; without the code of its family. In a process of its own, as a role is."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    command, env = [sys.executable, "-c", ROLE, str(tmp_path)], {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    used_GiB, parameters = map(float, done.stdout.split())
-    weights_GiB = parameters * 4 / memory.GIB
-    assert weights_GiB <= used_GiB < 1.25 * weights_GiB
 
 
 CHILD = """
@@ -139,16 +94,3 @@ def test_offload_and_onload_are_measured(tmp_path) -> None:
     assert before - after == pytest.approx(0, abs=0.1 * gradients_GiB)
     before, after = ask(Verb.ONLOAD)
     assert after - before == pytest.approx(gradients_GiB, rel=0.1)
-
-
-@pytest.mark.gpu
-def test_device_memory_counts_what_is_cached() -> None:
-    import torch
-
-    memory.hand_back("cuda")  # blocks that earlier tests left would be used again
-    before = memory.held_GiB("cuda")
-    block = torch.ones(512 * MIB, dtype=torch.uint8, device="cuda")
-    del block
-    assert memory.held_GiB("cuda") - before == pytest.approx(0.5, abs=0.05)
-    memory.hand_back("cuda")
-    assert memory.held_GiB("cuda") <= before

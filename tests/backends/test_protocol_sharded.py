@@ -48,19 +48,12 @@ TWO = [name for name in CASES if not name.startswith("4:")]
 FOUR = [name for name in CASES if name.startswith("4:")]
 # Resumed from another engine, or another number of ranks: (case, number of ranks, what was saved).
 RESUMED = [
-    ("ddp", 1, "fsdp2"),
     ("ddp", 1, "4:fsdp2 2x2"),
     ("fsdp2", 1, "fsdp2"),
     ("fsdp2", 2, "fsdp2"),
-    ("fsdp2", 2, "one rank"),
     ("fsdp2", 2, "ddp"),
-    ("ddp", 2, "fsdp2"),
-    ("4:fsdp2 2x2", 4, "fsdp2"),
     ("4:fsdp2", 4, "fsdp2"),
-    ("fsdp2 critic", 2, "fsdp2 critic"),
     ("fsdp2 critic", 2, "one rank critic"),
-    ("ddp", 1, "4:ddp sequences 4"),
-    ("fsdp2 sequences", 2, "fsdp2 sequences"),
     ("4:ddp sequences 4", 4, "fsdp2 sequences"),
 ]
 FAMILY_CASES = [case for case in TRAINED if case in CASES]
@@ -68,23 +61,15 @@ FAMILY_CASES = [case for case in TRAINED if case in CASES]
 OFFLOADED = ["fsdp2"]
 if "zero3" in CASES:  # DeepSpeed is installed
     RESUMED += [
-        ("ddp", 1, "zero1"),
-        ("ddp", 1, "zero3"),
         ("zero1", 1, "zero3"),
-        ("zero3", 1, "zero3"),
-        ("zero3", 2, "one rank"),
-        ("zero1", 2, "zero1"),
         ("zero2", 2, "zero2"),
         ("zero3", 2, "zero3"),
-        ("zero3", 2, "ddp"),
         ("zero2", 2, "fsdp2"),
         ("fsdp2", 2, "zero3"),
         ("zero3 bf16", 2, "zero2 bf16"),
-        ("zero3 critic", 2, "zero3 critic"),
-        ("zero1 critic", 2, "zero1 critic"),
         ("ddp critic", 1, "zero3 critic"),
     ]
-    OFFLOADED += ["zero3", "zero3 bf16", "zero3 small ones whole"]
+    OFFLOADED += ["zero3 bf16", "zero3 small ones whole"]
 
 
 def resumed_name(case: str, ranks: int, saved: str) -> str:
@@ -168,7 +153,7 @@ def test_training_is_that_of_one_rank(root: Path, case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in TWO if "bf16" in case and not case.startswith("ddp")])
 def test_bf16_is_that_of_ddp(root: Path, case: str) -> None:
     """Both hold fp32 masters and compute in bf16; the sums over ranks are fp32 in both."""
-    ours, theirs = outcome(root, case), outcome(root, "ddp critic bf16" if "critic" in case else "ddp bf16")
+    ours, theirs = outcome(root, case), outcome(root, "ddp bf16")
     assert ours.losses() == pytest.approx(theirs.losses(), rel=1e-4, abs=1e-5)
     assert ours.norms() == pytest.approx(theirs.norms(), rel=1e-4)
     assert farthest(ours.weights, theirs.weights) < 1e-4
@@ -201,12 +186,6 @@ def test_ranks_agree_and_skip_together(root: Path, case: str) -> None:
         assert (rank["checksum"], rank["end"], rank["proof"]) == (first["checksum"], first["end"], first["proof"])
         state = root / case / "state" / "trainer.json"
         assert json.loads(state.read_text())["skipped_steps"] == 1
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
-def test_greedy_and_scores_are_the_same(root: Path, case: str) -> None:
-    ours, one = outcome(root, case).ranks[0]["proof"], reference(root, case).ranks[0]["proof"]
-    assert ours == (pytest.approx(one, abs=1e-4) if "critic" in case else one)
 
 
 @pytest.mark.parametrize("case", OFFLOADED)

@@ -26,20 +26,16 @@ from backends.weights.checksum import checksum_bytes
 from rlctl.loop.step_metrics import RankReport, update_metrics
 from specs.errors import BatchError, CheckpointError
 from specs.schema.algorithms.algorithm import Anchor, Loss, LossMetric
-from specs.schema.algorithms.algorithm_tables import CispoLoss, ClipCovLoss, GmpoLoss, KlCovLoss, PpoClip, SapoLoss
+from specs.schema.algorithms.algorithm_tables import KlCovLoss, PpoClip
 from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
 
 Make = Callable[..., TrainEngine]
-AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-constant"]
 FULL = {"kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0, "clip_high": 0.28}
-SPLIT = [grpo(**FULL, loss_aggregation=aggregation) for aggregation in AGGREGATIONS] + [
+SPLIT = [  # what a loss reads: tokens, whole sequences, chosen tokens
+    grpo(**FULL, loss_aggregation="seq-mean-token-mean"),
     gspo(kl_coef=0.1, corrected=True),
-    CispoLoss(anchor="trainer", kl_coef=0.1, corrected=True),
-    SapoLoss(anchor="trainer"),
-    GmpoLoss(anchor="trainer", clip_low=0.05, clip_high=0.05),
-    ClipCovLoss(anchor="trainer", corrected=True),
     KlCovLoss(anchor="trainer", kl_coef=0.1),
 ]
 
@@ -67,15 +63,6 @@ def test_reports_every_metric(make: Make) -> None:
     assert 0 < sums["entropy"] <= sums["tokens"] * np.log(23) + 1e-3
     assert sums["clipped"] > 0
     assert sums["logprob_gap_max"] <= sums["logprob_gap"]
-
-
-def test_logprobs_are_those_of_a_distribution(make: Make) -> None:
-    batch = make_batch()
-    logprob_T = make().forward(batch)
-    assert logprob_T.dtype == np.float32
-    assert logprob_T.shape == (batch.num_tokens,)
-    assert (logprob_T[batch["loss_mask_T"] == 0] == 0).all()
-    assert (logprob_T[batch["loss_mask_T"] == 1] < 0).all()
 
 
 def test_probabilities_of_all_tokens_sum_to_one(make: Make) -> None:
@@ -107,7 +94,7 @@ def test_the_split_into_micro_batches_changes_nothing(make: Make, loss: Loss) ->
 def test_the_split_of_a_group_changes_nothing(make: Make, loss: Loss) -> None:
     """Answers to one prompt in one micro-batch, or in several."""
     results = []
-    for limit in (10_000, 40, 21):
+    for limit in (10_000, 21):
         engine, seen = make(micro_batch_tokens=limit), []
         for step in range(2):
             batch = make_grouped_batch(seed=step)
@@ -138,19 +125,6 @@ def test_gspo_is_what_a_loop_over_sequences_gives(make: Make, anchor: Anchor) ->
     assert sums["loss"] == pytest.approx(total / scale_of(batch).num_sequences, rel=1e-4)
     assert sums["ratio"] == pytest.approx(sum(ratios), rel=1e-4)
     assert (sums["clipped"] > 0) == (anchor != "current")
-
-
-def test_gspo_on_policy_is_the_plain_policy_gradient(make: Make) -> None:
-    """Ratio 1: the gradient of lp · A / length, as the surrogate of each token has it."""
-    batch, norms, weights = make_batch(), [], []
-    for loss in (gspo(anchor="current"), grpo(anchor="current", loss_aggregation="seq-mean-token-mean")):
-        engine = make()
-        sums = engine.forward_backward(batch, loss, scale_of(batch))
-        assert (sums["clipped"], sums["approx_kl"], sums["ratio"]) == (0, 0, sums["tokens"])
-        norms.append(engine.optim_step().grad_norm)
-        weights.append(weights_of(engine))
-    assert norms[0] == norms[1] > 0
-    assert largest_gap(*weights) == 0
 
 
 def test_a_metric_declared_beside_a_loss_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,25 +170,6 @@ def test_an_empty_batch_is_legal(make: Make) -> None:
     assert before.keys() == weights_of(engine).keys()
 
 
-def test_on_policy_means_a_ratio_of_one(make: Make) -> None:
-    engine, batch = make(), make_batch(off_policy=False)
-    sums = engine.forward_backward(batch, grpo(anchor="current"), scale_of(batch))
-    assert sums["ratio"] == pytest.approx(sums["tokens"])
-    assert sums["clipped"] == 0
-    assert sums["approx_kl"] == pytest.approx(0, abs=1e-6)
-
-
-def test_old_logprobs_of_the_same_weights_equal_on_policy(make: Make) -> None:
-    batch = make_batch(off_policy=False)
-    norms = []
-    for with_old in (False, True):
-        engine = make()
-        given = batch.with_columns(old_logprob_T=engine.forward(batch)) if with_old else batch
-        engine.forward_backward(given, grpo(anchor="trainer" if with_old else "current"), scale_of(batch))
-        norms.append(engine.optim_step().grad_norm)
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-
-
 def test_samples_of_older_weights_are_weighed_against_their_sampler(make: Make) -> None:
     """The anchor "sampler" does what the sampler's log-probs as `old_logprob_T` do, but the gap is against the current
     ones."""
@@ -234,16 +189,6 @@ def test_samples_of_older_weights_are_weighed_against_their_sampler(make: Make) 
     assert [sums[0][name] for name in same] == [sums[1][name] for name in same]
     assert sums[0]["clipped"] > 0
     assert engines[0].optim_step().grad_norm == engines[1].optim_step().grad_norm
-
-
-def test_learning_raises_what_has_advantage(make: Make) -> None:
-    engine, batch = make(), make_batch(off_policy=False)
-    before = engine.forward(batch)
-    for _ in range(3):
-        engine.forward_backward(batch, grpo(anchor="current"), scale_of(batch))
-        engine.optim_step()
-    change_T = (engine.forward(batch) - before) * batch["advantage_T"]
-    assert change_T.sum() > 0
 
 
 def test_offload_is_neutral_at_any_time(make: Make) -> None:
@@ -298,14 +243,6 @@ def test_resume_is_exact_to_the_bit(make: Make, tmp_path: Path) -> None:
     assert largest_gap(weights_of(straight), weights_of(resumed)) == 0
 
 
-def test_a_fresh_engine_saves_and_loads(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir()
-    fresh, other = make(), make(model={"seed": 99})
-    fresh.save(tmp_path / "saved")
-    other.load(tmp_path / "saved")
-    assert learn(fresh, 2) == learn(other, 2)
-
-
 def test_another_models_state_is_refused(make: Make, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     engine = make()
@@ -338,14 +275,6 @@ def test_export_is_what_weight_specs_says(make: Make, dtype: str) -> None:
         seen.append(weight.spec)
     assert seen == list(specs)
     assert len({spec.name for spec in seen}) == len(seen)
-
-
-def test_bf16_export_is_the_rounded_fp32(make: Make) -> None:
-    engine = make()
-    fp32, bf16 = weights_of(engine), weights_of(engine, "bf16")
-    for name, value in fp32.items():
-        widened = (bf16[name].view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(value.shape)
-        np.testing.assert_allclose(widened, value, rtol=2**-8, atol=0)
 
 
 def test_greedy_follows_the_log_probs(make: Make) -> None:
@@ -382,13 +311,6 @@ def test_a_sequence_over_the_budget_is_named(make: Make) -> None:
     engine = make(micro_batch_tokens=int(batch["length_B"].max()) - 1)
     with pytest.raises(BatchError, match=f"sequence {longest} has"):
         engine.forward(batch)
-
-
-def test_a_missing_column_is_named(make: Make) -> None:
-    batch = make_batch()
-    lacking = Batch({name: value for name, value in batch.columns.items() if name != "ref_logprob_T"})
-    with pytest.raises(BatchError, match="ref_logprob_T"):
-        make().forward_backward(lacking, grpo(kl_coef=0.1), scale_of(batch))
 
 
 def test_as_built(make: Make) -> None:

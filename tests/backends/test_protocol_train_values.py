@@ -23,9 +23,8 @@ from train_helpers import (
 )
 
 from backends.protocol import ENGINE_MAXIMA, ENGINE_SUMS, TrainEngine
-from specs.errors import BatchError, ModelError
+from specs.errors import ModelError
 from specs.schema.algorithms.algorithm_tables import ValueLoss
-from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 
 Make = Callable[..., TrainEngine]
@@ -107,14 +106,6 @@ def test_a_score_is_that_of_the_last_token(make: Make) -> None:
     assert engine.scores(empty.select([])).shape == engine.values(make_batch().select([])).shape == (0,)
 
 
-def test_a_sequence_over_the_budget_is_named(make: Make) -> None:
-    batch = make_batch()
-    engine = make(micro_batch_tokens=int(batch["length_B"].max()) - 1)
-    for ask in (engine.values, engine.scores):
-        with pytest.raises(BatchError, match=f"sequence {int(batch['length_B'].argmax())} has"):
-            ask(batch)
-
-
 def test_reports_every_metric(make: Make) -> None:
     engine, batch, loss = learned(make), critics_batch(7), ValueLoss(value_clip=0.2)
     value_T, mask_T = engine.values(batch), batch["loss_mask_T"] != 0
@@ -151,18 +142,6 @@ def test_the_split_into_micro_batches_changes_nothing(
     assert largest_gap(results[0][1], results[1][1]) < 2e-5
 
 
-def test_it_learns_what_comes(make: Make) -> None:
-    """The returns are a number of the last token that was read."""
-    engine, batch = make(optimizer=Optimizer(lr=0.03)), make_batch()
-    return_T = (np.roll(batch["tokens_T"], 1) % 3).astype(np.float32)
-    batch = batch.with_columns(value_T=np.zeros_like(return_T), return_T=return_T)
-    losses = []
-    for _ in range(40):
-        losses.append(engine.forward_backward(batch, ValueLoss(), scale_of(batch))["loss"])
-        engine.optim_step()
-    assert losses[-1] < 0.4 * losses[0]
-
-
 def test_heads_do_only_what_is_theirs(make: Make) -> None:
     critic, actor, batch = make(), make(model={"head": "lm"}), critics_batch()
     for wrong in (
@@ -175,11 +154,6 @@ def test_heads_do_only_what_is_theirs(make: Make) -> None:
     ):
         with pytest.raises(ModelError):
             wrong()
-
-
-def test_a_missing_column_is_named(make: Make) -> None:
-    with pytest.raises(BatchError, match="return_T, value_T"):
-        make().forward_backward(make_batch(), ValueLoss(), scale_of(make_batch()))
 
 
 def test_resume_is_exact_to_the_bit(make: Make, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-TRAINED = ("ddp", "ddp bf16", "fsdp2", "fsdp2 bf16", "zero1", "zero2 bf16", "zero3", "zero3 bf16")
+TRAINED = ("ddp", "fsdp2", "zero2 bf16", "zero3")
 """Cases of `sharded_worker.CASES` that every family is trained with."""
-EXPORTED = ("fsdp2", "zero2 bf16")
+EXPORTED = ("fsdp2",)
 """Those whose checkpoints are exported: all engines write the same."""
-SAMPLED = ("fp32", "bf16")
+SAMPLED = ("fp32",)
 """Precisions of the rollout engine `torch` that every family is sampled in."""
 
 VOCAB = 23

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,41 +137,6 @@ def copies_of_the_model(processes: int) -> dict[str, list[list[int]]]:
     return found
 
 
-def fused_names() -> dict[str, str]:
-    """How names in its local layers start → how they do in TransformerEngine's, of a layer without experts."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    names: dict[str, str] = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
-    return names
-
-
-def under_way() -> list[tuple[tuple[int, int, int], list[int]]]:
-    """Stage, stages and groups of layers of each → the groups of what its schedule runs before a backward pass."""
-    from megatron.core.pipeline_parallel import schedules
-
-    found = []
-    for stages, chunks in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 3)):
-        for stage in range(stages):
-            group = SimpleNamespace(size=lambda stages=stages: stages, rank=lambda stage=stage: stage)
-            several = chunks if chunks > 1 else None
-            pipeline = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=several)
-            _, _, warmup, _ = schedules.get_pp_rank_microbatches(64, chunks, stages, p2p_communicator=pipeline)
-            order = schedules.get_schedule_table(64, chunks, stages)
-            found.append(((stage, stages, chunks), [chunk for _, chunk in order[: warmup + 1]]))
-    return found
-
-
-def compiled() -> list[str]:
-    """Functions of Megatron-core that torch.compile would take when they are called."""
-    modules = [(name, module) for name, module in sys.modules.items() if name.startswith("megatron.core.")]
-    marked = {f"{name}.{key}" for name, module in modules for key, value in vars(module).items() if is_marked(value)}
-    return sorted(marked)
-
-
-def is_marked(value: Any) -> bool:
-    return isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
-
-
 def own_options() -> list[str]:
     """Return what is said of options that a spec adds; "" where they are taken."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -208,9 +172,7 @@ def main(jobs_file: Path) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     given = json.loads(jobs_file.read_text())
     if rank.rank == 0:
-        facts = {"copies": copies_of_the_model(16), "fused names": fused_names(), "under way": under_way()}
-        facts["compiled"] = compiled()
-        facts["own options"] = own_options()
+        facts = {"copies": copies_of_the_model(16), "own options": own_options()}
         jobs_file.with_name("megatron_facts.json").write_text(json.dumps(facts))
     for job in given["jobs"]:
         if "family" in job:

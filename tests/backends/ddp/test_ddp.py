@@ -32,7 +32,6 @@ from train_helpers import (
 
 from backends.ddp.engine import DdpTrainEngine
 from backends.ddp.flat_buffers import FlatParameters
-from backends.hf.hf_model import DTYPES
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.train.activation_offload import ActivationOffload
 from backends.train.lm_head import Head, LogprobTask, LossTask, target_logprob
@@ -40,7 +39,6 @@ from backends.train.losses import TokenColumns, policy_loss
 from backends.train.tensor_shards import ShardReader
 from backends.train.verify_packing import verify_packing
 from specs.errors import ModelError
-from specs.schema.engines.ddp_table import DdpTable
 from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 
@@ -104,7 +102,7 @@ def test_two_ranks_are_one_rank(tmp_path: Path, qwen2: Path) -> None:
 # ── against plain transformers ────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2, MISTRAL_WINDOW], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", [QWEN2, MISTRAL_WINDOW], ids=lambda config: config["model_type"])
 def test_five_steps_equal_plain_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     """Same weights after five steps as a loop over single sequences with the textbook loss and torch's AdamW."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -161,16 +159,13 @@ def one_by_one(engine: DdpTrainEngine, batch: Batch) -> tuple[np.ndarray, dict[s
     return logprob_T, {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("limit", [10_000, 40, 21])
+@pytest.mark.parametrize("limit", [40, 21])
 @pytest.mark.parametrize(
     ("config", "changes"),
     [
         (QWEN2, {}),
         (QWEN2, {"gradient_checkpointing": True}),
-        (QWEN2, {"model": {"attn_implementation": "eager"}}),
         (GPT2, {}),
-        (MISTRAL_WINDOW, {}),
-        (GEMMA3, {}),
         (GEMMA3, {"model": {"attn_implementation": "eager"}}),
     ],
     ids=lambda x: x.get("model_type", "-".join(map(str, x))),
@@ -189,54 +184,11 @@ def test_shared_prompts_equal_one_by_one(
         np.testing.assert_allclose(ours, expected[name], atol=1e-5 * max(1.0, float(scale)), err_msg=name)
 
 
-def test_shared_prompts_are_computed_once(qwen2: Path) -> None:
-    """The answers to a prompt and the prompt itself: fewer rows than tokens, and the loss of rows unshared."""
-    engine, batch = engine_of(qwen2, micro_batch_tokens=10_000), make_grouped_batch(size=16)
-    shared = engine.forward_backward(batch, grpo(), scale_of(batch))
-    assert shared["micro_batch_tokens_max"] < 0.75 * batch.num_tokens
-    alone = engine_of(qwen2, micro_batch_tokens=10_000)
-    parts = [alone.forward_backward(batch.select([i]), grpo(), scale_of(batch)) for i in range(len(batch))]
-    assert shared["loss"] == pytest.approx(sum(part["loss"] for part in parts), rel=1e-5)
-    assert largest_gap(gradients(engine), gradients(alone)) < 1e-5
-
-
-def test_shared_prompts_in_bf16(qwen2: Path) -> None:
-    engines = [engine_of(qwen2, model={"dtype": dtype}, micro_batch_tokens=1000) for dtype in ("fp32", "bf16")]
-    batch = make_grouped_batch()
-    logprobs = [engine.forward(batch) for engine in engines]
-    np.testing.assert_allclose(*logprobs, atol=0.3)
-    norms = []
-    for engine in engines:
-        engine.forward_backward(batch, grpo(), scale_of(batch))
-        norms.append(engine.optim_step().grad_norm)
-    assert norms[0] == pytest.approx(norms[1], rel=0.1)
-
-
 # ── memory and precision ──────────────────────────────────────────────────────────────────────────
 
 
-def test_chunks_of_logits_change_nothing(qwen2: Path) -> None:
-    results = []
-    for chunk in (4096, 3):
-        engine, batch = engine_of(qwen2, engine=DdpTable(logits_chunk_tokens=chunk)), make_batch()
-        assert max(end - start for start, end in engine.policy.head.chunks(10_000)) == chunk
-        logprob_T = engine.forward(batch)
-        sums = engine.forward_backward(batch, grpo(entropy_coef=0.1), scale_of(batch))
-        results.append((logprob_T, sums, gradients(engine)))
-    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-5)
-    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
-    assert largest_gap(results[0][2], results[1][2]) < 1e-5
-
-
-def test_the_heads_gradient_is_not_held_twice(qwen2: Path) -> None:
-    """In fp32 the sum over chunks is the engine's own buffer; in bf16 that waits for the cast gradient."""
-    for dtype, added in (("fp32", True), ("bf16", False)):
-        engine = engine_of(qwen2, model={"dtype": dtype})
-        assert engine.policy.head.adds_gradient == added
-
-
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("chosen", "layers"), [(False, 0), (1, 1), (2, 2), (True, 2)])
+@pytest.mark.parametrize(("chosen", "layers"), [(1, 1), (True, 2)])
 def test_where_activations_wait_changes_nothing(qwen2: Path, chosen: bool | int, layers: int, offload: bool) -> None:
     """Recomputed or in host memory: gradients are the same to the bit."""
     plain, engine = engine_of(qwen2), engine_of(qwen2, gradient_checkpointing=chosen, activation_offload=offload)
@@ -249,11 +201,6 @@ def test_where_activations_wait_changes_nothing(qwen2: Path, chosen: bool | int,
     assert largest_gap(gradients(plain), gradients(engine)) == 0
     if offload:
         assert engine.policy.offload.offloaded_bytes > 0
-
-
-def test_more_layers_than_there_are_cannot_be_recomputed(qwen2: Path) -> None:
-    with pytest.raises(ModelError, match="has 2 layers"):
-        engine_of(qwen2, gradient_checkpointing=3)
 
 
 def test_bf16_follows_fp32_and_keeps_fp32_masters(qwen2: Path) -> None:
@@ -271,48 +218,12 @@ def test_bf16_follows_fp32_and_keeps_fp32_masters(qwen2: Path) -> None:
         assert np.array_equal(parameter.detach().float().numpy(), rounded[name])
 
 
-def test_bf16_resume_is_exact(tmp_path: Path, qwen2: Path) -> None:
-    straight, half, resumed = (engine_of(qwen2, model={"dtype": "bf16", "seed": seed}) for seed in (3, 3, 9))
-    learn(straight, 2)
-    learn(half, 2)
-    half.save(tmp_path)
-    resumed.load(tmp_path)
-    assert learn(straight) == learn(resumed)
-
-
-def test_parameters_live_in_one_buffer(qwen2: Path) -> None:
-    engine = engine_of(qwen2)
-    learn(engine, 1)
-    start = engine.flat.compute_P.data_ptr()
-    end = start + 4 * engine.flat.compute_P.numel()
-    assert all(start <= parameter.data_ptr() < end for parameter in engine.policy.model.parameters())
-    assert engine.policy.model.lm_head.weight is engine.policy.model.model.embed_tokens.weight
-    assert sum(s.parameter.numel() for s in engine.flat.segments) == engine.built().parameters
-
-
 def test_weight_decay_is_on_matrices_only(qwen2: Path) -> None:
     engine = engine_of(qwen2, optimizer=Optimizer(lr=0.1, weight_decay=0.5))
     before = weights_of(engine)
     engine.optim_step()  # zero gradients: only the decay acts
     for name, value in weights_of(engine).items():
         np.testing.assert_allclose(value, before[name] * (0.95 if value.ndim > 1 else 1.0), rtol=1e-6)
-
-
-def test_offload_lets_go_of_clean_gradients(qwen2: Path) -> None:
-    engine = engine_of(qwen2)
-    engine.offload()
-    assert engine.flat.grad_P is not None
-    assert engine.flat.grad_P.untyped_storage().nbytes() == 0
-    engine.onload()
-    assert engine.flat.grad_P.abs().max() == 0
-    assert len(learn(engine, 1)) == 2
-
-
-def test_a_role_that_never_learns_has_no_optimizer(qwen2: Path) -> None:
-    engine = engine_of(qwen2, optimizer=None, role="ref", model={"dtype": "bf16"})
-    assert engine.flat.grad_P is None
-    assert engine.flat.compute_P.dtype == DTYPES["bf16"]
-    assert (engine.forward(make_batch()) <= 0).all()
 
 
 # ── the head ──────────────────────────────────────────────────────────────────────────────────────
@@ -378,11 +289,6 @@ def test_no_row_at_all_has_gradients_of_zero() -> None:
     for grad in (hidden_TE.grad, model.linear.weight.grad, model.linear.bias.grad):
         assert grad is not None
         assert not grad.any()
-
-
-def test_a_scaled_head_is_understood(tmp_path: Path) -> None:
-    config = {**LLAMA, "model_type": "granite", "logits_scaling": 4.0}
-    assert (engine_of(write_model(tmp_path, config)).forward(make_batch()) <= 0).all()
 
 
 def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path) -> None:

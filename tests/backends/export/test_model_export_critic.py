@@ -108,17 +108,6 @@ def test_one_with_adapters_is_exported_merged(tmp_path: Path, kind: str) -> None
     assert not any("norm" in name or "embed" in name for name in changed)
 
 
-def test_a_bf16_critic_is_proven_to_its_precision(tmp_path: Path) -> None:
-    _, checkpoint = trained(tmp_path, "bf16")
-    assert proven(source_of(checkpoint, "bf16"), exported(checkpoint, "bf16")).values == 5
-
-
-def test_one_larger_than_memory_is_proven_from_the_disk(tmp_path: Path) -> None:
-    _, checkpoint = trained(tmp_path)
-    proof = proven(source_of(checkpoint), exported(checkpoint), 60_000)
-    assert (proof.loaded, proof.values) == ("disk", 5)
-
-
 def test_other_values_are_found(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path)
     out, path = exported(checkpoint), checkpoint / "value_proof.json"

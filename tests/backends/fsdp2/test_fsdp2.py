@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +12,9 @@ import pytest
 import torch
 from families import FAMILIES
 from safetensors.torch import load_file, save_file
-from torch import nn
 from train_helpers import (
     GEMMA2,
-    GEMMA3,
     GPT2,
-    LLAMA,
     QWEN2,
     build_engine,
     grpo,
@@ -33,14 +29,13 @@ from train_helpers import (
 
 from backends.fsdp2 import engine as fsdp2_engine
 from backends.hf.hf_model import build_model, build_on_meta, named_weights
-from backends.hf.recompute import decoder_layers
 from backends.train import hf_weights
 from backends.train.hf_weights import aliases_of, stream_into
 from backends.train.tensor_shards import Shard
 from specs.errors import ModelError
 from specs.schema.engines.fsdp2_table import Fsdp2Table
 
-MODELS = {"qwen2": QWEN2, "llama": LLAMA, "gpt2": GPT2, "gemma2": GEMMA2, "gemma3": GEMMA3}
+MODELS = {"qwen2": QWEN2, "gpt2": GPT2, "gemma2": GEMMA2}
 MODELS["experts one by one"] = FAMILIES["qwen3_moe"].config
 
 
@@ -112,23 +107,6 @@ def test_bf16_learns_as_ddp_does(qwen2: Path) -> None:
     assert largest_gap(weights_of(ddp), weights_of(fsdp2)) == 0
 
 
-def test_a_role_that_does_not_learn_holds_compute_precision(qwen2: Path) -> None:
-    engine = engine_of(qwen2, optimizer=None, role="ref", model={"dtype": "bf16"})
-    assert {kind[1] for kind in engine._weight_kinds().values()} == {torch.bfloat16}
-    assert engine.built().trainable_parameters == 0
-    assert not list(engine._moment_shards())
-    other = engine_of(qwen2, "ddp", optimizer=None, role="ref", model={"dtype": "bf16"})
-    assert (engine.forward(make_batch()) == other.forward(make_batch())).all()
-
-
-def test_each_layer_is_gathered_by_itself(qwen2: Path) -> None:
-    engine = engine_of(qwen2)
-    layers = decoder_layers(engine.policy.model, needed="", hint="")
-    assert [type(layer).__name__ for layer in layers] == ["FSDPQwen2DecoderLayer"] * 2
-    assert engine.units[:2] == layers
-    assert engine.units[2] is engine.policy
-
-
 def test_every_key_of_its_table_acts(qwen2: Path) -> None:
     """Read back from FSDP's own state of a layer: on one rank none of them changes a number."""
 
@@ -154,13 +132,6 @@ def test_every_key_of_its_table_acts(qwen2: Path) -> None:
     }
     for key, value in others.items():
         assert {name for name, found in state(**{key: value}).items() if found != usual[name]} == {key}
-
-
-def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
-    model = build_on_meta(model_config(write_model(tmp_path / "model", QWEN2)))
-    model.model.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(model.model.layers)})
-    with pytest.raises(ModelError, match="no list of its 2 decoder layers"):
-        decoder_layers(model, needed="by which it is cut", hint="")
 
 
 def test_weights_that_change_are_gathered_anew(qwen2: Path, tmp_path: Path) -> None:
@@ -194,7 +165,7 @@ def pieces(model: Any, parts: int, part: int) -> list[Shard]:
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("shard_bytes", ["5GB", "10KB"])
+@pytest.mark.parametrize("shard_bytes", ["10KB"])
 def test_streamed_weights_are_those_on_disk(tmp_path: Path, family: str, shard_bytes: str) -> None:
     """One file or many, tied or not, cut in three: element by element what transformers loads."""
     folder = saved_model(tmp_path, MODELS[family], shard_bytes)
@@ -208,19 +179,6 @@ def test_streamed_weights_are_those_on_disk(tmp_path: Path, family: str, shard_b
         for shard in shards:
             stop = shard.start + shard.flat.numel()
             assert torch.equal(shard.flat, expected[shard.name].detach().flatten()[shard.start : stop]), shard.name
-
-
-def test_weights_are_cast_to_the_shard(tmp_path: Path) -> None:
-    folder = saved_model(tmp_path)
-    path = folder / "model.safetensors"
-    on_disk = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
-    save_file(on_disk, path, {"format": "pt"})
-    config = model_config(folder, from_scratch=False)
-    shards = pieces(build_on_meta(config), 1, 0)
-    stream_into(config, aliases_of(build_on_meta(config)), shards)
-    for shard in shards:
-        assert shard.flat.dtype == torch.float32
-        assert torch.equal(shard.flat, on_disk[shard.name].float().flatten())
 
 
 class Counted:
@@ -274,11 +232,6 @@ def test_the_engine_streams_when_it_can(family: str, tmp_path: Path, elements_re
     assert sum(elements_read) == engine.built().parameters
 
 
-def test_drawn_weights_are_those_of_ddp(qwen2: Path) -> None:
-    ddp, fsdp2 = (weights_of(engine_of(qwen2, kind)) for kind in ("ddp", "fsdp2"))
-    assert largest_gap(ddp, fsdp2) == 0
-
-
 def test_names_that_transformers_converts_load_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """GPT-2 files from its authors lack the prefix that the model has."""
     folder = saved_model(tmp_path, GPT2)
@@ -310,12 +263,4 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     assert f"{embedding} and lm_head.weight are tied by config.json, but differ" in tied
     path.write_bytes(b"torn")
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        engine_of(folder, model={"from_scratch": False})
-
-
-def test_an_index_without_its_files_is_refused(tmp_path: Path) -> None:
-    folder = saved_model(tmp_path, shard_bytes="10KB")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    (folder / sorted(set(index["weight_map"].values()))[0]).unlink()
-    with pytest.raises(ModelError):
         engine_of(folder, model={"from_scratch": False})

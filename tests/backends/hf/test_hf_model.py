@@ -10,22 +10,12 @@ import pytest
 import torch
 from families import FAMILIES
 from safetensors.torch import load_file, save_file
-from train_helpers import GEMMA2, GEMMA3, GPT2, QWEN2, model_config, write_model
+from train_helpers import GPT2, QWEN2, model_config, write_model
 from transformers import PreTrainedModel
 
 from backends.hf.attention_choice import choose, refuse_a_swap
 from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights, read_config
 from specs.errors import ModelError
-
-
-def test_from_scratch_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    write_model(tmp_path, QWEN2)
-    state = torch.get_rng_state()
-    first, again, other = (build_model(model_config(tmp_path, seed=s), load_weights=True) for s in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), state)  # drawing weights does not disturb the process
-    config = model_config(tmp_path)
-    digests = [describe(model, config, checksum=True).weights_checksum for model in (first, again, other)]
-    assert digests[0] == digests[1] != digests[2]
 
 
 def test_loading_gives_the_saved_weights_and_description(tmp_path: Path) -> None:
@@ -46,23 +36,6 @@ def test_loading_gives_the_saved_weights_and_description(tmp_path: Path) -> None
     )
 
 
-def test_without_weights_it_has_the_same_shapes(tmp_path: Path) -> None:
-    config = model_config(write_model(tmp_path, GEMMA3), dtype="bf16")
-    empty, full = (build_model(config, load_weights=load) for load in (False, True))
-    shapes = [{name: (t.shape, t.dtype) for name, t in named_weights(model).items()} for model in (empty, full)]
-    assert shapes[0] == shapes[1]
-    assert describe(empty, config, checksum=False).tied_embeddings
-    assert describe(empty, config, checksum=False).dtype == "bf16"
-    for name, buffer in full.named_buffers():
-        assert torch.equal(buffer, empty.get_buffer(name))
-
-
-def test_rotary_frequencies_stay_fp32(tmp_path: Path) -> None:
-    model = build_model(model_config(write_model(tmp_path, QWEN2), dtype="bf16"), load_weights=True)
-    assert model.get_parameter("model.norm.weight").dtype == torch.bfloat16
-    assert model.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
-
-
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     build_model(model_config(write_model(tmp_path, QWEN2)), load_weights=True).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -70,17 +43,6 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
         build_model(model_config(tmp_path, from_scratch=False), load_weights=True)
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nowhere") as caught:
-        build_model(model_config(tmp_path / "nowhere"), load_weights=True)
-    assert "does not exist" in caught.value.hint
-
-
-def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError):
-        build_model(model_config(write_model(tmp_path, QWEN2), from_scratch=False), load_weights=True)
 
 
 def test_sequences_longer_than_the_model_are_refused(tmp_path: Path) -> None:
@@ -111,22 +73,6 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     assert torch.equal(model(tokens).logits, model(tokens).logits)
 
 
-def test_eager_is_read_back(tmp_path: Path) -> None:
-    config = model_config(write_model(tmp_path, QWEN2), attn_implementation="eager")
-    built = describe(build_model(config, load_weights=True), config, checksum=False)
-    assert built.attn_implementation == "eager"
-    assert built.attn_function == "transformers.models.qwen2.modeling_qwen2.eager_attention_forward"
-    assert built.weights_checksum == ""
-
-
-def test_a_model_without_sdpa_says_what_to_ask_for(tmp_path: Path) -> None:
-    config = model_config(write_model(tmp_path, GEMMA2))
-    with pytest.raises(ModelError, match="sdpa: does not compute softcap") as caught:
-        build_model(config.model_copy(update={"attn_implementation": "sdpa"}), load_weights=True)
-    assert "eager" in caught.value.hint
-    assert choose(config, read_config(config)).implementation == "eager"
-
-
 def test_what_a_class_does_not_offer_is_refused_or_passed_over(tmp_path: Path) -> None:
     """No flex_attention for GPT-2, no sdpa for Bloom: their classes say so, no config does."""
     gpt2 = model_config(write_model(tmp_path / "gpt2", GPT2), attn_implementation="flex_attention")
@@ -135,16 +81,6 @@ def test_what_a_class_does_not_offer_is_refused_or_passed_over(tmp_path: Path) -
     bloom = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 23}
     config = model_config(write_model(tmp_path / "bloom", bloom), max_sequence_tokens=16)
     assert choose(config, read_config(config)).implementation == "eager"
-
-
-def test_the_precision_that_counts_is_that_of_the_forward_pass(tmp_path: Path) -> None:
-    """A trainer holds weights in fp32 and computes in bf16: its attention is that of a reference in bf16."""
-    path = write_model(tmp_path, QWEN2)
-    held = model_config(path, device="cuda", attn_implementation="flash_attention_2", computes_in="bf16")
-    for config, complaint in ((held, "needs the package flash-attn"), (model_config(path), "needs a GPU")):
-        asked = config.model_copy(update={"attn_implementation": "flash_attention_2"})
-        with pytest.raises(ModelError, match=complaint):
-            choose(asked, read_config(asked))
 
 
 def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,24 +11,9 @@ import pytest
 import specs
 from backends.hf.tokenizer import load_codec
 from specs.errors import ModelError
-from workers.chat_renderer import ChatTemplateError, renderer_of
 
 BUILTIN = Path(specs.__file__).parent / "builtin"
 TEXTS = ["3142>", "0123456789>", "a b  c\n\n", " leading", "Ünïcödé ☃ 漢字", "<eos>", "1 + 1 = 2 , 3 .", "don 't"]
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('role ' + m['role']) }}{% endif %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture
-def chat_model(tmp_path: Path) -> Path:
-    folder = tmp_path / "chat-model"
-    shutil.copytree(BUILTIN / "tiny-bytes", folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}), "utf-8")
-    return folder
 
 
 @pytest.mark.parametrize("name", ["tiny-digits", "tiny-bytes"])
@@ -52,28 +35,6 @@ def test_no_torch_for_a_shipped_model() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=400, check=False).returncode == 0
-
-
-def test_bytes_survive_the_round_trip() -> None:
-    codec = load_codec(str(BUILTIN / "tiny-bytes"))
-    texts = [text for text in TEXTS if text != "<eos>"]
-    assert codec.decode(codec.encode(texts, rendered=False)) == texts
-
-
-def test_special_tokens_are_not_part_of_an_answer() -> None:
-    codec = load_codec(str(BUILTIN / "tiny-digits"))
-    (ids,) = codec.encode(["1234"], rendered=False)
-    assert codec.decode([[*ids, codec.tokenizer.eos_token_id], []]) == ["1234", ""]
-
-
-def test_chat_template(chat_model: Path) -> None:
-    codec = load_codec(str(chat_model))
-    assert codec.has_chat_template
-    with renderer_of(codec) as chats:
-        text = chats.render([{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}])
-        assert text == "<system>S<user>Q<assistant>"
-        with pytest.raises(ChatTemplateError, match="role tool"):
-            chats.render([{"role": "tool", "content": ""}])
 
 
 def test_a_rendered_prompt_gets_no_second_special_token(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from backends.megatron.layouts import (
     Heads,
     Slot,
     fuse,
-    layers_of_stage,
     own_part,
     own_rows,
     padded_vocabulary,
@@ -25,8 +24,6 @@ from backends.megatron.layouts import (
     unfuse,
     whole_tensor,
 )
-from backends.megatron.model_group import ModelGroup
-from backends.megatron.sharded_weights import rank_slots
 from backends.megatron.weight_map import ModelMap
 from specs.errors import ModelError
 from specs.schema.engines.megatron_table import FAMILIES as TABLES
@@ -66,13 +63,6 @@ def test_queries_lie_with_their_key_and_value() -> None:
     ]
 
 
-def test_gate_lies_before_up_on_every_rank() -> None:
-    slot = Slot("", ("gate", "up"), cut=0, fusion="gate_up")
-    gate, up = torch.tensor([0, 1, 2, 3])[:, None], torch.tensor([10, 11, 12, 13])[:, None]
-    parts = [local_part(each, slot, 1, 2) for each in (gate, up)]
-    assert fuse(parts, slot, Heads(1, 1, 1)).flatten().tolist() == [2, 3, 12, 13]
-
-
 def test_rows_that_no_rank_has_are_zeros() -> None:
     assert [padded_vocabulary(23, ranks) for ranks in (1, 2, 4)] == [23, 24, 24]
     slot = Slot("", ("embed",), cut=0, padded=24)
@@ -102,24 +92,6 @@ def test_an_expert_is_rows_of_the_tensors_of_all() -> None:
         [7, 9, 11],
     ]
     assert [list(experts.of_rank(rank, 2)) for rank in (0, 1)] == [[0], [1]]
-
-
-def test_stages_have_as_many_layers() -> None:
-    assert [list(layers_of_stage(4, stage, 2)) for stage in range(2)] == [[0, 1], [2, 3]]
-
-
-def test_ranks_with_several_groups_of_layers_take_turns() -> None:
-    """Two stages of two groups each: the first has layers 0 and 2, the second 1 and 3."""
-    ours = ModelMap.of(model_of("qwen3_moe"), "a model")
-    group = ModelGroup.__new__(ModelGroup)
-    group.stages, group.stages_of_model, group.tensor_ranks, group.expert_rank, group.expert_ranks = 2, 4, 1, 1, 2
-    group.own_stages = range(1, 4, 2)
-    found = {slot.parameter: slot.weights[0] for slot in rank_slots(ours, group)}
-    norm = "decoder.layers.0.input_layernorm.weight"
-    assert found[f"0.{norm}"] == "model.layers.1.input_layernorm.weight"
-    assert found[f"1.{norm}"] == "model.layers.3.input_layernorm.weight"
-    assert found["1.output_layer.weight"] == "lm_head.weight"
-    assert sum("local_experts" in name for name in found) == 2 * 2 * 2, "two of four experts, in each of two layers"
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -178,30 +150,6 @@ def test_norms_lie_in_the_multiplication_behind_them_with_transformer_engine() -
     assert kept == {slot.parameter: slot.weights for slot in local.slots(0, 2, 2) if slot.parameter not in moved}
     sparse = {slot.parameter: slot.weights for slot in fused.slots(0, 1, 1) if ".layers.1." in slot.parameter}
     assert sparse["decoder.layers.1.pre_mlp_layernorm.weight"] == ("model.layers.1.post_attention_layernorm.weight",)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_layer_of_transformer_engine_by_name(family: str) -> None:
-    layer = replace(ModelMap.of(model_of(family), "a model"), fused_norms=True).slots(1, 4, 2)
-    names = {slot.parameter.removeprefix("decoder.layers.0."): slot for slot in layer if "layers" in slot.parameter}
-    more = {"qwen2": {"self_attention.linear_qkv.bias"}, "llama": set[str]()}
-    more["qwen3"] = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
-    assert names.keys() == {
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_proj.weight",
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-        *more[family],
-    }
-    norm = names["mlp.linear_fc1.layer_norm_weight"]
-    assert (norm.weights, norm.cut) == (("model.layers.1.post_attention_layernorm.weight",), None)
-    assert names["mlp.linear_fc1.weight"].weights[0] == "model.layers.1.mlp.gate_proj.weight"
-
-
-def test_each_family_with_a_table_is_tried() -> None:
-    assert {name for name, family in FAMILIES.items() if family.megatron} == set(TABLES)
 
 
 def test_a_weight_without_a_place_is_named() -> None:

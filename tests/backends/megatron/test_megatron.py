@@ -21,9 +21,8 @@ from sharded_worker import EMPTY_STEP, MEGATRON, MEGATRON_ON_GPU, STEPS
 from stock_model import PROMPTS, TEMPERATURE, family_batch, stock_model, write_family
 from train_helpers import QWEN2, QWEN3_MOE, build_engine, train_config, weights_of, write_model
 
-from backends.megatron.weight_map import ModelMap
 from backends.protocol import Rank
-from rlctl.memory.activations import Pass, chunks_under_way, learning_parts
+from rlctl.memory.activations import Pass, learning_parts
 from rlctl.models.model_tensors import tensors_of_config
 from specs.model_facts import model_facts
 from specs.schema.engines.ddp_table import DdpTable
@@ -163,31 +162,6 @@ def test_placement_numbers_ranks_as_megatron_does(root: Path) -> None:
         assert ours == sorted(sorted(ranks) for ranks in expected), name
 
 
-def test_transformer_engines_names_are_those_that_megatron_knows(root: Path) -> None:
-    """It renames its local layers' weights so, where a checkpoint goes from one to the other."""
-    renamed = json.loads((root / "megatron_facts.json").read_text())["fused names"]
-    model = stock_model(root / "qwen2" / "model")
-    local, fused = (ModelMap.of(model, "a model", fused_norms=each) for each in (False, True))
-    for ours, theirs in zip(local.slots(0, 1, 2), fused.slots(0, 1, 2), strict=True):
-        name = ours.parameter
-        for start, other in renamed.items():
-            name = name.replace(start, other)
-        assert (theirs.parameter, theirs.weights) == (name, ours.weights)
-
-
-def test_the_plan_knows_what_megatrons_schedules_have_under_way(root: Path) -> None:
-    for (stage, stages, chunks), groups in json.loads((root / "megatron_facts.json").read_text())["under way"]:
-        assert chunks_under_way(stage, stages, chunks) == groups, (stage, stages, chunks)
-
-
-def test_bf16_is_near_ddp_in_bf16(root: Path) -> None:
-    """Masters are fp32 and exact in both; sums are rounded to bf16 in another order, and steps take that further."""
-    ours, one = outcome(root, "tensor bf16"), outcome(root, "one rank bf16")
-    assert ours.losses()[0] == pytest.approx(one.losses()[0], rel=0.02)
-    assert ours.norms()[0] == pytest.approx(one.norms()[0], rel=0.02)
-    assert np.abs(ours.told(0) - one.told(0)).mean() < 0.02
-
-
 @pytest.mark.parametrize("case", [*TWO, *FOUR, *MIXED])
 def test_ranks_say_what_they_hold(root: Path, case: str) -> None:
     table = MEGATRON[case]["engine"]
@@ -285,11 +259,6 @@ def test_the_plan_knows_what_layers_keep(root: Path, name: str) -> None:
     )
     planned = next(part.nbytes for part in learning_parts(work) if part.name == "activations")
     assert planned == pytest.approx(nbytes, rel=0.05)
-
-
-def test_on_the_cpu_nothing_of_megatron_is_compiled(root: Path) -> None:
-    """It would be C++ by the compiler of the machine, anew for rows of other lengths."""
-    assert json.loads((root / "megatron_facts.json").read_text())["compiled"] == []
 
 
 # ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────

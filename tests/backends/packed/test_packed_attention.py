@@ -22,13 +22,11 @@ from train_helpers import (
     write_model,
 )
 
-from backends.hf.attention_choice import attention_function
 from backends.hf.hf_model import build_model
 from backends.packed import packed_attention
 from backends.packed.layout import PackedLayout, causal_attention, wants_a_key_per_query_head
 from backends.packed.packed_attention import use_layout
 from backends.packed.packed_input import packed_row
-from backends.packed.row_ops import RowCopies, copy_rows, take_rows
 from backends.packed.staging import Staging
 from specs.errors import ModelError
 
@@ -119,17 +117,6 @@ def assert_equals_dense(layout: PackedLayout, seen: torch.Tensor, window: int | 
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("lengths", [[5], [4, 4], LENGTHS, [40, 2, 2, 39, 11]])
-def test_layout_against_a_dense_mask(lengths: list[int], window: int | None) -> None:
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    row = torch.arange(sum(lengths))
-    seen = (sequence[:, None] == sequence) & (row[:, None] >= row)
-    if window is not None:
-        seen &= row[:, None] - row < window
-    assert_equals_dense(PackedLayout(lengths), seen, window)
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(
     ("lengths", "parents"),
     [
@@ -148,41 +135,6 @@ def test_shared_rows_against_a_dense_mask(lengths: list[int], parents: list[int]
             chain.append(row)
             seen[row, chain if window is None else chain[-window:]] = True
     assert_equals_dense(PackedLayout(lengths, parents=parents), seen, window)
-
-
-def test_layout_is_current_only_inside() -> None:
-    outer, inner = PackedLayout([2]), PackedLayout([3])
-
-    with use_layout(outer):
-        with use_layout(inner):
-            assert packed_attention._current is inner
-        assert packed_attention._current is outer
-    assert packed_attention._current is None
-
-
-def test_take_rows_gradient() -> None:
-    x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: take_rows(t, torch.tensor([4, 0, 2])), x)
-
-
-def test_copy_rows_gradient() -> None:
-    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
-    copies = RowCopies(np.array([3, 0, 3, 1, 3]), 5)
-    assert torch.autograd.gradcheck(lambda t: copy_rows(t, copies), x)
-
-
-def test_sliding_window_sees_exactly_its_width() -> None:
-    q = torch.zeros(1, 1, 5, 2)
-    v = torch.eye(5)[None, None]
-    out = causal_attention(q, q, v[..., :2].contiguous(), None, 2)  # equal scores: a plain mean of what is seen
-    assert out[0, 0, 1].tolist() == [0.5, 0.5]
-    assert out[0, 0, 2].tolist() == [0.0, 0.5]
-    assert out[0, 0, 3].tolist() == [0.0, 0.0]
-
-
-def test_the_function_really_called_is_named() -> None:
-    packed_attention.install()
-    assert attention_function("sdpa") == "backends.packed.packed_attention.sdpa_by_layout"
 
 
 HEADS, KV_HEADS, LENGTH, DIM = 8, 2, 24, 16
@@ -221,24 +173,3 @@ def test_grouped_heads_never_fall_to_the_math_kernel(device: str, window: int | 
     torch.testing.assert_close(out.float(), expected, **close)
     for actual, wanted in zip((query, key, value), expected_in, strict=True):
         torch.testing.assert_close(actual.grad.float(), wanted.grad, **close)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "masked", "wants"),
-    [
-        ("cuda", torch.bfloat16, False, False),  # flash
-        ("cuda", torch.bfloat16, True, True),
-        ("cuda", torch.float32, False, True),
-        ("cpu", torch.float32, True, False),
-    ],
-)
-def test_keys_are_repeated_only_where_nothing_else_helps(
-    device: str, dtype: torch.dtype, masked: bool, wants: bool
-) -> None:
-    assert wants_a_key_per_query_head(torch.device(device), dtype, masked=masked) == wants
-
-
-def test_cudnn_builds_no_plan_per_shape(tmp_path: Path) -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    build_model(model_config(write_model(tmp_path, QWEN2)), load_weights=False)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -121,11 +121,6 @@ def test_flex_attention_scores_as_eager_does(tmp_path: Path, name: str) -> None:
         np.testing.assert_allclose(flex.forward(batch), eager.forward(batch), atol=1e-5, rtol=0)
 
 
-def test_a_learner_on_the_cpu_is_refused_flex_attention(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="flex_attention: has no backward pass on the CPU"):
-        engine_of(BUILTIN_FOLDER / "tiny-digits", "flex_attention")
-
-
 # ── flash attention, with a kernel of plain torch ─────────────────────────────────────────────────
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from train_helpers import make_batch, make_grouped_batch
 
-from backends.packed.packing import Budget, MicroBatch, MicroBatches, Packing, pack
+from backends.packed.packing import Budget, MicroBatch, MicroBatches, Packing
 from specs.errors import BatchError
 from specs.wire.batch import Batch
 
@@ -22,21 +19,6 @@ def micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> M
 
 def last_token_micro_batches(batch: Batch, limit: int, *, share_prompts: bool = False) -> MicroBatches:
     return Packing(Budget(limit), share_prompts).last_token_micro_batches(batch)
-
-
-@given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 120))
-def test_pack_keeps_every_sequence_within_the_limit(lengths: list[int], limit: int) -> None:
-    bins = pack(lengths, limit)
-    assert sorted(index for chosen in bins for index in chosen) == [i for i, length in enumerate(lengths) if length]
-    assert all(sum(lengths[i] for i in chosen) <= limit for chosen in bins)
-    # first-fit: any two bins together are over the limit
-    fills = sorted(sum(lengths[i] for i in chosen) for chosen in bins)
-    assert len(fills) < 2 or fills[0] + fills[1] > limit
-
-
-def test_a_sequence_over_the_limit_is_an_error() -> None:
-    with pytest.raises(BatchError, match="sequence 1 has 9 tokens, over micro_batch_tokens = 8"):
-        pack([3, 9, 2], 8)
 
 
 def sequence_rows(micro: MicroBatch, segment: int) -> list[int]:
@@ -82,14 +64,6 @@ def answers_to(prompt: list[int], answers: list[list[int]]) -> Batch:
     )
 
 
-def test_a_shared_prompt_is_there_once() -> None:
-    (micro,) = micro_batches(answers_to([7, 8, 9], [[1, 2], [3], [4, 5, 6]]), 100, share_prompts=True)
-    assert micro.tokens_T.tolist() == [7, 8, 9, 1, 4, 5]
-    assert micro.positions_T.tolist() == [0, 1, 2, 3, 3, 4]
-    assert (micro.lengths, micro.parents) == ([3, 1, 2], [-1, 0, 0])
-    assert micro.hidden_N.tolist() == [2, 3, 2, 2, 4, 5]
-
-
 def test_a_shared_prompt_ends_where_the_first_completion_begins() -> None:
     """Two turns with a tool's reply between: rows of the reply are computed, and no loss token is in it."""
     batch = Batch(
@@ -104,61 +78,6 @@ def test_a_shared_prompt_ends_where_the_first_completion_begins() -> None:
     assert (micro.lengths, micro.parents) == ([2, 4, 2, 5], [-1, 0, 0, -1])
     assert micro.hidden_N.tolist() == [1, 4, 5, 1, 7, 12]
     assert micro.target_N.tolist() == [1, 2, 3, 1, 4, 9]
-
-
-def test_one_token_answers_need_the_prompt_only() -> None:
-    (micro,) = micro_batches(answers_to([7, 8], [[1], [2], [3]]), 2 + 1, share_prompts=True)
-    assert (micro.tokens_T.tolist(), micro.parents, micro.hidden_N.tolist()) == ([7, 8], [-1], [1, 1, 1])
-
-
-def test_a_group_over_the_limit_repeats_its_prompt() -> None:
-    batch = answers_to([7, 8, 9], [[1, 2, 3], [4, 5, 6], [1], [1, 1, 1]])
-    micros = micro_batches(batch, 7, share_prompts=True)
-    assert [micro.tokens_T.tolist() for micro in micros] == [[7, 8, 9, 1, 2, 4, 5], [7, 8, 9, 1, 1]]
-    assert sum(len(micro.column_N) for micro in micros) == 10
-
-
-def test_groups_stay_together() -> None:
-    """Filling micro-batches sequence by sequence would compute some prompts twice."""
-    batch = make_grouped_batch(3, groups=8, size=6)
-    distinct = sum(micro.num_tokens for micro in micro_batches(batch, 10_000, share_prompts=True))
-    apart = sum(micro.num_tokens for micro in micro_batches(batch, 10_000))
-    packed = micro_batches(batch, 64, share_prompts=True)
-    assert len(packed) == -(-distinct // 64)
-    assert distinct <= sum(packed.tokens) < distinct + 0.02 * apart
-
-
-def test_another_prompt_is_not_shared() -> None:
-    """The same length and the same first tokens are not the same prompt."""
-    batch = Batch(
-        {
-            "length_B": np.array([4, 4]),
-            "tokens_T": np.array([1, 2, 5, 6, 1, 3, 5, 6], dtype=np.int32),
-            "loss_mask_T": np.array([0, 0, 1, 1] * 2, dtype=np.int8),
-        }
-    )
-    (micro,) = micro_batches(batch, 100, share_prompts=True)
-    assert micro.tokens_T.tolist() == [1, 2, 5, 1, 3, 5]
-    assert micro.parents == [-1, -1]
-
-
-def test_what_no_loss_token_needs_is_not_computed() -> None:
-    batch = Batch(
-        {
-            "length_B": np.array([5, 4]),
-            "tokens_T": np.arange(9, dtype=np.int32),
-            "loss_mask_T": np.array([0, 1, 1, 0, 0, 0, 0, 0, 0], dtype=np.int8),
-        }
-    )
-    (micro,) = micro_batches(batch, 100)
-    assert micro.tokens_T.tolist() == [0, 1]
-    assert micro.target_N.tolist() == [1, 2]
-
-
-def test_the_first_token_cannot_be_learned() -> None:
-    batch = Batch({"length_B": np.array([2]), "tokens_T": np.array([1, 2]), "loss_mask_T": np.array([1, 1])})
-    with pytest.raises(BatchError, match="first token"):
-        micro_batches(batch, 10)
 
 
 def test_last_tokens_fill_the_limit_and_no_more() -> None:
@@ -231,24 +150,3 @@ def test_rounds_follow_the_rank_with_the_most_work() -> None:
 
     micros = Packing(Budget(60), rounds=lambda _: 2, heaviest=heaviest).micro_batches(short)
     assert (list(told[0]), micros.tokens) == ([6 * 30.0, 6 * 30.0], [50, 10])
-
-
-def test_16k_sequences_are_packed_in_milliseconds() -> None:
-    """CPU time of this thread, the least of three: other work on the cores makes it longer. It was 500 when each
-    sequence tried every micro-batch."""
-    lengths = np.random.default_rng(0).integers(100, 2000, 16_384)
-    batch = Batch(
-        {
-            "length_B": lengths,
-            "tokens_T": np.zeros(lengths.sum(), dtype=np.int32),
-            "loss_mask_T": np.ones(lengths.sum(), dtype=np.int8),
-        }
-    )
-    batch["loss_mask_T"][batch.offsets[:-1]] = 0
-    taken_s = []
-    for _ in range(3):
-        begin = time.thread_time()
-        micros = Packing(Budget(16_384)).micro_batches(batch)
-        taken_s.append(time.thread_time() - begin)
-    assert min(taken_s) < 0.4
-    assert len(micros) <= 1.01 * lengths.sum() / 16_384

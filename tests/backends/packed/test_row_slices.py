@@ -8,7 +8,7 @@ from train_helpers import make_batch, make_grouped_batch
 
 from backends.packed.packing import Budget, MicroBatches, Packing
 from backends.packed.row_slices import part_of
-from backends.ulysses.sequence_group import ALONE, SequenceGroup
+from backends.ulysses.sequence_group import SequenceGroup
 from specs.wire.batch import Batch
 
 
@@ -46,11 +46,6 @@ def test_what_a_row_lacks_is_a_segment_of_its_own() -> None:
     assert (micro.lengths, part.lengths, part.parents) == ([5], [5, 3], [-1, -1])
     assert part.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert len(part.hidden_N) == 0, "its rows are filling alone"
-
-
-def test_a_rank_alone_has_the_row_as_it_is() -> None:
-    (micro,) = micro_batches(Batch({**_one(6)}), 64)
-    assert part_of(micro, ALONE) is micro
 
 
 def _one(tokens: int) -> dict[str, np.ndarray]:

@@ -44,16 +44,6 @@ def test_what_is_put_arrives(device: str, chunk: int, monkeypatch: pytest.Monkey
         np.testing.assert_array_equal(tensor.cpu().numpy(), array)
 
 
-def test_a_later_micro_batch_leaves_an_earlier_ones_alone() -> None:
-    """Index tensors are saved for the backward pass."""
-    first, second = (Staging(torch.device("cpu"), together=True) for _ in range(2))
-    kept = first.put(np.arange(5))
-    first.send()
-    second.put(np.zeros(5, dtype=np.int64))
-    second.send()
-    assert kept.tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_an_engine_learns_the_same_to_the_bit(tmp_path: Path, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One copy per micro-batch against arrays used where they are: what is read before it is sent would be garbage."""

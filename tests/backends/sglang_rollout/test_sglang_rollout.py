@@ -7,24 +7,20 @@ tests at the end.
 from __future__ import annotations
 
 import os
-import socket
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rollout_helpers import END, answer, batch_of, give_weights, make_prompts, rollout_config, write_model
+from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config, write_model
 from sglang_helpers import build_sglang, fault, mend, sglang_installed
 
 from backends.hf.hf_model import build_model, named_weights
-from backends.hf.model_shape import model_shape
 from backends.protocol import Rank
-from backends.sglang_rollout.client import Client, ServerError
+from backends.sglang_rollout.client import ServerError
 from backends.sglang_rollout.engine import SglangRolloutEngine
 from backends.sglang_rollout.generate_reply import parse_sample
-from backends.sglang_rollout.server import arguments, reserved_port
 from specs.errors import ModelError, RlctlError, SamplerDied, SyncError
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
@@ -82,15 +78,6 @@ def test_logprobs_are_those_of_the_model_at_the_temperature(tmp_path: Path, tied
     assert np.abs(hf_logprobs(model, samples, 1.0) - want_T)[inside].max() > 0.1, "the temperature must show"
 
 
-def test_greedy_takes_the_likeliest_and_reports_the_plain_distribution(engine, folder: Path) -> None:
-    parts: list[Batch] = []
-    engine.generate(make_prompts(), Sampling(seed=5, temperature=0.5, greedy=True, max_response_tokens=8), parts.append)
-    samples = Batch.concat(parts)
-    inside = samples["loss_mask_T"] == 1
-    want_T = hf_logprobs(hf_model(folder), samples, 1.0)
-    np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=1e-5)
-
-
 @pytest.mark.parametrize("restriction", [{"top_p": 0.9}, {"top_k": 5}])
 def test_top_p_and_top_k_are_refused(engine, restriction) -> None:
     with pytest.raises(RlctlError, match="leave both out"):
@@ -104,12 +91,6 @@ def test_without_deterministic_inference_no_seed_is_sent(folder: Path) -> None:
     first, second = ({k: v[0] for k, v in answer(engine, make_prompts()).items()} for _ in range(2))
     assert first.keys() == second.keys()
     assert first != second
-
-
-def test_a_group_shares_its_prompt_in_the_prefix_cache(engine) -> None:
-    prompts = make_prompts(4, 4)
-    want = 3 * (prompts.num_tokens // 4 - 4)  # all but the first sample of a group, all but the last token
-    assert engine.generate(prompts, Sampling(seed=0, max_response_tokens=3), lambda _: None)["cached_tokens"] == want
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────
@@ -135,21 +116,6 @@ def test_a_slow_group_holds_nobody_up(engine) -> None:
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_named_and_shaped_as_the_trainer_names_them(tmp_path: Path, tied: bool) -> None:
-    folder = write_model(tmp_path / "model", tie_word_embeddings=tied)
-    config = rollout_config(folder, "sglang").model
-    model = build_model(config, load_weights=False)
-    shape = model_shape(config)
-    assert {name: spec.shape for name, spec in shape.weights.items()} == {
-        name: tuple(tensor.shape) for name, tensor in named_weights(model).items()
-    }
-    assert all(spec.nbytes == 4 * int(np.prod(spec.shape)) for spec in shape.weights.values())
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.tied_embeddings == tied
-    assert shape.end_tokens == {END}
-
-
 def test_no_copy_of_the_weights_outlives_the_role_or_the_sync(folder: Path, tmp_path: Path) -> None:
     transport = tmp_path / "transport"
     transport.mkdir()
@@ -167,13 +133,6 @@ def test_no_copy_of_the_weights_outlives_the_role_or_the_sync(folder: Path, tmp_
     engine.wake(["weights", "kv_cache"])
     give_weights(engine)
     assert engine._folder is None
-
-
-def test_no_room_for_the_weights_names_the_key(folder: Path, tmp_path: Path) -> None:
-    engine = build_sglang(folder, weights_dir=str(tmp_path / "not-there"))
-    spec = engine.weight_specs()[0]
-    with pytest.raises(SyncError, match=r"rollout\.engine\.weights_dir"):
-        engine.import_weight(spec, np.zeros(spec.nbytes, dtype=np.uint8))
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
@@ -223,13 +182,6 @@ def test_the_probe_works_while_the_cache_sleeps_and_leaves_it_asleep(engine) -> 
         answer(engine, make_prompts())
 
 
-def test_level_1_needs_the_backup(folder: Path) -> None:
-    engine = build_sglang(folder, deterministic=False, weights_backup=False)
-    give_weights(engine)
-    with pytest.raises(RlctlError, match="weights_backup"):
-        engine.sleep(1)
-
-
 # ── the server ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -245,14 +197,6 @@ def test_an_older_sglang_is_refused(folder: Path) -> None:
         build_sglang(folder)
 
 
-def test_without_sglang_the_start_fails_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("sglang"):
-        pytest.skip("sglang is installed here")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[3]))
-    with pytest.raises(ModelError, match="ended with exit code 1 before it was ready"):
-        SglangRolloutEngine.build(rollout_config(folder, "sglang"), Rank())
-
-
 def test_a_server_that_dies_is_named(folder: Path) -> None:
     with sglang_installed():
         engine = SglangRolloutEngine.build(rollout_config(folder, "sglang"), Rank())
@@ -261,19 +205,6 @@ def test_a_server_that_dies_is_named(folder: Path) -> None:
         with fault("die"), pytest.raises(SamplerDied, match="ended with exit code 17"):
             answer(engine, make_prompts())
     engine.close()
-
-
-def test_the_server_wants_its_key(engine) -> None:
-    stranger = Client(engine.server.client.port, "guess")
-    with pytest.raises(ServerError, match="401"):
-        stranger.get("/server_info")
-
-
-def test_the_key_is_on_no_command_line(engine) -> None:
-    key = engine.server.client._headers["Authorization"].removeprefix("Bearer ")
-    shown = Path(f"/proc/{engine.server.process.pid}/cmdline").read_bytes()
-    assert b"--model-path" in shown
-    assert key.encode() not in shown
 
 
 def test_the_server_dies_with_the_role(folder: Path) -> None:
@@ -296,23 +227,6 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_nobody_else_is_given_the_port_of_a_server_that_starts() -> None:
-    with reserved_port() as port:
-        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("127.0.0.1", port))
-        socket.create_server(("127.0.0.1", port)).close()  # sets SO_REUSEADDR, as SGLang does
-
-
-def test_arguments_leave_room_for_the_longest_sequence(folder: Path) -> None:
-    shown = arguments(rollout_config(folder, "sglang", max_sequences=7), 1234)
-    pairs = dict(zip(shown[::2], shown[1::2], strict=False))
-    assert pairs["--context-length"] == str(96 + 8)
-    assert pairs["--max-running-requests"] == "7"
-    assert "--enable-deterministic-inference" in shown
-    assert "--enable-weights-cpu-backup" not in shown
-    assert not any("api-key" in one for one in shown)
 
 
 # ── answers that do not add up ────────────────────────────────────────────────────────────────────

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from backends.fake.fake_rollout import sample as fake_sample
 from backends.rollout.uniform import sample_keys, uniform
 from backends.torch_rollout.kv_cache import Order, rows_read, split
-from backends.torch_rollout.sampler import restrict, sample
+from backends.torch_rollout.sampler import sample
 from specs.wire.role_config import Sampling
 
 
@@ -97,31 +95,7 @@ def test_inverse_cdf_at_the_edges() -> None:
     assert torch.isfinite(logprob).all()
 
 
-def test_greedy_reports_the_plain_distribution() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0]])
-    sampling = Sampling(seed=0, temperature=0.5, top_k=1, greedy=True, max_response_tokens=1)
-    token, logprob = sample(logits, torch.tensor([0.99], dtype=torch.float64), sampling)
-    assert token.tolist() == [1]
-    assert logprob.item() == pytest.approx(logits[0].log_softmax(-1)[1].item())
-
-
-def test_restrict_breaks_ties_by_token_id_and_keeps_exactly_k() -> None:
-    kept = torch.isfinite(restrict(torch.zeros(1, 6), top_k=2, top_p=1.0))
-    assert kept.tolist() == [[True, True, False, False, False, False]]
-
-
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(st.lists(st.integers(1, 4000), min_size=1, max_size=300))
-@settings(max_examples=100, deadline=None)
-def test_segments_cover_every_slot_and_read_no_more_than_one_call(lengths: list[int]) -> None:
-    read_B = np.array(lengths)
-    segments = split(read_B)
-    assert [slot for s in segments for slot in range(s.start, s.stop)] == list(range(len(lengths)))
-    assert all(read_B[s.start : s.stop].max() == s.length for s in segments)
-    assert rows_read(segments) <= len(lengths) * max(lengths)
-    assert len(segments) <= 4
 
 
 def test_a_mixed_batch_gets_sorted_once_it_pays() -> None:

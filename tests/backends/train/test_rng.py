@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from train_helpers import QWEN2, build_engine, train_config, write_model
 
 from backends.train.rng import read_rng, write_rng
 from specs.errors import CheckpointError
@@ -26,14 +25,3 @@ def test_a_torn_state_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"rng\.rank0"):
         read_rng(tmp_path, 0)
-
-
-def test_an_engine_keeps_it(tmp_path):
-    engine = build_engine(train_config(write_model(tmp_path / "model", QWEN2)))
-    (tmp_path / "saved").mkdir()
-    torch.manual_seed(7)
-    engine.save(tmp_path / "saved")
-    drawn = torch.rand(4)
-    engine.load(tmp_path / "saved")
-    assert torch.equal(torch.rand(4), drawn)
-    engine.close()

@@ -11,7 +11,7 @@ import torch
 from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from stock_model import family_batch, write_family
-from train_helpers import GPT2, QWEN2, build_engine, largest_gap, scale_of, train_config, weights_of, write_model
+from train_helpers import QWEN2, build_engine, largest_gap, scale_of, train_config, weights_of, write_model
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from backends.ddp.engine import DdpTrainEngine
@@ -101,14 +101,6 @@ def test_a_causal_model_gets_a_head_of_zeros_and_keeps_its_backbone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head", ["value", "reward"])
-def test_a_head_of_width_one_is_kept(tmp_path: Path, kind: str, head: str) -> None:
-    folder = write_critic(write_family(tmp_path / "model", "qwen2"))
-    engine, saved = critic(folder, kind, head), load_file(folder / "model.safetensors")
-    assert largest_gap(weights_of(engine), {name: tensor.numpy() for name, tensor in saved.items()}) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("head", "source", "said"),
     [
@@ -154,52 +146,9 @@ def test_a_class_with_more_behind_its_backbone_is_refused(tmp_path: Path) -> Non
         critic(folder, model={"from_scratch": True})
 
 
-def test_other_layouts_have_their_head_too(tmp_path: Path) -> None:
-    engine = critic(write_model(tmp_path, GPT2), model={"from_scratch": True})
-    assert weights_of(engine)["score.weight"].shape == (1, 32)
-    assert "transformer.h.0.attn.c_attn.weight" in weights_of(engine)
-
-
-def test_a_critic_drawn_from_the_seed_has_a_head_of_zeros(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, QWEN2)
-    for kind in KINDS:
-        weights = weights_of(critic(folder, kind, model={"from_scratch": True}))
-        assert not weights["score.weight"].any()
-        assert weights["model.norm.weight"].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_as_built_says_which_head_it_is(tmp_path: Path, kind: str) -> None:
-    folder = write_family(tmp_path / "model", "qwen2")
-    new, saved = critic(folder, kind).built(), critic(write_critic(folder), kind, "reward").built()
-    assert (new.model_class, new.head, new.new_head) == ("Qwen2ForSequenceClassification", "score", True)
-    assert (saved.head, saved.new_head) == ("score", False)
-    assert new.parameters == saved.parameters == sum(each.size for each in weights_of(critic(folder)).values())
-    assert (new.tied_embeddings, new.trainable_parameters) == (False, new.parameters)
-    actor = build_engine(train_config(folder, kind)).built()
-    assert (actor.head, actor.new_head) == ("lm", False)
-
-
 def test_the_head_computes_in_fp32_in_a_bf16_model(tmp_path: Path) -> None:
     """Values lie closer together than bf16 can tell apart."""
     folder = write_critic(write_family(tmp_path / "model", "qwen2"))
     value_T = critic(folder, model={"dtype": "bf16"}, optimizer=None).values(critics_batch())
     told = value_T[value_T != 0]
     assert (told != torch.from_numpy(told).bfloat16().float().numpy()).mean() > 0.9
-
-
-def test_a_class_that_does_not_call_its_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import Qwen2ForSequenceClassification
-
-    own = Qwen2ForSequenceClassification.forward
-
-    def forward(self, **inputs):
-        self.score, head = torch.nn.Identity(), self.score
-        try:
-            return own(self, **inputs)
-        finally:
-            self.score = head
-
-    monkeypatch.setattr(Qwen2ForSequenceClassification, "forward", forward)
-    with pytest.raises(ModelError, match="other hidden states on packed sequences"):
-        critic(write_family(tmp_path / "model", "qwen2"))

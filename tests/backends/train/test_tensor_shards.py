@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peak_memory import CLEAR
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from backends.train.tensor_shards import Shard, ShardReader, whole, write_shards
@@ -57,35 +56,6 @@ def test_any_cut_over_any_number_of_ranks_reads_back(tmp_path_factory, data):
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     reader.load([whole(name, tensor) for name, tensor in target.items()], expected)
     assert all(torch.equal(target[name], tensor) for name, tensor in tensors.items())
-
-
-def test_the_files_are_safetensors_to_others(tmp_path):
-    """Also when dtypes of several widths meet in one file."""
-    tensors = {
-        "flag": numbers((3,), torch.bool),
-        "wide": numbers((2, 2), torch.float64),
-        "w": numbers((5,), torch.bfloat16),
-    }
-    path = write_shards(tmp_path, "model", 0, 1, [whole(name, tensor) for name, tensor in tensors.items()])
-    with safe_open(path, "pt") as file:
-        for name, tensor in tensors.items():
-            assert torch.equal(file.get_tensor(f"{name}@0"), tensor.view(-1))
-
-
-def test_memory_that_is_not_contiguous(tmp_path):
-    matrix = numbers((4, 6), torch.float32)
-    write_shards(tmp_path, "model", 0, 1, [Shard("column", (4,), 0, matrix[:, 1])])
-    target = torch.zeros(4, 6)
-    ShardReader(tmp_path, "model").load([Shard("column", (4,), 0, target[:, 3])], {"column": ((4,), torch.float32)})
-    assert torch.equal(target[:, 3], matrix[:, 1])
-    assert target.count_nonzero() == 4
-
-
-def test_only_owned_parts_are_saved(tmp_path):
-    tensor = torch.arange(4.0)
-    write_shards(tmp_path, "model", 0, 2, [whole("w", tensor)])
-    write_shards(tmp_path, "model", 1, 2, [whole("w", tensor + 9, owned=False)])
-    assert torch.equal(ShardReader(tmp_path, "model").tensor("w"), tensor)
 
 
 # ── what must be refused ──────────────────────────────────────────────────────────────────────────

@@ -29,7 +29,3 @@ def test_cosine_is_half_way_in_the_middle() -> None:
     assert got[5] == pytest.approx(0.5)
     assert got[10] == pytest.approx(0.0)
     assert got == sorted(got, reverse=True)
-
-
-def test_warm_up_longer_than_the_run() -> None:
-    assert rates(3, range(3), warmup_steps=10, schedule="cosine") == pytest.approx([0.1, 0.2, 0.3])

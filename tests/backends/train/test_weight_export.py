@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from train_helpers import QWEN2, build_engine, grpo, make_batch, scale_of, train_config, weights_of, write_model
 
 from backends.ddp.engine import DdpTrainEngine
-from backends.train.weight_export import TensorWeight, one_thread, spec_of
+from backends.train.weight_export import TensorWeight, spec_of
 from backends.weights.checksum import checksum_bytes
 
 
@@ -31,22 +31,6 @@ def test_blocks_carry_the_tensor_in_wire_dtype(own: str, sent: str, block_bytes:
     want_U = tensor.to(wire).flatten().view(torch.uint8).numpy()
     np.testing.assert_array_equal(whole_U, want_U)
     assert digest == checksum_bytes(want_U) == weight.checksum()
-
-
-def fail_in_one_thread() -> None:
-    with one_thread():
-        raise KeyError(torch.get_num_threads())
-
-
-def test_one_thread_gives_the_threads_back_whatever_happens() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with pytest.raises(KeyError, match="1"):
-            fail_in_one_thread()
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_bf16_copy_that_computes_travels_and_is_the_cast_master(tmp_path: Path) -> None:

@@ -15,14 +15,11 @@ from train_helpers import LLAMA, model_config, write_model
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as of_gemma2
 from ulysses_worker import CASES, DEGREES, LENGTHS
 
 from backends.hf.hf_model import build_model
-from backends.packed.packed_attention import sdpa_by_layout
 from backends.ulysses.sequence_group import ALONE, SequenceGroup
-from backends.ulysses.split_attention import _whole_row_kwargs, eager_function, sharing
+from backends.ulysses.split_attention import _whole_row_kwargs, sharing
 from specs.errors import ModelError
 
 FIRST_OF_TWO = SequenceGroup(None, 2, 0)
@@ -69,16 +66,6 @@ def test_packed_rows_give_what_each_sequence_gives_alone(ranks: list[dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES)
-def test_queries_keys_and_values_travel_together(ranks: list[dict[str, Any]], case: str) -> None:
-    """A message there and one back for each layer, as many for gradients, and again for what is recomputed."""
-    passes = 1 + CASES[case].learns + CASES[case].recompute
-    layers = CASES[case].config["num_hidden_layers"]
-    assert [rank[case]["4"]["messages"] for rank in ranks] == [2 * passes * layers] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.attention.startswith("flash")])
 def test_flash_attention_is_told_the_ends_of_the_whole_row(ranks: list[dict[str, Any]], case: str) -> None:
     windows = [3, -1] if "gemma3" in case else [-1, -1]
@@ -86,13 +73,6 @@ def test_flash_attention_is_told_the_ends_of_the_whole_row(ranks: list[dict[str,
     assert ends[-2] == sum(LENGTHS)
     for rank in ranks:
         assert rank[case]["4"]["flash"] == [[ends, 12, [window, window]] for window in windows]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_nothing_of_deepspeed_takes_part(ranks: list[dict[str, Any]]) -> None:
-    """Its own Ulysses with sdpa drops the mask of packed rows without a word."""
-    assert [rank["deepspeed"] for rank in ranks] == [[]] * 4
 
 
 @pytest.mark.slow
@@ -134,24 +114,6 @@ def test_the_registry_is_as_it_was_when_a_rank_is_alone_again() -> None:
             assert ALL_ATTENTION_FUNCTIONS["mine"] is not mine
     assert dict(ALL_ATTENTION_FUNCTIONS) == before | {"mine": mine}
     del ALL_ATTENTION_FUNCTIONS["mine"]
-
-
-def test_a_registration_for_all_models_shows_again() -> None:
-    """What is put back must not hide a later one."""
-    with sharing(FIRST_OF_TWO):
-        pass
-    assert "flex_attention" not in ALL_ATTENTION_FUNCTIONS._local_mapping
-
-
-def test_eager_attention_is_the_models_own() -> None:
-    class Wrapped(Gemma2Attention):
-        """As FSDP2 makes one of each module that it shards."""
-
-    class Silent(nn.Module):
-        def forward(self) -> None: ...
-
-    assert eager_function(Gemma2Attention) is eager_function(Wrapped) is of_gemma2
-    assert eager_function(Silent) is None
 
 
 def test_sinks_are_those_of_the_ranks_heads_with_their_gradient() -> None:
@@ -222,8 +184,3 @@ def test_a_tensor_that_nobody_knows_how_to_share_is_refused_by_name(
     name = "s_aux" if len(shape) == 1 else "position_bias"
     with pytest.raises(ModelError, match=rf"LlamaAttention .* takes {name} of the shape \[{shape[0]}"):
         shared_forward(model, attention_mask=torch.zeros(1, 1, 8, 8), **{name: torch.zeros(shape)})
-
-
-def test_alone_attention_is_untouched(model: PreTrainedModel) -> None:
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_by_layout
-    assert shared_forward(model, ALONE).shape == (1, 4, 32)

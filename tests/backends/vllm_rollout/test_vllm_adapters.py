@@ -7,11 +7,10 @@ import pytest
 from rollout_helpers import answer, make_prompts
 from train_helpers import learn
 from vllm_process import RemoteVllm, VllmProcess, needs_vllm
-from vllm_syncing import EXACT, LORA, ONE, RANK, TEMPERATURE, config_of, gap, probe, sync, trainer_of
+from vllm_syncing import EXACT, LORA, ONE, TEMPERATURE, config_of, gap, probe, sync, trainer_of
 
-from backends.protocol import WeightSpec
 from backends.train.engine import HfTrainEngine
-from specs.errors import ModelError, SyncError
+from specs.errors import SyncError
 from specs.schema.role_section import Lora
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
@@ -67,13 +66,6 @@ def test_cached_prefixes_of_the_old_adapters_are_forgotten(trainer: HfTrainEngin
     np.testing.assert_allclose(samples["rollout_logprob_T"][inside], want_T[inside], atol=EXACT)
 
 
-def test_what_was_built_is_the_model_without_adapters(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    assert engine.built().parameters == trainer.built().parameters
-    assert engine.built().model_class == "Qwen2ForCausalLM"
-    held = {spec.name: spec for spec in engine.weight_specs()}
-    assert held == {spec.name: spec for spec in trainer.weight_specs("fp32", "apart")}
-
-
 def test_after_level_2_the_model_comes_again(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
     """Adapters alone on a dropped model would be gibberish: the engine says that it wants all, and refuses less."""
     sync(trainer, engine)
@@ -94,45 +86,9 @@ def test_after_level_2_the_model_comes_again(trainer: HfTrainEngine, engine: Rem
     assert len(answer(engine, make_prompts())) > 0
 
 
-def test_what_a_sleep_left_in_the_room_for_adapters_is_cleared(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    """Rank 5 fills 5 of 8 places."""
-    sync(trainer, engine)
-    engine.sleep(2)
-    engine.process.call("spoil_adapters")
-    engine.wake(["weights"])
-    sync(trainer, engine)
-    assert gap(trainer, engine) < EXACT
-
-
-def test_after_level_1_adapters_are_enough(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    sync(trainer, engine)
-    engine.sleep(1)
-    engine.wake(["weights"])
-    learn(trainer, 1, first=30)
-    assert sync(trainer, engine)[0] == "adapters"
-    assert gap(trainer, engine) < EXACT
-
-
-def test_half_a_model_is_not_taken_for_a_whole_one(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    sync(trainer, engine)
-    weight = next(iter(trainer.export_weights("fp32", "apart")))
-    buffer = np.zeros(weight.spec.nbytes, dtype=np.uint8)
-    weight.copy_to(buffer)
-    engine.import_weight(weight.spec, buffer)
-    assert engine.weight_form() == "apart"
-
-
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 OTHER = "model.layers.1.mlp.gate_proj.lora_B.weight"
-
-
-def test_a_dropped_adapter_is_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    sync(trainer, engine)
-    with pytest.raises(SyncError, match=f"1 weights did not arrive, first {ONE}"):
-        sync(trainer, engine, lambda weight, data: None if weight.spec.name == ONE else (weight.spec, data))
-    with pytest.raises(SyncError, match="no complete set"):
-        engine.score(probe().only(["tokens_T"]), 1.0)
 
 
 def test_swapped_adapters_are_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
@@ -144,24 +100,6 @@ def test_swapped_adapters_are_named(trainer: HfTrainEngine, engine: RemoteVllm) 
         weight.copy_to(held[weight.spec.name])
     with pytest.raises(SyncError, match=f"weight {OTHER} differs"):
         sync(trainer, engine, lambda weight, data: (weight.spec, held[other.get(weight.spec.name, weight.spec.name)]))
-
-
-def test_a_stale_adapter_is_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    sync(trainer, engine)
-    old = np.zeros(next(s.nbytes for s in trainer.weight_specs("fp32", "adapters") if s.name == ONE), dtype=np.uint8)
-    next(w for w in trainer.export_weights("fp32", "adapters") if w.spec.name == ONE).copy_to(old)
-    learn(trainer, 1, first=40)
-    with pytest.raises(SyncError, match=f"weight {ONE} differs"):
-        sync(trainer, engine, lambda weight, data: (weight.spec, old if weight.spec.name == ONE else data))
-
-
-def test_a_truncated_adapter_and_one_of_another_dtype_are_named(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
-    sync(trainer, engine)
-    with pytest.raises(SyncError, match=rf"weight {ONE} arrived as fp32 .* the rollout holds fp32 \[48, 5\]"):
-        sync(trainer, engine, lambda weight, data: (weight.spec, data[:-4] if weight.spec.name == ONE else data))
-    half = WeightSpec(ONE, "bf16", (48, RANK), 48 * RANK * 2)
-    with pytest.raises(SyncError, match=f"weight {ONE} arrived as bf16"):
-        sync(trainer, engine, lambda w, data: (half, data[: half.nbytes]) if w.spec.name == ONE else (w.spec, data))
 
 
 def test_only_the_probe_sees_adapters_that_vllm_does_not_apply(trainer: HfTrainEngine, engine: RemoteVllm) -> None:
@@ -184,11 +122,6 @@ def test_some_parts_of_fused_layers_may_have_adapters(process: VllmProcess, trai
         sync(partly, engine)
         assert gap(partly, engine) < EXACT
         learn(partly, 1, first=seed)
-
-
-def test_a_layer_without_a_place_for_adapters_is_refused(engine: RemoteVllm) -> None:
-    with pytest.raises(ModelError, match=r"vLLM has no place for adapters of model\.norm"):
-        engine.process.call("clear_adapters", {"layers": ["model.norm"]})
 
 
 # ── GPU: written, and not run yet ─────────────────────────────────────────────────────────────────

@@ -56,21 +56,6 @@ def test_pieces_are_the_bytes_and_stay_while_the_next_one_comes(device: str, cou
     np.testing.assert_array_equal(np.concatenate(found), tensor_bytes(tensor))
 
 
-def test_the_next_piece_is_on_its_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    start = host_pieces._Lane.start
-    monkeypatch.setattr(host_pieces._Lane, "start", lambda lane, *copy: (started.append(lane), start(lane, *copy)))
-    seen = [len(started) for _ in pieces_of(bytes_on("cpu", 300), staged=True)]
-    assert seen == [2, 3, 4, 5, 5]
-    assert [lane is started[i % 2] for i, lane in enumerate(started)] == [True] * 5
-
-
-def test_on_the_cpu_a_tensor_is_its_own_only_piece() -> None:
-    tensor = bytes_on("cpu", 300)
-    (piece_U,) = pieces_of(tensor)
-    assert np.shares_memory(piece_U, tensor.numpy())
-
-
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_filled_from_blocks_is_there(device: str, count: int) -> None:

@@ -18,14 +18,6 @@ from specs.schema.engines.zero_table import ZeroTable
 pytest.importorskip("deepspeed")
 
 
-@pytest.mark.parametrize("chunk", [3, 4096])
-def test_the_table_decides_the_chunks_of_logits(tmp_path: Path, chunk: int) -> None:
-    folder = write_model(tmp_path / "model", QWEN2)
-    engine = build_engine(train_config(folder, engine=ZeroTable(stage=2, logits_chunk_tokens=chunk)))
-    assert max(end - start for start, end in engine.policy.head.chunks(10_000)) == chunk
-    engine.close()
-
-
 def test_one_engine_after_another_in_a_process(tmp_path: Path) -> None:
     """What is closed leaves no group behind that the next one would use."""
     folder = write_model(tmp_path / "model", QWEN2)
@@ -48,7 +40,3 @@ def test_a_rank_that_sees_only_its_own_device_finds_it(
     assert os.environ["LOCAL_RANK"] == str(device_index(Rank(local_rank=3), visible))
     assert learn(engine, 1)
     engine.close()
-
-
-def test_devices_are_counted_among_the_visible() -> None:
-    assert [device_index(Rank(local_rank=3), visible) for visible in (1, 4, 8)] == [0, 3, 3]
