@@ -123,8 +123,7 @@ class TrainEngine(ABC):
 
     @classmethod
     def import_code(cls, config: TrainConfig) -> None:
-        """Import what `build` would, so that it counts as the process's memory and not as the model's. Raises
-        nothing that `build` would not."""
+        """Import what `build` would, so that it does not count as the model's memory. Raises no more than `build`."""
 
     @classmethod
     def on_meta(cls, config: TrainConfig, rank: Rank) -> OnMeta | None:
@@ -253,8 +252,7 @@ class RolloutEngine(ABC):
 
     @classmethod
     def import_code(cls, config: RolloutConfig) -> None:
-        """Import what `build` would, so that it counts as the process's memory and not as the model's. Raises
-        nothing that `build` would not."""
+        """Do the same as `TrainEngine.import_code`."""
 
     @classmethod
     def on_meta(cls, config: RolloutConfig, rank: Rank) -> OnMeta | None:

@@ -17,9 +17,8 @@ from backends.ddp.flat_buffers import FlatAdamW, FlatParameters
 from backends.hf.hf_model import build_model, describe
 from backends.protocol import OnMeta, Rank, Weight
 from backends.train import weight_export
-from backends.train.adamw import set_steps
+from backends.train.adamw import gradient_norm, set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
-from backends.train.gradient_norm import gradient_norm
 from backends.train.lm_head import Head
 from backends.train.policy import Policy
 from backends.train.tensor_shards import Shard, whole

@@ -18,9 +18,8 @@ from backends.fsdp2.sharding import ShardMesh, allocate, cut_tensors, gathering_
 from backends.hf.adapter_names import base_name, is_adapter
 from backends.hf.hf_model import build_on_meta, describe
 from backends.protocol import OnMeta, Rank
-from backends.train.adamw import MOMENTS, make_adamw, make_state, set_learning_rate, set_steps
+from backends.train.adamw import MOMENTS, gradient_norm, make_adamw, make_state, set_learning_rate, set_steps
 from backends.train.engine import AS_HELD, HfTrainEngine, TensorKind
-from backends.train.gradient_norm import gradient_norm
 from backends.train.policy import Policy
 from backends.train.role_group import heaviest_of_any_rank, join_group, most_of_any_rank, pretended_group
 from backends.train.tensor_shards import Shard

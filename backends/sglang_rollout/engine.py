@@ -22,9 +22,8 @@ from backends.rollout.completions import Completions
 from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.uniform import request_seeds
-from backends.sglang_rollout.client import ServerError, Unreachable
+from backends.sglang_rollout.client import ServerError, ServerSample, Unreachable, parse_sample, parse_scores
 from backends.sglang_rollout.fingerprints import Fingerprints, rank_hashes
-from backends.sglang_rollout.generate_reply import ServerSample, parse_sample, parse_scores
 from backends.sglang_rollout.server import DTYPES, ENDING_S, Server
 from backends.sglang_rollout.weights_folder import WeightsFolder
 from specs.errors import ModelError, RlctlError, SyncError

@@ -58,16 +58,9 @@ class TokenColumns:
     covariant_N: Tensor | None = None  # 1 where the loss treats a token as one of high covariance, else 0
 
     def slice(self, start: int, stop: int) -> TokenColumns:
-        return TokenColumns(
-            weight_N=self.weight_N[start:stop],
-            advantage_N=self.advantage_N[start:stop],
-            rollout_logprob_N=self.rollout_logprob_N[start:stop],
-            old_logprob_N=None if self.old_logprob_N is None else self.old_logprob_N[start:stop],
-            ref_logprob_N=None if self.ref_logprob_N is None else self.ref_logprob_N[start:stop],
-            of_sequence={name: column_N[start:stop] for name, column_N in self.of_sequence.items()},
-            correction_N=None if self.correction_N is None else self.correction_N[start:stop],
-            covariant_N=None if self.covariant_N is None else self.covariant_N[start:stop],
-        )
+        of_sequence = {name: column_N[start:stop] for name, column_N in self.of_sequence.items()}
+        own = {name: column for name, column in vars(self).items() if isinstance(column, Tensor)}
+        return replace(self, **{name: column_N[start:stop] for name, column_N in own.items()}, of_sequence=of_sequence)
 
 
 def clipped_surrogate(

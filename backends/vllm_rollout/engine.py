@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +19,10 @@ from backends.rollout.completions import Completions
 from backends.rollout.refusals import check_arrival, check_complete, check_lengths, check_usable
 from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.uniform import request_seeds
-from backends.vllm_rollout.lost_workers import death_of_workers_told
 from backends.vllm_rollout.read_back import checksum_of, word_sum_of
-from backends.vllm_rollout.requests import completion_of, logprobs_of, sampling_params
 from backends.vllm_rollout.vllm_adapters import adapter_request
-from backends.vllm_rollout.vllm_start import has_sleep_mode, start_vllm
-from specs.errors import SyncError
+from backends.vllm_rollout.vllm_start import death_of_workers_told, has_sleep_mode, start_vllm
+from specs.errors import ModelError, SyncError
 from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.spec import WeightForm
 from specs.wire.as_built import ModelBuilt
@@ -33,6 +31,7 @@ from specs.wire.role_config import RolloutConfig, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
 
     from backends.vllm_rollout.worker import SummedPiece, WorkerModel
 
@@ -332,3 +331,41 @@ class VllmRolloutEngine(RolloutEngine):
         with death_of_workers_told(self.llm):
             results: list[Any] = self.llm.collective_rpc(method, args=args)
         return results
+
+
+def sampling_params(sampling: Sampling, seed: int, stops: Collection[int]) -> SamplingParams:
+    """`sampling` as vLLM's parameters. `seed` has 63 bits: vLLM's are signed."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    choice: dict[str, Any] = {"temperature": 0.0}
+    if not sampling.greedy:
+        restricted = {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        choice = {"temperature": sampling.temperature, **restricted, "seed": seed}
+    return SamplingParams(
+        **choice,
+        max_tokens=sampling.max_response_tokens,
+        stop_token_ids=sorted(stops),
+        ignore_eos=True,  # the stops have it
+        logprobs=0,
+        flat_logprobs=True,  # else an object per token
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion_of(output: RequestOutput) -> tuple[NDArray[np.int64], NDArray[np.float32], bool]:
+    """Tokens, their log-probs, and whether a stop token ended them."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        raise ModelError(f"vLLM ended a request by itself: {completion.finish_reason}")
+    tokens = list(completion.token_ids)
+    logprobs = logprobs_of(completion.logprobs, tokens)
+    return np.array(tokens, dtype=np.int64), logprobs, completion.finish_reason == "stop"
+
+
+def logprobs_of(flat: FlatLogprobs, tokens: list[int]) -> NDArray[np.float32]:
+    """Log-prob of each of `tokens`, where vLLM was asked for no other tokens' (`logprobs=0`)."""
+    if flat.token_ids != tokens:
+        raise ModelError("vLLM's log-probs are of other tokens than its completion")
+    return np.array(flat.logprobs, dtype=np.float32)

@@ -1,8 +1,11 @@
-"""Starts vLLM inside this process, so that its weights can be written and read back."""
+"""Starts vLLM inside this process, so that its weights can be written and read back, and watches its workers."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -12,7 +15,7 @@ import torch._dynamo
 
 from backends.hf.adapter_names import place_of
 from backends.hf.model_shape import ModelShape
-from specs.errors import ModelError
+from specs.errors import ModelError, SamplerDied
 from specs.schema.engines.vllm_table import CPU_KV_CACHE_GIB, VllmTable, lora_room
 from specs.wire.role_config import RolloutConfig
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 CPU_BLOCK_TOKENS = 32  # vLLM's own 128 would share no prompt shorter than that among the samples of a group
 GIB = 2**30
+DEATH_GRACE_S = 2.0  # an error caused by a dying worker may arrive before the process has ended
+_POLL_S = 0.05
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the role's process is the engine's
@@ -154,3 +159,36 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     return "?"
+
+
+@contextmanager
+def death_of_workers_told(llm: LLM) -> Iterator[None]:
+    """Turns errors caused by a dead worker into SamplerDied, so that the driver restarts the sampler."""
+    try:
+        yield
+    except Exception as error:
+        ended = _ended_within(DEATH_GRACE_S, _workers(llm))
+        if ended is None:
+            raise
+        raise SamplerDied(
+            f"vLLM's worker process {ended.name} ended with exit code {ended.exitcode}",
+            hint="see its last messages in this role's log",
+        ) from error
+
+
+def _workers(llm: LLM) -> list[Any]:
+    """Processes of vLLM's workers; none where the model is in this one."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return [worker.proc for worker in getattr(executor, "workers", ())]
+
+
+def _ended_within(grace_s: float, processes: list[Any]) -> Any | None:
+    until = time.monotonic() + grace_s
+    while processes:
+        for process in processes:
+            if not process.is_alive():
+                return process
+        if time.monotonic() > until:
+            break
+        time.sleep(_POLL_S)
+    return None

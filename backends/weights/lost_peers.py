@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 from backends import activity
 from specs.errors import PeerGone
@@ -29,29 +30,21 @@ def check(peer: str) -> None:
         raise PeerGone(peer, "is gone, the driver says")
 
 
-class _Work(Generic[T]):
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self.result: list[T] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.result.append(self._work())
-        except BaseException as error:  # raised where somebody waits for it
-            self.error = error
-
-
 def unless_lost(work: Callable[[], T], peer: str) -> T:
     """Do what waits for other ranks, in a thread that is left to itself when one of them is lost. Raises PeerGone, and
     what `work` raises."""
-    done: _Work[T] = _Work(work)
-    thread = threading.Thread(target=done.run, name="meeting", daemon=True)
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # raised where somebody waits for it
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="meeting", daemon=True)
     thread.start()
     wait_for_thread(thread, peer)
-    if done.error is not None:
-        raise done.error
-    return done.result[0]
+    return done.result()
 
 
 def wait_for_thread(thread: threading.Thread, peer: str) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import subprocess
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +16,6 @@ from specs.wire.messages import Kind, Message, Verb
 from workers.roles.trainer import Trainer
 
 MIB = 2**20
-
-
-def kept_GiB(processes: Iterable[psutil.Process]) -> float:
-    """Resident memory that is no file's, mapping by mapping."""
-    maps = [mapping for each in processes for mapping in each.memory_maps()]
-    return sum(one.anonymous for one in maps) / memory.GIB
 
 
 def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
@@ -44,33 +35,6 @@ def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
             copy = np.frombuffer(mapped, dtype=np.uint8).copy()
         del copy
     assert most_GiB() - before == pytest.approx(100 / 1024, abs=0.02), "the copy alone"
-
-
-CHILD = """
-import subprocess, sys
-if len(sys.argv) > 1:
-    subprocess.Popen([sys.executable, __file__], stdin=sys.stdin).wait()
-else:
-    held = bytearray(b"1") * (150 * 2**20)
-    print("holding", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_what_started_processes_hold_counts(tmp_path) -> None:
-    """150 MiB in a grandchild: an inference server's own worker."""
-    (tmp_path / "server.py").write_text(CHILD)
-    before = memory.held_GiB("cpu")
-    command = [sys.executable, str(tmp_path / "server.py"), "with_a_worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "holding\n"
-        held = memory.held_GiB("cpu")
-        tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        assert held == pytest.approx(kept_GiB(tree), rel=0.02)
-        assert held - before > 150 / 1024
-        server.communicate("")
-    assert memory.held_GiB("cpu") - before < 0.02
 
 
 def test_offload_and_onload_are_measured(tmp_path) -> None:

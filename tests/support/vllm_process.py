@@ -97,7 +97,6 @@ class RemoteVllm(RolloutEngine):
         self.process = process
         answer, _ = process.call("build", {"config": config.model_dump(mode="json"), "engine": engine})
         self.reported = ModelBuilt.model_validate(answer["built"])
-        self.unfinished: list[int] = []  # requests that vLLM still worked on as each part came
 
     @classmethod
     def build(cls, config: RolloutConfig, rank: Rank) -> RemoteVllm:
@@ -130,18 +129,13 @@ class RemoteVllm(RolloutEngine):
     def finish_import(self) -> None:
         self.process.call("finish_import")
 
-    def generate(
-        self, prompts: Batch, sampling: Sampling, emit: Emit, *, fail_at_first: bool = False
-    ) -> Mapping[str, Any]:
-        body = {"sampling": sampling.model_dump(), "fail_at_first": fail_at_first}
-        self.process.begin("generate", body, prompts.columns)
-        self.unfinished = []
+    def generate(self, prompts: Batch, sampling: Sampling, emit: Emit) -> Mapping[str, Any]:
+        self.process.begin("generate", {"sampling": sampling.model_dump()}, prompts.columns)
         while True:
             answer, columns = self.process.answer()
             if "part" not in answer:
                 counters: dict[str, Any] = answer["counters"]
                 return counters
-            self.unfinished.append(answer["unfinished"])
             emit(Batch(columns))
 
     def score(self, batch: Batch, temperature: float) -> NDArray[np.float32]:

@@ -91,10 +91,7 @@ class Server:
 
     def generate(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         def emit(part: Batch) -> None:
-            if body["fail_at_first"]:
-                raise OSError("the driver is gone")
-            unfinished = self.engine.llm.llm_engine.get_num_unfinished_requests()
-            send(self.pipe, {"part": True, "unfinished": unfinished}, part.columns)
+            send(self.pipe, {"part": True}, part.columns)
 
         counters = self.engine.generate(Batch(dict(arrays)), Sampling.model_validate(body["sampling"]), emit)
         return {"counters": dict(counters)}
@@ -105,23 +102,8 @@ class Server:
     def held(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         return {"checksum": self.engine.held(body["name"])}
 
-    def spoil_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
-        """What a device's memory is like after a sleep that dropped it: anything."""
-
-        def spoil(worker: Any) -> None:
-            for module in worker.model_runner.lora_manager._adapter_manager.modules.values():
-                for tensor in (*module.lora_a_stacked, *module.lora_b_stacked):
-                    tensor.fill_(3.0)
-
-        self.engine.llm.collective_rpc(spoil)
-        return {}
-
     def forget_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.request = None
-        return {}
-
-    def clear_adapters(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
-        self.engine._call("rlctl_clear_adapters", self.engine.config.lora.rank, tuple(body["layers"]))
         return {}
 
     def finish_import(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -132,27 +114,13 @@ class Server:
         core = self.engine.llm.llm_engine.engine_core.engine_core
         return {"idle": not core.scheduler.has_requests() and not core.batch_queue}
 
-    def memory_with_pools(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
-        """GiB that a worker says it holds, when vLLM's allocator has these pools: (bytes, asleep)."""
-        from vllm.device_allocator.cumem import AllocationData, CuMemAllocator
-
-        CuMemAllocator.instance = allocator = CuMemAllocator()
-        try:
-            for place, (nbytes, asleep) in enumerate(body["pools"]):
-                data = AllocationData((0, nbytes, place, 0), "weights")
-                data.is_asleep = asleep
-                allocator.pointer_to_data[place] = data
-            return {"held_GiB": [held for held, _ in self.engine._call("rlctl_memory")]}
-        finally:
-            CuMemAllocator.instance = None
-
     def sleep(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.sleep(body["level"])
-        return {"rss_bytes": resident_bytes()}
+        return {}
 
     def wake(self, body: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         self.engine.wake(body["tags"])
-        return {"rss_bytes": resident_bytes()}
+        return {}
 
     def run(self, source: BinaryIO) -> None:
         while True:
@@ -178,11 +146,6 @@ def engine_class(name: str) -> Any:
 
         return StaleHeadEngine
     return rollout_engine("vllm")
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

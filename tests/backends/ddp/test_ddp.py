@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peak_memory import CLEAR, MIB, grown_bytes
 from running import warm_torchrun
 from train_helpers import (
     GEMMA3,
@@ -31,7 +29,6 @@ from train_helpers import (
 )
 
 from backends.ddp.engine import DdpTrainEngine
-from backends.ddp.flat_buffers import FlatParameters
 from backends.packed.row_ops import RowCopies, copy_rows
 from backends.train.activation_offload import ActivationOffload
 from backends.train.lm_head import Head, LogprobTask, LossTask, target_logprob
@@ -322,12 +319,3 @@ def test_a_head_that_is_not_the_models_is_refused(qwen2: Path) -> None:
     engine.policy.head.scale = 1.1
     with pytest.raises(ModelError, match="other logits"):
         check()
-
-
-@pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="peaks cannot be measured here")
-def test_a_model_is_never_held_twice_while_it_becomes_flat() -> None:
-    """Three matrices of 40 MiB: beside them at most one of them, not all."""
-    model: Any = torch.nn.Sequential(*(torch.nn.Linear(10 * 1024, 1024, bias=False) for _ in range(3)))
-    want = [layer.weight.detach().clone().sum() for layer in model]
-    assert grown_bytes(lambda: FlatParameters(model, torch.float32, learns=False)) < 60 * MIB
-    assert [layer.weight.sum() for layer in model] == want

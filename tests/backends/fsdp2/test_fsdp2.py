@@ -33,7 +33,6 @@ from backends.train import hf_weights
 from backends.train.hf_weights import aliases_of, stream_into
 from backends.train.tensor_shards import Shard
 from specs.errors import ModelError
-from specs.schema.engines.fsdp2_table import Fsdp2Table
 
 MODELS = {"qwen2": QWEN2, "gpt2": GPT2, "gemma2": GEMMA2}
 MODELS["experts one by one"] = FAMILIES["qwen3_moe"].config
@@ -105,33 +104,6 @@ def test_bf16_learns_as_ddp_does(qwen2: Path) -> None:
     assert {kind[1] for kind in fsdp2._weight_kinds().values()} == {torch.float32}
     assert learn(fsdp2) == learn(ddp)
     assert largest_gap(weights_of(ddp), weights_of(fsdp2)) == 0
-
-
-def test_every_key_of_its_table_acts(qwen2: Path) -> None:
-    """Read back from FSDP's own state of a layer: on one rank none of them changes a number."""
-
-    def state(**keys: Any) -> dict[str, Any]:
-        engine = engine_of(qwen2, engine=Fsdp2Table(**keys))
-        group = engine.units[0]._get_fsdp_state()._fsdp_param_group
-        batch = make_batch()
-        engine.forward_backward(batch, grpo(), scale_of(batch))
-        engine._backward(torch.zeros((), requires_grad=True), last=False)
-        return {
-            "reshard_after_forward": group._reshard_after_forward,
-            "offload": type(group.offload_policy).__name__,
-            "sync_every_micro_batch": group.reduce_grads,
-            "logits_chunk_tokens": engine.policy.head.chunk,
-        }
-
-    usual = state()
-    others = {
-        "reshard_after_forward": False,
-        "offload": "cpu",
-        "sync_every_micro_batch": True,
-        "logits_chunk_tokens": 3,
-    }
-    for key, value in others.items():
-        assert {name for name, found in state(**{key: value}).items() if found != usual[name]} == {key}
 
 
 def test_weights_that_change_are_gathered_anew(qwen2: Path, tmp_path: Path) -> None:
@@ -212,18 +184,6 @@ def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(hf_weights, "safe_open", lambda *args, **kwargs: Counted(opened(*args, **kwargs), elements))
     monkeypatch.setattr(hf_weights, "build_model", None)
     return elements
-
-
-def test_a_rank_reads_its_own_rows_only(tmp_path: Path, elements_read: list[int]) -> None:
-    """A quarter of a model costs a quarter of its bytes (and the rows that a cut goes through); nobody builds it."""
-    folder = saved_model(tmp_path, {**QWEN2, "vocab_size": 512})
-    config = model_config(folder, from_scratch=False)
-    empty = build_on_meta(config)
-    total = sum(tensor.numel() for tensor in named_weights(empty).values())
-    for part in range(4):
-        elements_read.clear()
-        stream_into(config, aliases_of(empty), pieces(empty, 4, part))
-        assert sum(elements_read) < total / 4 + 48 * len(named_weights(empty))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "experts one by one"])

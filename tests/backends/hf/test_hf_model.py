@@ -14,7 +14,7 @@ from train_helpers import GPT2, QWEN2, model_config, write_model
 from transformers import PreTrainedModel
 
 from backends.hf.attention_choice import choose, refuse_a_swap
-from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights, read_config
+from backends.hf.hf_model import build_model, build_without_memory, describe, named_weights
 from specs.errors import ModelError
 
 
@@ -71,16 +71,6 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     model = build_model(model_config(write_model(tmp_path, config)), load_weights=True).train()
     tokens = torch.arange(8)[None]
     assert torch.equal(model(tokens).logits, model(tokens).logits)
-
-
-def test_what_a_class_does_not_offer_is_refused_or_passed_over(tmp_path: Path) -> None:
-    """No flex_attention for GPT-2, no sdpa for Bloom: their classes say so, no config does."""
-    gpt2 = model_config(write_model(tmp_path / "gpt2", GPT2), attn_implementation="flex_attention")
-    with pytest.raises(ModelError, match="flex_attention: is not offered by this model's class"):
-        build_model(gpt2, load_weights=True)
-    bloom = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 23}
-    config = model_config(write_model(tmp_path / "bloom", bloom), max_sequence_tokens=16)
-    assert choose(config, read_config(config)).implementation == "eager"
 
 
 def test_a_swap_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:

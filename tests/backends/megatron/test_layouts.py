@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,18 +62,6 @@ def test_queries_lie_with_their_key_and_value() -> None:
     ]
 
 
-def test_rows_that_no_rank_has_are_zeros() -> None:
-    assert [padded_vocabulary(23, ranks) for ranks in (1, 2, 4)] == [23, 24, 24]
-    slot = Slot("", ("embed",), cut=0, padded=24)
-    rows = torch.arange(1, 24)[:, None]
-    assert local_part(rows, slot, 1, 2).flatten().tolist() == [*range(13, 24), 0]
-    alone = Slot("", ("embed",), cut=0, padded=8)  # five rows on four ranks: the last one has none
-    assert [list(own_rows(alone, 5, rank, 4)) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
-    assert local_part(rows[:5], alone, 3, 4).flatten().tolist() == [0, 0]
-    parts = [local_part(rows, slot, rank, 2) for rank in range(2)]
-    assert torch.equal(whole_tensor(parts, slot, 23), rows)
-
-
 def test_an_expert_is_rows_of_the_tensors_of_all() -> None:
     """Two experts of a gate and an up projection of two rows each, on two ranks that cut each."""
     experts = Experts(count=2, inner=2, hidden=3)
@@ -130,26 +117,6 @@ def test_every_weight_comes_back_to_the_bit(family: str, tied: bool, tensor: int
     whole = sum(weight.numel() for weight in weights.values())
     again = (copies - 1) * weights["model.embed_tokens.weight"].numel()
     assert elements == whole + again + padding * embeddings * copies
-
-
-def test_norms_lie_in_the_multiplication_behind_them_with_transformer_engine() -> None:
-    """But before experts, whose tokens travel when they are normed. The rest is where it was, to the bit."""
-    local = ModelMap.of(model_of("qwen3_moe"), "a model")
-    fused = replace(local, fused_norms=True)
-    moved = {
-        ours.parameter: theirs.parameter
-        for ours, theirs in zip(local.slots(0, 2, 2), fused.slots(0, 2, 2), strict=True)
-        if replace(ours, parameter="") == replace(theirs, parameter="") and ours.parameter != theirs.parameter
-    }
-    assert moved == {
-        "decoder.layers.0.input_layernorm.weight": "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
-        "decoder.layers.0.pre_mlp_layernorm.weight": "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
-        "decoder.layers.1.input_layernorm.weight": "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
-    }
-    kept = {slot.parameter: slot.weights for slot in fused.slots(0, 2, 2) if slot.parameter not in moved.values()}
-    assert kept == {slot.parameter: slot.weights for slot in local.slots(0, 2, 2) if slot.parameter not in moved}
-    sparse = {slot.parameter: slot.weights for slot in fused.slots(0, 1, 1) if ".layers.1." in slot.parameter}
-    assert sparse["decoder.layers.1.pre_mlp_layernorm.weight"] == ("model.layers.1.post_attention_layernorm.weight",)
 
 
 def test_a_weight_without_a_place_is_named() -> None:

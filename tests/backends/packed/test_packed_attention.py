@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu import on_cpu_and_gpu
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_helpers import (
     GEMMA2,
     GEMMA3,
@@ -24,7 +22,7 @@ from train_helpers import (
 
 from backends.hf.hf_model import build_model
 from backends.packed import packed_attention
-from backends.packed.layout import PackedLayout, causal_attention, wants_a_key_per_query_head
+from backends.packed.layout import PackedLayout
 from backends.packed.packed_attention import use_layout
 from backends.packed.packed_input import packed_row
 from backends.packed.staging import Staging
@@ -138,38 +136,3 @@ def test_shared_rows_against_a_dense_mask(lengths: list[int], parents: list[int]
 
 
 HEADS, KV_HEADS, LENGTH, DIM = 8, 2, 24, 16
-
-
-def attention_inputs(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(3, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    return [each.requires_grad_() for each in made]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("device", on_cpu_and_gpu())
-def test_grouped_heads_never_fall_to_the_math_kernel(device: str, window: int | None, dtype: torch.dtype) -> None:
-    """Forward and backward with all other kernels allowed, against scores written out. On the CPU the case that CUDA
-    cannot do with fewer key heads has a key per query head too."""
-    query, key, value = attention_inputs(device, dtype)
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel(kernels):
-        if device == "cpu" and wants_a_key_per_query_head(torch.device("cuda"), dtype, masked=window is not None):
-            out = causal_attention(query, *(x.repeat_interleave(4, 1) for x in (key, value)), None, window)
-        else:
-            out = causal_attention(query, key, value, None, window)
-        out.float().square().sum().backward()
-    place = torch.arange(LENGTH, device=device)
-    distance = place[:, None] - place
-    seen = (distance >= 0) & (distance < (window or LENGTH))
-    expected_in = [each.detach().float().requires_grad_() for each in (query, key, value)]
-    q, k, v = expected_in[0], *(each.repeat_interleave(4, 1) for each in expected_in[1:])
-    scores = (q @ k.transpose(2, 3) * DIM**-0.5).masked_fill(~seen, -torch.inf)
-    expected = scores.softmax(-1) @ v
-    expected.square().sum().backward()
-    close = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2}
-    torch.testing.assert_close(out.float(), expected, **close)
-    for actual, wanted in zip((query, key, value), expected_in, strict=True):
-        torch.testing.assert_close(actual.grad.float(), wanted.grad, **close)

@@ -100,20 +100,6 @@ def test_last_tokens_fill_the_limit_and_no_more() -> None:
     assert (micro.num_tokens, micro.hidden_N.tolist(), sorted(micro.column_N.tolist())) == (3, [2, 2], [0, 1])
 
 
-def test_a_row_that_ranks_share_holds_the_budget_of_each() -> None:
-    """Each rank has an equal slice of the row, and no more tokens in it than its own budget."""
-    batch = make_batch(30, seed=5)
-    for ranks in (1, 2, 4):
-        budget = Budget(25, ranks)
-        micros = Packing(budget).micro_batches(batch)
-        assert all(-(-tokens // ranks) <= 25 for tokens in micros.tokens)
-        assert max(micros.tokens) > 25 * (ranks - 1), "and the room is used"
-        assert (
-            sorted(np.concatenate([micro.column_N for micro in micros]))
-            == np.flatnonzero(batch["loss_mask_T"]).tolist()
-        )
-
-
 @pytest.mark.parametrize("cut", ["micro_batches", "last_token_micro_batches"])
 def test_a_sequence_that_no_row_holds_is_named_with_the_key(cut: str) -> None:
     batch = answers_to([1, 2, 3], [[4], [5, 6, 7, 8, 9]])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from in_place import write_in_place
-from rollout_helpers import VOCAB, answer, give_weights, make_prompts, rollout_config, write_model
+from rollout_helpers import VOCAB, answer, make_prompts, rollout_config, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from backends.hf.hf_model import build_model, named_weights, tensor_bytes
@@ -20,7 +20,7 @@ from backends.packed.packed_attention import Layout
 from backends.protocol import Rank
 from backends.torch_rollout.decode_check import check_decoding
 from backends.torch_rollout.engine import TorchRolloutEngine
-from backends.torch_rollout.fused import FusedForward, choose_forward
+from backends.torch_rollout.fused import FusedForward
 from backends.torch_rollout.runner import GenericForward
 from specs.errors import ModelError, RlctlError, SyncError
 from specs.wire.batch import Batch
@@ -195,13 +195,6 @@ def test_the_first_weights_prove_the_decoding(tmp_path: Path) -> None:
         check_decoding(engine.model, OffByOne(engine.model), engine.device)
 
 
-def test_a_block_that_only_looks_like_llama_keeps_the_generic_path(tmp_path: Path) -> None:
-    engine, _ = build(folder_of("qwen2", tmp_path))
-    mlp = engine.model.model.layers[0].mlp
-    mlp.act_fn = torch.nn.ReLU()
-    assert isinstance(choose_forward(engine.model, engine.device, 32), GenericForward)
-
-
 # ── weights written in place ───────────────────────────────────────────────────────────────────────
 
 
@@ -237,18 +230,6 @@ def test_half_written_weights_answer_nothing(tmp_path: Path) -> None:
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_what_the_fused_path_joins_is_never_copied(tmp_path: Path) -> None:
-    """Weights arrive where they stay, the first time and after each deep sleep."""
-    engine = TorchRolloutEngine.build(rollout_config(folder_of("qwen2", tmp_path)), Rank())
-    for _ in range(2):
-        places = {name: tensor.data_ptr() for name, tensor in engine._weights.items()}
-        give_weights(engine)
-        assert isinstance(engine._forward, FusedForward)
-        assert {name: tensor.data_ptr() for name, tensor in engine._weights.items()} == places
-        engine.sleep(2)
-        engine.wake(["weights", "kv_cache"])
 
 
 SLEEPER = """

@@ -31,7 +31,6 @@ from backends.ddp.engine import DdpTrainEngine
 from backends.hf.adapter_names import is_adapter, layer_of, peft_name
 from backends.hf.hf_model import build_model
 from backends.train.engine import HfTrainEngine
-from backends.train.lora import merge
 from backends.train.tensor_shards import ShardReader
 from rlctl.models.model_tensors import tensors_of_config
 from specs.errors import CheckpointError, ModelError
@@ -113,24 +112,6 @@ def test_merged_weights_are_the_adapted_model(tmp_path: Path, config: dict[str, 
     merged = weights_of(engine)
     plain.policy.model.load_state_dict({name: torch.from_numpy(value) for name, value in merged.items()}, strict=False)
     np.testing.assert_allclose(plain.forward(batch), with_adapters, atol=1e-5)
-
-
-def test_merging_holds_nothing_that_the_stream_takes_back() -> None:
-    """Tensors are overwritten as soon as the next one is asked for, as an engine's gather buffer would be."""
-    torch.manual_seed(0)
-    base, down, up = torch.randn(6, 5), torch.randn(2, 5), torch.randn(6, 2)
-    names = ("x.base_layer.weight", "x.base_layer.bias", "x.lora_A.default.weight", "x.lora_B.default.weight")
-    values = dict(zip(names, (base, torch.randn(6), down, up), strict=True))
-
-    def stream() -> Any:
-        for name, value in values.items():
-            shared = value.clone()
-            yield name, shared
-            shared.fill_(float("nan"))
-
-    merged = {name: value.clone() for name, value in merge(stream(), {"x"}, 3.0, ())}
-    assert list(merged) == ["x.bias", "x.weight"]
-    torch.testing.assert_close(merged["x.weight"], base + 3.0 * up @ down)
 
 
 # ── learning ──────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ import torch
 from gpu import on_cpu_and_gpu
 
 from backends.train import offload
-from backends.train.offload import Offloader, piece_sizes
+from backends.train.offload import Offloader
 
 
 class OffloadsAll(Offloader):
@@ -15,15 +15,6 @@ class OffloadsAll(Offloader):
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         return False
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 2**20 - 1, 2**20, 21_600_000_001, 2**34 + 2**20])
-def test_pinned_pieces_are_powers_of_two(nbytes: int) -> None:
-    """torch would round 21.6 GB in one piece up to 34.4 GB."""
-    sizes = piece_sizes(nbytes)
-    assert sum(sizes) == nbytes
-    assert sum(1 << (size - 1).bit_length() for size in sizes) - nbytes < 2**20
-    assert all(sizes)
 
 
 @pytest.mark.parametrize("device", on_cpu_and_gpu())

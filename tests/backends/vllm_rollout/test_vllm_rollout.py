@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import FAMILIES
 from numpy.typing import NDArray
-from rollout_helpers import answer, batch_of, give_weights, make_prompts, rollout_config
+from rollout_helpers import answer, make_prompts, rollout_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_process import VLLM_SHAPE, RemoteVllm, VllmProcess, fresh_vllm, needs_vllm, shared_folder
 
@@ -112,26 +112,6 @@ def test_greedy_takes_the_likeliest_and_reports_its_plain_logprob(engine: Remote
         np.testing.assert_allclose(logprobs, scores.max(-1).values.numpy(), atol=EXACT)
 
 
-def test_a_group_computes_its_prompt_once(engine: RemoteVllm, reference: Reference) -> None:
-    """A prompt of 70 tokens is two whole blocks of 32 and a rest: three of four samples find the blocks."""
-    prompt = np.random.default_rng(2).integers(2, 23, 70)
-    prompts = batch_of([prompt] * 4, np.arange(4), np.zeros(4, dtype=np.int64))
-    parts: list[Batch] = []
-    counters = engine.generate(prompts, Sampling(seed=1, max_response_tokens=8), parts.append)
-    assert counters["cached_prompt_tokens"] == 3 * 64
-    batch = Batch.concat(parts)
-    inside = batch["loss_mask_T"] == 1
-    np.testing.assert_allclose(batch["rollout_logprob_T"][inside], reference.logprobs(batch, 1.0)[inside], atol=EXACT)
-
-
-def test_a_failing_receiver_leaves_no_request_behind(engine: RemoteVllm) -> None:
-    prompts, sampling = make_prompts(16, 2), Sampling(seed=1, max_response_tokens=60)
-    before = answer(engine, prompts, sampling)
-    with pytest.raises(RuntimeError, match="the driver is gone"):
-        engine.generate(prompts, sampling, lambda part: None, fail_at_first=True)
-    assert answer(engine, prompts, sampling) == before
-
-
 def test_what_was_built(engine: RemoteVllm, reference: Reference) -> None:
     built = engine.built()
     assert built.model_class == "Qwen2ForCausalLM"
@@ -176,19 +156,6 @@ def test_the_probe_runs_between_waking_weights_and_cache(engine: RemoteVllm, ref
     batch = sample(engine)
     inside = batch["loss_mask_T"] == 1
     np.testing.assert_allclose(batch["rollout_logprob_T"][inside], later.logprobs(batch, 1.0)[inside], atol=EXACT)
-
-
-def test_sleep_gives_memory_back_and_cycles_stay_flat(engine: RemoteVllm) -> None:
-    """Resident memory after each of 12 cycles of sleep, wake, import and sampling: no growth after the first few."""
-    resident = []
-    for _ in range(12):
-        resident.append(engine.process.call("sleep", {"level": 2})[0]["rss_bytes"])
-        engine.wake(["weights"])
-        give_weights(engine)
-        engine.wake(["kv_cache"])
-        answer(engine, make_prompts())
-    slope = np.polyfit(np.arange(8), resident[4:], 1)[0]
-    assert slope < 2**20, [f"{value / 2**20:.1f} MiB" for value in resident]
 
 
 # ── tied embeddings, stop texts: a vLLM of their own ──────────────────────────────────────────────

@@ -73,7 +73,7 @@ def test_the_end_of_one_worker_is_the_samplers(trainer: HfTrainEngine, engine: R
     assert len(workers) == 2
     sampling = Sampling(seed=1, max_response_tokens=85)
     prompts = make_prompts(groups=16, group_size=8)
-    engine.process.begin("generate", {"sampling": sampling.model_dump(), "fail_at_first": False}, prompts.columns)
+    engine.process.begin("generate", {"sampling": sampling.model_dump()}, prompts.columns)
     time.sleep(0.5)
     os.kill(workers[1], signal.SIGKILL)
     killed = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
-from backends.train import weight_export
-from backends.train.weight_export import TensorWeight, spec_of
 from backends.weights import host_pieces
 from backends.weights.checksum import checksum_bytes
 from backends.weights.host_pieces import fill, pieces_of
@@ -74,25 +71,6 @@ def test_what_is_filled_from_blocks_is_there(device: str, count: int) -> None:
     if count:
         with pytest.raises(AssertionError):
             fill(target, cut(want_U[1:], 10))
-
-
-@pytest.mark.parametrize(("own", "sent"), [("float32", "fp32"), ("float32", "bf16"), ("bfloat16", "bf16")])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_weight_leaves_a_device_for_the_host(
-    device: str, own: str, sent: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In blocks that are cut otherwise than pieces are; and for a device, with the sum."""
-    monkeypatch.setattr(weight_export, "pieces_of", partial(pieces_of, staged=True))
-    tensor = torch.randn(37, 41, generator=torch.Generator().manual_seed(0)).to(getattr(torch, own)).to(device)
-    wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[sent]
-    want = tensor.to(wire).cpu().contiguous()
-    weight = TensorWeight(spec_of("w", ((37, 41), tensor.dtype), sent), tensor.T.contiguous().T, wire)  # type: ignore[arg-type]
-    whole_U = np.zeros(weight.spec.nbytes, dtype=np.uint8)
-    assert weight.copy_in_blocks(cut(whole_U, 100, 6, 500)) == checksum_bytes(tensor_bytes(want)) == weight.checksum()
-    np.testing.assert_array_equal(whole_U, tensor_bytes(want))
-    window_U = torch.zeros(weight.spec.nbytes, dtype=torch.uint8, device=device)
-    assert weight.copy_to(window_U) == word_sums([want])[0] == word_sums([tensor.to(wire)])[0]
-    np.testing.assert_array_equal(tensor_bytes(window_U), tensor_bytes(want))
 
 
 @pytest.mark.parametrize("device", DEVICES)

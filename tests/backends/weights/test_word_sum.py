@@ -70,19 +70,6 @@ def test_no_two_words_of_a_block_can_change_places_unseen() -> None:
     assert len(np.unique(high)) == len(high)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(LENGTHS[1:]), st.data())
-def test_another_length_shows(count: int, data: st.DataObject) -> None:
-    """Cut off, added to, or both with zeros that weigh nothing."""
-    kind = data.draw(st.sampled_from(["random", "zeros", "zeros at the end"]))
-    words = numbers(count) if kind == "random" else np.zeros(count, dtype=np.int16)
-    if kind == "zeros at the end":
-        words[: count // 2] = numbers(count // 2)
-    shorter = data.draw(st.integers(0, count - 1))
-    assert of(words[:shorter]) != of(words)
-    assert of(np.concatenate([words, np.zeros(data.draw(st.integers(1, 70_000)), dtype=np.int16)])) != of(words)
-
-
 def cuts(whole: Tensor) -> Iterator[list[Tensor]]:
     """Parts as tensor parallelism makes them of a matrix, and others."""
     yield [whole]

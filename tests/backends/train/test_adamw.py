@@ -9,7 +9,7 @@ import torch
 from peak_memory import MIB, grown_bytes
 
 from backends.train import gradient_norm as module
-from backends.train.gradient_norm import PIECE, gradient_norm
+from backends.train.adamw import PIECE, gradient_norm
 
 
 def test_it_is_the_root_of_the_exact_sum_of_squares(monkeypatch: pytest.MonkeyPatch) -> None:
