@@ -14,20 +14,20 @@ from specs.errors import ExportError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-Told = Callable[[int], None]  # called with the bytes of each finished tensor
+OnBytes = Callable[[int], None]  # called with the bytes of each finished tensor
 
 
-def write_folder(out: Path, tensors: Sequence[LazyTensor], shard_bytes: int, told: Told) -> None:
+def write_folder(out: Path, tensors: Sequence[LazyTensor], shard_bytes: int, on_bytes: OnBytes) -> None:
     """Files of at most `shard_bytes` each (a larger tensor has one of its own), and the index that names them where
     there are several. Holds one tensor at a time."""
     shards = _cut(tensors, shard_bytes)
     if len(shards) == 1:
-        write_file(out / SINGLE, shards[0], {"format": "pt"}, told)
+        write_file(out / SINGLE, shards[0], {"format": "pt"}, on_bytes)
         return
     place: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(out / name, shard, {"format": "pt"}, told)
+        write_file(out / name, shard, {"format": "pt"}, on_bytes)
         place |= {tensor.name: name for tensor in shard}
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}

@@ -175,12 +175,12 @@ class _Joined:
 def _counting(tensors: Sequence[LazyTensor], what: str, progress: Progress) -> Callable[[int], None]:
     total, done = sum(tensor.nbytes for tensor in tensors), 0
 
-    def told(nbytes: int) -> None:
+    def on_bytes(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         progress(what, done, total)
 
-    return told
+    return on_bytes
 
 
 def _generation_config(model_path: str, config: Any) -> GenerationConfig:
@@ -233,7 +233,7 @@ def prove_adapters(source: Source, out: Path, proof_file: Path) -> Proof:
     return Proof(len(weights), parameters, compared, undecided, "memory")
 
 
-def _compare_files(folder: SafetensorsReader, wanted: Sequence[LazyTensor], told: Callable[[int], None]) -> None:
+def _compare_files(folder: SafetensorsReader, wanted: Sequence[LazyTensor], on_bytes: Callable[[int], None]) -> None:
     odd = sorted(folder.names ^ {tensor.name for tensor in wanted})
     if odd:
         raise ExportError(f"{odd[0]} is in only one of the checkpoint and the exported model")
@@ -243,7 +243,7 @@ def _compare_files(folder: SafetensorsReader, wanted: Sequence[LazyTensor], told
             raise ExportError(f"{tensor.name} was exported as {shapes}")
         if not _same(folder.tensor(tensor.name), tensor.load()):
             raise ExportError(f"{tensor.name} has other values in the exported model than in the checkpoint")
-        told(tensor.nbytes)
+        on_bytes(tensor.nbytes)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -163,7 +163,7 @@ class MegatronTrainEngine(HfTrainEngine):
         self, micros: MicroBatches, columns: int, task_of: Callable[[MicroBatch, Staging], Task]
     ) -> NDArray[np.float32]:
         own = list(micros)
-        found = self.core.tell(*self._rows(own, micros.rounds, task_of))
+        found = self.core.evaluate(*self._rows(own, micros.rounds, task_of))
         said = torch.zeros(columns, device=self.device)
         for micro, said_N in zip(own, found, strict=False):  # the last stage alone has results
             said[torch.from_numpy(micro.column_N)] = said_N
@@ -216,7 +216,7 @@ class MegatronTrainEngine(HfTrainEngine):
         """At `hidden_N` of a row, on every rank; of a model that gives scores, what enters its head."""
         asked = len(micro.hidden_N)
         part = self._part(replace(micro, column_N=np.arange(asked)))
-        found = self.core.tell(*self._rows([part], 1, lambda *_: None))
+        found = self.core.evaluate(*self._rows([part], 1, lambda *_: None))
         width = self.core.config.hidden_size if self.map.scores else self.map.vocabulary
         said = torch.zeros(asked, width, device=self.device)
         if found:

@@ -36,8 +36,8 @@ from specs.schema.engines.megatron_table import MegatronTable
 from specs.wire.role_config import TrainConfig
 
 Row = tuple[Tensor, PackedRow]  # token ids [1, T], and the row
-Told = Callable[[Tensor, int], Any]  # hidden states [T, E] of a row, its number → what its head says
-Learned = Callable[[Tensor, int], LossResult]
+RowAnswer = Callable[[Tensor, int], Any]  # hidden states [T, E] of a row, its number → what its head says
+RowLoss = Callable[[Tensor, int], LossResult]
 
 
 class MegatronModel:
@@ -133,23 +133,23 @@ class MegatronModel:
         return count if len(self.chunks) == 1 else -(-count // self.group.stages) * self.group.stages
 
     @torch.no_grad()
-    def tell(self, rows: Sequence[Row], told: Told) -> list[Any]:
-        """Results of `told` on the last stage, row by row; nothing on the others."""
+    def evaluate(self, rows: Sequence[Row], answer: RowAnswer) -> list[Any]:
+        """Results of `answer` on the last stage, row by row; nothing on the others."""
         if not rows:
             return []
 
         def results(hidden_TE: Tensor, number: int, **_: Any) -> Any:
-            return told(hidden_TE, number)
+            return answer(hidden_TE, number)
 
         return self._schedule(rows, results, forward_only=True, collect_non_loss_data=True)
 
-    def learn(self, rows: Sequence[Row], learned: Learned) -> list[Any]:
-        """Add each row's gradients; what `learned` says besides the loss, as of `tell`."""
+    def learn(self, rows: Sequence[Row], row_loss: RowLoss) -> list[Any]:
+        """Add each row's gradients; what `row_loss` says besides the loss, as of `evaluate`."""
         if not rows:
             return []
 
         def results(hidden_TE: Tensor, number: int) -> tuple[Tensor, Tensor, Any]:
-            loss, *said = learned(hidden_TE, number)
+            loss, *said = row_loss(hidden_TE, number)
             return loss, torch.ones((), dtype=torch.int), said  # Megatron counts tokens, and nobody asks for them
 
         return self._schedule(rows, results, forward_only=False)

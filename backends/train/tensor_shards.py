@@ -93,7 +93,7 @@ class ShardReader:
                 break
             first, last = max(start, run.start), min(stop, run.stop)
             if first < last:
-                with _told(run.file.path):
+                with _as_checkpoint_errors(run.file.path):
                     run.file.read_into(target[first - start : last - start], run.key, first - run.start)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -146,7 +146,7 @@ class ShardReader:
         return found
 
     def _index(self, path: Path) -> None:
-        with _told(path):
+        with _as_checkpoint_errors(path):
             file = TensorFile(path)
             shapes = json.loads(file.header.metadata[_SHAPES])
             for key, entry in file.header.entries.items():
@@ -159,7 +159,7 @@ class ShardReader:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _as_checkpoint_errors(path: Path) -> Iterator[None]:
     """Turns errors of reading a file into CheckpointError with its path."""
     try:
         yield

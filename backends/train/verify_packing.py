@@ -57,15 +57,15 @@ def _verify_packing(
     share = can_share_prompts(model)
     whole = _test_row(model.config.get_text_config().vocab_size, share_prompts=share)
     dtype = computes_in or model.dtype
-    with _said_of(model, "packed sequences"), _plain_attention(model):
+    with _as_model_errors(model, "packed sequences"), _plain_attention(model):
         expected_T = _one_by_one(whole, lambda tokens_T: _plainly(run, tokens_T, device))
-    with _said_of(model, "packed sequences"):
+    with _as_model_errors(model, "packed sequences"):
         ours_T = _as_the_engine_does(run, model, device, whole, ALONE)
     _check(ours_T, expected_T, type(model).__name__, _what(model), dtype)
     if group.alone:
         return
     part = part_of(whole, group)
-    with _said_of(model, f"rows that {group.size} ranks share"):
+    with _as_model_errors(model, f"rows that {group.size} ranks share"):
         ours_N = _as_the_engine_does(run, model, device, part, group)
     gap = _most_of_group(_relative_gap(ours_N, expected_T[part.column_N]), group, device)
     if not gap < _largest(dtype):
@@ -109,7 +109,7 @@ def _what(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _said_of(model: PreTrainedModel, rows: str) -> Iterator[None]:
+def _as_model_errors(model: PreTrainedModel, rows: str) -> Iterator[None]:
     """Turn an error of a model's code into a ModelError."""
     try:
         yield

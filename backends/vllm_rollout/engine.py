@@ -21,7 +21,7 @@ from backends.rollout.stop_tokens import stop_tokens
 from backends.rollout.uniform import request_seeds
 from backends.vllm_rollout.read_back import checksum_of, word_sum_of
 from backends.vllm_rollout.vllm_adapters import adapter_request
-from backends.vllm_rollout.vllm_start import death_of_workers_told, has_sleep_mode, start_vllm
+from backends.vllm_rollout.vllm_start import has_sleep_mode, naming_dead_workers, start_vllm
 from specs.errors import ModelError, SyncError
 from specs.schema.engines.vllm_table import VllmTable
 from specs.schema.spec import WeightForm
@@ -221,7 +221,7 @@ class VllmRolloutEngine(RolloutEngine):
             for name, tokens, params in requests:
                 waiting.add(engine.add_request(name, tokens_input(tokens.tolist()), params, lora_request=self.request))
             while engine.has_unfinished_requests():
-                with death_of_workers_told(self.llm):
+                with naming_dead_workers(self.llm):
                     outputs = engine.step()
                 activity.count("decode step")
                 yield [output for output in outputs if output.finished]
@@ -247,7 +247,7 @@ class VllmRolloutEngine(RolloutEngine):
         self._forget_prefixes()
         if self._sleep_mode:
             if self._awake:
-                with death_of_workers_told(self.llm):
+                with naming_dead_workers(self.llm):
                     self.llm.sleep(level)
         else:
             self._say_how_it_sleeps()
@@ -265,7 +265,7 @@ class VllmRolloutEngine(RolloutEngine):
         for tag in (WEIGHTS, KV_CACHE):
             if tag in tags and tag not in self._awake:
                 if self._sleep_mode:
-                    with death_of_workers_told(self.llm):
+                    with naming_dead_workers(self.llm):
                         self.llm.wake_up([tag])
                 self._reclaim(tag)
                 self._awake.add(tag)
@@ -295,7 +295,7 @@ class VllmRolloutEngine(RolloutEngine):
         """Step until vLLM is idle, or it does not give its cache back: its scheduler tells the workers which requests
         are done with the next batch, and on a GPU it has one (empty) batch more in flight."""
         core = self.llm.llm_engine.engine_core.engine_core  # of the client in this process
-        with death_of_workers_told(self.llm):
+        with naming_dead_workers(self.llm):
             while core.scheduler.has_requests() or core.batch_queue:
                 self.llm.llm_engine.step()
 
@@ -328,7 +328,7 @@ class VllmRolloutEngine(RolloutEngine):
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of `WorkerExtension` on every worker."""
-        with death_of_workers_told(self.llm):
+        with naming_dead_workers(self.llm):
             results: list[Any] = self.llm.collective_rpc(method, args=args)
         return results
 

@@ -162,7 +162,7 @@ def vllm_version() -> str:
 
 
 @contextmanager
-def death_of_workers_told(llm: LLM) -> Iterator[None]:
+def naming_dead_workers(llm: LLM) -> Iterator[None]:
     """Turns errors caused by a dead worker into SamplerDied, so that the driver restarts the sampler."""
     try:
         yield

@@ -154,12 +154,12 @@ class JoinedGroup:
     def _finish(self, work: Any) -> None:
         with self._reaching_others():
             if self.device.type == "cpu":
-                self._wait_or_be_told(work)
+                self._wait_unless_lost(work)
             else:
-                self._look_or_be_told(work)
+                self._poll_unless_lost(work)
             work.wait()
 
-    def _wait_or_be_told(self, work: Any) -> None:
+    def _wait_unless_lost(self, work: Any) -> None:
         """Until gloo is done, well or not. Raises PeerGone as soon as the driver says that somebody is gone: gloo would
         wait for one whose network is down until its timeout."""
         while not work.is_completed():
@@ -169,7 +169,7 @@ class JoinedGroup:
                 if not work.is_completed():
                     lost_peers.check(self._others)
 
-    def _look_or_be_told(self, work: Any) -> None:
+    def _poll_unless_lost(self, work: Any) -> None:
         """The same for NCCL, whose own wait only puts the stream in line: from then on the process would hang in CUDA.
         Leaving lets go of the group, which aborts its communicator and with it the kernels that wait."""
         while not work.is_completed():

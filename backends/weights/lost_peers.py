@@ -15,18 +15,18 @@ LOOK_S = 0.2  # how often a wait looks whether it is in vain
 T = TypeVar("T")
 
 
-class _Told:
+class _Lost:
     call = 0  # the verb that waits for a rank that is gone
 
 
 def tell(call: int) -> None:
     """The driver says that this verb, which may not have begun, waits for a rank that is gone."""
-    _Told.call = call
+    _Lost.call = call
 
 
 def check(peer: str) -> None:
     """Raises PeerGone when the verb that is served waits for a rank that is gone."""
-    if _Told.call and _Told.call == activity.call():
+    if _Lost.call and _Lost.call == activity.call():
         raise PeerGone(peer, "is gone, the driver says")
 
 

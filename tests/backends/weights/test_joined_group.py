@@ -25,10 +25,10 @@ def test_who_looks_leaves_when_the_driver_says_that_somebody_is_gone() -> None:
     try:
         lost_peers.tell(7)
         with pytest.raises(PeerGone, match="is gone, the driver says"):
-            reader._look_or_be_told(work)
+            reader._poll_unless_lost(work)
         lost_peers.tell(0)
         writer.broadcast(0, 64)
-        reader._look_or_be_told(work)
+        reader._poll_unless_lost(work)
         assert torch.equal(reader._windows[0], sent_U)
     finally:
         lost_peers.tell(0)
