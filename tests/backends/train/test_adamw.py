@@ -8,7 +8,7 @@ import pytest
 import torch
 from peak_memory import MIB, grown_bytes
 
-from backends.train import gradient_norm as module
+from backends.train import adamw as module
 from backends.train.adamw import PIECE, gradient_norm
 
 
