@@ -60,7 +60,7 @@ def evaluate(
         raise UsageError(f"{what}: not the directory of a run, and a model says nothing of prompts", hint=hint)
     if run_dir is None and step is not None:
         raise UsageError(f"--step: {what} is a model, not a run", hint="leave it out")
-    source = _source(run_dir, spec_path)
+    source = SpecSource(spec_path, spec_path.absolute().parent) if spec_path else spec_source(Path(what), resume=True)
     more = [] if run_dir else [f"model.path={json.dumps(_model(what))}", "model.from_scratch=false"]
     spec = load_spec(source.path, [*overrides, *more], lambda note: None)
     if spec.eval is None:
@@ -112,13 +112,6 @@ def without_learning(spec: Spec, *, adapters: bool) -> Spec:
     its own; a model of its own has none."""
     actor = spec.actor if adapters else spec.actor.model_copy(update={"lora": None})
     return spec.model_copy(update={"algorithm": PLAIN, ACTOR: actor, REF: None, CRITIC: None, "tracking": ()})
-
-
-def _source(run_dir: Path | None, spec_path: Path | None) -> SpecSource:
-    if spec_path is not None:
-        return SpecSource(spec_path, spec_path.absolute().parent)
-    assert run_dir is not None
-    return spec_source(run_dir, resume=True)
 
 
 def _model(what: str) -> str:

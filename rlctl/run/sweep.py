@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rlctl.processes.placement import usable_cores
@@ -42,12 +42,7 @@ from rlctl.cli import main
 sys.exit(main(["train", *sys.argv[1:]]))"""
 
 
-@dataclass(frozen=True)
-class Swept:
-    """Hold a key and the values that it takes, as they are written after `--set`."""
-
-    key: str
-    values: tuple[str, ...]
+Swept = dict[str, tuple[str, ...]]  # key → the values that it takes, as they are written after `--set`
 
 
 def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: int, dry_run: bool) -> int:
@@ -60,7 +55,7 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
     trials, folder = plan(spec_path, fixed, swept, folder)
     if (folder / "resolved.json").exists():
         raise UsageError(f"--dir {folder}: holds a run of its own", hint="name a folder for the runs of the sweep")
-    table = SweepTable([one.key for one in swept], trials, folder)
+    table = SweepTable(list(swept), trials, folder)
     if dry_run:
         table.print_plan()
         return 0
@@ -81,10 +76,10 @@ def sweep(spec_path: Path, overrides: Sequence[str], folder: Path | None, jobs: 
 # ── which runs ────────────────────────────────────────────────────────────────────────────────────
 
 
-def expand(overrides: Sequence[str]) -> tuple[list[str], list[Swept]]:
+def expand(overrides: Sequence[str]) -> tuple[list[str], Swept]:
     """Divide settings into those of every run and those that have several values. Raises UsageError."""
     fixed: list[str] = []
-    swept: list[Swept] = []
+    swept: Swept = {}
     for text in overrides:
         key, equals, value = text.partition("=")
         values = split_values(value) if equals else (value,)
@@ -98,9 +93,9 @@ def expand(overrides: Sequence[str]) -> tuple[list[str], list[Swept]]:
             raise UsageError(f"--set {text}: a value is empty", hint="write VALUE,VALUE")
         if twice := [value for value, count in Counter(values).items() if count > 1]:
             raise UsageError(f"--set {text}: {twice[0]} stands twice", hint="write each value once")
-        if any(key == other.key for other in swept):
+        if key in swept:
             raise UsageError(f"--set {text}: {key} is swept already", hint="write all its values in one --set")
-        swept.append(Swept(key, values))
+        swept[key] = values
     return fixed, swept
 
 
@@ -125,13 +120,10 @@ def split_values(text: str) -> tuple[str, ...]:
     return tuple(value.strip() for value in values)
 
 
-def plan(
-    spec_path: Path, fixed: Sequence[str], swept: Sequence[Swept], folder: Path | None
-) -> tuple[list[Trial], Path]:
+def plan(spec_path: Path, fixed: Sequence[str], swept: Swept, folder: Path | None) -> tuple[list[Trial], Path]:
     """Return a trial for each combination, and the folder of all. Raises SpecError with what is wrong in any of them,
     each problem once."""
-    products = itertools.product(*(one.values for one in swept))
-    combined = [dict(zip([one.key for one in swept], values, strict=True)) for values in products]
+    combined = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     found: dict[str, tuple[Problem, list[str]]] = {}
     trials: list[Trial] = []
     for name, values in zip(_names(combined), combined, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,7 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
         "tokens per second": count(sum(speed) / len(speed) if speed else None),
     }
     tiles |= {heading: _first_and_last(points(records, key)) for heading, key in eval_keys.keys(records).items()}
-    if finished := points(steps, "rollout/finished"):
-        tiles["completions finished"] = f"{share(finished[0][1])} → {share(finished[-1][1])}"
+    tiles["completions finished"] = _first_and_last(points(steps, "rollout/finished"), share)
     if failed := sum(map(_failures, steps)):
         tiles["failed grades"] = count(failed)
     if restarts := max((y for _, y in points(steps, "rollout/restarts")), default=0):
@@ -164,8 +163,8 @@ def _summary(records: Records, run: dict[str, Any]) -> str:
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def _first_and_last(series: Sequence[Point]) -> str:
-    return f"{number(series[0][1])} → {number(series[-1][1])}" if series else ""
+def _first_and_last(series: Sequence[Point], write: Callable[[float], str] = number) -> str:
+    return f"{write(series[0][1])} → {write(series[-1][1])}" if series else ""
 
 
 def _failures(record: dict[str, Any]) -> float:

@@ -12,7 +12,7 @@ import pytest
 from running import metrics, preset, start, steps_done, wait_for, warm_rlctl, workers_of
 
 from rlctl.run.run_lock import owner_of
-from rlctl.run.sweep import Swept, expand, plan, split_values, sweep
+from rlctl.run.sweep import expand, plan, split_values, sweep
 from rlctl.run.train import print_result
 from specs.errors import RunDirError, SpecError, UsageError
 
@@ -39,7 +39,7 @@ def test_commas_divide_values(text: str, values: tuple[str, ...]) -> None:
 def test_keys_with_several_values_are_swept_and_the_others_are_fixed() -> None:
     fixed, swept = expand(["run.steps=3", "run.seed=0,1", "actor.devices=[0, 1]"])
     assert fixed == ["run.steps=3", "actor.devices=[0, 1]"]
-    assert swept == [Swept("run.seed", ("0", "1"))]
+    assert swept == {"run.seed": ("0", "1")}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_cannot_be_swept(settings: list[str], said: str) -> None:
 
 
 def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path) -> None:
-    swept = [Swept("actor.optimizer.lr", ("1e-3", "1e-2")), Swept("run.seed", ("0", "1"))]
+    swept = {"actor.optimizer.lr": ("1e-3", "1e-2"), "run.seed": ("0", "1")}
     trials, folder = plan(spec, ["run.steps=3"], swept, tmp_path / "out")
     assert folder == tmp_path / "out"
     assert [trial.name for trial in trials] == ["lr_1e-3-seed_0", "lr_1e-3-seed_1", "lr_1e-2-seed_0", "lr_1e-2-seed_1"]
@@ -69,7 +69,7 @@ def test_every_combination_has_a_name_and_a_directory(spec: Path, tmp_path: Path
 
 def test_what_is_wrong_in_any_run_is_said_before_the_first(spec: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
-        plan(spec, ["run.stepz=1"], [Swept("actor.optimizer.lr", ("1e-3", "x"))], tmp_path / "out")
+        plan(spec, ["run.stepz=1"], {"actor.optimizer.lr": ("1e-3", "x")}, tmp_path / "out")
     assert {(problem.key, "(in lr_x)" in problem.message) for problem in caught.value.problems} == {
         ("run.stepz", False),
         ("actor.optimizer.lr", True),
