@@ -87,22 +87,21 @@ def render_comparison(runs: Sequence[ComparedRun], target: Path) -> str:
     return page(title, "".join(parts))
 
 
-def differing(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Return the values of each dotted key that the runs do not share, but for their names; None: it has none."""
+def differences(runs: Sequence[ComparedRun]) -> Rows:
+    """Return a row for each dotted key whose values the runs do not share, but for their names."""
     flat = [flattened(run.resolved) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values if key != "run.name")
     found = {key: [values.get(key) for values in flat] for key in keys}
-    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
-
-
-def differences(runs: Sequence[ComparedRun]) -> Rows:
-    found = differing(runs)
-    rows = [[key, *("–" if value is None else str(value) for value in values)] for key, values in found.items()]
+    rows = [
+        [key, *("–" if value is None else str(value) for value in values)]
+        for key, values in found.items()
+        if any(value != values[0] for value in values)
+    ]
     return ["key", *(run.name for run in runs)], rows
 
 
 def finals(runs: Sequence[ComparedRun]) -> Rows:
-    keys = _evaluations(runs) | FINALS
+    keys = eval_keys.keys(line for run in runs for line in run.records) | FINALS
     rows = []
     for run in runs:
         steps = [line["step"] for line in run.records]
@@ -116,15 +115,11 @@ def finals(runs: Sequence[ComparedRun]) -> Rows:
     return ["run", "steps", "end", "time", *keys], rows
 
 
-def _evaluations(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """Return heading → key of what every evaluation of any run shows first."""
-    return eval_keys.keys(line for run in runs for line in run.records)
-
-
 def _charts(runs: Sequence[ComparedRun]) -> str:
     """Draw a chart of each metric, with a line for each run: as many runs as can be told apart."""
     wanted = {"Reward": ("reward/mean", "")}
-    wanted |= {heading[0].upper() + heading[1:]: (key, "") for heading, key in _evaluations(runs).items()}
+    evaluated = eval_keys.keys(line for run in runs for line in run.records)
+    wanted |= {heading[0].upper() + heading[1:]: (key, "") for heading, key in evaluated.items()}
     wanted["Reward spread"] = ("reward/std", "standard deviation")
     for title, unit, keys in CHARTS:
         for label, key in keys.items():

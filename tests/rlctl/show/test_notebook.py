@@ -52,7 +52,7 @@ def test_a_notebook_gets_one_output_that_is_updated(monkeypatch: pytest.MonkeyPa
     assert printed.getvalue() == "", "nothing beside it"
 
 
-@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}, {}])
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"FORCE_COLOR": "1"}, {}])
 def test_no_panel_where_nothing_can_be_drawn_over(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TERM"):
         monkeypatch.delenv(name, raising=False)

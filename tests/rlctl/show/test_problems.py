@@ -25,9 +25,3 @@ def test_many_get_a_line_each_below_their_reason(capsys: pytest.CaptureFixture[s
     assert lines[:2] == ["error: unknown key", "  run.key_0 = 0 · hint: remove it"]
     assert lines[-2] == "error: run.steps = 0: must be greater than 0 · hint: use 1"
     assert len(lines) == 33
-
-
-def test_colours_stand_on_the_words_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    print_problems(Screen(), "warning", [STEPS])
-    assert capsys.readouterr().out.startswith("\x1b[1;33mwarning:\x1b[0m run.steps")

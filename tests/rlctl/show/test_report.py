@@ -19,7 +19,7 @@ import pytest
 from rlctl.show.charts import chart, thin
 from rlctl.show.journal import Journal
 from rlctl.show.report import render, write_report
-from rlctl.show.report_compare import differing, finals, read_runs, render_comparison
+from rlctl.show.report_compare import differences, finals, read_runs, render_comparison
 from rlctl.show.report_page import SCRIPT
 from specs.errors import RunDirError
 
@@ -107,12 +107,6 @@ def test_a_full_run_is_on_the_page(tmp_path: Path) -> None:
     assert "restart" not in text, "nor does a phase that took no time need a band"
     assert 'href="logs"' in source
     assert 'href="checkpoints"' not in source, "no link to what is not there"
-
-
-def test_a_resumed_run_is_shown_by_its_newest_spec(tmp_path: Path) -> None:
-    fill(tmp_path, 7)
-    (tmp_path / "resolved.attempt_2.json").write_text(json.dumps({"run": {"name": "x", "steps": 240}}))
-    assert "7 of 240" in page_of(tmp_path)[1]
 
 
 def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
@@ -212,8 +206,9 @@ def test_attempts_and_forks_are_listed(tmp_path: Path) -> None:
         Journal(tmp_path, attempt).add("start", overrides=[f"run.steps={attempt}"])
         Journal(tmp_path, attempt).add("end", outcome=outcome, error="a <reason>" * (attempt == 1))
     (tmp_path / "forked_from.json").write_text(json.dumps({"run": "/runs/base", "step": 40}))
+    (tmp_path / "resolved.attempt_2.json").write_text(json.dumps({"run": {"name": "x", "steps": 240}}))
     _, text = page_of(tmp_path)
-    for part in ("Attempts", "Forked from /runs/base at step 40", "a <reason>", "run.steps=2"):
+    for part in ("3 of 240", "Attempts", "Forked from /runs/base at step 40", "a <reason>", "run.steps=2"):
         assert part in text
 
 
@@ -338,7 +333,8 @@ def test_runs_are_compared_by_curves_specs_and_ends(tmp_path: Path) -> None:
     Journal(tmp_path / "high" / "run", 1).add("end", outcome="done")
     runs = read_runs([tmp_path / "low" / "run", tmp_path / "high" / "run"])
     assert [run.name for run in runs] == ["low/run", "high/run"]
-    assert differing(runs) == {"actor.optimizer.lr": [1e-6, 1e-3], "reward.terms.0.weight": [1e-6, 1e-3]}
+    changed = [[key, "1e-06", "0.001"] for key in ("actor.optimizer.lr", "reward.terms.0.weight")]
+    assert differences(runs) == (["key", "low/run", "high/run"], changed)
     headings, rows = finals(runs)
     table = [dict(zip(headings, row, strict=True)) for row in rows]
     assert [row["steps"] for row in table] == ["20", "40"]
