@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import numpy as np
 
+from specs.schema.algorithms.algorithm import AnyLoss
 from specs.schema.role_section import Optimizer
 from specs.wire.batch import Batch
 from specs.wire.role_config import ModelConfig, RolloutConfig, TrainConfig
@@ -98,9 +100,40 @@ def rollout_config(model: ModelConfig, engine: dict[str, Any], prompt_tokens: in
     )
 
 
-def group_prompts(groups: int, group_size: int, tokens: int) -> Batch:
-    """Random prompts for `SMALL` without its special tokens, each repeated for its group."""
-    rows = np.random.default_rng(0).integers(2, SMALL["vocab_size"], (groups, tokens))
+def torch_sampler(model: ModelConfig, prompt_tokens: int, **keys: Any) -> tuple[Any, Any]:
+    """A random model and the `torch` rollout engine with its weights."""
+    from backends.hf.hf_model import build_model
+    from backends.protocol import Rank
+    from backends.torch_rollout.engine import TorchRolloutEngine
+    from backends.weights.tensor_bytes import named_weights, tensor_bytes
+
+    built = build_model(model, load_weights=True)
+    engine = TorchRolloutEngine.build(rollout_config(model, {"kind": "torch", **keys}, prompt_tokens), Rank())
+    weights = named_weights(built)
+    for spec in engine.weight_specs():
+        engine.import_weight(spec, tensor_bytes(weights[spec.name]))
+    engine.finish_import()
+    return built, engine
+
+
+def ddp_step(config: TrainConfig, batch: Batch, loss: AnyLoss, longest: int) -> Callable[[], tuple[float, float]]:
+    """One optimizer step of the `ddp` engine, which returns the loss and the gradient's norm."""
+    from backends.ddp.engine import DdpTrainEngine
+    from backends.protocol import LossScale, Rank
+
+    engine = DdpTrainEngine.build(config, Rank())
+    scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), longest)
+
+    def step() -> tuple[float, float]:
+        sums = engine.forward_backward(batch, loss, scale)
+        return float(sums["loss"]), engine.optim_step().grad_norm
+
+    return step
+
+
+def group_prompts(groups: int, group_size: int, tokens: int, vocabulary: int) -> Batch:
+    """Random prompts without special tokens, each repeated for its group."""
+    rows = np.random.default_rng(0).integers(2, vocabulary, (groups, tokens))
     group_B = np.repeat(np.arange(groups), group_size)
     return Batch(
         {
@@ -114,3 +147,19 @@ def group_prompts(groups: int, group_size: int, tokens: int) -> Batch:
             "row_B": group_B,
         }
     )
+
+
+def spec_text(folder: Path, steps: int, prompts: tuple[int, int], tokens: tuple[int, int], more: dict[str, str]) -> str:
+    """A GRPO spec for the model, data and reward in `folder`. `prompts`: of a step, and completions of each.
+    `tokens`: most of a prompt, and of a completion. `more`: other lines, by table."""
+    tables = {
+        "run": f'name = "bench"\nsteps = {steps}',
+        "model": f"path = {json.dumps(str(folder / 'model'))}",
+        "data": f"train = {json.dumps(str(folder / 'data.jsonl'))}\nprompts_per_step = {prompts[0]}\n"
+        f"max_prompt_tokens = {tokens[0]}\nmax_response_tokens = {tokens[1]}",
+        "reward": f'terms = [{{ kind = "function", path = {json.dumps(str(folder / "reward.py:score"))} }}]',
+        "algorithm": f'kind = "grpo"\ngroup_size = {prompts[1]}',
+        "checkpoint": f"every = {steps}",
+    }
+    names = dict.fromkeys((*tables, *more))
+    return "schema = 1\n" + "".join(f"[{name}]\n{tables.get(name, '')}\n{more.get(name, '')}\n" for name in names)

@@ -305,61 +305,27 @@ def run_rows(found: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def spec_text(size: Size, folder: Path, transport: str, rollout: str) -> str:
-    device = "devices = [0]" if size.device == "cuda" else ""
+    from _bench import spec_text
+
+    role = f'dtype = "{size.dtype}"' + ("\ndevices = [0]" if size.device == "cuda" else "")
     engine = '{ kind = "vllm", gpu_memory_utilization = 0.5 }' if rollout == "vllm" else '{ kind = "torch" }'
-    return f"""schema = 1
-[run]
-name = "prove-gpu"
-steps = {size.steps}
-colocate = "always"
-[model]
-path = {json.dumps(str(folder / "model"))}
-from_scratch = true
-[data]
-train = {json.dumps(str(folder / "data.jsonl"))}
-prompts_per_step = {size.prompts}
-max_prompt_tokens = 32
-max_response_tokens = {size.response_tokens}
-[reward]
-terms = [{{ kind = "function", path = {json.dumps(str(folder / "reward.py") + ":score")} }}]
-[algorithm]
-kind = "grpo"
-group_size = {size.group}
-[actor]
-{device}
-dtype = "{size.dtype}"
-micro_batch_tokens = {size.micro_batch_tokens}
+    actor = f"""micro_batch_tokens = {size.micro_batch_tokens}
 optimizer = {{ lr = 1e-6 }}
 engine = {{ kind = "ddp", logits_chunk_tokens = 1024 }}
-[rollout]
-{device}
-dtype = "{size.dtype}"
-engine = {engine}
-[sync]
-transport = "{transport}"
-[checkpoint]
-every = {size.steps}
-"""
+{role}"""
+    more = {"run": 'colocate = "always"', "model": "from_scratch = true", "actor": actor}
+    more |= {"rollout": f"engine = {engine}\n{role}", "sync": f'transport = "{transport}"'}
+    return spec_text(folder, size.steps, (size.prompts, size.group), (32, size.response_tokens), more)
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> None:
     """Config, a tokenizer that knows every id, data and a reward. The weights are drawn by the run."""
-    from tiny_model import END, tokenizer_json
+    from tiny_model import write_bytes_tokenizer, write_task
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = tokenizer_json("bytes")
-    vocab: dict[str, int] = tokenizer["model"]["vocab"]
-    for index in range(len(vocab), config["vocab_size"]):
-        vocab[f"w{index}"] = index
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    about = {"tokenizer_class": "Qwen2Tokenizer", "pad_token": END, "eos_token": END, "unk_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": None, "add_prefix_space": False}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
-    rows = [json.dumps({"prompt": f"question {number}", "answer": ""}) for number in range(256)]
-    (folder.parent / "data.jsonl").write_text("\n".join(rows) + "\n")
-    reward = "def score(prompt: str, completion: str, row: dict) -> float:\n    return float(len(completion) % 2)\n"
-    (folder.parent / "reward.py").write_text(reward)
+    write_bytes_tokenizer(folder, config["vocab_size"])
+    write_task(folder.parent, [f"question {number}" for number in range(256)])
 
 
 def cannot_run() -> str | None:
@@ -379,40 +345,20 @@ def no_vllm() -> str | None:
 def measure_decoding(size: Size, folder: Path) -> Figures:
     """The `torch` rollout engine: tokens per second, and seconds of a decode step."""
     import _bench
-    import numpy as np
     import torch
 
-    from backends.hf.hf_model import build_model
-    from backends.protocol import Rank
-    from backends.torch_rollout.engine import TorchRolloutEngine
-    from backends.weights.tensor_bytes import named_weights, tensor_bytes
-    from specs.wire.batch import Batch
     from specs.wire.role_config import Sampling
 
     folder.mkdir(parents=True, exist_ok=True)
     config = size.config("0.5B")
     _bench.write_config(folder, config)
     prompt_tokens = 32
-    about = _bench.model_config(
-        str(folder), prompt_tokens + size.decode_steps, dtype=size.dtype, device=device_of(size)
-    )
-    engine_table = {"kind": "torch", "max_sequences": max(size.decode_batches)}
-    engine = TorchRolloutEngine.build(_bench.rollout_config(about, engine_table, prompt_tokens), Rank())
-    weights = named_weights(build_model(about, load_weights=True))
-    for spec in engine.weight_specs():
-        engine.import_weight(spec, tensor_bytes(weights.pop(spec.name)))
-    engine.finish_import()
+    longest = prompt_tokens + size.decode_steps
+    about = _bench.model_config(str(folder), longest, dtype=size.dtype, device=device_of(size))
+    _, engine = _bench.torch_sampler(about, prompt_tokens, max_sequences=max(size.decode_batches))
     found: Figures = {}
     for count in size.decode_batches:
-        rng = np.random.default_rng(0)
-        prompts = Batch(
-            {
-                "tokens_T": rng.integers(2, config["vocab_size"], count * prompt_tokens).astype(np.int32),
-                "length_B": np.full(count, prompt_tokens),
-                **{name: np.arange(count) for name in ("prefix_B", "group_B", "rollout_B", "id_B", "row_B")},
-                "position_B": np.zeros(count, dtype=np.int64),
-            }
-        )
+        prompts = _bench.group_prompts(count, 1, prompt_tokens, config["vocab_size"])
         taken = []
         for seed in range(3):
             wait(size)
@@ -518,8 +464,6 @@ def our_step(size: Size, folder: Path, attention: str, kernels: str = "torch") -
     import _bench
     import numpy as np
 
-    from backends.ddp.engine import DdpTrainEngine
-    from backends.protocol import LossScale, Rank
     from specs.schema.algorithms.algorithm_tables import PpoClip
     from specs.schema.engines.ddp_table import DdpTable
     from specs.wire.batch import Batch
@@ -528,25 +472,17 @@ def our_step(size: Size, folder: Path, attention: str, kernels: str = "torch") -
         str(folder), size.train_length, dtype=size.dtype, device=device_of(size), attn_implementation=attention
     )
     table = DdpTable.model_validate({"logits_chunk_tokens": 1024, "kernels": kernels})
-    engine = DdpTrainEngine.build(_bench.actor_config(about, table, size.micro_batch_tokens), Rank())
     rng, count, length = np.random.default_rng(0), size.train_sequences, size.train_length
-    total = count * length
     columns = {
         "length_B": np.full(count, length, dtype=np.int64),
         "tokens_T": tokens_of(size, folder).reshape(-1).astype(np.int32),
         "loss_mask_T": np.tile(np.arange(length) >= PROMPT, count).astype(np.int8),
         "advantage_T": np.repeat(rng.normal(size=count), length).astype(np.float32),
-        "rollout_logprob_T": np.full(total, -4.0, dtype=np.float32),
+        "rollout_logprob_T": np.full(count * length, -4.0, dtype=np.float32),
     }
-    batch, loss = Batch(columns), PpoClip(anchor="current")
-    scale = LossScale(int(columns["loss_mask_T"].sum()), count, length)
-
-    def step() -> float:
-        sums = engine.forward_backward(batch, loss, scale)
-        engine.optim_step()
-        return float(sums["loss"])
-
-    return step
+    config = _bench.actor_config(about, table, size.micro_batch_tokens)
+    step = _bench.ddp_step(config, Batch(columns), PpoClip(anchor="current"), length)
+    return lambda: step()[0]
 
 
 def plain_step(size: Size, folder: Path, attention: str) -> Callable[[], float]:

@@ -24,8 +24,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from backends.hf.hf_model import build_model, named_weights, tensor_bytes
-from backends.protocol import Rank
 from backends.torch_rollout.engine import TorchRolloutEngine
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
@@ -39,8 +37,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model, engine = build(folder)
-        prompts = _bench.group_prompts(GROUPS, GROUP_SIZE, PROMPT_TOKENS)
+        _bench.write_config(folder, _bench.SMALL)
+        config = _bench.model_config(folder, PROMPT_TOKENS + max(WORKS.values()))
+        model, engine = _bench.torch_sampler(config, PROMPT_TOKENS)
+        prompts = _bench.group_prompts(GROUPS, GROUP_SIZE, PROMPT_TOKENS, _bench.SMALL["vocab_size"])
         gc.freeze()  # as a role does once it is built; for both sides
         table = Table("work", "limit", "ours tok/s", "generate tok/s", "mean length", "ratio")
         for name in options.work or WORKS:
@@ -50,18 +50,6 @@ def main() -> None:
             rates = [f"{1 / median(side):,.0f}" for side in (ours, theirs)]
             table.add_row(name, str(limit), *rates, f"{length:.0f}", f"{ratio:.1f}x")
     Console().print(table)
-
-
-def build(folder: str) -> tuple[PreTrainedModel, TorchRolloutEngine]:
-    _bench.write_config(folder, _bench.SMALL)
-    config = _bench.model_config(folder, PROMPT_TOKENS + max(WORKS.values()))
-    model = build_model(config, load_weights=True)
-    engine = TorchRolloutEngine.build(_bench.rollout_config(config, {"kind": "torch"}, PROMPT_TOKENS), Rank())
-    weights = named_weights(model)
-    for spec in engine.weight_specs():
-        engine.import_weight(spec, tensor_bytes(weights[spec.name]))
-    engine.finish_import()
-    return model, engine
 
 
 def compare(

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 
-from _bench import SMALL, actor_config, model_config, write_config
+from _bench import SMALL, actor_config, ddp_step, model_config, write_config
 
 PROMPT_TOKENS = 12
 
@@ -40,9 +40,9 @@ def main() -> None:
         write_config(folder, {**SMALL, "tie_word_embeddings": True, "vocab_size": args.vocabulary})
         for name in ("short ragged", "long tail"):
             batch = make_batch(np.random.default_rng(0), name)
-            ours = ours_step(folder, batch, args.micro_batch_tokens)
+            ours = engine_step(folder, batch, args.micro_batch_tokens, "lm")
             if args.against == "critic":
-                other = critic_step(folder, batch, args.micro_batch_tokens)
+                other = engine_step(folder, batch, args.micro_batch_tokens, "value")
             else:
                 other = padded_step(folder, batch, args.padded_batch)
             report(name, batch, ours, other, args.against, args.rounds)
@@ -73,32 +73,14 @@ def make_batch(rng, name):
     )
 
 
-def ours_step(folder, batch, micro_batch_tokens):
-    from specs.schema.algorithms.algorithm_tables import PpoClip
-
-    return engine_step(folder, batch, micro_batch_tokens, "lm", PpoClip(anchor="current"))
-
-
-def critic_step(folder, batch, micro_batch_tokens):
-    from specs.schema.algorithms.algorithm_tables import ValueLoss
-
-    return engine_step(folder, batch, micro_batch_tokens, "value", ValueLoss(value_clip=0.2))
-
-
-def engine_step(folder, batch, micro_batch_tokens, head, loss):
-    from backends.ddp.engine import DdpTrainEngine
-    from backends.protocol import LossScale, Rank
+def engine_step(folder, batch, micro_batch_tokens, head):
+    from specs.schema.algorithms.algorithm_tables import PpoClip, ValueLoss
     from specs.schema.engines.ddp_table import DdpTable
 
-    config = actor_config(model_config(folder, 512, head=head), DdpTable(), micro_batch_tokens)
-    engine = DdpTrainEngine.build(config, Rank())
-    scale = LossScale(int(batch["loss_mask_T"].sum()), len(batch), 256)
-
-    def step():
-        sums = engine.forward_backward(batch, loss, scale)
-        return sums["loss"], engine.optim_step().grad_norm
-
-    return step
+    loss = PpoClip(anchor="current") if head == "lm" else ValueLoss(value_clip=0.2)
+    return ddp_step(
+        actor_config(model_config(folder, 512, head=head), DdpTable(), micro_batch_tokens), batch, loss, 256
+    )
 
 
 def padded_step(folder, batch, padded_batch):

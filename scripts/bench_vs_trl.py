@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 TRL_PACKAGES = ("trl==1.16.*", "transformers==5.23.0", "datasets", "accelerate")
 TORCH = "torch==2.13.0"
 WARM_UP = 3  # steps left out
+ENVIRONMENT = dict(os.environ)  # before `_bench` says how OpenMP threads wait
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,14 @@ WORKS = {
 }
 
 
-@dataclass
-class Timings:
-    """Times of the steps after the warm-up."""
+Timings = dict[str, list[float]]
+"""Of each step after the warm-up."""
+RECORDED = {"step_s": "time/step_s", "generate_s": "time/rollout_s", "length": "rollout/length_mean"}
 
-    step_s: list[float] = field(default_factory=list)
-    generate_s: list[float] = field(default_factory=list)
-    length: list[float] = field(default_factory=list)
 
-    def add(self, step_s: list[float], generate_s: list[float], length: list[float]) -> None:
-        self.step_s += step_s[WARM_UP:]
-        self.generate_s += generate_s[WARM_UP:]
-        self.length += length[WARM_UP:]
+def add(timings: Timings, found: Timings) -> None:
+    for name, values in found.items():
+        timings.setdefault(name, []).extend(values[WARM_UP:])
 
 
 @dataclass(frozen=True)
@@ -94,11 +91,14 @@ class Bench:
 
     def lay_out(self) -> None:
         """Model folder with weights, data file and reward."""
-        make_model(self.folder / "model", self.work.vocab)
-        lines = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in self.prompts]
-        (self.folder / "data.jsonl").write_text("\n".join(lines) + "\n")
-        reward = "def score(prompt: str, completion: str, row: dict) -> float:\n    return float(len(completion) % 2)\n"
-        (self.folder / "reward.py").write_text(reward)
+        from _bench import SMALL, write_model
+        from tiny_model import write_bytes_tokenizer, write_task
+
+        shape = {**SMALL, "vocab_size": self.work.vocab, "max_position_embeddings": 512}
+        count = write_model(self.folder / "model", {**shape, "bos_token_id": None, "eos_token_id": 0})
+        write_bytes_tokenizer(self.folder / "model", self.work.vocab)
+        write_task(self.folder, self.prompts)
+        print(f"model: {count / 1e6:.2f}M parameters, vocabulary {self.work.vocab}")
 
     @property
     def layouts(self) -> list[Layout]:
@@ -107,7 +107,7 @@ class Bench:
 
     def environment(self, layout: Layout) -> dict[str, str]:
         threads = str(self.threads // layout.processes)
-        return {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": layout.policy, "HF_HUB_OFFLINE": "1"}
+        return {**ENVIRONMENT, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": layout.policy, "HF_HUB_OFFLINE": "1"}
 
     def run_trl(self, timings: Timings, steps: int, layout: Layout) -> None:
         order = {
@@ -118,87 +118,33 @@ class Bench:
             "steps": WARM_UP + steps,
             "threads": self.threads // layout.processes,
             "processes": layout.processes,
-            "seed": len(timings.step_s),
+            "seed": len(timings.get("step_s", [])),
             "out": str(self.folder / "trl"),
         }
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", layout.processes]
         python = [TRL_PYTHON, *(launcher if layout.processes > 1 else [])]
         text = call([*python, ROOT / "scripts" / "trl_side.py", json.dumps(order)], self.environment(layout))
         found = json.loads(next(line for line in text.splitlines() if line.startswith("RESULT "))[7:])
-        timings.add(found["step_s"], found["generate_s"], found["length"])
+        add(timings, found)
 
     def run_rlctl(self, timings: Timings, steps: int, layout: Layout) -> None:
         spec = self.folder / "spec.toml"
-        spec.write_text(self.spec(WARM_UP + steps, layout, seed=len(timings.step_s)))
+        spec.write_text(self.spec(WARM_UP + steps, layout, seed=len(timings.get("step_s", []))))
         run_dir = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
         call([sys.executable, "-m", "rlctl", "train", spec, "--run-dir", run_dir], self.environment(layout))
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        timings.add(
-            *([record[key] for record in records] for key in ("time/step_s", "time/rollout_s", "rollout/length_mean"))
-        )
+        add(timings, {name: [record[key] for record in records] for name, key in RECORDED.items()})
 
     def spec(self, steps: int, layout: Layout, seed: int) -> str:
+        from _bench import spec_text
+
         work, processes = self.work, layout.processes
         threads = self.threads // processes
-        role = f"processes = {processes}\nthreads = {threads}\nenv = {{ OMP_WAIT_POLICY = {layout.policy!r} }}"
-        return f"""schema = 1
-[run]
-name = "bench"
-steps = {steps}
-seed = {seed}
-[model]
-path = {str(self.folder / "model")!r}
-[data]
-train = {str(self.folder / "data.jsonl")!r}
-prompts_per_step = {work.prompts}
-max_prompt_tokens = {work.prompt_tokens}
-max_response_tokens = {work.limit}
-[reward]
-terms = [{{ kind = "function", path = {str(self.folder / "reward.py") + ":score"!r} }}]
-[algorithm]
-kind = "grpo"
-group_size = {work.group}
-[actor]
-micro_batch_tokens = 4096
-optimizer = {{ lr = 0.0 }}
-launcher = "{"torchrun" if processes > 1 else "python"}"
-{role}
-[rollout]
-{role}
-[checkpoint]
-every = {steps}
-""".replace("'", '"')
-
-
-def make_model(folder: Path, vocab: int) -> None:
-    """A 2.4M-parameter Qwen2 with random weights and a byte tokenizer cut to `vocab` tokens."""
-    import torch
-    from tiny_model import END, tokenizer_json
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer = tokenizer_json("bytes")
-    tokenizer["model"]["vocab"] = {token: i for token, i in tokenizer["model"]["vocab"].items() if i < vocab}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    about = {"tokenizer_class": "Qwen2Tokenizer", "pad_token": END, "eos_token": END, "unk_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": None, "add_prefix_space": False}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
-    print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {vocab}")
+        role = f'processes = {processes}\nthreads = {threads}\nenv = {{ OMP_WAIT_POLICY = "{layout.policy}" }}'
+        launcher = "torchrun" if processes > 1 else "python"
+        actor = f'micro_batch_tokens = 4096\noptimizer = {{ lr = 0.0 }}\nlauncher = "{launcher}"\n{role}'
+        more = {"run": f"seed = {seed}", "actor": actor, "rollout": role}
+        return spec_text(self.folder, steps, (work.prompts, work.group), (work.prompt_tokens, work.limit), more)
 
 
 def call(command: list[Any], environment: dict[str, str]) -> str:
@@ -215,23 +161,22 @@ def ensure_trl() -> None:
     if TRL_PYTHON.exists() and subprocess.run([TRL_PYTHON, "-c", "import trl"], capture_output=True).returncode == 0:
         return
     print("making .venv-trl (once) …")
-    environment = dict(os.environ)
-    call([sys.executable, "-m", "venv", "--clear", TRL_PYTHON.parent.parent], environment)
-    call([TRL_PYTHON, "-m", "pip", "install", "--upgrade", "pip>=24.1"], environment)
+    call([sys.executable, "-m", "venv", "--clear", TRL_PYTHON.parent.parent], ENVIRONMENT)
+    call([TRL_PYTHON, "-m", "pip", "install", "--upgrade", "pip>=24.1"], ENVIRONMENT)
     has_gpu = Path("/proc/driver/nvidia/version").exists()
     kind = "cuda" if has_gpu else "cpu"
-    extra = call([TRL_PYTHON, ROOT / "scripts" / "_pick_torch.py", TORCH, kind], environment).split()
-    call([TRL_PYTHON, "-m", "pip", "install", "--no-deps", *extra, TORCH], environment)
-    call([TRL_PYTHON, "-m", "pip", "install", TORCH, *TRL_PACKAGES], environment)
+    extra = call([TRL_PYTHON, ROOT / "scripts" / "_pick_torch.py", TORCH, kind], ENVIRONMENT).split()
+    call([TRL_PYTHON, "-m", "pip", "install", "--no-deps", *extra, TORCH], ENVIRONMENT)
+    call([TRL_PYTHON, "-m", "pip", "install", TORCH, *TRL_PACKAGES], ENVIRONMENT)
 
 
 def best_layout(bench: Bench, run: Callable[[Timings, int, Layout], None], label: str) -> Layout:
     """The layout with the smallest median step in a short trial."""
     trial: dict[Layout, float] = {}
     for layout in bench.layouts:
-        timings = Timings()
+        timings: Timings = {}
         run(timings, 3, layout)
-        trial[layout] = statistics.median(timings.step_s)
+        trial[layout] = statistics.median(timings["step_s"])
     best = min(trial, key=lambda layout: trial[layout])
     print(f"{label}: {', '.join(f'{layout} {seconds:.2f} s' for layout, seconds in trial.items())} → {best}")
     return best
@@ -240,14 +185,15 @@ def best_layout(bench: Bench, run: Callable[[Timings, int, Layout], None], label
 def measure(bench: Bench, rounds: int, steps: int) -> tuple[Timings, Timings]:
     """(TRL, rlctl), taking turns."""
     bench.lay_out()
-    trl, ours = Timings(), Timings()
+    trl: Timings = {}
+    ours: Timings = {}
     trl_layout = best_layout(bench, bench.run_trl, "TRL")
     our_layout = best_layout(bench, bench.run_rlctl, "rlctl")
     for number in range(rounds):
         bench.run_trl(trl, steps, trl_layout)
         bench.run_rlctl(ours, steps, our_layout)
-        print(f"{bench.work.name}, round {number + 1}: TRL {statistics.median(trl.step_s):.2f} s, "
-              f"rlctl {statistics.median(ours.step_s):.2f} s per step")  # fmt: skip
+        print(f"{bench.work.name}, round {number + 1}: TRL {statistics.median(trl['step_s']):.2f} s, "
+              f"rlctl {statistics.median(ours['step_s']):.2f} s per step")  # fmt: skip
     return trl, ours
 
 
@@ -259,17 +205,12 @@ def show(results: dict[str, tuple[Timings, Timings]]) -> None:
     for name in ("work", "side", "mean length", "step s", "generation s", "rest s", "ratio"):
         table.add_column(name, justify="left" if name in ("work", "side") else "right")
     for work, sides in results.items():
-        theirs = statistics.median(sides[0].step_s)
+        theirs = statistics.median(sides[0]["step_s"])
         for side, timings in zip(("TRL 1.16", "rlctl"), sides, strict=True):
-            step, generate = statistics.median(timings.step_s), statistics.median(timings.generate_s)
+            step, generate = statistics.median(timings["step_s"]), statistics.median(timings["generate_s"])
             ratio = "" if timings is sides[0] else f"{theirs / step:.2f}×"
-            cells = (
-                f"{statistics.fmean(timings.length):.1f}",
-                f"{step:.2f}",
-                f"{generate:.2f}",
-                f"{step - generate:.2f}",
-            )
-            table.add_row(work, side, *cells, ratio)
+            times = [f"{seconds:.2f}" for seconds in (step, generate, step - generate)]
+            table.add_row(work, side, f"{statistics.fmean(timings['length']):.1f}", *times, ratio)
         table.add_section()
     Console().print(table)
 

@@ -260,20 +260,15 @@ What says nothing of when it is there is in the line of every step.
 
 def render_metrics() -> str:
     """A table of each first part of a name; without `when`, it is in every step."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[list[str]]] = {}
     for metric in declared():
         for name in metric.names:
-            when = (
-                metric.when
-                if name == metric.name
-                else ", ".join(filter(None, ["steps with an evaluation", metric.when]))
-            )
-            cells = [cell.replace("|", "\\|") for cell in (f"`{name}`", metric.unit, metric.meaning, when)]
-            groups.setdefault(name.partition("/")[0], []).append(f"| {' | '.join(cells)} |")
+            when = metric.when if name == metric.name else f"steps with an evaluation, {metric.when}".rstrip(", ")
+            groups.setdefault(name.partition("/")[0], []).append([f"`{name}`", metric.unit, metric.meaning, when])
     lines = [METRICS]
-    for group in sorted(groups):
-        title = f"## `{group}/`" if any(f"`{group}/" in row for row in groups[group]) else f"## `{group}`"
-        lines += [title, "", "| name | unit | meaning | when |", "|---|---|---|---|", *groups[group], ""]
+    for group, rows in sorted(groups.items()):
+        slash = "/" if any(row[0].startswith(f"`{group}/") for row in rows) else ""
+        lines += [f"## `{group}{slash}`", "", *grid(("name", "unit", "meaning", "when"), rows)]
     return "\n".join(lines).rstrip() + "\n"
 
 

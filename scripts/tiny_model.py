@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,25 @@ def write_folder(folder: Path, kind: str, size: dict[str, int], tied: bool) -> N
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_bytes_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write the byte tokenizer, cut or filled up to so many tokens, and what ends a completion."""
+    tokenizer = tokenizer_json("bytes")
+    tokens = [*tokenizer["model"]["vocab"], *(f"w{index}" for index in range(257, vocab_size))]
+    tokenizer["model"]["vocab"] = {token: index for index, token in enumerate(tokens[:vocab_size])}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    about = {"tokenizer_class": "Qwen2Tokenizer", "pad_token": END, "eos_token": END, "unk_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": None, "add_prefix_space": False}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
+
+
+def write_task(folder: Path, prompts: Sequence[str]) -> None:
+    """Write `data.jsonl` and `reward.py`, whose reward is 1 for completions of odd length."""
+    rows = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in prompts]
+    (folder / "data.jsonl").write_text("\n".join(rows) + "\n")
+    reward = "def score(prompt: str, completion: str, row: dict) -> float:\n    return float(len(completion) % 2)\n"
+    (folder / "reward.py").write_text(reward)
 
 
 def write_weights(folder: Path, seed: int) -> int:
