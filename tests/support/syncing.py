@@ -93,20 +93,6 @@ def wire_bytes(weight):
     return buffer_U
 
 
-def swap(engine, first, second):
-    """Let two weights of one shape change places on the transport."""
-    export = engine.export_weights
-    bytes_of = {w.spec.name: wire_bytes(w) for w in export("fp32") if w.spec.name in (first, second)}
-
-    def swapped(*asked):
-        for weight in export(*asked):
-            if weight.spec.name in bytes_of:
-                send_instead(weight, bytes_of[second if weight.spec.name == first else first])
-            yield weight
-
-    engine.export_weights = swapped
-
-
 class Sabotage:
     """Replaces a handler of a rank by one that does its work and then spoils it."""
 

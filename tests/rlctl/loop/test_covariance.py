@@ -57,13 +57,6 @@ def test_the_largest_are_chosen() -> None:
     assert chosen(KlCovLoss(anchor="trainer", covariance_share=1e-6), mini_of(logprob, advantage)) == [0]
 
 
-@pytest.mark.parametrize("anchor", ["current", "sampler"])
-def test_without_the_trainers_log_probs_the_samplers_decide(anchor: Any) -> None:
-    mini = mini_of([-1.0, -5.0, -5.0, -5.0], [3.0, -1.0, -3.0, 1.0])
-    loss = KlCovLoss(anchor=anchor, covariance_share=0.3)
-    assert chosen(loss, mini) == [2], "log-probs -5, -5, -5, -1: covariances -3, 1, 3, 3"
-
-
 def test_tokens_in_the_band_are_drawn() -> None:
     """As many as the share, from the band alone, evenly; the same for the same seed."""
     rng = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 from local_group import LocalGroup
 from local_run import Said, bigram_folder, local_run
 from running import preset
-from told_actor import GROUPS, LIMIT, RANKS, SIZE, drawn, driver_of
+from told_actor import LIMIT, RANKS, drawn, driver_of
 
 from rlctl.loop.driver import Driver, UpdateWindow
 from rlctl.loop.residency import Residency
@@ -59,23 +59,6 @@ def test_the_reference_is_asked_and_of_an_actor_with_adapters_the_model_below_th
     assert {name: set(learned[name].tolist()) for name in learned.columns if name not in names} == {
         name: {numbers[whom]} for name, whom in asked.items()
     }
-
-
-@pytest.mark.parametrize("scale", ["std", "none"])
-def test_advantages_are_of_each_group_by_itself(tmp_path: Path, scale: str) -> None:
-    driver, _ = driver_of(tmp_path, f"algorithm.scale={scale}")
-    batch, scored = drawn()
-    learned = driver.add_advantages(batch, scored)
-    for group in range(GROUPS):
-        graded = [i for i in range(group * SIZE, (group + 1) * SIZE) if scored.scored_B[i]]
-        rewards = [float(scored.reward_B[i]) for i in graded]
-        mean = sum(rewards) / len(rewards)
-        std = (sum((one - mean) ** 2 for one in rewards) / (len(rewards) - 1)) ** 0.5
-        for index, reward in zip(graded, rewards, strict=True):
-            want = (reward - mean) / (std + 1e-6 if scale == "std" else 1.0)
-            got_T, mask_T = (learned.sequences(name)[index] for name in ("advantage_T", "loss_mask_T"))
-            np.testing.assert_allclose(got_T, want * mask_T, rtol=1e-4, atol=1e-5)
-    assert not learned.sequences("advantage_T")[5].any(), "what was not graded teaches nothing"
 
 
 def test_a_mini_batch_without_loss_tokens_steps_nothing(tmp_path: Path) -> None:
@@ -159,11 +142,10 @@ def test_every_kind_learns_by_its_name_alone(tmp_path: Path, kind: str) -> None:
     assert last["reward/mean"] > 0.8
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_a_student_comes_near_its_teacher(tmp_path: Path, temperature: float) -> None:
+def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
     """The reverse KL starts where that of a uniform distribution to the teacher's at the sampler's temperature does (at
     another it would be 1.57 instead of 0.35 nats, or the reverse), and falls, although every score is 0."""
-    vocabulary, liked, by = 15, 2, 4.0
+    vocabulary, liked, by, temperature = 15, 2, 4.0, 2.0
     teacher = bigram_folder(tmp_path / "teacher", likes="37", by=by)
     with local_run(
         preset("fake", tmp_path),

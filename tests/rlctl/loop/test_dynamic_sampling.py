@@ -75,14 +75,6 @@ def test_a_step_learns_from_groups_with_signal_alone(tmp_path: Path) -> None:
         assert len(thrown.reward_R) == 4 * thrown.groups
 
 
-def test_the_bound_on_refills_holds_and_zero_draws_none(tmp_path: Path) -> None:
-    with local_run(preset("fake", tmp_path), tmp_path / "run", *SOME, "algorithm.max_refills=0") as run:
-        (record,) = run.steps(1)
-    assert record.metrics["rollout/refills"] == 0
-    assert record.metrics["rollout/thrown_groups"] > 0
-    assert record.metrics["reward/silent_groups"] == record.metrics["rollout/thrown_groups"] / 8
-
-
 def test_a_run_without_any_signal_goes_on_and_says_so_once(tmp_path: Path) -> None:
     more = ("algorithm.mini_batches_per_step=4", "algorithm.max_refills=2")
     with local_run(preset("fake", tmp_path), tmp_path / "run", *NONE, *more) as run:
@@ -102,20 +94,10 @@ def trajectory(records) -> list[list[float]]:
     return [[record.metrics[key] for key in KEYS] for record in records]
 
 
-def test_replicas_do_not_change_what_is_drawn(tmp_path: Path) -> None:
-    seen = []
-    for replicas in (1, 3):
-        options = (*SOME, f"rollout.processes={replicas}")
-        with local_run(preset("fake", tmp_path), tmp_path / f"run{replicas}", *options) as run:
-            seen.append(trajectory(run.steps(3)))
-    assert seen[0] == seen[1]
-    assert seen[0][0][2] > 0
-
-
-@pytest.mark.parametrize(("ahead", "cut"), [(0, 3), (1, 3), (2, 3)])
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, ahead: int, cut: int) -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, ahead: int) -> None:
     """Refills of batches in line move the cursor that later batches are drawn from."""
-    options = (*SOME, "run.steps=7", f"rollout.max_staleness={ahead}")
+    cut, options = 3, (*SOME, "run.steps=7", f"rollout.max_staleness={ahead}")
     file = preset("fake", tmp_path)
     with local_run(file, tmp_path / "whole", *options) as run:
         whole, end = trajectory(run.steps(7)), run.driver.queue.position

@@ -43,21 +43,6 @@ def batch_of(sampler, trainer, prompt=2):
     return batch, column(trainer, 0.0, np.float32)
 
 
-def test_worst_samples_come_first_and_say_where():
-    batch, trainer_T = batch_of([[-1, -2], [-1, -1, -5], []], [[-1.5, -2], [-1, -2, -1], []])
-    worst = worst_samples(batch, trainer_T)
-    assert [(sample.index, sample.position) for sample in worst] == [(1, 2), (0, 0)]
-    assert [sample.mean for sample in worst] == pytest.approx([5 / 3, 0.25])
-    assert [sample.largest for sample in worst] == pytest.approx([4.0, 0.5])
-
-
-def test_the_gap_of_a_batch_counts_answers_only():
-    batch, trainer_T = batch_of([[-1, -2], [-1, -1, -5], []], [[-1.5, -2], [-1, -2, -1], []])
-    gap = Gap.of_batch(batch, trainer_T)
-    assert (gap.mean, gap.largest) == (pytest.approx(5.5 / 5), 4.0)
-    assert Gap.of_batch(*batch_of([[]], [[]])) == Gap(0.0, 0.0)
-
-
 def test_a_hole_in_the_mask_has_no_gap():
     """A tool's reply of two tokens after the first that was sampled; what stands in the columns there means nothing."""
     batch, trainer_T = batch_of([[-1, 7, np.nan, -2, -5], [-1, -1]], [[-1.5, 0, 0, -2, -4], [-1, -2]])
@@ -149,7 +134,6 @@ SMALL_TORCH = ("data.prompts_per_step=4", "algorithm.group_size=4", "algorithm.m
 AHEAD = ("rollout.max_staleness=1", "rollout.max_logprob_gap=0.01", "actor.optimizer.lr=1e-12")
 CASES = {
     "fake": ("lying-fake", "fake", ()),
-    "fake, several updates": ("lying-fake", "fake", ("algorithm.mini_batches_per_step=4",)),
     "fake, running ahead": ("lying-fake", "fake", AHEAD),
     "torch": ("lying-torch", "quickstart", SMALL_TORCH),
 }

@@ -25,13 +25,7 @@ AS_THEY_TAKE_TURNS = [
     {"role": "rollout", "rank": 0, "method": "generate", "call": 1, "how": "sleep", "after": 5},  # heartbeats go on
 ]
 STALL = ("--set", "run.stall_timeout_s=8", "--set", "reward.timeout_s=7")
-PLACEMENTS = {
-    "apart": (CRASHES, ["--set", 'sync.transport="folder"']),
-    "taking turns": (
-        [*CRASHES, *AS_THEY_TAKE_TURNS],
-        ["--set", 'run.colocate="always"', "--set", "run.heartbeat_timeout_s=6", *STALL],
-    ),
-}
+TAKING_TURNS = ("--set", 'run.colocate="always"', "--set", "run.heartbeat_timeout_s=6", *STALL)
 
 
 def nothing_left(run: Path) -> None:
@@ -48,11 +42,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_crashes_change_nothing(plain: Path, tmp_path: Path, placement: str) -> None:
-    crashes, settings = PLACEMENTS[placement]
-    plot, run = tmp_path / "plot", tmp_path / "run"
-    options = [*crashing.install(plot, crashes), *settings, "--set", f"rollout.max_restarts={len(crashes)}"]
+def test_crashes_change_nothing(plain: Path, tmp_path: Path) -> None:
+    crashes, plot, run = [*CRASHES, *AS_THEY_TAKE_TURNS], tmp_path / "plot", tmp_path / "run"
+    options = [*crashing.install(plot, crashes), *TAKING_TURNS, "--set", f"rollout.max_restarts={len(crashes)}"]
     done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert crashing.happened(plot) == [1] * len(crashes)
@@ -69,10 +61,9 @@ def test_crashes_change_nothing(plain: Path, tmp_path: Path, placement: str) -> 
     assert "rollout rank 0 failed: the engine's own process ended" in done.stdout
     assert all(f"restart {i} of at most {len(crashes)}" in line for i, line in enumerate(said, 1))
     assert all("rollout/rank" in line for line in said)
-    if placement == "taking turns":
-        assert "no sign of life" in done.stdout
-        assert "which is in generate of" in done.stdout
-        assert "without a token, at crash (sitecustomize.py" in done.stdout.replace("\n", "")
+    assert "no sign of life" in done.stdout
+    assert "which is in generate of" in done.stdout
+    assert "without a token, at crash (sitecustomize.py" in done.stdout.replace("\n", "")
     restarts = sum(
         (run / "logs" / "attempt_1" / "rollout" / f"rank{rank}.log").read_text().count("is started again")
         for rank in (0, 1)

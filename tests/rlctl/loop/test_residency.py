@@ -73,14 +73,6 @@ def test_order_of_a_step_on_shared_devices():
     assert log == []
 
 
-def test_where_adapters_alone_follow_the_weights_stay_in_host_memory():
-    log = []
-    residency = Residency(True, [Recorder("actor", log), Recorder("rollout", log)], 1)
-    for phase in ("sync", "rollout", "train"):
-        residency.enter(phase)
-    assert [what for role, verb, what in log if (role, verb) == ("rollout", Verb.SLEEP)] == [1]
-
-
 def test_every_move_is_measured_by_its_largest_rank():
     residency, _ = make(shared=True)
     assert residency.take_memory() == {}

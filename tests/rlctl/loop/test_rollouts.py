@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlctl.loop.rollouts import GradedGroups, Rollouts, first_valid
+from rlctl.loop.rollouts import GradedGroups, first_valid
 from rlctl.loop.sampling import Scored
 from rlctl.loop.step_metrics import RankReport, collect
 from specs.schema.algorithms.algorithm_tables import PpoClip
@@ -13,14 +13,6 @@ from specs.wire.batch import Batch
 from specs.wire.bodies import Stepped
 
 ROLLOUT_B = np.array([7, 7, 4, 7, 9])
-
-
-def test_rollouts_come_in_the_order_of_their_first_sample():
-    rollouts = Rollouts.of(ROLLOUT_B)
-    assert rollouts.first_R.tolist() == [0, 2, 4]
-    assert rollouts.index_B.tolist() == [0, 0, 1, 0, 2]
-    assert rollouts.sums(np.array([1, 2, 3, 4, 5])).tolist() == [7, 3, 5]
-    assert rollouts.all(np.array([True, True, True, False, True])).tolist() == [False, True, True]
 
 
 def test_the_score_of_a_rollout_is_that_of_its_first_valid_sample():

@@ -19,7 +19,6 @@ from rlctl.loop.residency import Residency
 from rlctl.loop.sample_queue import Planned, SampleQueue, _read, _write
 from rlctl.loop.sampling import Drawn, Sampler, Scored, Thrown
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
-from specs.errors import CheckpointError
 from specs.load.load import load_spec
 from specs.wire.batch import Batch
 from specs.wire.messages import Verb
@@ -114,10 +113,6 @@ def test_versions_follow_from_the_step_alone(tmp_path: Path, most: int) -> None:
     assert queue.cursor == STEPS * PROMPTS
 
 
-def test_order_of_work() -> None:
-    assert [planned_version(number, 2) for number in range(1, 8)] == [0, 0, 0, 2, 2, 4, 4]
-
-
 def test_two_ahead_keeps_this_order(tmp_path: Path) -> None:
     queue, roles = queue_of(tmp_path, 2, steps=6)
     go(queue, roles, 1, 6)
@@ -128,8 +123,7 @@ def test_two_ahead_keeps_this_order(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
-@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+@pytest.mark.parametrize(("most", "stop"), [(1, 1), (2, 3), (3, 2)])
 def test_a_checkpoint_keeps_the_line(tmp_path: Path, most: int, stop: int) -> None:
     queue, roles = queue_of(tmp_path, most)
     whole = go(queue, roles, 1, STEPS)
@@ -190,37 +184,6 @@ def test_an_evaluation_measures_the_weights_of_now(tmp_path: Path) -> None:
     driver.evaluate(3)
     assert [what for what, _ in roles.log] == ["sync", "sample", "sample"]
     assert roles.log[0] == ("sync", 3)
-
-
-@pytest.mark.parametrize("most", [0, 1])
-def test_only_samples_drawn_ahead_are_compared_with_their_sampler(tmp_path: Path, most: int) -> None:
-    """The anchor of the loss says so."""
-    one = ("algorithm.mini_batches_per_step=1", f"rollout.max_staleness={most}")
-    spec, roles, sent = load_spec(preset("fake", tmp_path), [*one]), Roles(), []
-
-    def update(call, emit):
-        sent.append(call.body["loss"]["anchor"] == "sampler")
-        return {"sums": {"tokens": 1.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}}, {}
-
-    stepped = {"grad_norm": 1.0, "lr": 0.1, "skipped": False, "peak_GiB": 0.0}
-    actor = LocalGroup("actor", [{Verb.UPDATE: update, Verb.STEP: lambda call, emit: (stepped, {})}])
-    groups = {"actor": actor, "rollout": roles.rollout, "data": roles.data, "reward": roles.reward}
-    budget = SimpleNamespace(broken_by=lambda gap: False)
-    steady = SimpleNamespace()
-    driver = Driver(spec, groups, Residency(False, [roles.rollout]), steady, budget, UpdateWindow(), Said())
-    batch = driver.queue.take(1).batch
-    driver.update(batch.with_columns(advantage_T=np.zeros(batch.num_tokens, np.float32)), 1)
-    assert sent == [bool(most)]
-
-
-def test_a_file_of_the_line_that_is_broken_is_named(tmp_path: Path) -> None:
-    queue, roles = queue_of(tmp_path, 1)
-    go(queue, roles, 1, 2)
-    state = queue.save(tmp_path)
-    path = tmp_path / "ahead_000003.safetensors"
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match="ahead_000003"):
-        queue.restore(tmp_path, state)
 
 
 def test_what_grading_said_of_samples_drawn_ahead_outlives_a_checkpoint(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from local_run import local_run
 from running import preset
 
 from rlctl.loop.sampling import Drawn, Scored
-from specs.errors import RlctlError
 from specs.wire.batch import Batch
 from specs.wire.role_config import Sampling
 
@@ -73,14 +72,3 @@ def test_replicas_and_a_resume_change_nothing(tmp_path: Path) -> None:
     with local_run(file, tmp_path / "cut", *options, "rollout.processes=3", resume=True) as run:
         assert [*first, *trajectory(run.steps(4))] == whole
     assert whole[0][2] > 0
-
-
-def test_an_engine_that_does_not_know_greedy_samples_is_not_asked(tmp_path: Path, monkeypatch) -> None:
-    from backends.fake.fake_rollout import FakeRolloutEngine
-
-    monkeypatch.setattr(FakeRolloutEngine, "mixes_greedy", False)
-    with (
-        local_run(preset("fake", tmp_path), tmp_path / "run", *REMAX) as run,
-        pytest.raises(RlctlError, match="FakeRolloutEngine cannot write greedy completions among others"),
-    ):
-        run.steps(1)

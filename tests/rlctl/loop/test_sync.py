@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from syncing import ENGINES, Sabotage, build, do_not_copy, swap, sync_of
+from syncing import ENGINES, Sabotage, build, sync_of
 
 from rlctl.loop.sync import _by_host, _form_for_all
 from rlctl.loop.weight_transport import Transport
 from specs.errors import SyncError
 from specs.wire.bodies import WantedForm
-from specs.wire.messages import Message, Verb
+from specs.wire.messages import Verb
 
 
 @pytest.fixture(params=ENGINES)
@@ -58,59 +58,6 @@ def test_weights_are_announced_when_somebody_does_not_know_them(built):
     with pytest.raises(SyncError, match=f"weight {names[0]} is held by the rollout but not sent by the actor"):
         sync.run()
     assert announced[-1][0]["name"] == "other"
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])
-def test_any_bucket_size(built, bucket_bytes, tmp_path):
-    actor, _, groups, vocab = built
-    assert (
-        sync_of(groups, vocab, bucket_bytes, transport=Transport("folder", "", {"folder": str(tmp_path)})).run().weights
-        > 0
-    )
-    assert (len(actor.exporter.buckets) == 1) == (bucket_bytes > 1)
-
-
-def test_dropped_tensor(built):
-    actor, _, groups, vocab = built
-    name = actor.engine.weight_specs("fp32")[-1].name
-
-    def drop(body):
-        return {**body, "entries": [entry for entry in body["entries"] if entry["name"] != name]}
-
-    Sabotage(groups[0], Verb.EXPORT_BUCKET, drop)
-    with pytest.raises(SyncError, match=f"weight {name} "):
-        sync_of(groups, vocab).run()
-
-
-def test_swapped_tensors():
-    actor, _, groups, vocab = build("torch")
-    specs = actor.engine.weight_specs("fp32")
-    first, second = next(
-        (a.name, b.name) for a in specs for b in specs if a.name < b.name and a.shape == b.shape and len(a.shape) == 2
-    )
-
-    swap(actor.engine, first, second)
-    with pytest.raises(SyncError, match=f"weight ({first}|{second}) differs"):
-        sync_of(groups, vocab).run()
-    for group in groups:
-        group.call(Verb.CLOSE)
-
-
-def test_stale_on_the_transport(built):
-    """The bytes on the transport are the last step's: the copy was skipped."""
-    actor, _, groups, vocab = built
-    name = actor.engine.weight_specs("fp32")[0].name
-    export = actor.engine.export_weights
-
-    def stale(dtype, form):
-        for weight in export(dtype):
-            if weight.spec.name == name:
-                do_not_copy(weight)
-            yield weight
-
-    actor.engine.export_weights = stale
-    with pytest.raises(SyncError, match=f"weight {name} differs"):
-        sync_of(groups, vocab).run()
 
 
 def test_stale_in_the_rollout(built):
@@ -163,37 +110,6 @@ def test_replicas_keep_their_names_when_others_go_and_come(tmp_path, kind):
         group.call(Verb.CLOSE)
 
 
-def test_truncated_tensor(built):
-    actor, _, groups, vocab = built
-    name = actor.engine.weight_specs("fp32")[0].name
-
-    def cut(body):
-        for entry in body["entries"]:
-            if entry["name"] == name:
-                entry["nbytes"] -= 4
-        return body
-
-    Sabotage(groups[0], Verb.EXPORT_BUCKET, cut)
-    with pytest.raises(SyncError, match=f"weight {name} comes as"):
-        sync_of(groups, vocab).run()
-
-
-def test_wrong_dtype(built):
-    actor, _, groups, vocab = built
-    specs, export = actor.engine.weight_specs, actor.engine.export_weights
-    first = specs("fp32")[0]
-
-    def half(dtype, form):
-        return [
-            replace(spec, dtype="bf16", nbytes=spec.nbytes // 2) if spec == first else spec for spec in specs(dtype)
-        ]
-
-    actor.engine.weight_specs = half
-    actor.engine.export_weights = export
-    with pytest.raises(SyncError, match=f"weight {first.name} comes as bf16"):
-        sync_of(groups, vocab).run()
-
-
 def test_right_bytes_wrong_behaviour(built):
     """Every checksum agrees, but the sampler computes with something else: only the probe can see that."""
     _, rollouts, groups, vocab = built
@@ -211,16 +127,6 @@ def test_nan_in_the_probe_is_caught(built):
     engine.score = lambda batch, temperature: score(batch, temperature) * np.float32("nan")
     with pytest.raises(SyncError, match="does not behave"):
         sync_of(groups, vocab).run()
-
-
-def test_probe_handler_gives_every_token_but_the_first_a_logprob(built):
-    actor, _, groups, vocab = built
-    sync = sync_of(groups, vocab)
-    body, tensors = actor.probe(Message(None, {}, Verb.PROBE, 1, sync.probe_batch.columns), None)
-    starts = sync.probe_batch.offsets[:-1]
-    assert body == {}
-    assert (tensors["logprob_T"][starts] == 0).all()
-    assert (np.delete(tensors["logprob_T"], starts) < 0).all()
 
 
 @pytest.mark.parametrize(

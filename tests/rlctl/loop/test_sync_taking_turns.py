@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from syncing import ENGINES, Sabotage, build, do_not_copy, swap, sync_of
+from syncing import ENGINES, build, do_not_copy, sync_of
 
 from specs.errors import SyncError
 from specs.wire.messages import Verb
@@ -92,31 +90,6 @@ def test_the_order_of_a_sync(turns):
     assert turns.log == [], "a sync ends where sampling begins"
 
 
-def test_dropped_after_sleep_and_wake(turns):
-    name = turns.name()
-    Sabotage(
-        turns.groups[0],
-        Verb.EXPORT_BUCKET,
-        lambda body: {**body, "entries": [entry for entry in body["entries"] if entry["name"] != name]},
-    )
-    with pytest.raises(SyncError, match=f"weight {name} was announced but never sent"):
-        turns.cycle()
-
-
-def test_swapped_after_sleep_and_wake():
-    turns = Turns("torch")
-    specs = turns.actor.weight_specs("fp32")
-    first, second = next(
-        (a.name, b.name) for a in specs for b in specs if a.name < b.name and a.shape == b.shape and len(a.shape) == 2
-    )
-
-    swap(turns.actor, first, second)
-    with pytest.raises(SyncError, match=f"weight ({first}|{second}) differs"):
-        turns.cycle()
-    for group in turns.groups:
-        group.call(Verb.CLOSE)
-
-
 def test_stale_after_sleep_and_wake(turns):
     """The ring still holds other bytes where one weight should be: its copy was skipped."""
     name, export = turns.name(dims=2), turns.actor.export_weights
@@ -129,33 +102,6 @@ def test_stale_after_sleep_and_wake(turns):
 
     turns.actor.export_weights = stale
     with pytest.raises(SyncError, match=f"weight {name} differs after the sync"):
-        turns.cycle()
-
-
-def test_truncated_after_sleep_and_wake(turns):
-    name = turns.name()
-
-    def cut(body):
-        for entry in body["entries"]:
-            entry["nbytes"] -= 4 * (entry["name"] == name)
-        return body
-
-    Sabotage(turns.groups[0], Verb.EXPORT_BUCKET, cut)
-    with pytest.raises(SyncError, match=f"weight {name} comes as"):
-        turns.cycle()
-
-
-def test_wrong_dtype_after_sleep_and_wake(turns):
-    specs, name = turns.actor.weight_specs, turns.name()
-
-    def half(*asked):
-        return [
-            replace(spec, dtype="bf16", nbytes=spec.nbytes // 2) if spec.name == name else spec
-            for spec in specs(*asked)
-        ]
-
-    turns.actor.weight_specs = half
-    with pytest.raises(SyncError, match=f"weight {name} comes as bf16"):
         turns.cycle()
 
 

@@ -54,12 +54,6 @@ def test_the_checksum_is_that_of_where_the_windows_lie(spec_path: Path) -> None:
     assert transport(spec_path, "sync.transport=group").describe()["checksum"] == "xxh3"
 
 
-def test_folder_is_the_runs_own_or_the_one_named(spec_path: Path) -> None:
-    folder = spec_path.parent
-    assert transport(spec_path, "sync.transport=folder").options == {"folder": str(folder / "run" / "sync")}
-    assert transport(spec_path, "sync.transport=folder", "sync.folder=far").options == {"folder": str(folder / "far")}
-
-
 def test_a_killed_attempts_files_go_from_the_runs_own_folder_only(tmp_path: Path) -> None:
     for folder in (tmp_path / "run" / "sync", tmp_path / "shared"):
         folder.mkdir(parents=True)
@@ -82,10 +76,6 @@ def test_a_killed_attempts_files_go_from_the_runs_own_folder_only(tmp_path: Path
 )
 def test_transports_that_lead_nowhere_are_refused(spec_path: Path, overrides: list[str], key: str, words: str) -> None:
     assert words in problems(spec_path, *overrides)[key]
-
-
-def test_one_gpu_may_be_mapped(spec_path: Path) -> None:
-    assert "sync.transport" not in problems(spec_path, "sync.transport=cuda_ipc", *ONE_GPU)
 
 
 def test_check_config_shows_the_transport(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

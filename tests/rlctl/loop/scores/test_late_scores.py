@@ -50,12 +50,6 @@ def test_weights_and_failures() -> None:
     assert shown == {"id": 7, "reward": 6.0, "scored": True, "terms": [1.0, 8.0]}
 
 
-def test_several_late_terms_add_up() -> None:
-    ones = np.ones(4, dtype=np.float32)
-    parts = [LateScores({1: ones, 2: 3 * ones}, np.ones(4, bool))]
-    assert join(at_once([0] * 4, [1] * 4), parts, reward(1.0, 2.0, -1.0)).reward_B.tolist() == [-1.0] * 4
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e18])
 def test_a_value_that_a_step_cannot_compute_with_is_a_bad_value(value: float) -> None:
     """Also with weight 0, and also where the sum is small."""
@@ -79,10 +73,3 @@ def test_later_samples_come_behind() -> None:
     assert (both.failures, both.counts) == ({"judge_errors": 2, "x": 2}, {"judge_cost": 0.5})
     assert both.select(np.array([2, 0])).value_B[1].tolist() == [0, 1]
     assert both.first_failure == both.select(np.array([0])).first_failure == "HTTP 500"
-
-
-def test_nothing_late_changes_nothing() -> None:
-    columns = at_once([0.1, -1, 3, 4], [1, 0, 1, 1])
-    joined = join(columns, [], reward(1.0, 1.0))
-    assert joined.reward_B.tobytes() == columns["reward_B"].tobytes()
-    assert joined.scored_B.tolist() == [True, False, True, True]

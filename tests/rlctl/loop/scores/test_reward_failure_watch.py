@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from running import metrics, preset, warm_rlctl
 
-from rlctl.loop.sampling import Scored, term_means
+from rlctl.loop.sampling import Scored
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from specs.errors import GradingError
 
@@ -40,12 +40,6 @@ def test_a_step_that_loses_more_than_its_share_ends_the_run():
         said_of({"exceptions": 7}, max_failed_share=0.75)
     with pytest.raises(GradingError):
         said_of({"judge_errors": 1}, max_failed_share=0.0)
-
-
-def test_terms_are_means_over_what_was_graded():
-    columns = {"term_1_B": np.array([1.0, 0.0, 0.5]), "term_0_B": np.array([2.0, 0.0, 4.0]), "reward_B": np.ones(3)}
-    assert term_means(columns, np.array([0, 2])) == {"term_0": 3.0, "term_1": 0.75}
-    assert term_means(columns, np.array([], dtype=np.int64)) == {"term_0": 0.0, "term_1": 0.0}
 
 
 def test_a_broken_reward_is_told_in_the_run(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from corpus import base
 from running import preset, warm_rlctl
 
-from rlctl.loop.sampling import Scored, Thrown, zero_terms
+from rlctl.loop.sampling import Scored, Thrown
 from rlctl.loop.scores.signal_watch import SignalWatch
 from specs.load.load import spec_from
 
@@ -26,10 +26,6 @@ def said_of(*steps: dict, scored: Scored = GRADED, **sections: dict) -> list[str
     for number, metrics in enumerate(steps, start=1):
         watch.see({**USUAL, **metrics}, scored, number)
     return said
-
-
-def test_nothing_is_said_of_a_usual_step() -> None:
-    assert said_of({}, {}) == []
 
 
 def test_equal_scores_are_told_once_at_the_first_step() -> None:
@@ -56,11 +52,6 @@ def test_a_term_that_never_scores_is_named_unless_zero_is_its_best() -> None:
     assert line == "step 1: reward.terms.1 (regex) gives every completion 0"
 
 
-def test_what_could_not_be_graded_at_all_is_told_elsewhere() -> None:
-    lost = replace(GRADED, scored_B=np.zeros(8, bool), zero_terms=(0,))
-    assert said_of({"reward/std": 0.0}, scored=lost) == []
-
-
 @pytest.mark.parametrize(("finished", "told"), [(0.1, 0), (0.0999, 1), (0.0, 1)])
 def test_completions_that_never_end_are_told_once_at_any_step(finished: float, told: int) -> None:
     said = said_of({}, {"rollout/finished": finished}, {"rollout/finished": finished})
@@ -77,12 +68,6 @@ def test_what_was_left_out_is_told_once_with_the_metric_that_counts_on() -> None
         "actor/skipped_updates counts on",
         "step 2: 3 tokens left out: the actor's log-prob is not finite. Said once; correction/not_finite counts on",
     ]
-
-
-def test_terms_of_which_all_counted_values_are_zero() -> None:
-    columns = {"term_0_B": np.array([0, 0, 1]), "term_10_B": np.array([0, 1, -1]), "reward_B": np.zeros(3)}
-    assert zero_terms(columns, np.array([True, True, False])) == (0,)
-    assert zero_terms(columns, np.array([True, True, True])) == ()
 
 
 def test_a_reward_that_cannot_be_right_is_told_within_the_first_step(tmp_path) -> None:
