@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from costs import pytest_sessionstart, pytest_terminal_summary, sort_dearest_first
 from gpu import has_gpu
-
-__all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks
 
 # Before anything imports numpy or torch: idle threads must not spin on a small machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -42,9 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.addaudithook(no_process)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """The dearest files come first. Tests marked `gpu` are skipped where there is no NVIDIA GPU."""
-    sort_dearest_first(items, config)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, and skip tests marked `gpu` where there is no NVIDIA GPU."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # stable: a file stays together
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(HANGS_S))

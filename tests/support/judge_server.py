@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 import threading
 import time
 from collections import deque
@@ -12,30 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
-
-# A certificate of localhost that nobody has signed, until 2126, and its key: of no use elsewhere.
-CERTIFICATE = """
------BEGIN CERTIFICATE-----
-MIIBnDCCAUGgAwIBAgIUUgosLvOOk/f+k38pVkR6bOCQNcMwCgYIKoZIzj0EAwIw
-FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyMjA4MTI0NVoYDzIxMjYxMDI5
-MDgxMjQ1WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
-PQMBBwNCAAQiL1IE0qz1L3+w6Xwf8hR86EIOlDkjt6/Q0l2UhO6pF0ml/wKeE5mh
-BM7YA421otQ7iQ34MvCTFKuZCAx4B7DBo28wbTAdBgNVHQ4EFgQU1BKp0cPUh9u6
-zWxKTjI3WgTW7ykwHwYDVR0jBBgwFoAU1BKp0cPUh9u6zWxKTjI3WgTW7ykwGgYD
-VR0RBBMwEYIJbG9jYWxob3N0hwR/AAABMA8GA1UdEwEB/wQFMAMBAf8wCgYIKoZI
-zj0EAwIDSQAwRgIhANUvZxxsIAdtcVl7xXfOkp/bkc0cSRW917ZPgV8U35DyAiEA
-gE0sg/uamOEfq4Sw5PB5bu34bV+/hIC08pWBh/Pf2VU=
------END CERTIFICATE-----
-"""
-KEY = """
------BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgev1ZXl3twJrMfkL8
-uyo1gP7I3X/ka18uBlE7bY3CDr+hRANCAAQiL1IE0qz1L3+w6Xwf8hR86EIOlDkj
-t6/Q0l2UhO6pF0ml/wKeE5mhBM7YA421otQ7iQ34MvCTFKuZCAx4B7DB
------END PRIVATE KEY-----
-"""
 
 
 @dataclass(frozen=True)
@@ -119,11 +95,10 @@ class JudgeServer:
     plan: deque[Behaviour] = field(default_factory=deque)
     asked: list[Asked] = field(default_factory=list)
     port: int = 0
-    scheme: str = "http"
 
     @property
     def base_url(self) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.port}/v1"
+        return f"http://127.0.0.1:{self.port}/v1"
 
     def behave(self, handler: BaseHTTPRequestHandler, content: bytes) -> None:
         asked = Asked(handler.command, handler.path, dict(handler.headers.items()), content, time.monotonic())
@@ -160,18 +135,11 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def judge_server(folder: Path | None = None, **made: Any) -> Iterator[JudgeServer]:
-    """Serves until the block ends. `folder`: with TLS, and its certificate in `folder/certificate.pem`."""
+def judge_server(**made: Any) -> Iterator[JudgeServer]:
+    """Serve until the block ends."""
     judge = JudgeServer(**made)
     server = _Server(("127.0.0.1", 0), partial(_Handler, judge))
     judge.port = server.server_address[1]
-    if folder is not None:
-        (folder / "certificate.pem").write_text(CERTIFICATE)
-        (folder / "both.pem").write_text(KEY + CERTIFICATE)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "both.pem")
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        judge.scheme = "https"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

@@ -42,17 +42,6 @@ def test_json_of_a_good_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert batch["samples_per_mini_batch"] * batch["mini_batches_per_step"] == 1024
 
 
-def test_every_learner_has_its_optimizer_steps(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The critic learns in the first steps too, in which the actor does not."""
-    changes = ("algorithm.kind=ppo", "algorithm.critic_warmup_steps=5", "run.steps=20")
-    changes += ("algorithm.mini_batches_per_step=4", "algorithm.epochs_per_step=2")
-    _, found = as_json(spec, capsys, *changes)
-    batch: dict[str, int] = found["batch"]  # type: ignore[assignment]
-    assert (batch["optimizer_steps"], batch["critic_optimizer_steps"]) == (15 * 8, 20 * 8)
-    check(spec, changes, as_json=False)
-    assert "20 steps = 120 optimizer steps of the actor, 160 of the critic" in capsys.readouterr().out
-
-
 def test_a_reference_appears_with_kl(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = as_json(spec, capsys, "algorithm.kl_coef=0.1")
     assert found["roles"]["ref"]["engine"] == "ddp"  # type: ignore[index]
@@ -86,22 +75,6 @@ def test_the_person_sees_roles_arithmetic_and_ok(spec: Path, capsys: pytest.Capt
     assert "ahead  the samples of the next 2 steps are drawn while the actor learns" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("dapo", "groups of equal scores are thrown away, with 4 refills at most in a step"),
-        ("remax", "and 64 greedy completions to compare with"),
-    ],
-)
-def test_another_algorithm_is_one_change(spec: Path, capsys: pytest.CaptureFixture[str], kind: str, words: str) -> None:
-    assert check(spec, (f"algorithm.kind={kind}",), as_json=False) == 0
-    out = capsys.readouterr().out
-    assert words in out
-    assert ("note: algorithm.kind" in out) == (kind == "dapo"), "what of the file is not used"
-    (note,) = as_json(spec, capsys, "algorithm.kind=gspo")[1]["notes"]  # type: ignore[misc]
-    assert str(note).endswith("clip_low = 0.2, clip_high = 0.28")
-
-
 def test_the_person_sees_problems_on_stderr(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(spec, ("actor.micro_batch_tokens=3",), as_json=False) == 2
     out, err = capsys.readouterr()
@@ -123,24 +96,7 @@ def test_warnings_do_not_refuse(spec: Path) -> None:
     }
 
 
-def test_markup_in_values_is_shown_as_it_is(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(spec, ("run.name=[bold]x[/bold]",), as_json=False) == 2
-    assert "[bold]x[/bold]" in capsys.readouterr().err
-
-
 # ── engines that cut the model ────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "zero", "zero3"])
-@pytest.mark.parametrize("wider", [(), ("actor.processes=2", "actor.launcher=torchrun")])
-def test_another_engine_is_one_change(
-    spec: Path, capsys: pytest.CaptureFixture[str], kind: str, wider: tuple[str, ...]
-) -> None:
-    code, found = as_json(spec, capsys, f"actor.engine.kind={kind}", *wider)
-    assert (code, found["problems"], found["warnings"]) == (0, [], [])
-    ranks = 2 if wider else 1
-    placement: dict[str, object] = found["placement"]["actor"]  # type: ignore[index]
-    assert (placement["replicate"], placement["shard"], len(placement["ranks"])) == (1, ranks, ranks)  # type: ignore[arg-type]
 
 
 def test_who_sits_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,24 +149,6 @@ def test_who_shares_samples(spec: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert actor["ranks"][6] == {  # type: ignore[index]
         "rank": 6, "node": 0, "local_rank": 6, "devices": [], "replica": 6, "shard": 0, "data": 1, "sequence": 2
     }  # fmt: skip
-
-
-def test_many_groups_are_cut_short(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = ("actor.engine.kind=fsdp2", "actor.processes=256", "actor.engine.replicate=64")
-    assert check(spec, mesh, as_json=False) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "… 57 more" in lines
-    assert "63 252–255 0 CPU" in lines
-    assert len(lines) < 40
-    _, found = as_json(spec, capsys, *mesh)
-    assert found["placement"]["actor"]["ranks"][255] == {  # type: ignore[index]
-        "rank": 255, "node": 0, "local_rank": 255, "devices": [], "replica": 63, "shard": 3, "data": 255, "sequence": 0
-    }  # fmt: skip
-
-
-def test_a_mesh_that_does_not_fit_is_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(spec, ("actor.engine.kind=fsdp2", "actor.engine.shard=3", "actor.processes=4"), as_json=False) == 2
-    assert "actor.engine.shard = 3: shard × replicate = 3 × 1 = 3, but actor has 4" in capsys.readouterr().err
 
 
 def test_replicas_of_several_gpus_have_their_own(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:

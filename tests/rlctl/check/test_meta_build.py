@@ -15,7 +15,6 @@ from running import REPO, preset
 from sabotage import SUPPORT
 from safetensors.numpy import save_file
 
-import rlctl.check.check_command
 from rlctl.cli import main
 from rlctl.models.model_tensors import tensors_of_config
 
@@ -184,26 +183,6 @@ def test_one_one_update_of_each_role(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert listing(tmp_path) == before, "nothing is written"
 
 
-@pytest.mark.parametrize(
-    ("written", "level"),
-    [
-        ("SPEC", None),
-        ("SPEC --probe", "meta"),
-        ("--probe SPEC", "meta"),
-        ("--probe --json SPEC", "meta"),
-        ("SPEC --probe=meta", "meta"),
-        ("--probe meta SPEC", "meta"),
-        ("SPEC --probe=run", "run"),
-        ("SPEC --probe run", "run"),
-    ],
-)
-def test_how_the_option_is_written(monkeypatch: pytest.MonkeyPatch, written: str, level: str | None) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(rlctl.check.check_command, "check", lambda *_, **options: asked.append(options["level"]) or 0)
-    assert main(["check-config", *written.split()]) == 0
-    assert asked == [level]
-
-
 @pytest.mark.usefixtures("warm_children")
 def test_the_person_sees_asked_and_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = preset("fake", tmp_path)
@@ -226,8 +205,3 @@ def test_what_only_the_role_reads_is_found_there(tmp_path: Path, capsys: pytest.
     (problem,) = found["problems"]
     assert problem["key"] == "rollout.stop"
     assert "is 2 tokens" in problem["message"]
-
-
-def test_a_level_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-config", str(preset("fake", tmp_path)), "--probe=deep"]) == 2
-    assert "deep" in capsys.readouterr().err

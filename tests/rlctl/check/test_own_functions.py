@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from backends.train.own_loss import try_loss
 from rlctl.check.findings import examine
 from rlctl.run.input_files import inputs_of
 from specs.errors import RlctlError
-from specs.load.load import load_spec, parse
-from specs.load.toml_file import read_toml
+from specs.load.load import load_spec
 
 GOOD = """
 import numpy as np
@@ -117,15 +115,6 @@ def test_what_can_be_used_is_fine(file: Path) -> None:
     assert not [one for one in found.warnings if one.key.endswith("_function")]
 
 
-def test_keys_of_what_is_replaced_have_no_effect(file: Path) -> None:
-    own = ["algorithm.advantage_function=good.py:centred", "algorithm.loss_function=good.py:surrogate"]
-    keys = ["algorithm.scale=none", "algorithm.clip_low=0.1", "algorithm.entropy_coef=0.1"]
-    assert [problem.key for problem in parse(read_toml(file), [*own, *keys]).problems] == [
-        "algorithm.scale",
-        "algorithm.clip_low",
-    ]
-
-
 def test_a_run_with_them_is_that_of_the_kind_that_they_repeat(file: Path, tmp_path: Path) -> None:
     """The file has GRPO's two functions, so both runs must be the same; the files are inputs of the run."""
     own = ("algorithm.advantage_function=good.py:centred", "algorithm.loss_function=good.py:surrogate")
@@ -149,8 +138,3 @@ def test_at_run_time_a_bad_number_stops_the_run(file: Path, tmp_path: Path, key:
     options = (f"algorithm.{key}_function={path}", 'reward.terms=[{kind="regex", pattern="."}]')
     with local_run(file, tmp_path / "run", *options) as run, pytest.raises(RlctlError, match=words):
         run.steps(1)
-
-
-def test_resolved_says_the_path_as_written(file: Path) -> None:
-    spec = load_spec(file, ["algorithm.loss_function=good.py:surrogate"])
-    assert json.loads(json.dumps(spec.resolved()))["algorithm"]["loss_function"] == "good.py:surrogate"

@@ -124,15 +124,6 @@ def test_diagnostics_against_a_slow_loop() -> None:
     assert diagnostics(without) == {}
 
 
-def test_both_kls_are_those_of_the_distributions() -> None:
-    """Tokens as often as the sampler draws them: 1/2, 1/4, 1/4 of a trainer with 1/4, 1/4, 1/2."""
-    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
-    found = diagnostics(batch_of([float(np.log(q[i] / p[i])) for i in (0, 0, 1, 2)]))
-    assert found["rollout/kl_sampler_trainer"] == pytest.approx(float(p @ np.log(p / q)))
-    assert found["rollout/kl_trainer_sampler"] == pytest.approx(float(q @ np.log(q / p)))
-    assert found["rollout/ess"] == pytest.approx(1 / float((q**2 / p).sum()))
-
-
 # ── log-probs that are no number ──────────────────────────────────────────────────────────────────
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
-from told_actor import drawn, driver_of
 
 from backends.fake.fake_losses import FakeColumns, fake_policy_loss
 from rlctl.loop.kl_control import KlController, token_kl
-from rlctl.loop.sampling import Scored
 from specs.errors import CheckpointError
 from specs.schema.algorithms.algorithm import KlEstimator
 from specs.schema.algorithms.algorithm_tables import PRESETS, PpoClip
@@ -91,40 +88,3 @@ def test_the_weight_goes_through_a_checkpoint_to_the_bit() -> None:
     assert again.coef == controller.coef != 0.5
     with pytest.raises(CheckpointError, match="no kl_coef"):
         again.restore({"step": 3})
-
-
-def slow(kind: str, batch: Batch, scored: Scored, penalty_T: np.ndarray) -> list[float]:
-    """Advantages at the loss tokens of graded samples, in order: token by token."""
-    rewards, groups = [], []
-    for index, (mask, penalty) in enumerate(
-        zip(batch.sequences("loss_mask_T"), np.split(penalty_T, batch.offsets[1:-1]), strict=True)
-    ):
-        if scored.scored_B[index]:
-            taken = [-float(value) for value, on in zip(penalty, mask, strict=True) if on]
-            rewards.append((taken, float(scored.reward_B[index])))
-            groups.append(int(batch["group_B"][index]))
-    if kind == "grpo":
-        sums = [sum(taken) + score for taken, score in rewards]
-        out = []
-        for (taken, _), total, group in zip(rewards, sums, groups, strict=True):
-            peers = [one for one, other in zip(sums, groups, strict=True) if other == group]
-            out += [(total - np.mean(peers)) / (np.std(peers, ddof=1) + 1e-6)] * len(taken)
-        return out
-    returns = [
-        sum(taken[t:]) + score for taken, score in rewards for t in range(len(taken))
-    ]  # the score stands at the last token, so it is in the return of each
-    return [(one - np.mean(returns)) / np.std(returns, ddof=1) for one in returns]
-
-
-@pytest.mark.parametrize("kind", ["grpo", "reinforce++"])
-def test_what_is_taken_off_the_reward_moves_the_advantages(tmp_path: Path, kind: str) -> None:
-    """Against a slow loop: off a rollout's score, or off what follows a token. Holes in the masks count nothing."""
-    keys = ("kl_coef=0.5", 'kl_in="reward"', 'kl_estimator="k1"', f'kind="{kind}"')
-    driver, _ = driver_of(tmp_path, *(f"algorithm.{key}" for key in keys))
-    batch, scored = drawn()
-    ref_T = np.random.default_rng(0).normal(size=batch.num_tokens).astype(np.float32)
-    got_T = driver.add_advantages(batch.with_columns(ref_logprob_T=ref_T), scored)["advantage_T"]
-    chosen_T = (batch["loss_mask_T"] > 0) & np.repeat(scored.scored_B, batch["length_B"])
-    assert not got_T[~chosen_T].any()
-    penalty_T = 0.5 * (batch["old_logprob_T"] - ref_T)
-    assert got_T[chosen_T] == pytest.approx(np.array(slow(kind, batch, scored, penalty_T)), rel=1e-4, abs=1e-4)

@@ -74,19 +74,6 @@ def test_a_gap_is_summed_over_ranks():
     assert not GapLimits(None, None, None, {}, print).broken_by(Gap(99.0, 99.0))
 
 
-def test_a_warning_is_said_once_and_counted():
-    said = []
-    budget = GapLimits(0.1, None, None, {}, said.append)
-    gaps = (0.05, 0.2, 0.01, 0.3)
-    lines = [{"rollout/logprob_gap": gap, "rollout/logprob_gap_max": 1.5} for gap in gaps]
-    counts = [budget.note(line, step)["rollout/logprob_gap_warnings"] for step, line in enumerate(lines, start=7)]
-    assert counts == [0, 1, 1, 2]
-    assert len(said) == 1
-    assert "step 8" in said[0]
-    assert "0.2 nats" in said[0]
-    assert "max 1.5" in said[0]
-
-
 def budget_of(tmp_path, *sets):
     return gap_limits(load_spec(preset("quickstart", tmp_path), list(sets)))
 

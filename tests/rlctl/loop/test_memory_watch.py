@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from faulty_engines import install
-from running import REPO, metrics, preset, rlctl
+from running import REPO, metrics, preset, warm_rlctl
 
 from rlctl.loop.memory_watch import MIN_SLOPE_MIB, WARM_UP, WINDOW, MemoryWatch
 from specs.errors import MemoryGrowthError
@@ -67,7 +67,7 @@ def test_a_sampler_that_leaks_is_named_then_stopped(tmp_path):
     site, run = install(tmp_path / "site"), tmp_path / "run"
     options = ('run.colocate="always"', "run.steps=60", "checkpoint.every=100", 'rollout.engine.kind="leaking"')
     sets = [part for option in (*options, "run.max_memory_growth_GiB=0.25") for part in ("--set", option)]
-    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *sets, PYTHONPATH=f"{REPO}:{site}")
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", run, *sets, PYTHONPATH=f"{REPO}:{site}")
     assert done.returncode == 1, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
     assert said.count(f"warning: {KEY} grows by ") == 1

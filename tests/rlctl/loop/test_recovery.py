@@ -7,7 +7,7 @@ from pathlib import Path
 
 import crashing
 import pytest
-from running import metrics, preset, rlctl, trajectory, wait_for, warm_rlctl, workers_of
+from running import metrics, preset, trajectory, wait_for, warm_rlctl, workers_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_crashes_change_nothing(plain: Path, tmp_path: Path) -> None:
     crashes, plot, run = [*CRASHES, *AS_THEY_TAKE_TURNS], tmp_path / "plot", tmp_path / "run"
     options = [*crashing.install(plot, crashes), *TAKING_TURNS, "--set", f"rollout.max_restarts={len(crashes)}"]
-    done = rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options)
+    done = warm_rlctl("train", preset("fake", tmp_path), "--run-dir", run, *TWO, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert crashing.happened(plot) == [1] * len(crashes)
     assert trajectory(run) == trajectory(plain)
@@ -116,7 +116,7 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
         {"role": "rollout", "rank": 1, "method": "build", "call": 1},
         {"role": "rollout", "rank": 2, "method": "build", "call": 1, "how": "late"},
     ]
-    options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=20"]
+    options = ["--set", "rollout.processes=3", "--set", "rollout.min_processes=1", "--set", "run.start_timeout_s=12"]
     done = warm_rlctl(
         "train", preset("fake", tmp_path), "--run-dir", run, *TWO, *crashing.install(plot, faults), *options
     )
@@ -124,7 +124,7 @@ def test_a_run_that_begins_with_one_replica_of_three_is_the_same(plain: Path, tm
     assert trajectory(run) == trajectory(plain)
     said = " ".join(done.stdout.split())
     assert "rollout rank 1 failed for good: its process was ended by SIGKILL. The run goes on with 2 of them" in said
-    assert "rollout rank 2 was not built within 20 s. The run goes on with 1 of 3 replicas" in said
+    assert "rollout rank 2 was not built within 12 s. The run goes on with 1 of 3 replicas" in said
     assert "rollout rank 2 came late and takes part now: 2 of 3 replicas" in said
     counted = [[line[f"rollout/{name}"] for name in ("replicas", "late", "dropped")] for line in metrics(run)]
     assert counted[-1] == [2, 0, 1]

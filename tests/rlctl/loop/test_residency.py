@@ -98,33 +98,6 @@ def grader(monkeypatch):
     monkeypatch.setitem(MOVES, "reward_model", moves)
 
 
-def test_a_third_kind_of_holder_is_a_row(grader):
-    log = []
-    residency = Residency(True, [Recorder(role, log) for role in ("grader", "actor", "rollout")])
-    residency.enter("sync")
-    log.clear()
-    residency.enter("rollout")
-    assert log == [
-        ("actor", Verb.OFFLOAD, None),
-        ("actor", "done", None),
-        ("rollout", Verb.WAKE, ["kv_cache"]),
-        ("rollout", "done", None),
-        ("grader", Verb.ONLOAD, None),
-        ("grader", "done", None),
-    ]
-    log.clear()
-    residency.enter("train")
-    assert log == [
-        ("rollout", Verb.SLEEP, 2),
-        ("grader", Verb.OFFLOAD, None),
-        ("rollout", "done", None),
-        ("grader", "done", None),  # all ranks of all roles have released before anybody acquires
-        ("actor", Verb.ONLOAD, None),
-        ("actor", "done", None),
-    ]
-    assert residency.take_memory().keys() >= {"mem/grader_before_offload_GiB", "mem/grader_onloaded_GiB"}
-
-
 def test_what_is_built_first_leaves_the_device_for_what_comes_next(grader):
     log = []
     groups = [Recorder(role, log) for role in ("rollout", "grader", "actor")]

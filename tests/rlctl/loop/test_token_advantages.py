@@ -170,15 +170,6 @@ def test_gae_against_a_slow_loop(gamma, lam, lam_value):
     assert same_T.tolist() == return_T.tolist(), "returns are from before the whitening"
 
 
-def test_samples_of_one_rollout_each_end_with_its_score():
-    """A rollout that left two samples: nothing leaks from one into the other, or into another rollout."""
-    batch = batch_of([0, 1, 1], [0, 1, 0, 1], [1])
-    batch = Batch({**batch.columns, "rollout_B": np.array([5, 5, 6]), "group_B": np.array([1, 1, 1])})
-    table = Gae(gae_lambda=1.0, whiten=False)
-    got_T, _ = estimate(table, batch, [4.0, 4.0, 1.0], np.zeros(8))
-    assert got_T.tolist() == [0, 4, 4, 0, 4, 0, 4, 1]
-
-
 # ── a teacher ─────────────────────────────────────────────────────────────────────────────────────
 
 

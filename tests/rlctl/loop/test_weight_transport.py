@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from rlctl.check.check_command import as_dict, check
 from rlctl.check.findings import examine
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.presets import write_preset
@@ -76,13 +74,3 @@ def test_a_killed_attempts_files_go_from_the_runs_own_folder_only(tmp_path: Path
 )
 def test_transports_that_lead_nowhere_are_refused(spec_path: Path, overrides: list[str], key: str, words: str) -> None:
     assert words in problems(spec_path, *overrides)[key]
-
-
-def test_check_config_shows_the_transport(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert as_dict(examine(spec_path, []), spec_path)["sync"] == {
-        "transport": "shm",
-        "why": "actor and rollout share a host",
-        "to": [{"host": "this host", "replicas": 1}],
-    }
-    assert check(spec_path, ["sync.transport=folder"], as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["sync"]["transport"] == "folder"

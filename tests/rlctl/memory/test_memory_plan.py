@@ -109,14 +109,6 @@ def test_stages_and_tensor_ranks_by_hand(planned: Any) -> None:
     assert part(shared, "actor", "Adam moments") == part(plan, "actor", "Adam moments")
 
 
-def test_ranks_that_share_samples_hold_a_part_of_each(planned: Any) -> None:
-    """At a degree of 4 with a quarter of the tokens: a quarter of the activations, and weights as before."""
-    alone = planned("fsdp2-8gpu", "actor.micro_batch_tokens=32768")
-    shared = planned("fsdp2-8gpu", "actor.sequence_parallel=4", "actor.micro_batch_tokens=8192")
-    assert part(shared, "actor", "activations") == pytest.approx(part(alone, "actor", "activations") / 4, rel=1e-3)
-    assert part(shared, "actor", "master weights") == part(alone, "actor", "master weights")
-
-
 def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_of(tmp_path, "fsdp2-8gpu", QWEN_7B)
     sets = ["--set", f"model.path={tmp_path / 'model'}", "--set", "run.colocate=never"]

@@ -148,23 +148,6 @@ def test_another_mesh_on_one_rank_is_named(mesh_spec, engine, built, words):
     assert as_built_check.differences(spec, reports, asked(spec)) == [f"actor rank 1: {words}"]
 
 
-@pytest.mark.parametrize(
-    ("held", "words"),
-    [
-        ({"bf16": False, "lr": 0.1}, []),
-        (None, []),
-        ({"bf16": True, "lr": 0.1}, ["bf16 of the engine's library: expected False, built True"]),
-        ({"bf16": False}, ["lr of the engine's library: expected 0.1, built None"]),
-    ],
-)
-def test_what_a_library_was_told_is_read_back(spec, held, words):
-    reports, wanted = good(), asked(spec)
-    wanted["actor"] |= {"options": {"bf16": False, "lr": 0.1}}
-    reports["actor"] = [report("actor", rank, options=held) for rank in range(2)]
-    found = as_built_check.differences(spec, reports, wanted)
-    assert found == [f"actor rank {rank}: {line}" for rank in range(2) for line in words]
-
-
 @pytest.mark.parametrize(("role", "rank"), [("ref", 0), ("ref", 1), ("actor", 1)])
 def test_a_rank_without_a_model_is_named(spec, role, rank):
     reports = good()

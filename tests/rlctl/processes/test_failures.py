@@ -11,12 +11,11 @@ from probe_groups import probe_groups, role_plan, wait_until
 from rlctl.processes import failures
 from rlctl.processes.failures import Blame, Evidence, Severity, from_error, from_rank_end
 from rlctl.processes.launched_ranks import FirstEnd
-from specs.errors import Cause, PeerGone, RoleFailure, SamplerDied
+from specs.errors import Cause, RoleFailure
 from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Verb
-from workers.serve import error_message
 
-MESSAGES = ("Connection closed by peer", "timed out", "SamplerDied", "its process was ended by SIGKILL", "ok", "")
+MESSAGES = ("Connection closed by peer", "its process was ended by SIGKILL", "")
 ENDED = Evidence("actor", 1, Cause.ENDED, "SIGKILL")
 EXITED = Evidence("actor", 1, Cause.ENDED, "exit code 1", Severity.EXIT)
 
@@ -76,11 +75,6 @@ def test_an_abort_and_an_unknown_end_wait_for_a_better_cause() -> None:
     assert blamed(aborted) is blamed(unknown) is None
     assert blamed(aborted, killed) is killed
     assert blamed(error_of(0, Cause.PEER_GONE, "left"), unknown, killed) is killed
-
-
-def test_the_cause_goes_over_the_wire_as_a_type() -> None:
-    for error, cause in ((PeerGone("rollout 1", "left"), Cause.PEER_GONE), (SamplerDied("x"), Cause.ENGINE_DIED)):
-        assert ErrorBody.from_json(error_message(error).body).cause is cause
 
 
 @pytest.mark.slow

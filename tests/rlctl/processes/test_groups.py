@@ -17,8 +17,7 @@ import pytest
 from probe_groups import SUPPORT, judge_silence_of, probe_groups, role_plan, wait_until
 
 import rlctl.processes.failure_watch
-from rlctl.processes.groups import Groups
-from specs.errors import BatchError, Interrupted, RoleFailure, SpecError
+from specs.errors import Interrupted, RoleFailure, SpecError
 from specs.wire.messages import Message, Verb
 
 BOUND_S = 60.0  # generous: the machine may be busy
@@ -49,25 +48,6 @@ def test_answers_come_by_rank_with_their_tensors(tmp_path: Path) -> None:
         replicas = rollout.call(Verb.PING, {"env": names})
         assert [(answer.body["rank"], answer.body["world_size"]) for answer in replicas] == [(0, 1), (1, 1)]
         assert replicas[1].body["env"]["RANK"] is None
-
-
-def test_large_tensors_and_parts_arrive_whole(tmp_path: Path) -> None:
-    big = np.arange(84 * 2**20 // 4, dtype=np.int32)
-    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        parts: list[Message] = []
-        answers = groups["actor"].post(Verb.PING, {"parts": 1}, {"x": big}, on_part=parts.append).result()
-        assert [part.body["part"] for part in parts] == [0]
-        for message in (*parts, *answers):
-            assert np.array_equal(message.tensors["x"], big)
-
-
-def test_a_second_verb_waits_in_line(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        slow = groups["actor"].post(Verb.PING, {"sleep_s": 0.2, "name": "slow"})
-        fast = groups["actor"].post(Verb.PING, {"name": "fast"})
-        assert not fast.sent
-        assert fast.result()[0].body["echo"]["name"] == "fast"
-        assert slow.done
 
 
 def test_an_error_names_everything_and_the_rank_serves_on(tmp_path: Path) -> None:
@@ -128,18 +108,6 @@ def test_a_stopped_rank_is_noticed_and_ended(tmp_path: Path) -> None:
         assert caught.value.rank == 1
 
 
-def test_a_computing_rank_is_not_taken_for_a_stopped_one(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        (peer,), gate = groups.hub._peers.values(), tmp_path / "gate"
-        call = groups["actor"].post(Verb.PING, {"do": "await", "file": str(gate)})
-        before = peer.heard
-        assert wait_until(lambda: (groups.tick(), peer.heard > before + 2)[1])
-        before = peer.heard  # nor does a busy driver take its ranks for dead
-        assert wait_until(lambda: peer.heard > before + 2)
-        gate.touch()
-        call.result()
-
-
 @pytest.mark.usefixtures("patient")
 def test_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
@@ -152,13 +120,6 @@ def test_a_missed_deadline_shows_where_the_rank_is(tmp_path: Path) -> None:
         assert "in ping" in caught.value.log_tail
 
 
-def test_a_role_that_cannot_be_made_says_why(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1), factory="broken") as groups:
-        with pytest.raises(RoleFailure, match="no engine for rank 0") as caught:
-            groups["actor"].call(Verb.BUILD)
-        assert caught.value.remote_kind == "ImportError"
-
-
 def test_an_interpreter_that_fails_to_start(tmp_path: Path) -> None:
     plan = role_plan("actor", 1)
     crash = plan.__class__(**{**vars(plan), "command": (sys.executable, "-c", "raise SystemExit('no luck')")})
@@ -169,13 +130,6 @@ def test_an_interpreter_that_fails_to_start(tmp_path: Path) -> None:
     absent = plan.__class__(**{**vars(plan), "command": (str(tmp_path / "python"),)})
     with pytest.raises(SpecError, match=r"actor\.python"), probe_groups(tmp_path, absent):
         pass
-
-
-def test_a_missing_column_is_an_error_before_anything_is_sent(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        with pytest.raises(BatchError, match="loss_mask_T"):
-            groups["actor"].call(Verb.LOGPROBS, tensors={"tokens_T": np.zeros(1, dtype=np.int64)})
-        groups["actor"].call(Verb.PING)
 
 
 def test_a_tick_that_raises_ends_the_wait_but_not_the_group(tmp_path: Path) -> None:
@@ -245,13 +199,6 @@ def test_a_launcher_that_is_slow_to_say_so_does_not_blame_the_peer(tmp_path: Pat
         assert caught.value.rank == 1
 
 
-def test_closing_is_polite_and_twice_is_fine(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 2)) as groups:
-        groups["actor"].call(Verb.PING)
-        groups.close(grace_s=BOUND_S)
-        assert [started.process.returncode for started in groups.launcher.started] == [0, 0]
-
-
 def _processes_with(mark: dict[str, str]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
@@ -261,11 +208,3 @@ def _processes_with(mark: dict[str, str]) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
-
-
-def test_groups_know_their_roles(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("actor", 1)) as groups:
-        assert isinstance(groups, Groups)
-        assert "actor" in groups
-        assert "ref" not in groups
-        assert groups.membership.members["actor", 0].pid == groups.launcher.started[0].process.pid

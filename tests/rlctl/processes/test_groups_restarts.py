@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from probe_groups import judge_silence_of, probe_groups, role_plan, wait_until
+from probe_groups import probe_groups, role_plan, wait_until
 
 import rlctl.processes.failure_watch
 import rlctl.processes.joining_hosts
@@ -74,22 +74,6 @@ def test_a_lost_replica_is_counted_out_and_started_again(tmp_path: Path) -> None
         assert failure.value.rank == 1
 
 
-def test_verbs_in_line_are_for_the_other_replicas_not_for_the_new_process(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 2), verb_timeout_s=60.0) as groups:
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
-        rollout = groups["rollout"]
-        lost = rollout.post(Verb.PING, [{}, {"do": "kill"}])
-        in_flight, in_line = rollout.post(Verb.PING, {"sleep_s": 0.3}), rollout.post(Verb.PING)
-        with pytest.raises(RanksFailed):
-            lost.result()
-        assert restart(groups) == [1]
-        for call in (in_flight, in_line):
-            with pytest.raises(RanksFailed):
-                call.result()
-            assert (sorted(call.answers), call.failed) == ([0], {1})
-        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
-
-
 def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_path: Path) -> None:
     """As when a person interrupts: what is saved then may still ask the other replicas."""
     interrupts: list[Interrupted] = []
@@ -118,19 +102,6 @@ def test_after_a_restart_that_was_broken_off_nobody_waits_for_the_replica(tmp_pa
         assert len(groups.launcher.started) == 2, "what had begun to start is gone"
 
 
-def test_a_hung_replica_is_ended_and_started_again(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
-        hung = groups.membership.members["rollout", 0].pid
-        judge_silence_of(groups, "rollout", 0)
-        with pytest.raises(RanksFailed):
-            groups["rollout"].call(Verb.PING, {"do": "stop"})
-        assert not Path(f"/proc/{hung}").exists()
-        groups.hub.heartbeat_timeout_s = 60.0
-        restart(groups)
-        assert groups["rollout"].call(Verb.PING)[0].body["pid"] != hung
-
-
 @pytest.mark.parametrize(
     ("role", "body", "words"),
     [
@@ -144,16 +115,6 @@ def test_what_would_repeat_and_other_roles_end_the_run(tmp_path: Path, role: str
         groups.ranks.allow_restarts(RestartPolicy("rollout", 3))
         with pytest.raises(RoleFailure, match=words):
             groups[role].call(Verb.PING, body)
-
-
-def test_an_engine_that_says_that_it_died_is_a_loss(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 1)) as groups:
-        groups.ranks.allow_restarts(RestartPolicy("rollout", 1))
-        with pytest.raises(RanksFailed):
-            groups["rollout"].call(Verb.PING, {"do": "raise died"})
-        assert groups.launcher.started == []  # what was left of it is gone
-        restart(groups)
-        assert groups["rollout"].call(Verb.PING)[0].body["rank"] == 0
 
 
 def test_broken_connections_during_a_sync_wait_for_the_loss_that_explains_them(
@@ -316,16 +277,3 @@ def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
         assert host.times == asked, "nobody looks for it any more"
         assert len([one for one in groups.launcher.started if one.ranks == (1,)]) == 1
     assert host.stopped
-
-
-def test_too_few_replicas_do_not_begin(tmp_path: Path) -> None:
-    with probe_groups(tmp_path, role_plan("rollout", 2), factory="gated", start=False) as groups:
-        begin_with_fewer(groups, RestartPolicy("rollout", 0, FailureWarnings(groups, {}, str), least=2))
-        with pytest.raises(RoleFailure, match="no engine for rank 1") as failure:
-            _begin(groups)
-        assert failure.value.rank == 1
-
-
-def _begin(groups: Groups) -> None:
-    groups.start()
-    wait_until(groups.tick)

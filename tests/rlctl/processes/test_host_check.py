@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any, cast
 import pytest
 from small_spec import raw_spec
 
-import rlctl.processes.hosts
 from rlctl import __version__
-from rlctl.processes.host_check import FarHost, check_hosts, interface_of, marked, one_machine, problem_of
+from rlctl.processes.host_check import FarHost, check_hosts, one_machine, problem_of
 from rlctl.processes.hosts import Asking, LateHost, check_slurm, circles_of, far_hosts_of, may_begin_without
 from rlctl.processes.placement import make_plan, package_root
-from rlctl.processes.remote_check import Asked, HostReply, checksum_of, sizes_in, unreached
+from rlctl.processes.remote_check import Answer, Asked, checksum_of, sizes_in
 from specs.errors import SpecError
 from specs.schema.spec import Spec
 
@@ -91,24 +89,6 @@ def test_a_host_that_comes_late_is_asked_what_the_others_were(tmp_path: Path) ->
     assert not [*tmp_path.glob(".rlctl-*")]
 
 
-def test_files_of_roles_on_this_host_alone_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hosts").write_text("here slots=1\nb slots=1\n")
-    (tmp_path / "rewards.py").write_text("def score(completion):\n    return 1.0\n")
-    read: list[str] = []
-    monkeypatch.setattr(rlctl.processes.hosts, "checksum_of", lambda path: read.append(path) or "sum")
-    cluster = {"hostfile": "hosts", "address": "127.0.0.1"}
-    terms = [{"kind": "function", "path": "rewards.py:score"}]
-    for nodes, files in ((1, []), (2, [str(tmp_path / "rewards.py")])):
-        raw = raw_spec(
-            rollout={"nodes": 2, "processes": 2},
-            reward={"terms": terms, "nodes": nodes, "processes": nodes},
-            cluster=cluster,
-        )
-        spec = Spec.model_validate(raw)
-        (host,) = far_hosts_of(spec, make_plan(spec, tmp_path, address="127.0.0.1"), tmp_path)
-        assert [*host.files] == read == files
-
-
 def test_which_hosts_a_run_may_begin_without() -> None:
     actor = {"nodes": 2, "processes": 2, "launcher": "srun"}
     rollout = {"first_node": 1, "nodes": 3, "processes": 6, "min_processes": 2}
@@ -134,13 +114,6 @@ def test_a_host_with_another_folder_under_the_same_name(tmp_path: Path) -> None:
     assert sizes_in(str(tmp_path)) == {"config.json": 2, "weights.safetensors": 2}
     models = {str(tmp_path): {"config.json": 2, "weights.safetensors": 3}}
     assert f"{tmp_path / 'weights.safetensors'} is not on host b, or of another size" in said_of(FAR, models=models)
-
-
-def test_a_host_that_does_not_reach_a_port_of_this_one() -> None:
-    here, closed = "127.0.0.1", 1
-    assert unreached([("a", here, closed)]) == [("a", f"{here}:{closed}: Connection refused")]
-    with socket.create_server((here, 0)) as door:
-        assert unreached([("a", here, door.getsockname()[1])]) == []
 
 
 def test_one_machine_under_two_names() -> None:
@@ -171,19 +144,6 @@ def test_an_answer_that_keeps_a_host_from_its_part(answer: dict[str, Any], words
     plain |= {"version": __version__, "machine": "", "dial": "", "gpus": 8, "door": ("10.0.0.2", 1), "time": 1000.0}
     found = problem_of(host, cast("HostReply", plain | answer), "10.0.0.1", now=1000.0)
     assert (words in str(found)) if words else found is None
-
-
-def test_a_marked_folder_is_left_as_it_was(tmp_path: Path) -> None:
-    with marked([str(tmp_path), str(tmp_path), str(tmp_path / "none")]) as files:
-        assert [Path(file).parent for file in files] == [tmp_path]
-        assert Path(files[0]).exists()
-    assert not [*tmp_path.iterdir()]
-
-
-def test_an_interface_that_a_person_has_named() -> None:
-    assert interface_of({"NCCL_SOCKET_IFNAME": "=ib0"}) == "ib0"
-    assert interface_of({"NCCL_SOCKET_IFNAME": "^docker0", "GLOO_SOCKET_IFNAME": "eth1"}) == "eth1"
-    assert interface_of({}) == ""
 
 
 def test_who_is_asked_and_who_must_reach_whom(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from running import REPO, environment, metrics, preset, rlctl, steps_done, traje
 from some_hosts import REMOTE_SHELL, Hosts, left_in, some_hosts
 
 from rlctl.presets import write_manifest
-from rlctl.processes.channel import Hub
 
 pytestmark = pytest.mark.slow
 
@@ -193,10 +191,8 @@ def test_a_death_ends_the_run_on_both_hosts(hosts: Hosts, spec: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("nowhere slots=2", "host nowhere cannot be used"),
         ("link", "cannot reach it"),
         ("address", "is not an address of this host"),
-        ("slots", "2 of them go to each node"),
         ("folder", "{there}: {folder} of host {there} is another folder"),
         ("firewall", "{there} cannot reach {third} at 10.77.0.3:"),
     ],
@@ -206,12 +202,7 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
 ) -> None:
     options: tuple[str, ...] = ()
     words = words.format(there=hosts.there, third=hosts.third, folder=tmp_path / "local")
-    if "slots=2" in change:
-        (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{change}\n")
-    elif change == "slots":
-        options = ("--set", "actor.processes=4")
-        (tmp_path / "hosts").write_text(f"{hosts.here} slots=2\n{hosts.there} slots=1\n")
-    elif change == "address":
+    if change == "address":
         options = ("--set", "cluster.address=10.77.0.9")
     elif change == "folder":
         (tmp_path / "local").mkdir()
@@ -234,17 +225,6 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
     assert not [*tmp_path.glob("local/*")]
     assert not [*tmp_path.glob(".rlctl-*")]
     wait_for(lambda: hosts.idle, 150, "the end of all hosts' processes")
-
-
-def test_the_channel_listens_on_the_address_it_is_given_and_no_other() -> None:
-    hub = Hub(host="127.0.0.2")
-    try:
-        port = int(hub.address.rpartition(":")[2])
-        socket.create_connection(("127.0.0.2", port), timeout=60).close()
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", port), timeout=60)
-    finally:
-        hub.close()
 
 
 def test_a_driver_pod_enters_the_others(hosts: Hosts, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of `rlctl init --launcher kubernetes`: the placement of the spec, names that Kubernetes takes, shell that runs.
+"""The manifest of `rlctl init --launcher kubernetes`: the placement of the spec, names, and shell that runs.
 
 `test_hosts.py` runs a driver's script among network namespaces.
 """

@@ -10,12 +10,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from probe_groups import role_plan, wait_until
 
 from rlctl.processes import launch
-from rlctl.processes.launch import Launcher, describe_exit, tail
+from rlctl.processes.launch import Launcher, tail
 from rlctl.processes.placement import RolePlan
 
 STUBBORN = """
@@ -63,17 +62,6 @@ def test_one_replica_is_killed_with_its_runaway_child_and_started_again(tmp_path
     finally:
         launcher.stop(grace_s=0.2)
     assert launcher.leftover() == []
-
-
-def test_stop_ends_a_stopped_process_without_force(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path, {})
-    launcher.start(_plan("print('ready', flush=True); import time; time.sleep(600)"))
-    assert wait_until(lambda: "ready" in tail(launcher.log_path("actor", 0)))
-    launcher.started[0].process.send_signal(signal.SIGSTOP)
-    pid = launcher.started[0].process.pid
-    assert wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)  # not merely about to stop
-    launcher.stop(grace_s=20)
-    assert launcher.started[0].process.returncode == -signal.SIGTERM
 
 
 def test_each_process_has_its_place_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,16 +116,3 @@ def test_another_interpreter_does_not_see_this_ones_site_packages(
     first, second = tail(launcher.log_path("actor", 0)).splitlines()
     assert {first, second} == {f"{links}{os.pathsep}/users/own", f"{root}{os.pathsep}/users/own"}
     assert sorted(path.name for path in links.iterdir()) == ["backends", "rlctl", "specs", "workers"]
-
-
-def test_exits_in_words() -> None:
-    assert describe_exit(3) == "its process ended with exit code 3"
-    assert describe_exit(-9) == "its process was ended by SIGKILL"
-    assert describe_exit(-63) == "its process was ended by signal 63"
-
-
-def test_tail_of_a_long_and_of_a_missing_log(tmp_path: Path) -> None:
-    log = tmp_path / "rank0.log"
-    log.write_text("\n".join(f"line {number}" for number in range(100_000)))
-    assert tail(log).splitlines() == [f"line {number}" for number in range(99_980, 100_000)]
-    assert tail(tmp_path / "none") == ""

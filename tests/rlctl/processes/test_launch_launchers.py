@@ -28,14 +28,12 @@ from rlctl.presets import write_batch_script
 from rlctl.processes import launch
 from rlctl.processes.calls import RanksFailed
 from rlctl.processes.failures import Evidence
-from rlctl.processes.launch import Launcher, remote_script
+from rlctl.processes.launch import remote_script
 from rlctl.processes.placement import RolePlan, make_plan, package_root
 from rlctl.processes.rank_states import RestartPolicy
-from rlctl.processes.remote_ranks import NodeConnection
 from specs.errors import RoleFailure
 from specs.load.load import load_spec
 from specs.wire.messages import Verb
-from workers.node import PREFIX
 from workers.watchdog import kill_marked, pids_marked
 
 BOUND_S = 80.0
@@ -126,25 +124,12 @@ def test_deepspeed_starts_ranks_and_a_death_ends_them_all(tmp_path: Path) -> Non
     assert (tmp_path / "actor" / "rank1.log").exists()
 
 
-def test_deepspeed_on_two_nodes(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    with probe_groups(tmp_path, on_two_nodes("deepspeed"), start_timeout_s=160) as groups:
-        check_places(places(groups), ["0", "0"], "1")
-
-
 @pytest.mark.usefixtures("srun")
 def test_srun_gives_ranks_their_places_and_devices(tmp_path: Path) -> None:
     with probe_groups(tmp_path, probe_plan("srun", devices=[2, 3])) as groups:
         check_places(places(groups), ["0", "1"], "2")
         seen = groups["actor"].call(Verb.PING, {"env": ["CUDA_VISIBLE_DEVICES"]})
         assert [answer.body["env"]["CUDA_VISIBLE_DEVICES"] for answer in seen] == ["2", "3"]
-
-
-@pytest.mark.usefixtures("srun")
-def test_a_death_under_srun_ends_the_run(tmp_path: Path) -> None:
-    """This one waits for its ranks itself."""
-    with probe_groups(tmp_path, probe_plan("srun")) as groups, pytest.raises(RoleFailure, match=SECOND_ENDED):
-        groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
 
 
 def test_a_second_node_strangers_and_the_death_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,50 +198,6 @@ def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path
         with pytest.raises(RoleFailure, match="no sign of life from host second for ") as caught:
             groups["rollout"].call(Verb.PING, {"sleep_s": 60})
         assert (caught.value.host, caught.value.log_tail) == ("second", "")
-
-
-def test_a_supervisors_last_message_is_read_though_it_ended_meanwhile(tmp_path: Path) -> None:
-    """It says how a rank ended, and ends, while the driver looks whether the line still stands."""
-    says = f"read go; echo '{PREFIX}{json.dumps({'ended': 'key', 'code': -9})}'"
-    shell = subprocess.Popen(["sh", "-c", says], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    line = NodeConnection("second", shell, "", tmp_path / "log")
-
-    class Ending:
-        """The shell, which ends when it is first looked at."""
-
-        stdin, stdout = shell.stdin, shell.stdout
-
-        def poll(self) -> int | None:
-            if shell.returncode is None:
-                line._write("go\n")
-                shell.wait(60)
-            return shell.poll()
-
-    line.shell = Ending()  # type: ignore[assignment]
-    assert line.code_of("key") == -9
-    assert line.has_reported("key")
-    line.close()
-    assert shell.stdin is not None
-    assert shell.stdin.closed
-    assert line.code_of("another") == 0, "it went with its line"
-
-
-@pytest.mark.parametrize("make", ["torchrun", "python"])
-def test_a_connection_is_never_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
-    plan = on_two_nodes("torchrun") if make == "torchrun" else replicas_on_two_nodes()
-    said = tmp_path / "said"
-    deaf = replace(plan.remote[0], shell=("sh", "-c", f"exec cat >{said}"))
-    launcher = Launcher(tmp_path, {})
-    launcher.start(replace(plan, remote=(deaf,), command=("sleep", "600")))
-    try:
-        launcher.keep_connections_open()
-        monkeypatch.setattr(launch, "CONNECTION_SILENCE_S", 0.0)
-        assert wait_until(lambda: said.exists() and said.read_text().partition("\nexec ")[2].endswith("\n"))
-        before = said.read_text()
-        launcher.keep_connections_open()
-        assert wait_until(lambda: said.read_text() == before + "\n")
-    finally:
-        launcher.stop(grace_s=0.2)
 
 
 def test_a_node_ends_with_its_connection_to_the_driver(tmp_path: Path) -> None:
@@ -377,64 +318,6 @@ def test_a_job_that_was_put_back_into_the_queue_goes_on(tmp_path: Path) -> None:
     (run / "resolved.json").touch()  # `RunDir.resolved`
     assert "--resume" not in told_by(script, tmp_path, ["n0"])
     assert "--resume" in told_by(script, tmp_path, ["n0"], SLURM_RESTART_COUNT="1")
-
-
-def test_a_job_on_one_host_needs_none_of_the_specs_others(tmp_path: Path) -> None:
-    script = write_batch_script(preset("megatron-70b-64gpu", tmp_path), force=False)
-    told = told_by(script, tmp_path, ["n0"])
-    assert {"rollout.nodes=1", "rollout.processes=1", "actor.nodes=1", "actor.processes=8"} <= {*told}
-
-
-def test_a_spec_of_ones_own_is_kept(tmp_path: Path) -> None:
-    spec = preset("quickstart", tmp_path)
-    spec.write_text(spec.read_text().replace("[rollout]\n", "[rollout]\nfirst_node = 1\n", 1))
-    (tmp_path / "hosts").write_text("a\nb\n")
-    own = spec.read_text() + '\n[cluster]\nhostfile = "hosts"\n'
-    spec.write_text(own)
-    for force in ((), ("--force",)):
-        made = rlctl("init", spec.name, "--launcher", "slurm", *force, cwd=tmp_path)
-        assert made.returncode == 0, made.stderr
-        assert spec.read_text() == own
-    assert len(asked_of_slurm((tmp_path / "quickstart.sbatch").read_text())) == 2
-
-
-def test_the_parts_of_a_job_ask_for_what_their_roles_name(tmp_path: Path) -> None:
-    spec = preset("quickstart", tmp_path)
-    (tmp_path / "h").write_text("a slots=8\nb slots=8\nc slots=4\n")
-    text = spec.read_text().replace("[rollout]\n", "[rollout]\nfirst_node = 2\nprocesses = 2\ndevices = [1, 2]\n", 1)
-    actor = "[actor]\nnodes = 2\nprocesses = 8\nlauncher = 'torchrun'\ndevices = [0, 1, 2, 3]\n"
-    spec.write_text(f"{text.replace('[actor]', actor, 1)}\n[cluster]\nhostfile = 'h'\n")
-    trainers, samplers = asked_of_slurm(write_batch_script(spec, force=False).read_text())
-    assert {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--mem=0", "--exclusive"} <= {*trainers}
-    assert {"--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=3", "--mem=0", "--exclusive"} <= {*samplers}
-    told_by(tmp_path / "quickstart.sbatch", tmp_path, ["n0", "n1"], far=("f0",))
-    assert (tmp_path / "quickstart.7.hosts").read_text() == "n0 slots=4\nn1 slots=4\nf0 slots=3\n"
-
-
-def test_a_batch_script_in_the_way_leaves_no_spec_either(tmp_path: Path) -> None:
-    (tmp_path / "my.sbatch").write_text("mine")
-    made = rlctl("init", "my.toml", "--launcher", "slurm", cwd=tmp_path)
-    assert made.returncode == 2
-    assert "my.sbatch: exists already" in made.stderr
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["my.sbatch"]
-    assert (tmp_path / "my.sbatch").read_text() == "mine"
-
-
-def test_a_batch_script_for_a_cluster_names_no_path_of_this_machine(tmp_path: Path) -> None:
-    made = rlctl("init", "my.toml", "--launcher", "slurm", "--target", "cluster", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    script = (tmp_path / "my.sbatch").read_text()
-    assert 'export PATH="$PWD/.venv/bin":"$PATH"' in script
-    assert str(Path(sys.executable).parent) not in script
-
-
-def test_srun_outside_a_job_is_refused(tmp_path: Path) -> None:
-    spec = preset("quickstart", tmp_path)
-    options = ("--run-dir", tmp_path / "run", "--set", "actor.launcher=srun", "--set", "actor.processes=2")
-    done = rlctl("train", spec, *options, SLURM_JOB_ID="")
-    assert done.returncode == 2
-    assert "this is not a SLURM job" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_dry_run_names_every_host(tmp_path: Path) -> None:

@@ -182,14 +182,6 @@ def test_who_is_dropped(cause: Cause, far: set[int], limit: int, least: int | No
     assert ranks.restarts_used("rollout") == (after is S.FAILED), "what is dropped is no restart"
 
 
-@pytest.mark.parametrize("cause", Cause)
-def test_the_cause_decides_what_may_be_restarted(cause: Cause) -> None:
-    ranks = run()
-    ranks.allow_restarts(RestartPolicy("rollout", 1))
-    expected = cause in (Cause.ENDED, Cause.SILENT, Cause.ENGINE_DIED, Cause.STALLED)
-    assert ranks.fail(Evidence(*RANK, cause, "ok")) is expected
-
-
 @pytest.mark.parametrize("policy", [RestartPolicy(), RestartPolicy("actor", 3), RestartPolicy("rollout", 0)])
 def test_a_rank_that_may_not_be_restarted_is_gone(policy: RestartPolicy) -> None:
     ranks = run()
@@ -221,8 +213,3 @@ def test_restarts_are_counted_and_run_out() -> None:
     assert not ranks.fail(ENDED)
     assert ranks.remark("rollout") == " (rollout ranks were started again 2 times before; rollout.max_restarts = 3)"
     assert ranks.remark("actor") == ""
-
-
-def test_a_role_is_started_once() -> None:
-    with pytest.raises(AssertionError, match="rollout rank 0 was started before"):
-        run().started("rollout", 2)

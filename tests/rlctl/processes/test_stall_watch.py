@@ -121,17 +121,6 @@ def test_a_driver_that_was_stopped_blames_nobody(clock: HandClock) -> None:
     assert look_for(watch, clock, 2, {ACTOR: UPDATE})
 
 
-def test_what_is_done_counts_on_over_a_restart(clock: HandClock) -> None:
-    watch = StallWatch(10.0)
-    watch.heard(ROLLOUT, generating(20))
-    watch.forget(ROLLOUT)
-    watch.heard(ROLLOUT, generating(0, counts={"token": 30}))
-    clock.now += 4
-    moving = watch.moving({ROLLOUT: GENERATE})
-    assert (moving.done, moving.units, moving.still_s) == ({"token": 150}, ("token",), 4.0)
-    assert watch.moving({}).still_s == 0.0
-
-
 # ── real processes ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -177,10 +166,9 @@ def test_a_stuck_rollout_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("do", ["spin", "hang in native code"])
-def test_a_stuck_actor_ends_the_run_with_its_stacks(tmp_path: Path, do: str) -> None:
+def test_a_stuck_actor_ends_the_run_with_its_stacks(tmp_path: Path) -> None:
     with probe_groups(tmp_path, role_plan("actor", 2, group=True)) as groups:
-        call = groups["actor"].post(Verb.PING, {"do": do, "rank": 1}, step=3)
+        call = groups["actor"].post(Verb.PING, {"do": "hang in native code", "rank": 1}, step=3)
         come_to(groups, lambda: call.missing == [1], lambda: where(groups, "actor", 1).startswith("_misbehave"))
         with pytest.raises(RoleFailure, match="nothing has moved") as caught:
             stalled(groups, call)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
-import pytest
 from small_spec import problems_of, raw_spec
 
 from specs.load.load import parse, spec_from
@@ -51,8 +49,3 @@ def test_an_engine_table_without_kind_is_the_default_engine() -> None:
     spec = spec_from(raw_spec(rollout={"engine": {"max_sequences": 7}}))
     assert spec.rollout.engine.kind == "torch"
     assert spec.rollout.engine.max_sequences == 7
-
-
-def test_the_run_directory_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert spec_from(raw_spec(run={"dir": "~/runs"})).run.place == Path("/home/someone/runs/test")

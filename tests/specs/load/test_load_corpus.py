@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpus import CHECKED, KEYS, PROBED, Case, assert_problems, base, cases, edited, packages, write_case
+from corpus import CHECKED, KEYS, PROBED, Case, assert_problems, cases, packages, write_case
 from families import FAMILIES
 
 from rlctl.check.findings import Findings, examine
@@ -53,12 +53,6 @@ def test_no_case_stands_twice() -> None:
         assert case.keys() <= KEYS, case
         assert any(kind in case for kind in (*CHECKED, *PROBED, "sound")), case
         seen.append(case)
-
-
-def test_edits_change_a_copy() -> None:
-    before = base()
-    assert edited(base(), {"run.steps": 3, "reward.terms.0.weight": 2.0})["run"]["steps"] == 3
-    assert base() == before
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -49,10 +49,6 @@ def test_keys_of_every_depth_can_be_set() -> None:
     assert spec.actor.devices == (1,)
 
 
-def test_the_last_of_two_settings_wins() -> None:
-    assert spec_from(raw_spec(), ["run.steps=3", "run.steps=4"]).run.steps == 4
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -106,16 +102,6 @@ def test_keys_of_the_old_kind_go_and_those_of_both_stay() -> None:
     assert said == [
         'algorithm.kind = "gspo": not used of the file, which wrote it for kind "grpo": clip_low = 0.1, dual_clip = 3.0'
     ]
-
-
-def test_what_is_set_is_never_dropped() -> None:
-    file = {"clip_low": 0.1, "clip_high": 0.1}
-    for order in (1, -1):
-        found, said = algorithm_of(
-            raw_spec(algorithm=file), *["algorithm.kind=gspo", "algorithm.clip_low=0.002"][::order]
-        )
-        assert (found.clip_low, found.clip_high) == (0.002, 4e-4)
-        assert [line.rpartition(": ")[2] for line in said] == ["clip_high = 0.1"]
 
 
 def test_what_is_set_and_does_not_fit_is_refused() -> None:

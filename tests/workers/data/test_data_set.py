@@ -18,7 +18,7 @@ from specs.schema.eval_sets import EvalSection
 from specs.schema.sections import DataSection
 from specs.templates import render_template, template_columns
 from specs.wire.role_config import DataConfig
-from workers.data.data_set import EVAL_IDS, RunData, open_data, scattered
+from workers.data.data_set import EVAL_IDS, RunData, open_data
 from workers.data.prompts import PromptTable, build_table
 from workers.data.row_source import read_rows
 
@@ -120,15 +120,6 @@ def test_overlong_prompts(tmp_path: Path, codec: TextCodec) -> None:
         table_of(tmp_path, codec, overlong="refuse")
 
 
-def test_nothing_left(tmp_path: Path, codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [])
-    with pytest.raises(DataError, match="no prompt is left \\(the file has no rows\\)"):
-        table_of(tmp_path, codec)
-    write_jsonl(tmp_path, [{"prompt": "x" * 100}, {"other": 1}])
-    with pytest.raises(DataError, match=r"1 are longer .*; 1 are bad"):
-        table_of(tmp_path, codec, bad_rows="drop")
-
-
 def test_parquet(tmp_path: Path, codec: TextCodec) -> None:
     import pyarrow as arrow
     from pyarrow import parquet
@@ -161,25 +152,6 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, codec: TextCodec, source: 
     with pytest.raises(DataError, match=words) as error:
         table_of(tmp_path, codec, train=source)
     assert error.value.hint
-
-
-def test_a_hub_id_that_is_not_there(tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="dataset nobody/nothing-at-all cannot be loaded") as error:
-        table_of(tmp_path, codec, train="nobody/nothing-at-all")
-    assert "Hugging Face cache" in error.value.hint
-
-
-def test_columns_are_found_under_the_names_given(tmp_path: Path, codec: TextCodec) -> None:
-    write_jsonl(tmp_path, [{"prompt": f"p{i}", "question": f"q{i}", "answer": "0", "label": str(i)} for i in range(5)])
-    table = table_of(tmp_path, codec, prompt_column="question", max_rows=3)
-    assert table.prompts == ["q0", "q1", "q2"]
-    data = run_data(tmp_path, codec, prompt_column="question", answer_column="label")
-    assert data.report("label")["rows"] == 5
-    with pytest.raises(DataError, match="no column 'gold'"):
-        run_data(tmp_path, codec, answer_column="gold")
 
 
 def test_a_split_is_picked(tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,23 +215,6 @@ def test_chat_that_the_tokenizer_cannot_do(tmp_path: Path, codec: TextCodec) -> 
 
 def numbered(folder: Path, count: int) -> None:
     write_jsonl(folder, [{"prompt": f"p{'x' * (i % 3)}{i}", "answer": str(i)} for i in range(count)])
-
-
-def test_scattered_is_a_permutation_that_never_changes() -> None:
-    def mix(x: int) -> int:  # splitmix64 in plain integers
-        x = (x + 0x9E3779B97F4A7C15) % 2**64
-        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
-        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
-        return x ^ x >> 31
-
-    assert mix(0) == 0xE220A8397B1DCDAF  # the published first output of seed 0
-    start = mix((7 * 0xD1342543DE82EF95 + mix(3)) % 2**64)
-    expected = sorted(range(100), key=lambda index: mix((start + index) % 2**64))
-    assert scattered(100, seed=7, epoch=3).tolist() == expected
-    for count in (1, 2, 1000):
-        assert sorted(scattered(count, 1, 2).tolist()) == list(range(count))
-    orders = {tuple(scattered(50, seed, epoch).tolist()) for seed in range(10) for epoch in range(10)}
-    assert len(orders) == 100
 
 
 def test_columns_of_a_draw(tmp_path: Path, codec: TextCodec) -> None:

@@ -20,7 +20,7 @@ from judge_server import JudgeServer, closes, drips, hangs_up, huge, judge_serve
 from backends import activity
 from specs.schema.rewards import Judge
 from workers.grading import judge as judge_module
-from workers.grading.judge import DOWN_AFTER, JudgePanel, wait_s
+from workers.grading.judge import DOWN_AFTER, JudgePanel
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_client import retry_after_s
 from workers.grading.pool import Grade, GradeRequest
@@ -162,13 +162,6 @@ def test_what_passes_is_asked_again(tmp_path: Path, server: JudgeServer, name: s
     assert (counts["judge_requests"], counts["judge_retries"], len(server.asked)) == (3, 2, 3)
 
 
-@pytest.mark.parametrize("name", PASSING)
-def test_what_does_not_pass_is_a_failed_grade(tmp_path: Path, server: JudgeServer, name: str) -> None:
-    server.always = PASSING[name]
-    (grade,), counts = graded(tmp_path, server.base_url, retries=1)
-    assert (grade.values, grade.cause, counts["judge_requests"]) == ((), "judge_errors", 2)
-
-
 @pytest.mark.parametrize("name", LASTING)
 def test_what_lasts_is_not_asked_again(tmp_path: Path, server: JudgeServer, name: str) -> None:
     behaviour, said = LASTING[name]
@@ -184,30 +177,6 @@ def test_a_deadline_holds_for_the_whole_request(tmp_path: Path, server: JudgeSer
         (grade,), counts = graded(tmp_path, server.base_url, timeout_s=0.2, retries=1)
         assert (grade.cause, counts["judge_requests"]) == ("judge_timeouts", 2)
         assert 0.4 <= time.monotonic() - began < 25
-
-
-def test_headers_without_an_end_are_refused(tmp_path: Path, server: JudgeServer) -> None:
-    """One of many MiB, and responses that only announce another."""
-
-    def one_long(handler: Any, asked: Any) -> None:
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: " + b"a" * (8 << 20))
-
-    def announcements(handler: Any, asked: Any) -> None:
-        while True:
-            handler.wfile.write(b"HTTP/1.1 103 Early Hints\r\nX-Long: " + b"a" * 60_000 + b"\r\n\r\n")
-
-    for behaviour, cause in ((one_long, "judge_errors"), (announcements, "judge_timeouts")):
-        server.always = behaviour
-        (grade,), _ = graded(tmp_path, server.base_url, retries=0, timeout_s=1.0)
-        assert grade.cause == cause
-
-
-def test_nobody_there(tmp_path: Path, server: JudgeServer) -> None:
-    with judge_server() as gone:
-        url = gone.base_url
-    (grade,), counts = graded(tmp_path, url, retries=2)
-    assert (grade.cause, counts["judge_requests"]) == ("judge_errors", 3)
-    assert "the connection failed" in grade.text
 
 
 def test_a_server_that_asks_to_wait_is_obeyed_and_named(
@@ -226,38 +195,12 @@ def test_a_server_that_asks_to_wait_is_obeyed_and_named(
     assert counts["judge_waited_s"] == pytest.approx(0.4)
 
 
-def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "FIRST_WAIT_S", 0.5)
-    for tried, longest in ((1, 0.5), (2, 1.0), (4, 4.0), (20, 30.0)):
-        found = [wait_s(tried, 0.0) for _ in range(50)]
-        assert longest / 2 <= min(found) < max(found) <= longest, "at random, in the upper half"
-    assert wait_s(1, 17.0) == 17.0
-    assert wait_s(1, 1e9) == 120.0
-
-
 def test_retry_after_is_seconds_or_a_date() -> None:
     in_an_hour = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 3600))
     assert retry_after_s("2.5") == 2.5
     assert retry_after_s(in_an_hour) == pytest.approx(3600, abs=100)
     for odd in ("", "soon", "-3", "Mon, 99 Foo", "9" * 400, "2001"):
         assert retry_after_s(odd) >= 0.0
-
-
-def test_a_connection_is_kept_and_opened_anew(tmp_path: Path, server: JudgeServer) -> None:
-    """A server may close what is idle: then nothing has failed, and nothing counts as a retry."""
-    ports = []
-    normal = says("1")
-
-    def note(handler: Any, asked: Any) -> None:
-        ports.append(handler.client_address[1])
-        normal(handler, asked)
-        handler.close_connection = len(ports) == 2
-
-    server.always = note
-    grades, counts = graded(tmp_path, server.base_url, ("a", "b", "c", "d"), concurrency=1)
-    assert all(not grade.cause for grade in grades)
-    assert ports[0] == ports[1] != ports[2] == ports[3]
-    assert counts["judge_retries"] == 0
 
 
 # ── a judge that is down ──────────────────────────────────────────────────────────────────────────
@@ -278,14 +221,6 @@ def test_a_judge_that_is_up_again_is_asked_again(
     server.plan, server.always = deque([closes] * (DOWN_AFTER + 2)), says("7")
     grades, _ = graded(tmp_path, server.base_url, tuple(map(str, range(20))), concurrency=1, retries=0)
     assert [bool(grade.cause) for grade in grades] == [True] * (DOWN_AFTER + 2) + [False] * (18 - DOWN_AFTER)
-
-
-@pytest.mark.parametrize("code", [429, 400])
-def test_a_judge_that_answers_is_not_down(tmp_path: Path, server: JudgeServer, code: int) -> None:
-    server.always = status(code)
-    grades, _ = graded(tmp_path, server.base_url, tuple(map(str, range(20))), concurrency=1, retries=0)
-    assert [grade.cause for grade in grades] == ["judge_errors"] * 20
-    assert len(server.asked) == 20
 
 
 # ── the key ───────────────────────────────────────────────────────────────────────────────────────
@@ -310,15 +245,6 @@ def test_the_key_is_in_no_file_and_no_message(tmp_path: Path, server: JudgeServe
     assert all(KEY not in file.read_text() for file in tmp_path.iterdir())
 
 
-def test_a_certificate_that_nobody_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with judge_server(tmp_path) as server:
-        (grade,), counts = graded(tmp_path, server.base_url)
-        assert "certificate verify failed: self-signed certificate" in grade.text
-        assert (counts["judge_requests"], server.asked) == (1, [])
-        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
-        assert graded(tmp_path, server.base_url)[0] == [Grade((1.0,))]
-
-
 # ── many at once ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -340,19 +266,6 @@ def test_many_are_asked_at_once(tmp_path: Path, server: JudgeServer) -> None:
     grades, _ = graded(tmp_path, server.base_url, tuple("abcdefghijkl"), concurrency=4)
     assert all(grade.values for grade in grades)
     assert most == 4
-
-
-def test_each_sample_keeps_its_own_grade(tmp_path: Path, server: JudgeServer) -> None:
-    """Whatever comes back first, and whichever fail."""
-
-    def by_text(handler: Any, asked: Any) -> None:
-        number = int(asked.text.split()[-1])
-        time.sleep(0.02 * (number % 3))
-        (says(str(number)) if number % 4 else status(400))(handler, asked)
-
-    server.always = by_text
-    grades, _ = graded(tmp_path, server.base_url, tuple(str(n) for n in range(40)), max_score=100)
-    assert [grade.values[0] if grade.values else None for grade in grades] == [n if n % 4 else None for n in range(40)]
 
 
 # ── the cache ─────────────────────────────────────────────────────────────────────────────────────

@@ -165,42 +165,6 @@ def test_each_failure_takes_only_its_own_sample(make_pool: MakePool) -> None:
             assert grade == Grade((expected,)), name
 
 
-def test_the_words_of_a_failure_name_its_cause(make_pool: MakePool) -> None:
-    (hang,) = make_pool(NAUGHTY, workers=1, timeout_s=0.25).grade([request("hang")])
-    assert "0.25 s" in hang.text
-    pool = make_pool(NAUGHTY, workers=1)
-    segfault, status, error, value = pool.grade([request(name) for name in ("segfault", "exit", "raise", "text")])
-    assert "SIGSEGV" in segfault.text
-    assert "status 3" in status.text
-    assert "KeyError: 'no such thing'" in error.text
-    assert "rewards.py" in error.text
-    assert "'1.0' (str)" in value.text
-
-
-def test_order_and_rows_survive_many_samples(make_pool: MakePool) -> None:
-    """Equal texts, shared rows, and processes that die in the middle: scores stay with their samples."""
-    pool = make_pool(NAUGHTY, workers=3)
-    requests = [request("exit" if i % 97 == 5 else str(i), row_key=i // 7, add=i // 7) for i in range(700)]
-    for _ in range(2):
-        grades = pool.grade(requests)
-        for i, grade in enumerate(grades):
-            expected = Grade(cause="crashes", text=grade.text) if i % 97 == 5 else Grade((float(i + i // 7),))
-            assert grade == expected
-
-
-def test_a_row_is_the_same_for_every_completion(make_pool: MakePool) -> None:
-    """Whatever a function does to the row that it is given, also within its lists and tables."""
-    code = """
-        def score(prompt, completion, row):
-            row["tests"].append(row["about"].pop("one", 2))
-            row["answer"] = ""
-            return float(row["tests"] == [1, 1])
-    """
-    pool = make_pool(code, workers=1)
-    row = {"tests": [1], "about": {"one": 1}, "answer": "a"}
-    assert pool.grade([request("x", **row)] * 4) == [Grade((1.0,))] * 4
-
-
 def test_a_kill_reaches_what_the_reward_started(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool(NAUGHTY, workers=1, timeout_s=2)
     mark = f"mark-of-{tmp_path.name}-{os.getpid()}"
@@ -208,14 +172,6 @@ def test_a_kill_reaches_what_the_reward_started(make_pool: MakePool, tmp_path: P
     assert grade.cause == "timeouts"
     everybody = partial(psutil.process_iter, ["cmdline"])
     assert wait_until(lambda: not any(mark in " ".join(one.info["cmdline"] or []) for one in everybody()))
-
-
-def test_a_process_killed_between_calls_is_replaced(make_pool: MakePool) -> None:
-    pool = make_pool(NAUGHTY, workers=2)
-    for process in pool._processes:
-        process.process.kill()
-        process.process.wait(60)
-    assert pool.grade([request("1"), request("2")]) == [Grade((1.0,)), Grade((2.0,))]
 
 
 def test_slow_samples_run_side_by_side(make_pool: MakePool) -> None:
@@ -236,12 +192,6 @@ def test_slow_samples_run_side_by_side(make_pool: MakePool) -> None:
     folder.mkdir()
     grades = pool.grade([request(str(i), folder=str(folder)) for i in range(4)])
     assert grades == [Grade((1.0,))] * 4
-
-
-def test_large_rows_and_answers_pass(make_pool: MakePool) -> None:
-    pool = make_pool("def score(prompt, completion, row): return len(completion) + len(row['text'])", workers=1)
-    grades = pool.grade([request("c" * 300_000, row_key=i, text="ü\n" * 500_000) for i in range(3)])
-    assert grades == [Grade((1_300_000.0,))] * 3
 
 
 def test_rewards_do_not_see_the_secret(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,11 +324,6 @@ def test_regex() -> None:
     assert value(table, "42") == 0.0
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (12, -1.0)])
-def test_overlong(tokens: int, expected: float) -> None:
-    assert value({"kind": "overlong", "buffer_tokens": 4}, "", tokens=tokens) == expected
-
-
 @pytest.mark.parametrize(
     ("completion", "answer", "expected"),
     [
@@ -412,18 +357,6 @@ def test_an_answer_without_a_value_is_no_zero() -> None:
         value({"kind": "math_verify"}, "1", "none at all")
 
 
-@pytest.mark.skipif("RLCTL_TEST_DATA" not in os.environ, reason="RLCTL_TEST_DATA does not name a folder with gsm8k")
-def test_math_verify_on_gsm8k() -> None:
-    path = Path(os.environ["RLCTL_TEST_DATA"], "gsm8k", "train.jsonl")
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[:300]]
-    term = make_term({"kind": "math_verify"}, SETTING)
-    for row in rows:
-        gold = row["answer"].rpartition("####")[2].strip()
-        assert term(GradedSample("", f"So the answer is \\boxed{{{gold}}}.", row, 1)) == 1.0, gold
-        assert term(GradedSample("", row["answer"], row, 1)) == 1.0, row["answer"]
-        assert term(GradedSample("", f"{gold.replace(',', '')}1", row, 1)) == 0.0, gold
-
-
 def test_the_failure_log_is_bounded(tmp_path: Path) -> None:
     log = FailureLog(tmp_path / "failures.jsonl")
     for start in range(0, 2 * MAX_RECORDS, 300):
@@ -431,8 +364,3 @@ def test_the_failure_log_is_bounded(tmp_path: Path) -> None:
     records = [json.loads(line) for line in log.path.read_text("utf-8").splitlines()]
     assert [record["id"] for record in records] == list(range(MAX_RECORDS))
     assert len(records[0]["completion"]) < 10_000
-
-
-def test_the_failure_log_survives_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    FailureLog(tmp_path / "gone" / "failures.jsonl").append([{"id": 1}])
-    assert "1 records are lost" in capsys.readouterr().out

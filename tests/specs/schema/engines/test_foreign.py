@@ -73,16 +73,6 @@ def test_a_table_answers_for_its_engine(site: str, spec: Path) -> None:
     assert planned["not_known"] == []
 
 
-def test_a_package_that_its_table_names_must_be_there(site: str, spec: Path) -> None:
-    """In ours and in an interpreter of the role's own, as for engines of rlctl's."""
-    for sets, key in (((), "actor.engine.kind"), ((f"actor.python={sys.executable}",), "actor.python")):
-        _, found = check(site, spec, "actor.engine.kind=needy", *sets)
-        (problem,) = found["problems"]  # type: ignore[misc]
-        assert problem["key"] == key
-        assert "toy-kernels" in problem["message"]
-        assert "pip install toy-kernels" in problem["hint"]
-
-
 def test_what_a_table_leaves_open_is_not_known(site: str, tmp_path: Path) -> None:
     """No zeros, no claim that it fits, none about attention, mesh or packages."""
     spec = preset("quickstart", tmp_path)
@@ -146,20 +136,6 @@ def test_what_is_wrong_with_it_is_named(
     (problem,) = found["problems"]  # type: ignore[misc]
     assert (code, problem["key"]) == (2, key)
     assert words in f"{problem['message']} {problem['hint']}"
-
-
-def test_an_unknown_kind_lists_it_and_the_closest(site: str, spec: Path) -> None:
-    code, found = check(site, spec, "actor.engine.kind=shouts")
-    assert code == 2
-    assert found["problems"] == [
-        {
-            "key": "actor.engine.kind",
-            "value": '"shouts"',
-            "message": "unknown kind; known: ddp, fsdp2, zero, zero3, megatron, fake, broken, needy, plain, shout, "
-            "stranger, toy",
-            "hint": 'did you mean "shout"?',
-        }
-    ]
 
 
 def test_nobody_looks_for_packages_who_needs_none(site: str, spec: Path) -> None:

@@ -13,7 +13,3 @@ def test_logits_take_as_much_for_any_vocabulary(vocabulary: int) -> None:
         rows = DdpTable().logits_chunk(vocabulary, on_gpu=on_gpu)
         assert rows * vocabulary <= most
         assert rows == 4096 or (rows + 1) * vocabulary > most
-
-
-def test_the_key_decides() -> None:
-    assert DdpTable(logits_chunk_tokens=9).logits_chunk(151_936, on_gpu=True) == 9
