@@ -188,17 +188,6 @@ def test_torchrun_group_blames_the_rank_that_was_killed(tmp_path: Path, monkeypa
     assert not [*scratch.iterdir()], "nothing is left in the temporary directory"
 
 
-@pytest.mark.usefixtures("warm_children", "patient")
-def test_a_launcher_that_is_slow_to_say_so_does_not_blame_the_peer(tmp_path: Path) -> None:
-    """torchrun ends the other ranks before it says who failed; one of these has told by then that it lost a peer."""
-    with probe_groups(tmp_path, role_plan("actor", 2, "torchrun")) as groups:
-        (torchrun,) = groups.launcher.started
-        torchrun.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(RoleFailure, match="SIGKILL") as caught:
-            groups["actor"].call(Verb.PING, [{"do": "lose a peer"}, {"sleep_s": 0.1, "then": "kill"}])
-        assert caught.value.rank == 1
-
-
 def _processes_with(mark: dict[str, str]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():

@@ -77,15 +77,15 @@ def test_a_host_that_comes_late_is_asked_what_the_others_were(tmp_path: Path) ->
     hosts, circles = far_hosts_of(spec, plan, tmp_path), circles_of(spec, plan)
     asking = Asking(spec, tmp_path, tmp_path / "run", plan, hosts, circles)
     late = LateHost("b", "exit code 255: it said nothing", asking)
-    assert late.ask() == late.why
+    assert late.check() == late.why
     gate.touch()
     with pytest.raises(SpecError, match="host b is the host where rlctl runs"):
-        late.ask()
+        late.check()
     (tmp_path / "rewards.py").write_text("def score(completion):\n    return 2.0\n")
     with pytest.raises(SpecError, match=r"rewards\.py is not on host b, or another file than here"):
-        late.ask()
+        late.check()
     late.stop()
-    assert late.ask() != ""
+    assert late.check() != ""
     assert not [*tmp_path.glob(".rlctl-*")]
 
 
