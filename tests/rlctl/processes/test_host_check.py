@@ -14,7 +14,7 @@ from rlctl import __version__
 from rlctl.processes.host_check import FarHost, check_hosts, one_machine, problem_of
 from rlctl.processes.hosts import Asking, LateHost, check_slurm, circles_of, far_hosts_of, may_begin_without
 from rlctl.processes.placement import make_plan, package_root
-from rlctl.processes.remote_check import Answer, Asked, checksum_of, sizes_in
+from rlctl.processes.remote_check import Asked, HostReply, checksum_of, sizes_in
 from specs.errors import SpecError
 from specs.schema.spec import Spec
 

@@ -63,4 +63,4 @@ def test_the_weighted_sum_passes_from_a_score_on() -> None:
 
 
 def test_what_could_not_be_graded_does_not_pass() -> None:
-    assert eval_metrics.evaluated(drawn(failed=0), Pass(0, 1.0))["pass@4"] == pytest.approx(1 / 3)
+    assert eval_metrics.evaluated(drawn(failed=0), PassThreshold(0, 1.0))["pass@4"] == pytest.approx(1 / 3)
