@@ -59,6 +59,8 @@ class Link:
         self._dial = dial
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
+        self._poller = zmq.Poller()  # kept: the socket's own `poll` makes one at every call
+        self._poller.register(self._dealer, zmq.POLLIN)
         self._lock = threading.Lock()  # guards the socket and the fields below
         self._inbox: deque[Message | ChannelError] = deque()
         self._beat_s = self._silence_s = self._heard = self._polled = self._next_beat = 0.0
@@ -136,7 +138,7 @@ class Link:
     def _pump(self, *, wait: bool) -> None:
         """Receive messages, send due heartbeats, and end the process when the driver was silent for too long."""
         wait_s = max(0.0, self._next_beat - time.monotonic()) if wait else 0.0
-        ready = self._dealer.poll(int(wait_s * 1000) + 1 if wait_s else 0)
+        ready = self._poller.poll(int(wait_s * 1000) + 1 if wait_s else 0)
         now = time.monotonic()
         # A stopped or starved process receives nothing: that time does not count as silence of the driver.
         self._heard += max(0.0, now - self._polled - 4 * self._beat_s)
@@ -185,12 +187,9 @@ def receive(peer: zmq.Socket[bytes], limit_s: float) -> list[list[Buffer]]:
     frames are views of the received memory, not copies."""
     messages: list[list[Buffer]] = []
     until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        try:
-            frames = [peer.recv(zmq.NOBLOCK, copy=False)]
-            while frames[-1].more:  # `recv_multipart` would ask the socket, in Python
-                frames.append(peer.recv(copy=False))
-        except zmq.Again:
-            break
+    while int(peer.getsockopt(zmq.EVENTS)) & zmq.POLLIN and time.monotonic() < until:
+        frames = [peer.recv(copy=False)]
+        while frames[-1].more:  # `recv_multipart` would ask the socket, in Python
+            frames.append(peer.recv(copy=False))
         messages.append([frame.bytes if len(frame) < _SMALL_BYTES else frame.buffer for frame in frames])
     return messages

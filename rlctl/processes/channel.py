@@ -114,6 +114,8 @@ class Hub:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=self._keys)
         self._router = _listen(self._context, self._keys, host)
+        self._poller = zmq.Poller()  # kept: the socket's own `poll` makes one at every call
+        self._poller.register(self._router, zmq.POLLIN)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._lock = threading.Lock()  # whoever holds it may touch the socket and what follows
         self._events: deque[Event] = deque()
@@ -203,7 +205,7 @@ class Hub:
         from workers.connection import receive
 
         wait_s = min(until, self._next_beat) - time.monotonic()
-        ready = self._router.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 0)
+        ready = self._poller.poll(int(wait_s * 1000) + 1 if wait_s > 0 else 0)
         now = time.monotonic()
         self._excuse(now - self._polled - self._beat_s)
         self._polled = now

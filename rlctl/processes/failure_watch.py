@@ -37,7 +37,7 @@ from specs.wire.heartbeat import FLIGHT_RECORDER
 from specs.wire.messages import Kind, Message, Verb
 
 _TICK_S = 0.1
-_LOOK_S = 0.02  # between two looks at processes
+_LOOK_S = 0.05  # between two looks at processes
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
 _STACKS_S = 3.0  # for a rank without a sign of life to write where it is into its log
 _WRITTEN_S = 0.1  # without another line: it has written all
@@ -117,7 +117,8 @@ class FailureWatch:
         """Look at processes, failures, deadlines and progress. Raise RoleFailure once the cause is known."""
         self._check_processes()
         self._settle_failures()
-        self._check_deadlines()
+        if not self._blame.pending:
+            self._check_deadlines()
         self._check_progress()
         if cause := self._blame.root_cause():
             raise self.failure(cause)
@@ -147,7 +148,7 @@ class FailureWatch:
             if evidence.role in _IN_A_SYNC and evidence.rank in self._states.dropped(evidence.role):
                 self._dropped_at = time.monotonic()
             self._states.policy_of(evidence.role).on_failure(evidence)
-        calls = self._flying(_IN_A_SYNC)
+        calls = [(group, call) for group, call in self._flying() if group.role in _IN_A_SYNC]
         self._release_peers([pair for pair in calls if pair[1].verb in JOINED_VERBS], failed)
         if not self._held.pending:
             return
@@ -168,8 +169,6 @@ class FailureWatch:
                 call.released = True
 
     def _check_deadlines(self) -> None:
-        if self._blame.pending:
-            return
         for group, call in self._flying():
             if call.overdue and not self._goes_on_without(group, call):
                 late = [(group.role, rank) for rank in call.missing]
@@ -214,9 +213,8 @@ class FailureWatch:
         restartable = [place for place in stall.culprits if self._states.may_restart(place)]
         return restartable if restartable and stall.is_circle else stall.culprits
 
-    def _flying(self, roles: Iterable[str] | None = None) -> list[tuple[Group, Call]]:
-        groups = self._groups.values()
-        return [(group, call) for group in groups if roles is None or group.role in roles for call in group.in_flight]
+    def _flying(self) -> list[tuple[Group, Call]]:
+        return [(group, call) for group in self._groups.values() for call in group.line if call.sent]
 
     def waiting(self) -> dict[Place, Waiting]:
         """Return the ranks with a pending reply."""
