@@ -37,7 +37,7 @@ from specs.wire.heartbeat import FLIGHT_RECORDER
 from specs.wire.messages import Kind, Message, Verb
 
 _TICK_S = 0.1
-_LOOK_S = 0.05  # between two looks at processes
+_LOOK_S = 0.05  # between two looks at processes and calls: the driver ticks at every message
 _EXIT_GRACE_S = 0.5  # a rank that ends by itself may have said why: let that message arrive
 _STACKS_S = 3.0  # for a rank without a sign of life to write where it is into its log
 _WRITTEN_S = 0.1  # without another line: it has written all
@@ -62,7 +62,7 @@ class FailureWatch:
         self._blame, self._held = Blame(), HeldErrors()
         self._ended: set[str] = set()  # marks of processes whose end is known
         self._dumped: set[Place] = set()  # ranks that have written their stacks since that was asked for
-        self._processes_at = self._progress_at = 0.0
+        self._checked_at = self._progress_at = 0.0
         self._dropped_at = 0.0  # when a rank was dropped last: verbs sent before that may fail because of it
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────
@@ -114,7 +114,14 @@ class FailureWatch:
     # ── what is looked for at every tick ──────────────────────────────────────────────────────────
 
     def check(self) -> None:
-        """Look at processes, failures, deadlines and progress. Raise RoleFailure once the cause is known."""
+        """Look at processes, failures, deadlines and progress, now and then, and at once where something has failed.
+        Raise RoleFailure when the cause is known."""
+        now = time.monotonic()
+        if now - self._checked_at < _LOOK_S and not (
+            self._blame.pending or self._held.pending or self._states.is_failing
+        ):
+            return
+        self._checked_at = now
         self._check_processes()
         self._settle_failures()
         if not self._blame.pending:
@@ -124,10 +131,6 @@ class FailureWatch:
             raise self.failure(cause)
 
     def _check_processes(self) -> None:
-        now = time.monotonic()
-        if now - self._processes_at < _LOOK_S:
-            return
-        self._processes_at = now
         for end in self._membership.launched.first_ended():
             blame_s = LAUNCHER_GRACE_S if end.code is None else _EXIT_GRACE_S
             self.assess(from_rank_end(end), _EXIT_GRACE_S, blame_s)

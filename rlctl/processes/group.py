@@ -162,7 +162,7 @@ class Group:
         """Send what is in line to ranks that serve nothing that was posted before it."""
         states, hub = self._channel.states, self._channel.hub
         while (call := self._next()) is not None:
-            absent = {*states.failed(self.role), *states.dropped(self.role), *states.late(self.role)}
+            absent = states.unreachable(self.role)
             self._channel.watch.moved()
             for rank, frames in zip(call.ranks, call.start(), strict=True):
                 if rank in absent:

@@ -104,7 +104,16 @@ class RankStates:
 
     def absent(self, role: str) -> list[int]:
         """Return the ranks of a role that take no part: dropped, late, or not yet joined."""
-        return sorted(self.dropped(role) + self.late(role) + self._ranks(role, RankState.JOINING))
+        return self._ranks(role, RankState.DROPPED, RankState.LATE, RankState.JOINING)
+
+    def unreachable(self, role: str) -> list[int]:
+        """Return the ranks of a role that no call is sent to: they have failed, or are not there."""
+        return self._ranks(role, RankState.FAILED, RankState.DROPPED, RankState.LATE)
+
+    @property
+    def is_failing(self) -> bool:
+        """Return whether a failure waits for what its rank sent before."""
+        return bool(self._failing)
 
     def running(self, role: str) -> list[int]:
         """Return the ranks of a role that can be called now."""
@@ -233,8 +242,8 @@ class RankStates:
         taking_part = {one for one, now in self._states.items() if one[0] == role and now not in _NEVER_CAME}
         return len(taking_part - self._to_drop - {place}) >= least
 
-    def _ranks(self, role: str, state: RankState) -> list[int]:
-        return sorted(rank for (name, rank), now in self._states.items() if name == role and now is state)
+    def _ranks(self, role: str, *states: RankState) -> list[int]:
+        return sorted([rank for (name, rank), now in self._states.items() if name == role and now in states])
 
     def _move(self, place: Place, state: RankState) -> None:
         before = self._states[place]
