@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its phases, and within `rollout` the wait for grades."""
+"""Measure where the time of a step goes: its phases, and within `rollout` the wait for grades."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ Arrived = Callable[[Evaluation, int, int], None]  # of an evaluation, so many co
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step leaves: a line of metrics and a few decoded samples."""
+    """The outcome of a step: a line of metrics and a few decoded samples."""
 
     metrics: dict[str, Any]
     samples: list[dict[str, Any]]
@@ -188,7 +188,7 @@ class Driver:
     def record(
         self, step: int, batch: Batch, scored: Scored, updates: Updates, synced: SyncReport | None
     ) -> StepRecord:
-        """What the step leaves. Warns of what went wrong in it without ending the run."""
+        """Return the outcome of the step. Warn of what went wrong in it without ending the run."""
         least, times = self.spec.algorithm.advantage.min_group, self.clock.metrics()
         metrics = step_metrics.collect(step, batch, scored, self.spec.losses, updates, synced, times, least)
         metrics |= correction.diagnostics(batch) | self.correction_metrics

@@ -48,7 +48,7 @@ def check_batch(batch: Batch, reward_B: NDArray[np.float32], step: int) -> None:
 
 
 def check_sums(reports: Iterable[Mapping[str, float]], step: int) -> str:
-    """What the ranks say of a mini-batch that is not finite, in words; "" where all is."""
+    """Describe what of the ranks' sums is not finite; return "" where all is."""
     bad = {name: value for report in reports for name, value in report.items() if not math.isfinite(value)}
     return f"step {step}: {', '.join(f'{name} is {value}' for name, value in bad.items())}" if bad else ""
 
@@ -66,7 +66,7 @@ def of_update(found: str, batch: Batch, trainer_logprob_T: NDArray[np.floating[A
 
 
 def of_value_update(found: str, batch: Batch) -> NotFiniteError:
-    """The same for a critic's mini-batch. The sample to blame is the one whose return is furthest from its value."""
+    """Return the error of a critic's mini-batch. To blame is the sample whose return is furthest from its value."""
     error_T = np.abs(batch["return_T"].astype(np.float64) - batch["value_T"])
     token = int(np.argmax(np.where(batch["loss_mask_T"] > 0, error_T, 0.0)))
     sample = int(np.searchsorted(batch.offsets, token, side="right")) - 1

@@ -113,7 +113,7 @@ class GapLimits:
         self._steps_over = 0
 
     def broken_by(self, gap: Gap) -> bool:
-        """Whether the run must not learn from these samples. A gap that is not a number always breaks it."""
+        """Return whether the run must not learn from these samples. A gap that is not a number always breaks it."""
         return self.limit is not None and not gap.mean <= self.limit
 
     def note(self, metrics: Mapping[str, Any], step: int) -> dict[str, int]:

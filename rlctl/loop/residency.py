@@ -1,4 +1,4 @@
-"""Who holds the device in which phase. The only place that knows about sharing devices.
+"""Decide who holds the device in which phase: the only place that knows about sharing devices.
 
 `TABLE` says it by kind of holder (specs/schema/roles.py, `Holds`), so that another kind is a row here and in `MOVES`:
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from specs.wire.messages import Message
 
 State = frozenset[str]
-"""What a holder has on the device; empty: nothing."""
+"""The parts that a holder has on the device; empty: nothing."""
 
 NOTHING: State = frozenset()
 NO_DEVICES: frozenset[tuple[int, int]] = frozenset()

@@ -120,8 +120,8 @@ class SampleQueue:
         return self.line[-1].step if self.line else done
 
     def needs_weights(self, done: int) -> bool:
-        """Whether new weights go out after step `done`: nothing is in line beyond the next step's batch, and there is
-        more to draw. After the last step too: what the run ends with is verified."""
+        """Return whether new weights go out after step `done`: nothing is in line beyond the next step's batch, and
+        there is more to draw. After the last step too: what the run ends with is verified."""
         newest, steps = self.newest(done), self.spec.run.steps
         return newest <= done + 1 and (newest < steps or done == steps)
 
@@ -160,7 +160,7 @@ class SampleQueue:
         return planned.drawn
 
     def _refilled(self, generation: Generation, drawn: Drawn) -> Drawn:
-        """As many groups with signal as there are prompts in a step, if the refills suffice."""
+        """Refill until there are as many groups with signal as prompts in a step, if the refills suffice."""
         spec, refills = self.spec, 0
         algorithm, wanted = spec.algorithm, spec.data.prompts_per_step
         while refills < algorithm.max_refills and (count := missing_groups(drawn, wanted)):

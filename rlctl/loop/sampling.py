@@ -92,7 +92,7 @@ class Sampler:
         return self.data.post(Verb.PROMPTS, request, step=step)
 
     def training_prompts(self, answer: Message) -> PromptBatch:
-        """What `ask` asked for; of each group that has one the last is for the greedy completion."""
+        """Return the prompts that `ask` asked for; of each group that has one the last is for the greedy completion."""
         prompts, size = PromptBatch.of(answer), self.spec.algorithm.group_size
         if not self._greedy_rows:
             return prompts

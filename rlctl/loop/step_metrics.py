@@ -98,7 +98,7 @@ METRICS: tuple[Metric, ...] = (
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of one mini-batch: sums and maxima over its loss tokens, and its optimizer step."""
+    """A rank's report of one mini-batch: sums and maxima over its loss tokens, and its optimizer step."""
 
     sums: Mapping[str, float]
     stepped: Stepped
@@ -164,7 +164,7 @@ def idle_s(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 
 def update_metrics(role: RoleName, loss: AnyLoss, updates: RankReports) -> dict[str, Any]:
-    """What the loss declares, and how the updates went. Gradient norms are a mean over optimizer steps."""
+    """Return what the loss declares, and how the updates went. Gradient norms are a mean over optimizer steps."""
     prefix = ROLES[role].metrics
     # Against the sampler the gap of later updates also holds what this step has learned.
     gaps = updates[:1] if isinstance(loss, Loss) and loss.anchor == "sampler" else updates
@@ -192,7 +192,7 @@ def _imbalance(updates: Iterable[RankReports]) -> dict[str, float]:
 
 
 def _work(reports: Sequence[RankReport]) -> dict[str, int]:
-    """What all ranks computed together."""
+    """Return what all ranks computed together."""
     return {
         "perf/micro_batches": int(sum(report.sums["micro_batches"] for report in reports)),
         "perf/micro_batch_tokens_max": int(

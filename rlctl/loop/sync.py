@@ -86,7 +86,7 @@ def probe_tolerance(spec: Spec) -> Tolerance:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved and how well both sides agree afterwards."""
+    """The outcome of a sync: what it moved, and how well both sides agree afterwards."""
 
     weights: int
     nbytes: int
@@ -179,7 +179,7 @@ class WeightSync:
         self._version = step
 
     def holds(self, step: int) -> bool:
-        """Whether every replica was last sent the weights after `step` steps."""
+        """Return whether every replica was last sent the weights after `step` steps."""
         return self._sent == step
 
     def forget_readers(self) -> None:
@@ -222,7 +222,7 @@ class WeightSync:
         return begun
 
     def _held_by_absent(self, answers: Sequence[bodies.WantedForm]) -> list[str]:
-        """What replicas hold that are left out of this pass, as each said when it took part last."""
+        """Return what replicas hold that are left out of this pass, as each reported when it took part last."""
         here = {answer.replica: answer.holds for answer in answers}
         absent = [holds for replica, holds in self._held.items() if replica not in here and holds]
         self._held |= here
@@ -264,7 +264,7 @@ class WeightSync:
         return arrived
 
     def _written(self, call: Call) -> list[bodies.SentWeight]:
-        """What the actor's rank 0 says it sent, which must be as it was announced."""
+        """Return what the actor's rank 0 reports that it sent, which must be as it was announced."""
         sent = bodies.Exported.of(call.result()[0])
         self._hashing.actor += sent.checksum_s
         self._sent_bytes += sent.sent_bytes
@@ -334,7 +334,7 @@ def _by_replica(call: Call) -> dict[int, Message]:
 
 
 def _form_for_all(answers: Sequence[bodies.WantedForm]) -> WeightForm:
-    """What must be sent. Replicas hear the same: the model too as soon as one of them lacks it."""
+    """Return what must be sent. Replicas get the same: the model too as soon as one of them lacks it."""
     forms: set[WeightForm] = {answer.form for answer in answers}
     return "apart" if len(forms) > 1 else forms.pop()
 

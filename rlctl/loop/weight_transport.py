@@ -23,7 +23,7 @@ class Transport:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """As `as_built.json` has it."""
+        """Return the transport as `as_built.json` has it."""
         checksum = checksum_of(self.kind, self.options)
         return {"transport": self.kind, "why": self.why, "checksum": checksum, **self.options}
 

@@ -1,4 +1,4 @@
-"""Who is to blame: turn what is seen of the ranks into failures that a restart mends, or one that ends the run."""
+"""Find who is to blame: turn what is seen of the ranks into failures that a restart mends, or one that ends the run."""
 
 from __future__ import annotations
 

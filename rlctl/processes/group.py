@@ -1,4 +1,4 @@
-"""What is in flight: the ranks of a role as the driver calls them, and the calls that they have not answered."""
+"""Keep what is in flight: the ranks of a role as the driver calls them, and the calls that they have not answered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Terms(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Channel:
-    """What all groups of a run share. `tick` waits a moment for something to happen to any role, and raises
+    """Shared by all groups of a run. `tick` waits a moment for something to happen to any role, and raises
     RoleFailure; `busy` has the intervals in which ranks were at work, in no order."""
 
     hub: Hub
@@ -85,7 +85,7 @@ class Group:
         on_part: Callable[[Message], None] | None = None,
         on_done: Callable[[Call], None] | None = None,
     ) -> Call:
-        """As `call`, without waiting. The deadline counts from when the verb is sent, not from when it got in line.
+        """Call without waiting. The deadline counts from when the verb is sent, not from when it got in line.
 
         `on_part` gets each PART as it arrives, while the driver waits for whichever role. `on_done` gets the call when
         every rank has answered, or will not. Both may post, but not wait.

@@ -1,5 +1,5 @@
-"""Asks every other host of a run, before anything is made or started, whether it can do its part, and whether those
-whose ranks connect to each other can. `remote_check.py` is the far end."""
+"""Check every other host of a run before anything is made or started: can it do its part, and do the hosts whose ranks
+connect to each other reach one another? `remote_check.py` is the other end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.processes.launch import remote_script
-from rlctl.processes.remote_check import MARK, Asked, HostReply, this_machine, unreached
+from rlctl.processes.remote_check import MARK, HostReply, Questions, this_machine, unreached
 from specs.errors import Problem, SpecError
 from workers.watchdog import signal_group
 
@@ -28,11 +28,11 @@ PROBE_TIMEOUT_S = 20.0
 CLOCKS_APART_S = 60.0  # longer than an answer takes
 HERE = 0  # number of the driver's host
 _ENDS_S = 5.0
-_ENTERED = "rlctl-shell"  # said by a shell on the host, before anything that may fail there
+_ENTERED = "rlctl-shell"  # printed by a shell on the host, before anything that may fail there
 
 
 @dataclass(frozen=True)
-class FarHost:
+class RemoteHost:
     """A host by its number in the run, its name, and the shell that leads there; one of the interpreters that roles
     have there; `devices`: GPUs that they name; `files`: path → checksum of what they read beside models."""
 
@@ -46,84 +46,88 @@ class FarHost:
 
 
 @dataclass(frozen=True)
-class Circle:
+class ReachabilityGroup:
     """Hosts, by number, whose ranks connect to each other, and whose ranks these are."""
 
     hosts: frozenset[int]
     what: str
 
 
-class Lines:
-    """The lines to hosts that are asked. Another thread may end them."""
+class HostChecks:
+    """The checks that are under way. Another thread may end them."""
 
     def __init__(self) -> None:
-        self._lock, self._talks, self._are_cut = threading.Lock(), list[_Talk](), False
+        self._lock, self._open, self._is_stopped = threading.Lock(), list[_HostCheck](), False
 
-    def open(self, host: FarHost, asked: Asked) -> _Talk:
+    def open(self, host: RemoteHost, questions: Questions) -> _HostCheck:
         with self._lock:
-            talk = _Talk(host, asked)
-            self._talks = [talk, *(one for one in self._talks if one.is_open)]
-            if self._are_cut:
-                talk.kill()
-            return talk
+            check = _HostCheck(host, questions)
+            self._open = [check, *(one for one in self._open if one.is_open)]
+            if self._is_stopped:
+                check.kill()
+            return check
 
-    def cut(self) -> None:
-        """End all that are open, and whatever is opened after."""
+    def stop(self) -> None:
+        """End all that are open, and whatever is opened later."""
         with self._lock:
-            self._are_cut = True
-            for talk in self._talks:
-                talk.kill()
+            self._is_stopped = True
+            for check in self._open:
+                check.kill()
 
 
 def check_hosts(
-    hosts: Sequence[FarHost],
-    circles: Sequence[Circle],
-    asked: Asked,
+    hosts: Sequence[RemoteHost],
+    groups: Sequence[ReachabilityGroup],
+    questions: Questions,
     may_lack: Callable[[frozenset[int]], bool] = lambda numbers: False,
-    lines: Lines | None = None,
+    checks: HostChecks | None = None,
 ) -> dict[str, str]:
-    """Raises SpecError with what keeps hosts from their part, all at once asked for at most PROBE_TIMEOUT_S, and then,
+    """Raise SpecError with what keeps hosts from their part, all asked at once for at most PROBE_TIMEOUT_S, and then,
     if nothing does, which of them do not reach one another. Where the run `may_lack` all hosts that cannot be reached:
     the name of each of them, and why."""
-    lines = lines or Lines()
+    checks = checks or HostChecks()
     if not hosts:
         return {}
     with ExitStack() as stack:
-        doors = [stack.enter_context(_door(asked["address"], port)) for port in asked["ports"]]
-        asked = {**asked, "ports": [door.getsockname()[1] for door in doors]}
+        doors = [stack.enter_context(_door(questions["address"], port)) for port in questions["ports"]]
+        questions = {**questions, "ports": [door.getsockname()[1] for door in doors]}
         pool = stack.enter_context(ThreadPoolExecutor(len(hosts)))
-        talks = [stack.enter_context(lines.open(host, asked)) for host in hosts]
-        answers = [*pool.map(_Talk.answer, talks)]
-        unreached = {talk.host.number: talk for talk in talks if talk.unreached}
+        checking = [stack.enter_context(checks.open(host, questions)) for host in hosts]
+        answers = [*pool.map(_HostCheck.answer, checking)]
+        unreached = {check.host.number: check for check in checking if check.unreached}
         if not may_lack(frozenset(unreached)):
             unreached = {}
-        both = [(talk, said) for talk, said in zip(talks, answers, strict=True) if talk.host.number not in unreached]
-        problems = [problem for talk, answer in both for problem in talk.problems(answer)]
-        known = {talk.host.number: (talk, answer) for talk, answer in both if answer}
-        problems = problems or one_machine([(talk.host, said) for _, (talk, said) in sorted(known.items())])
+        both = [
+            (check, reply) for check, reply in zip(checking, answers, strict=True) if check.host.number not in unreached
+        ]
+        problems = [problem for check, answer in both for problem in check.problems(answer)]
+        known = {check.host.number: (check, answer) for check, answer in both if answer}
+        problems = problems or one_machine([(check.host, reply) for _, (check, reply) in sorted(known.items())])
         if not problems:
-            own = (asked["address"], asked["ports"][0])
-            doors_of = {HERE: own} | {number: (said["door"][0], said["door"][1]) for number, (_, said) in known.items()}
-            problems = _apart({number: talk for number, (talk, _) in known.items()}, doors_of, circles, pool)
+            own = (questions["address"], questions["ports"][0])
+            doors_of = {HERE: own} | {
+                number: (reply["door"][0], reply["door"][1]) for number, (_, reply) in known.items()
+            }
+            problems = _apart({number: check for number, (check, _) in known.items()}, doors_of, groups, pool)
     if problems:
         raise SpecError(problems)
-    return {talk.host.name: talk.unreached for talk in unreached.values()}
+    return {check.host.name: check.unreached for check in unreached.values()}
 
 
 def _door(address: str, port: int) -> socket.socket:
-    """Listens at a port (0: one that is free); where another process has it, which is said elsewhere, at a free one."""
+    """Listen at a port (0: one that is free), or where another process has it, reported elsewhere, at a free one."""
     try:
         return socket.create_server((address, port), backlog=1024)
     except OSError:
         return socket.create_server((address, 0), backlog=1024)
 
 
-class _Talk:
-    """The line to a host's `remote_check`."""
+class _HostCheck:
+    """A connection to a host's `remote_check`."""
 
-    def __init__(self, host: FarHost, asked: Asked) -> None:
-        self.host, self.asked = host, asked
-        self.words: list[str] = []  # what else was said
+    def __init__(self, host: RemoteHost, questions: Questions) -> None:
+        self.host, self.questions = host, questions
+        self.output: list[str] = []  # what else it printed
         self.broken: Problem | None = None
         self.unreached = ""  # why there is no way to the host, or from it to this one
         self._late = self._entered = False
@@ -131,7 +135,7 @@ class _Talk:
             host.python,
             "-m",
             "rlctl.processes.remote_check",
-            json.dumps({**asked, "files": dict(host.files)}),
+            json.dumps({**questions, "files": dict(host.files)}),
         )
         script = f"echo {_ENTERED}\n" + remote_script({"PYTHONPATH": host.python_path, "PYTHONSAFEPATH": "1"}, command)
         try:
@@ -145,7 +149,7 @@ class _Talk:
             ) from None
         self._write(script)
 
-    def __enter__(self) -> _Talk:
+    def __enter__(self) -> _HostCheck:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,31 +166,31 @@ class _Talk:
         process.stdout.close()
 
     def answer(self) -> HostReply | None:
-        said: HostReply | None = self._hear()
-        if said is None:
+        reply: HostReply | None = self._hear()
+        if reply is None:
             self.broken, reason = self._silent(), self._reason()
             self.unreached = "" if self._entered else reason
-        elif said["dial"]:
-            self.unreached = f"it cannot reach this host: {said['dial']}"
-        return said
+        elif reply["dial"]:
+            self.unreached = f"it cannot reach this host: {reply['dial']}"
+        return reply
 
     def cannot_reach(self, peers: Sequence[tuple[str, str, int]]) -> list[tuple[str, str]]:
-        """Of these hosts (name, address, port) those that this one cannot reach, and why."""
+        """Return which of these hosts (name, address, port) this one cannot reach, and why."""
         self._write(json.dumps({"peers": peers}) + "\n")
-        said = self._hear()
-        if said is None:
+        reply = self._hear()
+        if reply is None:
             self.broken = self._silent()
             return []
-        return [(name, why) for name, why in said["unreached"]]
+        return [(name, why) for name, why in reply["unreached"]]
 
     def problems(self, answer: HostReply | None) -> list[Problem]:
         if answer is None:
             return [self.broken] if self.broken else []
-        found = problem_of(self.host, answer, self.asked["address"])
+        found = problem_of(self.host, answer, self.questions["address"])
         return [found] if found else []
 
     def _hear(self) -> Any:
-        """The next message; None where none comes in time."""
+        """Return the next message; None where none comes in time."""
         assert self._process.stdout is not None
         timer = threading.Timer(PROBE_TIMEOUT_S, self._be_late)
         timer.start()
@@ -195,7 +199,7 @@ class _Talk:
                 if line.startswith(MARK):
                     return json.loads(line.removeprefix(MARK))
                 self._entered = self._entered or line.strip() == _ENTERED
-                self.words += [line.strip()] if line.strip() not in ("", _ENTERED) else []
+                self.output += [line.strip()] if line.strip() not in ("", _ENTERED) else []
         finally:
             timer.cancel()
         return None
@@ -203,7 +207,7 @@ class _Talk:
     def _reason(self) -> str:
         if self._late:
             return f"no answer within {PROBE_TIMEOUT_S:g} s"
-        return f"exit code {self._process.wait()}: {self.words[-1] if self.words else 'it said nothing'}"
+        return f"exit code {self._process.wait()}: {self.output[-1] if self.output else 'no output'}"
 
     def _silent(self) -> Problem:
         return _unusable(self.host, self._reason(), "" if self._late else self.host.python)
@@ -227,8 +231,8 @@ class _Talk:
             self._process.stdin.flush()
 
 
-def problem_of(host: FarHost, answer: HostReply, address: str, *, now: float | None = None) -> Problem | None:
-    """What keeps a host that has answered from its part."""
+def problem_of(host: RemoteHost, answer: HostReply, address: str, *, now: float | None = None) -> Problem | None:
+    """Return what keeps a host that has answered from its part."""
     name, key = host.name, "cluster.hostfile"
     if answer["version"] != __version__:
         return _unusable(host, f"rlctl {answer['version']} is there, and {__version__} here", "")
@@ -264,7 +268,7 @@ def problem_of(host: FarHost, answer: HostReply, address: str, *, now: float | N
     return None
 
 
-def one_machine(answers: Sequence[tuple[FarHost, HostReply]]) -> list[Problem]:
+def one_machine(answers: Sequence[tuple[RemoteHost, HostReply]]) -> list[Problem]:
     """Hosts that are one machine under two names, or the one where this process runs."""
     seen, problems = {this_machine(): "the host where rlctl runs, the first line of the file"}, []
     for host, answer in answers:
@@ -277,22 +281,24 @@ def one_machine(answers: Sequence[tuple[FarHost, HostReply]]) -> list[Problem]:
 
 
 def _apart(
-    talks: Mapping[int, _Talk],
+    checking: Mapping[int, _HostCheck],
     doors: Mapping[int, tuple[str, int]],
-    circles: Sequence[Circle],
+    groups: Sequence[ReachabilityGroup],
     pool: ThreadPoolExecutor,
 ) -> list[Problem]:
-    """Hosts of a circle that cannot reach one another. Every one tries all its peers, this one too."""
-    whose = {(one, other): circle.what for circle in circles for one in circle.hosts for other in circle.hosts - {one}}
-    names = {number: talk.host.name for number, talk in talks.items()} | {HERE: "the driver's host"}
+    """Return the hosts of a group that cannot reach one another. Each tries all its peers, this one too."""
+    whose = {(one, other): group.what for group in groups for one in group.hosts for other in group.hosts - {one}}
+    names = {number: check.host.name for number, check in checking.items()} | {HERE: "the driver's host"}
     by_name = {name: number for number, name in names.items()}
 
     def peers(one: int) -> list[tuple[str, str, int]]:
         return [(names[other], *doors[other]) for (first, other) in whose if first == one and other in doors]
 
-    asking = {number: pool.submit(talk.cannot_reach, peers(number)) for number, talk in talks.items() if peers(number)}
+    asking = {
+        number: pool.submit(check.cannot_reach, peers(number)) for number, check in checking.items() if peers(number)
+    }
     failed = {HERE: unreached(peers(HERE))} | {number: waiting.result() for number, waiting in asking.items()}
-    problems = [talk.broken for talk in talks.values() if talk.broken]
+    problems = [check.broken for check in checking.values() if check.broken]
     for one, reasons in sorted(failed.items()):
         for name, why in reasons:
             message = f"{names[one]} cannot reach {name} at {why}; ranks of {whose[one, by_name[name]]} on both connect"
@@ -301,7 +307,7 @@ def _apart(
     return problems
 
 
-def _unusable(host: FarHost, reason: str, python: str) -> Problem:
+def _unusable(host: RemoteHost, reason: str, python: str) -> Problem:
     missing = f"; {python} must exist there, with rlctl's folder, as on this host" if python else ""
     hint = f"try it by hand: echo hostname | {shlex.join(host.shell)}{missing}"
     return Problem("cluster.hostfile", f"host {host.name} cannot be used: {reason}", hint, host.name)

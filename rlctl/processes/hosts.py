@@ -11,9 +11,17 @@ from functools import partial
 from pathlib import Path
 
 from rlctl.preflight.hostfile import hosts_of
-from rlctl.processes.host_check import HERE, Circle, FarHost, Lines, check_hosts, interface_of, marked
+from rlctl.processes.host_check import (
+    HERE,
+    HostChecks,
+    ReachabilityGroup,
+    RemoteHost,
+    check_hosts,
+    interface_of,
+    marked,
+)
 from rlctl.processes.placement import Plan, make_plan
-from rlctl.processes.remote_check import Asked, checksum_of, sizes_in
+from rlctl.processes.remote_check import Questions, checksum_of, sizes_in
 from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
@@ -33,64 +41,66 @@ def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
     if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
     plan = make_plan(spec, spec_dir, address=_own_address(spec, spec_dir))
-    asking = Asking(spec, spec_dir, run_dir, plan, far_hosts_of(spec, plan, spec_dir), circles_of(spec, plan))
-    return replace(plan, unreached={name: LateHost(name, why, asking) for name, why in asking.all().items()})
+    inquiry = HostInquiry(
+        spec, spec_dir, run_dir, plan, remote_hosts(spec, plan, spec_dir), reachability_groups(spec, plan)
+    )
+    return replace(plan, unreached={name: JoiningHost(name, why, inquiry) for name, why in inquiry.all().items()})
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What the hosts of a run are asked, before the start or when they come late."""
+class HostInquiry:
+    """Asks the hosts of a run whether they can do their part, before the start or when they join late."""
 
     spec: Spec
     spec_dir: Path
     run_dir: Path
     plan: Plan
-    hosts: Sequence[FarHost]
-    circles: Sequence[Circle]
+    hosts: Sequence[RemoteHost]
+    groups: Sequence[ReachabilityGroup]
 
     def all(self) -> dict[str, str]:
-        """Before the start: hosts without which the run can begin, and why they cannot be reached. Raises SpecError."""
+        """Ask all hosts; return those that cannot be reached and may be missing, and why. Raise SpecError."""
         ports = [role.meeting.port for role in self.plan.roles if role.meeting.port is not None]
-        with self._asked([0, *ports]) as asked:
-            return check_hosts(self.hosts, self.circles, asked, partial(may_begin_without, self.spec))
+        with self._questions([0, *ports]) as questions:
+            return check_hosts(self.hosts, self.groups, questions, partial(may_begin_without, self.spec))
 
-    def one(self, name: str, lines: Lines) -> str:
-        """Why one host cannot be reached now, if so. Those to which its ranks connect try that. Raises SpecError."""
+    def one(self, name: str, checks: HostChecks) -> str:
+        """Return why one host cannot be reached now, if so; its ranks' peers try that too. Raise SpecError."""
         own = [host for host in self.hosts if host.name == name]
         number = own[0].number
         pairs = [
-            Circle(frozenset({number, other}), circle.what)
-            for circle in self.circles
-            if number in circle.hosts
-            for other in circle.hosts - {number}
+            ReachabilityGroup(frozenset({number, other}), group.what)
+            for group in self.groups
+            if number in group.hosts
+            for other in group.hosts - {number}
         ]
         there = {one for pair in pairs for one in pair.hosts} - {number}
         peers = {host.number: host for host in self.hosts if host.number in there}
-        with self._asked([0]) as asked:
-            unreached = check_hosts([*own, *peers.values()], pairs, asked, lambda hosts: True, lines)
+        with self._questions([0]) as questions:
+            unreached = check_hosts([*own, *peers.values()], pairs, questions, lambda hosts: True, checks)
         return unreached.get(name, "")
 
     @contextmanager
-    def _asked(self, ports: list[int]) -> Iterator[Asked]:
+    def _questions(self, ports: list[int]) -> Iterator[Questions]:
         with marked(_written_to(self.spec, self.spec_dir, self.run_dir)) as files:
-            yield _asked(self.spec, self.spec_dir, self.plan, files, ports)
+            yield _questions(self.spec, self.spec_dir, self.plan, files, ports)
 
 
-class LateHost:
+class JoiningHost:
     """A host that could not be reached before the start."""
 
-    def __init__(self, name: str, why: str, asking: Asking) -> None:
-        self.name, self.why, self._asking, self._lines = name, why, asking, Lines()
+    def __init__(self, name: str, why: str, inquiry: HostInquiry) -> None:
+        self.name, self.why, self._inquiry, self._checks = name, why, inquiry, HostChecks()
 
     def check(self) -> str:
-        return self._asking.one(self.name, self._lines)
+        return self._inquiry.one(self.name, self._checks)
 
     def stop(self) -> None:
-        self._lines.cut()
+        self._checks.stop()
 
 
 def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
-    """Whether the run can begin while these hosts (by their numbers) are missing."""
+    """Return whether the run can begin while these hosts (by their numbers) are missing."""
     for role in spec.roles:
         section = spec.role(role)
         gone = len(hosts.intersection(section.hosts)) * (section.processes // section.nodes)
@@ -148,10 +158,10 @@ def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
         raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, asked)])
 
 
-def _asked(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str], ports: list[int]) -> Asked:
-    """What every host is asked."""
+def _questions(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str], ports: list[int]) -> Questions:
+    """Return what every host is asked."""
     models = {path for role, path in model_paths(spec, spec_dir).items() if spec.role(role).leaves_host}
-    return Asked(
+    return Questions(
         address=plan.address,
         ports=ports,
         interface=interface_of({**os.environ, **spec.actor.env}),
@@ -186,10 +196,10 @@ def _written_to(spec: Spec, spec_dir: Path, run_dir: Path) -> list[str]:
     return [str(_existing(folder)) for folder in folders]
 
 
-def far_hosts_of(spec: Spec, plan: Plan, spec_dir: Path) -> list[FarHost]:
+def remote_hosts(spec: Spec, plan: Plan, spec_dir: Path) -> list[RemoteHost]:
     """Every host but this one, once for each interpreter that roles have there. The ranks of `srun` are on the hosts of
     the job in their order, which a step of one task finds by number."""
-    found: dict[tuple[int, str], FarHost] = {}
+    found: dict[tuple[int, str], RemoteHost] = {}
     for role in sorted(plan.roles, key=lambda role: role.launcher == "srun"):  # those with hosts by name come first
         hosts = spec.role(role.role).hosts
         far: list[tuple[int, str, tuple[str, ...]]]
@@ -200,22 +210,24 @@ def far_hosts_of(spec: Spec, plan: Plan, spec_dir: Path) -> list[FarHost]:
             far = [(hosts[node.node_rank], node.host, node.shell) for node in role.remote]
         own = _files_of(role.role, spec, spec_dir) if far else {}
         for number, name, shell in far:
-            new = FarHost(number, name, shell, role.python, role.env["PYTHONPATH"])
+            new = RemoteHost(number, name, shell, role.python, role.env["PYTHONPATH"])
             known = found.get((number, role.python), new)
             devices, files = known.devices | set(role.devices), {**known.files, **own}
             found[number, role.python] = replace(known, devices=devices, files=files)
     return [*found.values()]
 
 
-def circles_of(spec: Spec, plan: Plan) -> list[Circle]:
+def reachability_groups(spec: Spec, plan: Plan) -> list[ReachabilityGroup]:
     """Hosts whose ranks connect to each other: those of a role's group, and of the group that carries the weights."""
     groups = [
-        Circle(frozenset(spec.role(role.role).hosts), f"the {role.role}")
+        ReachabilityGroup(frozenset(spec.role(role.role).hosts), f"the {role.role}")
         for role in plan.roles
         if role.nodes > 1 and ROLES[role.role].together
     ]
     if choose_transport(spec)[0] == "group":
-        groups.append(Circle(frozenset({HERE, *spec.rollout.hosts}), 'the group of sync.transport = "group"'))
+        groups.append(
+            ReachabilityGroup(frozenset({HERE, *spec.rollout.hosts}), 'the group of sync.transport = "group"')
+        )
     return groups
 
 

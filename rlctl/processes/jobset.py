@@ -36,7 +36,7 @@ class Pods:
 
 
 def manifest_name(spec_file: Path) -> str:
-    """What the objects of a spec are called: a DNS label that begins with a letter, and that YAML reads as text."""
+    """Return the name of a spec's objects: a DNS label that begins with a letter, and that YAML reads as text."""
     return f"rlctl-{re.sub('[^a-z0-9]+', '-', spec_file.stem.lower())}"[:_LONGEST_NAME].strip("-")
 
 
@@ -70,7 +70,7 @@ def job_names(name: str, pods: Sequence[Pods]) -> list[tuple[str, int]]:
 
 
 def manifest(spec: Spec, spec_file: Path, manifest_file: Path) -> str:
-    """What `manifest_file` holds, for a run of `spec`: YAML. Raises UsageError for a spec that pods cannot run."""
+    """Return the YAML of `manifest_file` for a run of `spec`. Raise UsageError for a spec that pods cannot run."""
     name, pods = manifest_name(spec_file), pods_of(spec)
     ordered = [*pods[1:], pods[0]]  # the driver starts when the others are ready
     before = {after.name: first.name for first, after in pairwise(ordered)}

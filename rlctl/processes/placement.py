@@ -1,4 +1,4 @@
-"""Where a run's processes go: per role its command, environment, devices, threads. Starts and changes nothing."""
+"""Plan where a run's processes go: per role its command, environment, devices, threads. Start and change nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class RemoteNode:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a group first meet. `port` None: one that is free when they start (on one host only)."""
+    """The address at which the ranks of a group first meet. `port` None: one that is free when they start, on one
+    host."""
 
     address: str = LOOPBACK
     port: int | None = None
@@ -170,7 +171,7 @@ def package_root() -> Path:
 
 @dataclass(frozen=True)
 class _Planner:
-    """What all roles' plans have in common."""
+    """Plans roles from what their plans have in common."""
 
     spec_dir: Path
     cores: int
@@ -249,7 +250,7 @@ def _interpreter(asked: str, spec_dir: Path) -> str:
 def _command(
     role: RoleName, section: RoleSection, python: str, meeting: Rendezvous, hosts: list[str], node: int
 ) -> tuple[str, ...]:
-    """What starts a role's processes on node `node`."""
+    """Return the command that starts a role's processes on node `node`."""
     worker: tuple[str, ...] = ("-m", "workers.main", "--role", role)
     if ROLES[role].worker:
         worker += ("--module", ROLES[role].worker)
@@ -340,5 +341,5 @@ def _has_loopback_interface() -> bool:
 
 
 def _work_at_once(spec: Spec) -> bool:
-    """Whether actor and rollout both compute on the CPU while the other does."""
+    """Return whether actor and rollout compute on the CPU at the same time."""
     return spec.rollout.max_staleness > 0 and not (spec.actor.devices or spec.rollout.devices)

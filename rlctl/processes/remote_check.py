@@ -1,5 +1,5 @@
-"""What another host says of itself before a run, and of the way to its peers: `python -m rlctl.processes.remote_check
-ASKED`, where ASKED is the JSON of an `Asked`.
+"""Report what another host can do before a run, and which peers it reaches: `python -m rlctl.processes.remote_check
+QUESTIONS`, where QUESTIONS is the JSON of an `Asked`.
 
 It writes a line of JSON (a `HostReply`), reads one ({"peers": [[name, address, port], …]}), writes which of them it
 cannot reach ({"unreached": [[name, "address:port: why"], …]}), and ends with its input.
@@ -30,7 +30,7 @@ _DIAL_TIMEOUT_S = 5.0
 _READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 
 
-class Asked(TypedDict):
+class Questions(TypedDict):
     """`address`, `ports`: where the driver's host listens. `interface`: the one that ranks use; empty, or none by that
     name: the one that leads there. `folders` must exist; `shared` are files that the driver has just made, each in a
     folder to which this host writes too; `models` are folders, with the size of each of their files; `files`: path →
@@ -63,14 +63,16 @@ class HostReply(TypedDict):
     time: float
 
 
-def main(asked: Asked) -> None:
-    address, dial = _own_address(asked["interface"], asked["address"])
+def main(questions: Questions) -> None:
+    address, dial = _own_address(questions["interface"], questions["address"])
     with socket.create_server((address, 0), backlog=1024) as door:
-        shared = [os.path.dirname(path) for path in asked["shared"]]
-        missing = [folder for folder in (*asked["folders"], *asked["models"], *shared) if not os.path.isdir(folder)]
-        there = [path for path in asked["shared"] if os.path.dirname(path) not in missing]
-        models = {folder: files for folder, files in asked["models"].items() if folder not in missing}
-        _say(
+        shared = [os.path.dirname(path) for path in questions["shared"]]
+        missing = [
+            folder for folder in (*questions["folders"], *questions["models"], *shared) if not os.path.isdir(folder)
+        ]
+        there = [path for path in questions["shared"] if os.path.dirname(path) not in missing]
+        models = {folder: files for folder, files in questions["models"].items() if folder not in missing}
+        _send(
             HostReply(
                 version=__version__,
                 machine=this_machine(),
@@ -78,24 +80,24 @@ def main(asked: Asked) -> None:
                 unshared=[os.path.dirname(path) for path in there if not os.path.exists(path)],
                 read_only=[os.path.dirname(path) for path in there if not os.access(os.path.dirname(path), os.W_OK)],
                 different=[name for folder, files in models.items() for name in differing(folder, files)],
-                changed=[path for path, checksum in asked["files"].items() if checksum_of(path) != checksum],
-                dial=dial or next(filter(None, (_dial(asked["address"], port) for port in asked["ports"])), ""),
+                changed=[path for path, checksum in questions["files"].items() if checksum_of(path) != checksum],
+                dial=dial or next(filter(None, (_dial(questions["address"], port) for port in questions["ports"])), ""),
                 gpus=gpu_count(),
                 door=(address, door.getsockname()[1]),
                 time=time.time(),
             )
         )
         if line := sys.stdin.readline():
-            _say({"unreached": unreached(json.loads(line)["peers"])})
+            _send({"unreached": unreached(json.loads(line)["peers"])})
             sys.stdin.read()
 
 
-def _say(message: object) -> None:
+def _send(message: object) -> None:
     print(MARK + json.dumps(message), flush=True)
 
 
 def _own_address(interface: str, driver: str) -> tuple[str, str]:
-    """Where the ranks of this host listen, and why that is not known, or empty."""
+    """Return where the ranks of this host listen, and why that is not known, or empty."""
     try:
         return (interface and address_of_interface(interface)) or address_towards(driver), ""
     except OSError as error:
@@ -130,7 +132,7 @@ def differing(folder: str, files: Mapping[str, int]) -> list[str]:
 
 
 def unreached(peers: Sequence[tuple[str, str, int]]) -> list[tuple[str, str]]:
-    """Those that do not answer from here, each with its address and the reason."""
+    """Return the peers that do not answer from here, each with its address and the reason."""
     if not peers:
         return []
     with ThreadPoolExecutor(len(peers)) as pool:

@@ -1,4 +1,4 @@
-"""What each role is told to build: its own part of the spec, with paths made absolute."""
+"""Make the body of each role's `build`: its own part of the spec, with paths made absolute."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _model(spec: Spec, role: RoleName, path: str, dtype: str) -> ModelConfig:
 
 
 def eval_source(one: Evaluation) -> EvalSource:
-    """What the data role is told of a set."""
+    """Return the data role's part of an evaluation set."""
     return EvalSource(key=one.key, name=one.name, data=one.data, split=one.split, prompts=one.prompts)
 
 

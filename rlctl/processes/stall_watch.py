@@ -28,7 +28,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Stall:
-    """Who waits for whom. `culprits` are at the end of the chain: everybody else waits for them."""
+    """A chain of ranks that wait for each other. `culprits` are at its end: all others wait for them."""
 
     culprits: tuple[Place, ...]
     chain: str  # for people
@@ -36,7 +36,7 @@ class Stall:
 
 
 class StallWatch:
-    """Hears of everything that moves. Seconds are of the driver's monotonic clock."""
+    """Notices everything that moves. Seconds are of the driver's monotonic clock."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -45,11 +45,11 @@ class StallWatch:
         self._moved_at = self._looked_at = time.monotonic()
 
     def moved(self) -> None:
-        """Something went on."""
+        """Note that something moved."""
         self._moved_at = time.monotonic()
 
     def heard(self, place: Place, activity: Activity) -> None:
-        """A heartbeat of a rank that serves a verb."""
+        """Take in a heartbeat of a rank that serves a verb."""
         before = self._activities.get(place)
         self._activities[place] = activity
         known = before.counts if before else {}
@@ -60,16 +60,16 @@ class StallWatch:
             self.moved()
 
     def forget(self, place: Place) -> None:
-        """The process is gone: a new one counts from 0."""
+        """Forget a process that is gone: a new one counts from 0."""
         self._activities.pop(place, None)
 
     def of(self, place: Place, waiting: Waiting) -> Activity | None:
-        """What a rank says of the verb that is waited for; None when it has said nothing of it yet."""
+        """Return a rank's report on the verb that is waited for; None when there is none yet."""
         activity = self._activities.get(place)
         return activity if activity is not None and activity.call == waiting.call else None
 
     def moving(self, waiting: Mapping[Place, Waiting]) -> Moving:
-        """For the person who looks on."""
+        """Return what the progress line shows."""
         at_work = [one for place, each in waiting.items() if (one := self.of(place, each)) is not None]
         units = tuple(dict.fromkeys(one.unit for one in at_work if one.unit))
         return Moving(dict(self._done), units, self._still_s if waiting and self._all_judged(waiting) else 0.0)
@@ -79,7 +79,7 @@ class StallWatch:
         return time.monotonic() - self._moved_at
 
     def look(self, waiting: Mapping[Place, Waiting]) -> Stall | None:
-        """Call often, with everybody who has not answered. The stall, when there is one; the clock then starts anew."""
+        """Return the stall of ranks with a pending reply, if there is one; the clock then starts anew. Call often."""
         now = time.monotonic()
         missed_s, self._looked_at = now - self._looked_at, now
         if missed_s > _MISSED_S:
@@ -93,13 +93,13 @@ class StallWatch:
         return stall
 
     def _all_judged(self, waiting: Mapping[Place, Waiting]) -> bool:
-        """Whether everybody would count, were there progress."""
+        """Return whether every rank would count, were there progress."""
         said = (self.of(place, one) for place, one in waiting.items())
         return all(activity is None or activity.counted for activity in said)
 
     def chain(self, waiting: Mapping[Place, Waiting]) -> Stall:
-        """The stall of these ranks, at least one. The culprits are those that wait for nobody; where each waits for
-        another, all of them."""
+        """Return the stall of these ranks, at least one. The culprits are those that wait for nobody; where each
+        waits for another, all of them."""
         said = {place: self.of(place, one) for place, one in waiting.items()}
         idle = {place: one for place, one in said.items() if one is None or not one.waits_for}
         culprits = idle or said

@@ -40,7 +40,7 @@ class ModelBuilt(Table):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether sequences of a row may share their prompt's computation (docs/engines.md#attention-per-role)."""
+        """Return whether sequences of a row may share their prompt's computation (docs/engines.md)."""
         return not set(FLASH) & set(self.attn_implementation.split(","))
 
 

@@ -77,7 +77,7 @@ class Batch:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Where each sequence starts; one more entry than sequences."""
+        """Return where each sequence starts; one more entry than sequences."""
         return np.concatenate([[0], np.cumsum(self.columns["length_B"])]).astype(np.int64)
 
     @property
@@ -117,7 +117,7 @@ class Batch:
         )
 
     def token_index(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the tokens of the chosen sequences stand in the `_T` columns, sequence after sequence."""
+        """Return where the tokens of the chosen sequences stand in the `_T` columns, sequence after sequence."""
         length_B = self.columns["length_B"][chosen].astype(np.int64)
         ends_B = np.cumsum(length_B)
         start_T = np.repeat(self.offsets[:-1][chosen] - (ends_B - length_B), length_B)

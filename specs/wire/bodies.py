@@ -236,7 +236,7 @@ class SentWeight(WireWeight):
     offset: int | None = None
 
     def is_as(self, announced: WireWeight) -> bool:
-        """Whether it is the weight that was announced."""
+        """Return whether it is the weight that was announced."""
         return all(getattr(self, name) == value for name, value in announced)
 
 

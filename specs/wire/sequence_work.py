@@ -85,7 +85,7 @@ class SequenceWork:
 
     @cached_property
     def shares(self) -> bool:
-        """Whether any family has several sequences."""
+        """Return whether any family has several sequences."""
         family = self.family_B[self.computed]
         return len(np.unique(family)) < len(family)
 

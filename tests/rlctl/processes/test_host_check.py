@@ -11,20 +11,27 @@ import pytest
 from small_spec import raw_spec
 
 from rlctl import __version__
-from rlctl.processes.host_check import FarHost, check_hosts, one_machine, problem_of
-from rlctl.processes.hosts import Asking, LateHost, check_slurm, circles_of, far_hosts_of, may_begin_without
+from rlctl.processes.host_check import RemoteHost, check_hosts, one_machine, problem_of
+from rlctl.processes.hosts import (
+    HostInquiry,
+    JoiningHost,
+    check_slurm,
+    may_begin_without,
+    reachability_groups,
+    remote_hosts,
+)
 from rlctl.processes.placement import make_plan, package_root
-from rlctl.processes.remote_check import Asked, HostReply, checksum_of, sizes_in
+from rlctl.processes.remote_check import HostReply, Questions, checksum_of, sizes_in
 from specs.errors import SpecError
 from specs.schema.spec import Spec
 
-FAR = FarHost(1, "b", ("sh",), sys.executable, str(package_root()))
+FAR = RemoteHost(1, "b", ("sh",), sys.executable, str(package_root()))
 
 
-def said_of(host: FarHost, **changes: Any) -> str:
-    plain = Asked(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={}, files={})
+def said_of(host: RemoteHost, **changes: Any) -> str:
+    plain = Questions(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={}, files={})
     with pytest.raises(SpecError) as caught:
-        check_hosts([host], [], cast("Asked", {**plain, **changes}))
+        check_hosts([host], [], cast("Questions", {**plain, **changes}))
     return str(caught.value)
 
 
@@ -55,7 +62,7 @@ def test_a_host_with_other_code_of_the_users(tmp_path: Path) -> None:
 def test_a_host_without_which_a_run_may_begin() -> None:
     """That its interpreter is missing is an error all the same: there is a way to it."""
     closed = replace(FAR, number=2, name="c", shell=("sh", "-c", "echo no route to host; exit 255"))
-    asked = Asked(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={}, files={})
+    asked = Questions(address="127.0.0.1", ports=[0], interface="", folders=[], shared=[], models={}, files={})
     assert check_hosts([closed], [], asked, {2}.issuperset) == {"c": "exit code 255: no route to host"}
     with pytest.raises(SpecError, match="host c cannot be used: exit code 255: no route to host"):
         check_hosts([closed], [], asked, lambda hosts: False)
@@ -74,9 +81,9 @@ def test_a_host_that_comes_late_is_asked_what_the_others_were(tmp_path: Path) ->
     raw = raw_spec(rollout=rollout, reward={**reward, "min_processes": 1}, cluster=cluster, sync={"transport": "group"})
     spec = Spec.model_validate(raw)
     plan = make_plan(spec, tmp_path, address="127.0.0.1")
-    hosts, circles = far_hosts_of(spec, plan, tmp_path), circles_of(spec, plan)
-    asking = Asking(spec, tmp_path, tmp_path / "run", plan, hosts, circles)
-    late = LateHost("b", "exit code 255: it said nothing", asking)
+    hosts, circles = remote_hosts(spec, plan, tmp_path), reachability_groups(spec, plan)
+    asking = HostInquiry(spec, tmp_path, tmp_path / "run", plan, hosts, circles)
+    late = JoiningHost("b", "exit code 255: it said nothing", asking)
     assert late.check() == late.why
     gate.touch()
     with pytest.raises(SpecError, match="host b is the host where rlctl runs"):
@@ -153,19 +160,19 @@ def test_who_is_asked_and_who_must_reach_whom(tmp_path: Path) -> None:
     rollout = {"first_node": 2, "nodes": 2, "processes": 2, "devices": [3]}
     spec = Spec.model_validate(raw_spec(actor=actor, rollout=rollout, cluster=cluster, sync={"transport": "group"}))
     made = make_plan(spec, tmp_path, address="10.0.0.1")
-    asked = {host.number: host for host in far_hosts_of(spec, made, tmp_path)}
+    asked = {host.number: host for host in remote_hosts(spec, made, tmp_path)}
     assert {number: (host.name, host.devices) for number, host in asked.items()} == {
         1: ("1 of the job", {0, 1}),
         2: ("c", {3}),
         3: ("d", {3}),
     }
     assert asked[1].shell == ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--relative=1", "sh")
-    assert [circle.hosts for circle in circles_of(spec, made)] == [{0, 1}, {0, 2, 3}]
+    assert [circle.hosts for circle in reachability_groups(spec, made)] == [{0, 1}, {0, 2, 3}]
 
     spec = Spec.model_validate(
         raw_spec(actor={**actor, "launcher": "torchrun"}, rollout={**rollout, "first_node": 0}, cluster=cluster)
     )
-    (host,) = far_hosts_of(spec, make_plan(spec, tmp_path, address="10.0.0.1"), tmp_path)
+    (host,) = remote_hosts(spec, make_plan(spec, tmp_path, address="10.0.0.1"), tmp_path)
     assert (host.name, host.devices) == ("b", {0, 1, 3})
 
 
