@@ -1,4 +1,4 @@
-"""What `import rlctl` offers to Python and notebooks (docs/watching.md): `train`, `check_config` and `load_metrics`."""
+"""Offer rlctl to Python and notebooks (docs/watching.md): `train`, `check_config` and `load_metrics`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(
 
 
 def check_config(spec: str | PathLike[str], **overrides: Any) -> Findings:
-    """What is wrong with a spec, as `rlctl check-config` finds it: `problems` and `warnings`, each with `key`,
+    """Check a spec as `rlctl check-config` does: `problems` and `warnings`, each with `key`,
     `message` and `hint`; `ok` where there is no problem. Starts nothing, changes nothing."""
     return examine(Path(spec), assignments(overrides))
 

@@ -1,5 +1,5 @@
-"""What a step needs: the gradient norm, and torch's fused AdamW (Loshchilov & Hutter 2019) on tensors that a rank steps
-by itself. Matrices decay, the rest does not.
+"""Compute what a step needs: the gradient norm, and torch's fused AdamW (Loshchilov & Hutter 2019) on tensors that a
+rank steps by itself. Matrices decay, the rest does not.
 
 State exists from the start, so that a trainer that has not stepped yet saves and loads like any other.
 """

@@ -181,7 +181,7 @@ class ZeroTrainEngine(HfTrainEngine):
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     def _memory(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """What DeepSpeed left on the host stays where it is."""
+        """Yield device tensors; those that DeepSpeed left on the host stay where they are."""
         if self.parts is None:
             return list(named_weights(self.policy.model).values()), []
         keep = [*self.parts.compute_tensors(), *self.parts.masters]

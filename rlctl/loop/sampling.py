@@ -311,7 +311,7 @@ METRICS: tuple[Metric, ...] = (
 
 @dataclass(frozen=True)
 class Thrown:
-    """What dynamic sampling threw away of a step (rlctl/loop/dynamic_sampling.py)."""
+    """Count what dynamic sampling threw away of a step (rlctl/loop/dynamic_sampling.py)."""
 
     refills: int  # how often prompts were drawn again
     groups: int  # thrown away

@@ -40,8 +40,8 @@ class LossTokens:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """What a table estimates at each loss token. `return_N`: what a critic should have said there. `centred_N`: what
-    the advantage has besides, less its mean over the step. `whiten`: over the step."""
+    """Hold what a table estimates at each loss token. `return_N`: what a critic should have said there. `centred_N`:
+    what the advantage has besides, less its mean over the step. `whiten`: over the step."""
 
     advantage_N: Numbers
     return_N: Numbers | None = None
@@ -178,7 +178,7 @@ class Rows:
         return sum_N[width:]
 
     def _handed_on(self, decay_R: Numbers) -> Numbers:
-        """What each row gets from the one behind it in its sample."""
+        """Return what each row gets from the one behind it in its sample."""
         if self.rows_S.max() == 1:
             return np.zeros_like(decay_R)
         alone_R = self.value_WR[-1].copy()

@@ -150,7 +150,7 @@ def _kinship(actor: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
 
 
 def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, ModelCheck]) -> Iterator[Problem]:
-    """What the engines cannot run in their roles' models, and ranks cannot share of them."""
+    """Yield what the engines cannot run in their roles' models, and ranks cannot share of them."""
     for role, section in spec.sections():
         engine, own_config = engine_of(section), others[role].config if role in others else config
         if (facts := model_facts(own_config)) is not None and engine is not None:

@@ -59,7 +59,7 @@ print(sys.argv[1] + json.dumps(found))
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What is known of an interpreter. `failure`: why it did not answer, or empty."""
+    """Hold what is known of an interpreter. `failure`: why it did not answer, or empty."""
 
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a run needs of the machine besides models, data and interpreters: commands, packages, disk, ports.
+"""Check what a run needs of the machine besides models, data and interpreters: commands, packages, disk, ports.
 
 Nothing is created or changed. What another machine may have is a warning, and an error where the run is to start.
 """

@@ -1,1 +1,1 @@
-"""What grading says of the samples: terms that come late, completions that were not graded."""
+"""Read what grading says of the samples: terms that come late, completions that were not graded."""

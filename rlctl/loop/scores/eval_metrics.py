@@ -1,4 +1,4 @@
-"""What an evaluation says: the mean of everything, and pass@k.
+"""Compute an evaluation's metrics: the mean of everything, and pass@k.
 
 pass@k is the chance that one of k completions of a prompt passes. It is estimated from n ≥ k completions of which c
 passed, without bias: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating large language models trained on code").

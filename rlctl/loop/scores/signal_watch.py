@@ -37,7 +37,7 @@ class SignalWatch:
                 self._warn(f"step {step}: {words}")
 
     def _later(self, metrics: Mapping[str, Any], scored: Scored) -> Iterator[tuple[str, str]]:
-        """What may come at any step: the metric that tells of it, and words."""
+        """Return what may come at any step: the metric that tells of it, and words."""
         for role in self._spec.losses:
             if skipped := metrics.get(name := f"{ROLES[role].metrics}skipped_updates", 0):
                 yield name, f"{skipped} optimizer steps of the {role} left out: the gradient was not finite."
