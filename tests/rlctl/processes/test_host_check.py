@@ -83,7 +83,7 @@ def test_a_host_that_comes_late_is_asked_what_the_others_were(tmp_path: Path) ->
     plan = make_plan(spec, tmp_path, address="127.0.0.1")
     hosts, circles = remote_hosts(spec, plan, tmp_path), reachability_groups(spec, plan)
     asking = HostInquiry(spec, tmp_path, tmp_path / "run", plan, hosts, circles)
-    late = JoiningHost("b", "exit code 255: it said nothing", asking)
+    late = JoiningHost("b", "exit code 255: no output", asking)
     assert late.check() == late.why
     gate.touch()
     with pytest.raises(SpecError, match="host b is the host where rlctl runs"):
