@@ -166,7 +166,7 @@ def _mesh() -> AbstractContextManager[Any]:
     def change(real: Any, table: Any, rank: Any, device: Any) -> Any:
         return real(table.model_copy(update={"replicate": 2, "shard": 1}), rank, device)
 
-    return _wrap(engine, "Mesh", change)
+    return _wrap(engine, "ShardMesh", change)
 
 
 SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
