@@ -16,10 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from specs.model_facts import ModelFacts, mlp_width, model_facts
 
-FORMULA = (
-    "FLOPs = 6 · (tokens · layer weights + loss tokens · head weights) "
-    "+ 12 · layers · heads · head size · Σ (keys that a token sees)"
-)
 _WHOLE, _WINDOWS = "full_attention", ("sliding_attention", "chunked_attention")  # transformers' kinds of layers
 # One layer in so many sees everything, where the config does not say which do.
 _WHOLE_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
