@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test depends on the network: what is not in the cache is asked where nobody listens, and refused at once.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+# A background job of a script ignores Ctrl-C, `nohup` ignores a hang-up, and children inherit both: tests send them.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 HANGS_S = 480  # what takes longer has no end; on a busy machine a whole run takes many times as long
