@@ -356,9 +356,18 @@ def setup_engine(
     deepspeed goes beside rlctl; the others get environments of their own, .venv-NAME: in the clone that rlctl runs
     from, else in the current folder.
     """
-    from rlctl.preflight.engine_setup import setup_engine as run
+    import os
+    import shutil
 
-    run(name)
+    from specs.errors import UsageError
+    from specs.packages import setup_script
+
+    if not name.isascii() or not name.isalpha():
+        raise UsageError(f'no engine is called "{name}"', hint="it adds deepspeed, megatron or vllm")
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UsageError("setup-engine needs bash, and PATH leads to none", hint="install it, and call this again")
+    os.execve(bash, [bash, str(setup_script()), name], {**os.environ, "RLCTL_INTERPRETER": sys.executable})
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,6 +18,12 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(match[1] for match in _PIECE.finditer(template) if match[1]))
 
 
+def single_braces(template: str) -> str:
+    """Return the hint for a template that names a column as Jinja does, `{{column}}`; "" for any other."""
+    jinja = re.search(r"\{\{\s*(\w+)\s*\}\}", template)
+    return f"write {{{jinja[1]}}}, with single braces" if jinja else ""
+
+
 def render_template(template: str, row: Mapping[str, Any]) -> str:
     """Fill a template from a row. Raises KeyError naming the first column that the row lacks."""
 

@@ -10,8 +10,7 @@ from typing import Any
 from rlctl.models.paths import resolve_model
 from rlctl.models.vocabulary import reference_of
 from rlctl.preflight.interpreters import SHOWN, look_at
-from rlctl.preflight.role_attention import role_attention
-from rlctl.preflight.role_kernels import role_kernels
+from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
 from specs.schema.engines.engine_table import engine_of, not_known
 from specs.schema.rank_groups import mesh_is_known, mesh_of, shard_groups

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.models.hardware import has_nvidia_driver
 from rlctl.models.hub import HubModel, hub_snapshot, look_up, offline
-from rlctl.preflight.file_problems import has_nvidia_driver
 from rlctl.processes.launch import base_environment, python_path
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.role_configs import build_bodies

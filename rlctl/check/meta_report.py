@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.check.meta_build import ProbeFindings, can_be_probed
 from rlctl.models.as_built_check import NAMES, compare, mesh_text
 from rlctl.models.expected import Expected, models_expected
-from rlctl.preflight.role_attention import role_attention
+from rlctl.preflight.role_choices import role_attention
 from specs.errors import NotHere, Problem
 from specs.schema.roles import DATA, REF, ROLLOUT, RoleName
 from specs.schema.spec import Spec

@@ -9,19 +9,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.preflight.first_row import first_row
 from rlctl.preflight.interpreters import own_path
-from specs.errors import Problem, RewardError
+from specs.errors import DataError, Problem, RewardError
 from specs.schema.rewards import Function
 from specs.schema.row_values import gold_answer
+from specs.schema.sections import is_hub_data
 from specs.schema.spec import Spec
 from specs.templates import render_template
 from specs.text import show
-from workers.data.row_source import DataRow
+from workers.data.row_source import DataRow, read_rows
 from workers.grading.pool import GradeRequest, GraderPool
 from workers.grading.reward_failures import is_of_code, last_line
 from workers.grading.terms import Setting
@@ -51,7 +51,7 @@ def call_rewards(
     errors: list[Problem] = []
     warnings: list[Problem] = []
     calls: list[RewardCall] = []
-    row = first_row(spec, spec_dir)
+    row = _first_row(spec, spec_dir)
     functions = {f"reward.terms.{n}.path": one for n, one in enumerate(spec.reward.terms) if isinstance(one, Function)}
     with ExitStack() as stack:
         importing = {
@@ -93,6 +93,16 @@ def _pool(spec: Spec, spec_dir: Path, term: Function) -> GraderPool:
         python=own_path(spec.reward, spec_dir) or sys.executable,
         env={**spec.reward.env, "PYTHONDONTWRITEBYTECODE": "1"},
     )
+
+
+def _first_row(spec: Spec, spec_dir: Path) -> DataRow | None:
+    """Return the first row of `data.train`, or of the first evaluation set that can be read. Nothing is downloaded."""
+    for source in [spec.data.train, *(one.data for one in spec.evaluations if one.data)]:
+        with suppress(DataError):
+            row = None if is_hub_data(source) else next(read_rows(source, split="", base=spec_dir, max_rows=1), None)
+            if row is not None and not row.problem:
+                return row
+    return None
 
 
 def _prompt(row: DataRow, spec: Spec) -> str:

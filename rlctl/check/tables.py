@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.check.meaning import batch, hosts, links, reference, roles
-from rlctl.preflight.role_attention import role_attention
-from rlctl.preflight.role_kernels import role_kernels
+from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
 from rlctl.show.problems import print_problems
 from rlctl.show.screen import Screen

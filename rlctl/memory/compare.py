@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from rlctl.memory.memory_plan import plan_memory
-from rlctl.preflight.host_memory import gpu_memory_GiB
+from rlctl.models.hardware import gpu_memory_GiB
 from rlctl.processes.group import Group
 from specs.errors import SpecError
 from specs.json_file import write_object

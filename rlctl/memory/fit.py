@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlctl.memory.memory_plan import plan_memory
 from rlctl.memory.places import Place
-from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB
+from rlctl.models.hardware import gpu_memory_GiB, host_memory_GiB
 from specs.errors import Problem, SpecError
 from specs.memory_parts import GIB
 from specs.schema.engines.engine_table import RolloutTable, TrainTable, engine_of

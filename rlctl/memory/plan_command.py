@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.memory.fit import does_not_fit
 from rlctl.memory.memory_plan import CONTEXT_GIB, PROCESS_GIB, MemoryPlan, plan_memory
 from rlctl.memory.places import Place, RoleMemory
-from rlctl.preflight.host_memory import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
+from rlctl.models.hardware import gpu_memory_GiB, host_memory_GiB, usual_gpu_GiB
 from specs.errors import Problem, UsageError
 from specs.load.load import load_spec
 from specs.memory_parts import GIB, Moment, total

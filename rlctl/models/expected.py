@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlctl.models.gpu import gpu_capability
+from rlctl.models.hardware import gpu_capability
 from rlctl.models.model_tensors import tensors_of_config
 from rlctl.models.paths import config_of, resolve_model
 from specs.attention import Decision
 from specs.model_facts import model_facts
 from specs.model_shapes import SCORE_LAYER, ModelTensors
-from specs.rules.kernel_rules import kernels_of
+from specs.rules.attention_rules import kernels_of
 from specs.schema.engines.engine_table import TrainTable
 from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.engines.library_keys import leaves
@@ -32,7 +32,7 @@ def models_expected(
     spec: Spec, spec_dir: Path, attention: Callable[[Spec, RoleName, Path], Decision | None]
 ) -> dict[RoleName, Expected]:
     """Return what is expected of every role that holds a model. A hub id is looked up as in `model_folder`.
-    `attention`: what decides a role's (`rlctl/preflight/role_attention.py`)."""
+    `attention`: what decides a role's (`rlctl.preflight.role_choices.py`)."""
     return {
         role: _expected(spec, role, spec_dir, attention(spec, role, spec_dir))
         for role in spec.roles

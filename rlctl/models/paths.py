@@ -11,7 +11,6 @@ import specs
 from rlctl.models.hub import HubModel, hub_snapshot, look_up, offline
 from specs.errors import NotHere, Problem
 from specs.json_file import read_object
-from specs.text import show
 
 BUILTIN_FOLDER = Path(specs.__file__).parent / "builtin"
 # First parts of a relative path that nobody means as an organisation on the hub.
@@ -46,13 +45,12 @@ def looks_like_hub_id(path: str, spec_dir: Path) -> bool:
     return "/" not in path or not (first.lower() in FOLDER_WORDS or (spec_dir / first).is_dir())
 
 
-def not_found(key: str, message: str, path: str, value: str = "", hint: str = "") -> Problem:
+def not_found(key: str, message: str, path: str, hint: str = "") -> Problem:
     """Return the problem of a file or folder that is not here. One named by its absolute path may be on the machines of
     the run."""
     if not Path(path).expanduser().is_absolute():
-        return Problem(key, message, hint or "a relative path starts at the spec file's folder", value or show(path))
-    other = "check the path; `--target cluster` checks a spec for other machines"
-    return NotHere(key, message, hint or other, value or show(path))
+        return Problem(key, message, hint or "a relative path starts at the spec file's folder")
+    return NotHere(key, message, hint or "check the path; `--target cluster` checks a spec for other machines")
 
 
 def model_folder(path: str, spec_dir: Path) -> Path | None:

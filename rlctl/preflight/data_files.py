@@ -20,7 +20,6 @@ from specs.load.keys import closest
 from specs.schema.rewards import compares_answer, judged_columns
 from specs.schema.sections import DATA_SUFFIXES, is_hub_data
 from specs.schema.spec import Spec
-from specs.text import show
 from specs.wire.finding import Finding
 from specs.wire.role_config import DataConfig, EvalSource
 from workers.chat_renderer import ChatRenderer
@@ -48,41 +47,41 @@ def check_data(spec: Spec, spec_dir: Path) -> tuple[list[Problem], list[Problem]
 
 
 def _source(key: str, source: str, spec_dir: Path) -> Iterator[Problem]:
-    value, file = show(source), spec_dir / Path(source).expanduser()
+    file = spec_dir / Path(source).expanduser()
     if source.startswith(PREFIX):
         yield from _builtin(key, source)
     elif "://" in source:
         pattern = r"(?:https?://huggingface\.co/datasets/|hf://(?:datasets/)?)([\w.-]+/[\w.-]+).*"
         found = re.fullmatch(pattern, source)
         hint = f'write "{found[1]}"' if found else "download it, and name the file"
-        yield Problem(key, "a URL, not a file or a hub id", hint, value)
+        yield Problem(key, "a URL, not a file or a hub id", hint)
     elif file.is_symlink() and not file.exists():
         hint = "repair the link, or name the file itself"
-        yield Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist", hint, value)
+        yield Problem(key, f"a symbolic link to {os.readlink(file)}, which does not exist", hint)
     elif file.is_dir():
-        yield Problem(key, "a folder, not a file", "name one file; rows of several can be joined", value)
+        yield Problem(key, "a folder, not a file", "name one file; rows of several can be joined")
     elif file.exists() and file.suffix in _COMPRESSED:
-        yield Problem(key, "compressed", "decompress it (gunzip, unzstd, …) and use the result", value)
+        yield Problem(key, "compressed", "decompress it (gunzip, unzstd, …) and use the result")
     elif file.suffix not in DATA_SUFFIXES and (file.exists() or not is_hub_data(source)):
         hint = "write one JSON object per line into a file that ends in .jsonl"
-        yield Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint, value)
+        yield Problem(key, f"data files end in {' or '.join(DATA_SUFFIXES)}", hint)
     elif is_hub_data(source):
         yield from _hub(key, source, file, spec_dir)
     elif not file.is_file():
         yield not_found(key, f"no such file ({os.path.abspath(file)})", source, hint=_similar_file(file))
     elif not os.access(file, os.R_OK):
-        yield Problem(key, "cannot be read: permission denied", "make it readable", value)
+        yield Problem(key, "cannot be read: permission denied", "make it readable")
     elif not file.stat().st_size:
-        yield Problem(key, "the file is empty", "write rows into it, or name another file", value)
+        yield Problem(key, "the file is empty", "write rows into it, or name another file")
     elif _begins_with(file, LFS):
-        yield Problem(key, "a pointer of Git LFS, not the file itself", "fetch it: `git lfs pull` in its folder", value)
+        yield Problem(key, "a pointer of Git LFS, not the file itself", "fetch it: `git lfs pull` in its folder")
 
 
 def _builtin(key: str, source: str) -> Iterator[Problem]:
     if (name := source.removeprefix(PREFIX)) not in BUILTIN_TASKS:
         near = closest(name, list(BUILTIN_TASKS))
         hint = f'did you mean "{PREFIX}{near}"?' if near else f'write "{PREFIX}{next(iter(BUILTIN_TASKS))}"'
-        yield Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint, show(source))
+        yield Problem(key, f"no such built-in task; known: {', '.join(BUILTIN_TASKS)}", hint)
 
 
 def _hub(key: str, source: str, file: Path, spec_dir: Path) -> Iterator[Problem]:
@@ -91,7 +90,7 @@ def _hub(key: str, source: str, file: Path, spec_dir: Path) -> Iterator[Problem]
         yield not_found(key, f"no such file ({os.path.abspath(file)})", source)
     elif hub_snapshot(hub_id, "datasets") is None and offline():
         message = "not in the Hugging Face cache while HF_HUB_OFFLINE is set"
-        yield NotHere(key, message, "check the name", show(source))
+        yield NotHere(key, message, "check the name")
 
 
 def _to_download(key: str, source: str) -> Iterator[Problem]:
@@ -100,7 +99,7 @@ def _to_download(key: str, source: str) -> Iterator[Problem]:
     if is_hub_data(source) and hub_snapshot(hub_id, "datasets") is None:
         builtin = f'did you mean "{PREFIX}{hub_id}"?' if hub_id in BUILTIN_TASKS else ""
         hint = builtin or "check the name, and that this machine reaches the hub"
-        yield NotHere(key, "will be downloaded from the hub when the run starts", hint, show(source))
+        yield NotHere(key, "will be downloaded from the hub when the run starts", hint)
 
 
 def _similar_file(file: Path) -> str:

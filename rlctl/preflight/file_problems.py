@@ -1,4 +1,4 @@
-"""Checks what a spec names on this machine: model, data, reward functions, interpreters, GPUs.
+"""Check what a spec names on this machine: model, data, reward functions, interpreters, GPUs.
 
 Nothing is created, changed, imported or downloaded.
 """
@@ -6,14 +6,13 @@ Nothing is created, changed, imported or downloaded.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlctl.models.chat_template import chat_problems, chat_template_of
-from rlctl.models.gpu import gpu_count
+from rlctl.models.hardware import gpu_count, has_nvidia_driver
 from rlctl.models.model_check import ModelCheck
 from rlctl.models.shapes_fit import adapter_problems, sequence_problems, shard_problems
 from rlctl.models.vocabulary import NEEDS_PACKAGE, kinship_problems, lone_tokenizer
@@ -23,17 +22,16 @@ from rlctl.preflight.interpreters import interpreter_problems, packages_of
 from rlctl.preflight.judge_address import address_problems, key_problems
 from rlctl.preflight.machine import machine_problems
 from rlctl.preflight.reward_files import function_problems
-from rlctl.preflight.role_attention import role_attention_problems
-from rlctl.preflight.role_kernels import role_kernel_problems
+from rlctl.preflight.role_choices import choice_problems
 from specs.errors import NotHere, Problem
 from specs.model_facts import model_facts
 from specs.packages import installed_here
+from specs.rules.all_rules import with_values
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.rank_groups import sequence_parallel_of
 from specs.schema.role_section import LearningRole, RoleSection
 from specs.schema.roles import ACTOR, ROLES, RoleName
 from specs.schema.spec import Spec
-from specs.text import show
 
 _NO_GPU = "leave it out to run on the CPU; of a run elsewhere, `check-config --target cluster` makes it a note"
 
@@ -56,19 +54,16 @@ def file_problems(
     `starting` a run alone.
     """
     errors, warnings, config = _models(spec, spec_dir)
-    of_here = warnings if notes is None else notes
     data_errors, data_warnings = check_data(spec, spec_dir)
     errors += [*_new(data_errors, errors), *function_problems(spec, spec_dir), *hostfile_problems(spec, spec_dir)]
+    errors += choice_problems(spec, spec_dir, elsewhere=True)
     warnings += data_warnings
     lacking = [*interpreter_problems(spec, spec_dir, nvidia_driver=has_nvidia_driver()), *_launchers(spec)]
-    lacking += [*key_problems(spec), *role_kernel_problems(spec, spec_dir)]
+    lacking += [*key_problems(spec), *_new(choice_problems(spec, spec_dir), errors)]
+    of_here = warnings if notes is None else notes
     (of_here if elsewhere else errors).extend(lacking)
-    errors += address_problems(spec) if starting and not errors else []
-    attention = [*role_attention_problems(spec, spec_dir, elsewhere=elsewhere)]
-    errors += attention
-    if elsewhere:
-        of_here += [problem for problem in role_attention_problems(spec, spec_dir) if problem not in attention]
     (errors if starting else of_here if elsewhere else warnings).extend(_devices(spec))
+    errors += address_problems(spec) if starting and not errors else []
     here = starting or has_nvidia_driver() or not any(spec.role(role).devices for role in spec.roles)
     where = run_dir or spec.run.place
     machine_errors, machine_warnings = machine_problems(spec, spec_dir, config, where, starting=starting, here=here)
@@ -76,10 +71,11 @@ def file_problems(
     if elsewhere and notes is not None:
         notes += [problem for problem in (*errors, *warnings) if isinstance(problem, NotHere)]
         errors, warnings = ([one for one in found if not isinstance(one, NotHere)] for found in (errors, warnings))
-    return errors, warnings
+        notes[:] = with_values(spec, notes)
+    return with_values(spec, errors), with_values(spec, warnings)
 
 
-def _new(found: Sequence[Problem], known: Sequence[Problem]) -> list[Problem]:
+def _new(found: Iterable[Problem], known: Sequence[Problem]) -> list[Problem]:
     """Leave out problems of keys that have one: what is wrong with a chat template shows in the rows too."""
     return [problem for problem in found if problem.key not in {one.key for one in known}]
 
@@ -125,7 +121,7 @@ def _lone_tokenizer(spec: Spec, spec_dir: Path, folder: Path) -> Iterator[Proble
     if lacking:
         where = f"the interpreter of {', '.join(lacking)} lacks {package}"
         hint = f"install {package} there, or put a tokenizer.json beside it, as transformers' save_pretrained writes it"
-        yield Problem("model.path", f"has its tokenizer only in {name}, and {where}", hint, show(spec.model.path))
+        yield Problem("model.path", f"has its tokenizer only in {name}, and {where}", hint)
 
 
 def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
@@ -135,7 +131,7 @@ def _no_conversations(spec: Spec, main: ModelCheck, other: ModelCheck) -> Iterat
     if chat_template_of(main.folder).text and not chat_template_of(other.folder).text:
         message = "its tokenizer has no chat template, and prompts are conversations"
         hint = 'use a reward model whose tokenizer has one, or set data.chat = "never"'
-        yield Problem(other.key, message, hint, show(other.path))
+        yield Problem(other.key, message, hint)
 
 
 def _kinship(actor: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
@@ -143,10 +139,10 @@ def _kinship(actor: ModelCheck, other: ModelCheck) -> Iterator[Problem]:
     wanted, given = actor.config.get("vocab_size"), other.config.get("vocab_size")
     if isinstance(wanted, int) and isinstance(given, int) and given < wanted:
         message = f"its vocabulary ({given}) is smaller than the actor's ({wanted}): it cannot score the same tokens"
-        yield Problem(other.key, message, "use a model with the same tokenizer", show(other.path))
+        yield Problem(other.key, message, "use a model with the same tokenizer")
     elif actor.folder is not None and other.folder is not None and other.config:
         for message, hint in kinship_problems(actor.folder, other.folder):
-            yield Problem(other.key, message, hint, show(other.path))
+            yield Problem(other.key, message, hint)
 
 
 def _engines(spec: Spec, config: Mapping[str, Any], others: Mapping[RoleName, ModelCheck]) -> Iterator[Problem]:
@@ -165,14 +161,14 @@ def _more_than_all_layers(role: RoleName, section: LearningRole, layers: int) ->
     count = section.gradient_checkpointing
     if count is not True and count > layers > 0:
         hint = f"use at most {layers}, or true for all of them"
-        yield Problem(f"{role}.gradient_checkpointing", f"the model has {layers} layers", hint, show(count))
+        yield Problem(f"{role}.gradient_checkpointing", f"the model has {layers} layers", hint)
 
 
 # ── launchers, devices ──────────────────────────────────────────────────────────────────────────────
 
 
 def _launchers(spec: Spec) -> list[Problem]:
-    """Launchers whose package is not installed here. Other interpreters are checked elsewhere."""
+    """Return launchers whose package is not installed here. Other interpreters are checked elsewhere."""
     wanting = [
         role
         for role, section in spec.sections()
@@ -181,32 +177,28 @@ def _launchers(spec: Spec) -> list[Problem]:
     if not wanting or installed_here(("deepspeed",)):
         return []
     hint = "rlctl setup-engine deepspeed adds it, and torchrun starts every engine too"
-    return [Problem(f"{role}.launcher", "deepspeed is not installed", hint, '"deepspeed"') for role in wanting]
-
-
-def has_nvidia_driver() -> bool:
-    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    return [Problem(f"{role}.launcher", "deepspeed is not installed", hint) for role in wanting]
 
 
 def _devices(spec: Spec) -> list[Problem]:
-    """Roles that ask for GPUs on a machine without an NVIDIA driver, or for more than it has."""
+    """Return roles that ask for GPUs on a machine without an NVIDIA driver, or for more than it has."""
     asked = [(role, section) for role, section in spec.sections() if ROLES[role].holds_model and section.devices]
     if not asked:
         return []
     if has_nvidia_driver():
         return _too_few_gpus([(role, section) for role, section in asked if 0 in section.hosts])
     message = "this machine has no NVIDIA driver"
-    return [Problem(f"{role}.devices", message, _NO_GPU, show(section.devices)) for role, section in asked]
+    return [Problem(f"{role}.devices", message, _NO_GPU) for role, _ in asked]
 
 
 def _too_few_gpus(asked: Sequence[tuple[RoleName, RoleSection]]) -> list[Problem]:
-    """Numbers beyond those of this machine. Where a scheduler has handed GPUs out, placement knows how many."""
+    """Return numbers beyond those of this machine. Where a scheduler has handed GPUs out, placement knows how many."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") or not asked or (count := gpu_count()) is None:
         return []
     has = f"this host, {socket.gethostname()}, has {count} GPU{'' if count == 1 else 's'}, and number"
     hint = f"use numbers below {count}" if count else _NO_GPU
     return [
-        Problem(f"{role}.devices", f"{has} {max(section.devices)} is asked for", hint, show(section.devices))
+        Problem(f"{role}.devices", f"{has} {max(section.devices)} is asked for", hint)
         for role, section in asked
         if max(section.devices) >= count
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlctl.models.paths import not_found
 from specs.errors import NotHere, Problem, SpecError
+from specs.rules.all_rules import with_values
 from specs.rules.node_rules import through_shell
 from specs.schema.spec import Spec
 from specs.text import show
@@ -35,7 +36,7 @@ def hosts_of(spec: Spec, spec_dir: Path, *, elsewhere: bool = False) -> list[Hos
         problem = not_found("cluster.hostfile", "no such file", spec.cluster.hostfile)
         if elsewhere and isinstance(problem, NotHere):
             return []
-        raise SpecError([problem]) from None
+        raise SpecError(with_values(spec, [problem])) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise SpecError([Problem("cluster.hostfile", f"cannot be read: {reason}", value=f'"{path}"')]) from None
@@ -80,17 +81,17 @@ def hostfile_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
             named = f"{show(spec.cluster.hostfile)} names {len(hosts)}"
             after = f", and {first} come before it" if first else ""
             hint = f"add hosts to it, or set {role}.nodes = {max(1, len(hosts) - first)}"
-            problems.append(Problem(f"{role}.nodes", named + after, hint, str(section.nodes)))
+            problems.append(Problem(f"{role}.nodes", named + after, hint))
         wanted = section.processes // section.nodes
         for host in hosts[first : section.hosts.stop]:
             if host.slots < wanted:
                 message = f"{wanted} of them go to each node, and {host.name} has slots={host.slots}"
                 hint = "raise slots in the hostfile, or use more nodes"
-                problems.append(Problem(f"{role}.processes", message, hint, str(section.processes)))
+                problems.append(Problem(f"{role}.processes", message, hint))
             elif host.slots < len(section.devices):
                 message = f"it names {len(section.devices)} GPUs of each node, and {host.name} has slots={host.slots}"
                 hint = "raise slots in the hostfile if it has more, or use hosts with as many GPUs"
-                problems.append(Problem(f"{role}.devices", message, hint, show(section.devices)))
+                problems.append(Problem(f"{role}.devices", message, hint))
     return problems
 
 

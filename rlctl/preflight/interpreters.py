@@ -133,22 +133,22 @@ def interpreter_problems(spec: Spec, spec_dir: Path, *, nvidia_driver: bool) -> 
 
 
 def _foreign(role: RoleName, section: RoleSection, path: str) -> Iterator[Problem]:
-    key, value, kind = f"{role}.python", show(section.python), _own_environment(section)
+    key, kind = f"{role}.python", _own_environment(section)
     elsewhere = _set_up(kind) if kind else f"leave it out to use {sys.executable}"
     if os.path.isdir(path):
-        yield Problem(key, "is a folder", "name the interpreter in it, such as its bin/python", value)
+        yield Problem(key, "is a folder", "name the interpreter in it, such as its bin/python")
     elif not os.path.isfile(path):
-        yield Problem(key, f"no such interpreter ({path})", elsewhere, value)
+        yield Problem(key, f"no such interpreter ({path})", elsewhere)
     elif not os.access(path, os.X_OK):
-        yield Problem(key, "is not executable", "name the environment's bin/python", value)
+        yield Problem(key, "is not executable", "name the environment's bin/python")
     elif (found := look_at(path)).failure:
-        yield Problem(key, f"does not start: {found.failure}", elsewhere, value)
+        yield Problem(key, f"does not start: {found.failure}", elsewhere)
     elif found.too_old:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        yield Problem(key, f"is Python {found.python}", f"roles need Python {oldest} or newer", value)
+        yield Problem(key, f"is Python {found.python}", f"roles need Python {oldest} or newer")
     elif missing := [package for package in _needed_packages(role, section) if not found.version(package)]:
         message = f"lacks the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        yield Problem(key, message, _how_to_install(role, section, path, missing), value)
+        yield Problem(key, message, _how_to_install(role, section, path, missing))
 
 
 def _ours(role: RoleName, section: RoleSection) -> Iterator[Problem]:
@@ -163,7 +163,7 @@ def _ours(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     else:
         hint = engine.where_to_get or f"{sys.executable} -m pip install {' '.join(missing)}"
     message = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed where rlctl runs"
-    yield Problem(f"{role}.engine.kind", message, hint, show(engine.kind))
+    yield Problem(f"{role}.engine.kind", message, hint)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from specs.errors import Problem
 from specs.schema.rewards import Judge
@@ -22,7 +22,7 @@ def key_problems(spec: Spec) -> list[Problem]:
         named = term.key_env.isidentifier()  # else it may be the key itself, and a rule says so
         if named and (why := key_problem(term.key_env)):
             hint = f"export {term.key_env}=… before rlctl is called, or leave key_env out where none is needed"
-            found.append(Problem(f"reward.terms.{index}.key_env", why, hint, show(term.key_env)))
+            found.append(Problem(f"reward.terms.{index}.key_env", why, hint))
     return found
 
 
@@ -33,23 +33,15 @@ def address_problems(spec: Spec) -> list[Problem]:
         return []
     import asyncio
 
-    found = asyncio.run(_ask_all(list(judges)))
-    return [
-        Problem(f"reward.terms.{index}.{wrong[0]}", *wrong[1:])
-        for index, wrong in zip(judges.values(), found, strict=True)
-        if wrong is not None
-    ]
+    async def ask_all() -> list[Problem | None]:
+        return await asyncio.gather(*(_ask(*judge, f"reward.terms.{index}") for judge, index in judges.items()))
+
+    return [problem for problem in asyncio.run(ask_all()) if problem is not None]
 
 
-async def _ask_all(judges: Sequence[tuple[str, str]]) -> list[tuple[str, str, str, str] | None]:
-    import asyncio
-
-    return await asyncio.gather(*(_ask(base_url, key_env) for base_url, key_env in judges))
-
-
-async def _ask(base_url: str, key_env: str) -> tuple[str, str, str, str] | None:
-    """Return (key, message, hint, value) of what is wrong; None where somebody answers. Not every server lists its
-    models, and some are busy: any other status is an answer too."""
+async def _ask(base_url: str, key_env: str, term: str) -> Problem | None:
+    """Return what is wrong with an address; None where somebody answers. Not every server lists its models, and some
+    are busy: any other status is an answer too."""
     from workers.grading.judge_client import JudgeClient, JudgeError
 
     async with JudgeClient(base_url, key_env, 1) as client:
@@ -57,10 +49,11 @@ async def _ask(base_url: str, key_env: str) -> tuple[str, str, str, str] | None:
             await client.request("GET", "models", b"", TIMEOUT_S)
         except JudgeError as error:
             if client.key and error.status in REFUSED:
-                return "key_env", f"its key is refused: {error}", "check the key and base_url", show(key_env)
+                hint = "check the key and base_url"
+                return Problem(f"{term}.key_env", f"its key is refused: {error}", hint, show(key_env))
             if not error.status:
                 hint = "check the address, and that the server is up and this machine reaches it"
-                return "base_url", f"nobody answers: {error}", hint, show(base_url)
+                return Problem(f"{term}.base_url", f"nobody answers: {error}", hint, show(base_url))
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from specs.model_facts import model_facts
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.roles import ROLES
 from specs.schema.spec import Spec
-from specs.text import show
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -44,7 +43,7 @@ def _commands(spec: Spec) -> list[Problem]:
     if not wanting or shutil.which("srun"):
         return []
     hint = 'start it inside a SLURM job, or write "torchrun"'
-    return [NotHere(f"{role}.launcher", "this machine has no srun", hint, '"srun"') for role in wanting]
+    return [NotHere(f"{role}.launcher", "this machine has no srun", hint) for role in wanting]
 
 
 def _tracking(spec: Spec) -> list[Problem]:
@@ -63,29 +62,27 @@ def _ports(spec: Spec) -> list[Problem]:
             probe.bind(("", port))
         except OSError as error:
             hint = f"end what listens there, or set cluster.port = {port + 10 if port < 65000 else port - 10}"
-            return [Problem("cluster.port", f"cannot be listened on: {error.strerror}", hint, str(port))]
+            return [Problem("cluster.port", f"cannot be listened on: {error.strerror}", hint)]
     return []
 
 
 # ── folders and disk ──────────────────────────────────────────────────────────────────────────────
 
 
-def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> list[Problem]:
+def _folders(spec: Spec, spec_dir: Path, run_dir: Path) -> Iterator[Problem]:
     """Find folders that the run cannot write to, or make."""
-    named = [("run.dir", spec.run.dir, run_dir.parent)]
+    named = {"run.dir": run_dir.parent}
     if spec.sync.folder:
-        named.append(("sync.folder", spec.sync.folder, spec_dir / Path(spec.sync.folder).expanduser()))
+        named["sync.folder"] = spec_dir / Path(spec.sync.folder).expanduser()
     weights_dir = Path(getattr(spec.rollout.engine, "weights_dir", ""))
     if weights_dir.is_absolute():
-        named.append(("rollout.engine.weights_dir", str(weights_dir), weights_dir))
-    problems = []
-    for key, given, folder in named:
+        named["rollout.engine.weights_dir"] = weights_dir
+    for key, folder in named.items():
         place = nearest_existing(folder)
         writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total
         if not writable:
             message = f"{place} {'cannot be written to' if place.is_dir() else 'is not a folder'}"
-            problems.append(Problem(key, message, "name another folder", show(given)))
-    return problems
+            yield Problem(key, message, "name another folder")
 
 
 def nearest_existing(path: Path) -> Path:
@@ -107,7 +104,7 @@ def _disk(spec: Spec, config: Mapping[str, Any], run_dir: Path) -> list[Problem]
     sizes = f"of {each / GIB:.3g} GiB take {needed / GIB:.3g} GiB, and {place} has {free / GIB:.3g} GiB free"
     message = f"{count} checkpoint{'s' if count > 1 else ''} {sizes}"
     hint = "free some space, lower it, or set run.dir"
-    return [Problem("checkpoint.keep", message, hint, str(spec.checkpoint.keep))]
+    return [Problem("checkpoint.keep", message, hint)]
 
 
 def _shared_memory(spec: Spec) -> list[Problem]:
@@ -120,11 +117,9 @@ def _shared_memory(spec: Spec) -> list[Problem]:
         on_host = -(-section.processes // section.nodes)
         wanted = engine.shared_memory_MiB(on_host, on_gpu=bool(section.devices)) if engine else None
         if wanted and free_MiB < wanted:
-            message = (
-                f"its libraries want {wanted:,} MiB of shared memory, and {SHARED_MEMORY} has {free_MiB:,.0f} free"
-            )
+            message = f"its libraries want {wanted:,} MiB of shared memory, and {SHARED_MEMORY} has {free_MiB:,.0f}"
             hint = f"`df {SHARED_MEMORY}` shows it; start a container with --shm-size=2g (or --ipc=host)"
-            problems.append(Problem(f"{role}.engine.kind", message, hint, show(engine.kind if engine else "")))
+            problems.append(Problem(f"{role}.engine.kind", f"{message} free", hint))
     return problems
 
 

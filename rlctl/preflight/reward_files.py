@@ -14,7 +14,6 @@ from specs.errors import Problem
 from specs.load.keys import closest
 from specs.schema.rewards import Function
 from specs.schema.spec import Spec
-from specs.text import show
 from workers.grading.reward_sources import reward_sources
 
 OUR_PACKAGES = ("rlctl", "specs", "workers", "backends")
@@ -25,16 +24,15 @@ def function_problems(spec: Spec, spec_dir: Path) -> list[Problem]:
     terms = enumerate(spec.reward.terms)
     paths = {f"reward.terms.{index}.path": term.path for index, term in terms if isinstance(term, Function)}
     paths |= {f"algorithm.{key}": path for key, path in spec.algorithm.own_functions.items()}
-    return [problem for key, path in paths.items() if (problem := _problem(key, path, spec_dir)) is not None]
-
-
-def _problem(key: str, path: str, spec_dir: Path) -> Problem | None:
-    place, _, name = path.rpartition(":")
-    file = spec_dir / Path(place).expanduser()
-    if not file.exists() and not file.is_symlink():
-        return not_found(key, f"no such file ({os.path.abspath(file)})", place, show(path))
-    found = _unusable_file(file) or _wrong_code(file, name)
-    return Problem(key, *found, show(path)) if found else None
+    problems = []
+    for key, path in paths.items():
+        place, _, name = path.rpartition(":")
+        file = spec_dir / Path(place).expanduser()
+        if not os.path.lexists(file):
+            problems.append(not_found(key, f"no such file ({os.path.abspath(file)})", place))
+        elif found := _unusable_file(file) or _wrong_code(file, name):
+            problems.append(Problem(key, *found))
+    return problems
 
 
 def _unusable_file(file: Path) -> tuple[str, str] | None:
@@ -51,29 +49,15 @@ def _unusable_file(file: Path) -> tuple[str, str] | None:
 
 def _wrong_code(file: Path, name: str) -> tuple[str, str] | None:
     try:
-        names = _top_level_names(ast.parse(file.read_bytes(), str(file)))
+        nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
     except SyntaxError as error:
         return f"{file.name}:{error.lineno}: {error.msg}", "repair the file"
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}", "make it a readable Python file"
-    if name not in names:
-        near = closest(name, [known for known in names if known])
-        return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"write def {name}(…) in it"
-    return (f"{name} is async", "write a plain function") if isinstance(names[name], ast.AsyncFunctionDef) else None
-
-
-def _top_level_names(tree: ast.Module) -> dict[str, ast.AST]:
-    """Return the names that the module binds, also inside `if` and `try`."""
-    names: dict[str, ast.AST] = {}
-    scopes: list[ast.AST] = list(tree.body)
-    while scopes:
-        node = scopes.pop(0)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names[node.name] = node
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name: node for alias in node.names}
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names[node.id] = node
-        scopes += list(ast.iter_child_nodes(node))
-    return names
+    # Functions and classes have a name, variables an id, imports another name where `as` gives them one.
+    bound = [getattr(node, "asname", None) or getattr(node, "name", getattr(node, "id", None)) for node in nodes]
+    names = [one for one in bound if isinstance(one, str)]
+    if name in names:
+        return None
+    near = closest(name, names)
+    return f"{file.name} defines no {name}", f"did you mean `{near}`?" if near else f"write def {name}(…) in it"

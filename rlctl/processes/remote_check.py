@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from rlctl import __version__
-from rlctl.models.gpu import gpu_count
+from rlctl.models.hardware import gpu_count
 from workers.network import address_of_interface, address_towards
 
 MARK = "rlctl-probe: "

@@ -15,7 +15,7 @@ from rlctl.loop.sync import PROBE_TOKENS, WeightSync, probe_tolerance
 from rlctl.loop.weight_transport import Transport, plan_transport, prepare
 from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
-from rlctl.preflight.role_attention import role_attention
+from rlctl.preflight.role_choices import role_attention
 from rlctl.processes.calls import Call, RanksFailed
 from rlctl.processes.group import Group
 from rlctl.processes.groups import Groups

@@ -12,9 +12,9 @@ from specs.schema.roles import ROLES
 from specs.schema.sections import same_source
 from specs.schema.spec import Spec
 from specs.schema.table import Table, no_effect
-from specs.text import show
 
 _MORE_UPDATES = "raise algorithm.mini_batches_per_step or algorithm.epochs_per_step, or "
+_ONE_UPDATE = "with one mini-batch and one epoch per step"
 
 
 def algorithm_problems(spec: Spec) -> Iterator[Problem]:
@@ -28,36 +28,27 @@ def algorithm_problems(spec: Spec) -> Iterator[Problem]:
     loss = spec.loss
     if isinstance(loss, ClipCovLoss) and loss.covariance_low > loss.covariance_high:
         message = f"below algorithm.covariance_low = {loss.covariance_low:g}: no token is in the band"
-        yield Problem("algorithm.covariance_high", message, "widen the band", show(loss.covariance_high))
+        yield Problem("algorithm.covariance_high", message, "widen the band")
 
 
 def algorithm_warnings(spec: Spec) -> Iterator[Problem]:
     """Yield keys that do nothing in this run, and a teacher that teaches nothing."""
-    yield from _ratio(spec)
     algorithm, teacher = spec.algorithm, spec.ref.model if spec.ref is not None else ""
+    if spec.ratio_against == "current":
+        always = f"{_ONE_UPDATE} the ratio is always 1"
+        if spec.loss.needs_ratio:
+            message = f"{always}, and the loss is the plain policy gradient"
+            yield Problem("algorithm.kind", message, f"{_MORE_UPDATES}choose grpo")
+        for key in spec.loss.ratio_keys:
+            if key in algorithm.model_fields_set:
+                yield Problem(f"algorithm.{key}", f"does nothing: {always}", f"{_MORE_UPDATES}leave it out")
     if isinstance(algorithm, ActorCritic) and algorithm.value_clip is not None and algorithm.on_policy:
-        message = "does nothing: with one mini-batch and one epoch per step no value has moved yet"
-        yield Problem("algorithm.value_clip", message, f"{_MORE_UPDATES}leave it out", show(algorithm.value_clip))
+        message = f"does nothing: {_ONE_UPDATE} no value has moved yet"
+        yield Problem("algorithm.value_clip", message, f"{_MORE_UPDATES}leave it out")
     needs_teacher = algorithm.advantage.needs_teacher and not getattr(algorithm, "reward_coef", 0.0)
     if needs_teacher and (not teacher or same_source(teacher, spec.model.path)):
         message = f"the teacher of {algorithm.kind} is the actor's own start, so nothing is learned"
-        hint = "name a trained model with the actor's tokenizer"
-        yield Problem("ref.model", message, hint, show(teacher) if teacher else "")
-
-
-def _ratio(spec: Spec) -> Iterator[Problem]:
-    """Yield keys of the loss that bound a ratio which is always 1."""
-    algorithm = spec.algorithm
-    if spec.ratio_against != "current":
-        return
-    always = "with one mini-batch and one epoch per step the ratio is always 1"
-    if spec.loss.needs_ratio:
-        message = f"{always}, and the loss is the plain policy gradient"
-        yield Problem("algorithm.kind", message, f"{_MORE_UPDATES}choose grpo", show(algorithm.kind))
-    for key in spec.loss.ratio_keys:
-        if key in algorithm.model_fields_set:
-            value = show(getattr(algorithm, key))
-            yield Problem(f"algorithm.{key}", f"does nothing: {always}", f"{_MORE_UPDATES}leave it out", value)
+        yield Problem("ref.model", message, "name a trained model with the actor's tokenizer")
 
 
 def _reference(spec: Spec) -> Iterator[Problem]:
@@ -71,38 +62,40 @@ def _reference(spec: Spec) -> Iterator[Problem]:
 
 def _kl(spec: Spec) -> Iterator[Problem]:
     algorithm = spec.algorithm
-    estimator, in_reward = algorithm.kl_estimator, algorithm.kl_in == "reward"
-    said = algorithm.model_fields_set
+    estimator, in_reward, given = algorithm.kl_estimator, algorithm.kl_in == "reward", algorithm.model_fields_set
     if not algorithm.kl_coef:
         for key in ("kl_in", "kl_estimator", "kl_target", "kl_horizon"):
-            if key in said:
-                yield no_effect(f"algorithm.{key}", algorithm, "algorithm.kl_coef is 0")
+            if key in given:
+                yield no_effect(f"algorithm.{key}", "algorithm.kl_coef is 0")
         return
-    if "kl_horizon" in said and algorithm.kl_target is None:
-        yield no_effect("algorithm.kl_horizon", algorithm, "without algorithm.kl_target the weight stays")
+    if "kl_horizon" in given and algorithm.kl_target is None:
+        yield no_effect("algorithm.kl_horizon", "without algorithm.kl_target the weight stays")
     if algorithm.kl_target is not None and algorithm.kl_horizon < spec.samples_per_step:
         message = f"a step has {spec.samples_per_step} rollouts: the weight would change by more than 20 % in one"
-        hint = f"use at least {spec.samples_per_step}"
-        yield Problem("algorithm.kl_horizon", message, hint, show(algorithm.kl_horizon))
+        yield Problem("algorithm.kl_horizon", message, f"use at least {spec.samples_per_step}")
     if estimator == "k1" and not in_reward:
         message = "as a loss its gradient is zero in expectation (the mean of ∇ log p over the policy's own samples)"
         hint = 'use k2, k3 or k3-straight-through, or set algorithm.kl_in = "reward"'
-        yield Problem("algorithm.kl_estimator", message, hint, show(estimator))
+        yield Problem("algorithm.kl_estimator", message, hint)
     if estimator.endswith("straight-through") and in_reward:
         message = "has the gradient of another estimator, and no gradient passes through a reward"
-        yield Problem("algorithm.kl_estimator", message, f"use {estimator[:2]}", show(estimator))
+        yield Problem("algorithm.kl_estimator", message, f"use {estimator[:2]}")
 
 
 def _dynamic_sampling(spec: Spec) -> Iterator[Problem]:
     algorithm = spec.algorithm
     if not algorithm.dynamic_sampling:
         if "max_refills" in algorithm.model_fields_set:
-            yield no_effect("algorithm.max_refills", algorithm, "algorithm.dynamic_sampling is false")
+            yield no_effect("algorithm.max_refills", "algorithm.dynamic_sampling is false")
     elif not algorithm.advantage.equal_is_silent:
         kind = algorithm.advantage.model_dump()["kind"]
         message = f"the advantage {kind} learns from a group of equal scores too: none may be thrown away"
         hint = "set algorithm.dynamic_sampling = false, or choose an algorithm that compares the scores of a group"
-        yield Problem("algorithm.dynamic_sampling", message, hint, "true")
+        yield Problem("algorithm.dynamic_sampling", message, hint)
+    elif spec.needs_reward_model and spec.colocated:
+        message = "refills are sampled after groups were scored: the reward model takes the sampler's device for that"
+        hint = 'set it to false, or give rollout devices of its own (and leave run.colocate = "always" out)'
+        yield Problem("algorithm.dynamic_sampling", message, hint)
 
 
 def _correction(spec: Spec) -> Iterator[Problem]:
@@ -110,13 +103,13 @@ def _correction(spec: Spec) -> Iterator[Problem]:
     if table is None:
         return
     if table.mode == "truncate" and "low" in table.model_fields_set:
-        yield no_effect(f"{key}.low", table, 'mode "truncate" has an upper bound alone')
+        yield no_effect(f"{key}.low", 'mode "truncate" has an upper bound alone')
     if table.mode != "mask" and spec.algorithm.anchor == "sampler":
         message = 'with algorithm.anchor = "sampler" the loss\'s ratio holds this weight already: it would count twice'
         hint = 'set mode = "mask", which leaves tokens out, or algorithm.anchor = "trainer"'
-        yield Problem(f"{key}.mode", message, hint, show(table.mode))
+        yield Problem(f"{key}.mode", message, hint)
     if table.band[0] == table.band[1]:
-        yield Problem(f"{key}.high", "the band is empty: low and high are 1", "widen it", show(table.high))
+        yield Problem(f"{key}.high", "the band is empty: low and high are 1", "widen it")
 
 
 def _critic(spec: Spec) -> Iterator[Problem]:
@@ -128,25 +121,25 @@ def _critic(spec: Spec) -> Iterator[Problem]:
     settled = isinstance(advantage, Gae) and None not in (advantage.gae_length_alpha, advantage.gae_lambda_value)
     if settled and "gae_lambda" in algorithm.model_fields_set:
         why = "the policy's λ follows from gae_length_alpha, and the critic's is gae_lambda_value"
-        yield no_effect("algorithm.gae_lambda", algorithm, why)
+        yield no_effect("algorithm.gae_lambda", why)
     for role, section in spec.sections():
         engine = getattr(section, "engine", None)
         if ROLES[role].head != "lm" and isinstance(engine, TrainedHere) and engine.logits_chunk_tokens is not None:
-            yield no_effect(f"{role}.engine.logits_chunk_tokens", engine, "its head gives one number, and no logits")
+            yield no_effect(f"{role}.engine.logits_chunk_tokens", "its head gives one number, and no logits")
 
 
 def _own_functions(spec: Spec) -> Iterator[Problem]:
-    """Keys of what a function of the user's stands in the place of."""
+    """Yield keys that a function of the user's replaces, or cannot replace."""
     algorithm = spec.algorithm
     if algorithm.advantage_function is not None and algorithm.value_loss is not None:
         message = f"{algorithm.kind} has a critic, whose returns the kind's own advantage makes"
         hint = "leave it out, or choose a kind without a critic, such as grpo"
-        yield Problem("algorithm.advantage_function", message, hint, show(algorithm.advantage_function))
-    tables: dict[str, type[Table]] = {
+        yield Problem("algorithm.advantage_function", message, hint)
+    replaced: dict[str, type[Table]] = {
         "advantage_function": algorithm.advantage_table,
         "loss_function": algorithm.loss_table,
     }
     for key in algorithm.own_functions:
-        own = tables[key].model_fields.keys() - FunctionLoss.model_fields.keys()
+        own = replaced[key].model_fields.keys() - FunctionLoss.model_fields.keys()
         for name in sorted(own & algorithm.model_fields_set):
-            yield no_effect(f"algorithm.{name}", algorithm, f"algorithm.{key} stands in the place of what reads it")
+            yield no_effect(f"algorithm.{name}", f"algorithm.{key} replaces what reads it")

@@ -16,12 +16,9 @@ _OF_ONE_SET = tuple(name for name in EvalSet.model_fields if name not in OF_ALL_
 
 def eval_problems(spec: Spec) -> Iterator[Problem]:
     """Yield what of `[eval]` does nothing, or measures nothing."""
-    section = spec.eval
-    if section is None:
-        return
-    if section.sets:
-        yield from _sets(section)
-    for one in section.evaluations:
+    if spec.eval is not None and spec.eval.sets:
+        yield from _sets(spec.eval)
+    for one in spec.evaluations:
         yield from _source(one, spec)
         yield from _sampling(one)
         yield from _pass(one, spec)
@@ -30,40 +27,36 @@ def eval_problems(spec: Spec) -> Iterator[Problem]:
 def _sets(section: EvalSection) -> Iterator[Problem]:
     for name in _OF_ONE_SET:
         if name in section.model_fields_set:
-            yield no_effect(f"eval.{name}", section, "eval.sets says it of each set")
+            yield no_effect(f"eval.{name}", "eval.sets says it of each set")
     names = [one.name for one in section.sets]
     held_out = [number for number, one in enumerate(section.sets) if not one.data]
     for number, name in enumerate(names):
         if name in names[:number]:
             message = f"eval.sets.{names.index(name)} has this name already"
-            yield Problem(f"eval.sets.{number}.name", message, "give each set a name of its own", show(name))
+            yield Problem(f"eval.sets.{number}.name", message, "give each set a name of its own")
         if number in held_out[1:]:
             message = f"rows of data.train are held out for eval.sets.{held_out[0]} already"
-            yield Problem(f"eval.sets.{number}.data", message, "name a source, or remove one of the two", '""')
+            yield Problem(f"eval.sets.{number}.data", message, "name a source, or remove one of the two")
 
 
 def _source(one: Evaluation, spec: Spec) -> Iterator[Problem]:
-    data, key = spec.data, f"{one.key}.data"
+    most = spec.data.max_rows
     if "split" in one.given and not is_hub_data(one.data):
-        why = (
-            f"{show(one.data)} is not a hub data set"
-            if one.data
-            else f"{key} is empty, so rows of data.train are held out"
-        )
-        yield Problem(f"{one.key}.split", f"has no effect: {why}", "remove the key", show(one.split))
-    if not one.data and data.max_rows is not None and one.prompts >= data.max_rows:
-        message = f"holding them out leaves none of data.max_rows = {data.max_rows} to train on"
-        yield Problem(f"{one.key}.prompts", message, f"use fewer than {data.max_rows}", str(one.prompts))
+        held_out = f"{one.key}.data is empty, so rows of data.train are held out"
+        yield no_effect(f"{one.key}.split", f"{show(one.data)} is not a hub data set" if one.data else held_out)
+    if not one.data and most is not None and one.prompts >= most:
+        message = f"holding them out leaves none of data.max_rows = {most} to train on"
+        yield Problem(f"{one.key}.prompts", message, f"use fewer than {most}")
 
 
 def _sampling(one: Evaluation) -> Iterator[Problem]:
-    """Keys that greedy completions have no use for. What a set leaves out, `[eval]` says."""
+    """Yield keys that greedy completions have no use for. What a set leaves out, `[eval]` gives."""
     if one.temperature > 0:
         return
     if one.samples_per_prompt > 1:
         message = "completions are greedy (temperature = 0): those of one prompt are all the same"
-        hint = f"set {one.key}.temperature above 0, such as 0.6"
-        yield Problem(f"{one.key}.samples_per_prompt", message, hint, str(one.samples_per_prompt))
+        hint, value = f"set {one.key}.temperature above 0, such as 0.6", str(one.samples_per_prompt)
+        yield Problem(f"{one.key}.samples_per_prompt", message, hint, value)
     if one.top_p < 1:
         why = "has no effect: completions are greedy (temperature = 0)"
         yield Problem(f"{one.key}.top_p", why, "remove the key", str(one.top_p))
@@ -80,13 +73,12 @@ def _best(one: Evaluation, spec: Spec) -> float | None:
 
 
 def _pass(one: Evaluation, spec: Spec) -> Iterator[Problem]:
-    """A term that there is not, or of which nobody knows when it passes; a score that none or each has."""
-    terms, key = spec.reward.terms, f"{one.key}.pass_term"
-    best = _best(one, spec)
+    """Yield a term that does not exist, or whose right score is not known, and a score that none reaches."""
+    terms, key, best = spec.reward.terms, f"{one.key}.pass_term", _best(one, spec)
     if one.pass_score is not None and best is not None and one.pass_score > best:
         of = "their weighted sum" if one.pass_term is None else f"reward.terms.{one.pass_term}"
-        message = f"no completion passes: {of} is {best:g} at most"
-        yield Problem(f"{one.key}.pass_score", message, f"use at most {best:g}", show(one.pass_score))
+        hint, value = f"use at most {best:g}", show(one.pass_score)
+        yield Problem(f"{one.key}.pass_score", f"no completion passes: {of} is {best:g} at most", hint, value)
     if one.pass_term is None:
         return
     if one.pass_term >= len(terms):

@@ -1,4 +1,4 @@
-"""Rules of every role: its devices, environment and launcher."""
+"""Rules of every role: its devices, environment and launcher, and its engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from specs.errors import Problem
-from specs.rules.engine_rules import crosses_hosts
+from specs.schema.engines.engine_table import EngineContext, RolloutTable, engine_of
 from specs.schema.rank_groups import devices_of_a_process
 from specs.schema.role_section import RoleSection
 from specs.schema.roles import ROLES, RoleName
@@ -19,51 +19,99 @@ _RESERVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def role_problems(spec: Spec) -> Iterator[Problem]:
     for role, section in spec.sections():
+        yield from _environment(role, section)
         if ROLES[role].holds_model:
             yield from _devices(role, section)
-        for name in section.env:
-            if not re.fullmatch(r"[^=\s\0]+", name):
-                yield Problem(f"{role}.env", f"{show(name)} is not a variable name", 'write NAME = "value"')
-            elif name == "OMP_NUM_THREADS" and not re.fullmatch(r"[1-9]\d*", section.env[name]):
-                hint = f"remove it, or use {role}.threads"
-                yield Problem(f"{role}.env.{name}", "must be a positive whole number", hint, show(section.env[name]))
-            elif name in _RESERVED or name.startswith("RLCTL_"):
-                yield Problem(
-                    f"{role}.env.{name}", "rlctl sets this one itself", "remove the key", show(section.env[name])
-                )
-            elif name == "CUDA_VISIBLE_DEVICES":
-                hint = f"use {role}.devices"
-                yield Problem(f"{role}.env.{name}", "rlctl sets this one itself", hint, show(section.env[name]))
-        if section.threads is not None and "OMP_NUM_THREADS" in section.env:
-            yield no_effect(f"{role}.threads", section, f"{role}.env.OMP_NUM_THREADS wins")
+            yield from _engine(spec, role, section)
     rollout = spec.rollout
     if rollout.launcher != "python":
         message = "replicas are independent of one another, so no launcher joins them"
-        yield Problem("rollout.launcher", message, 'write "python", or leave it out', show(rollout.launcher))
+        yield Problem("rollout.launcher", message, 'write "python", or leave it out')
     warn_at, limit = rollout.warn_logprob_gap, rollout.max_logprob_gap
     if warn_at is not None and limit is not None and warn_at > limit:
         message = f"the run would stop (rollout.max_logprob_gap = {limit:g}) before it warns"
-        yield Problem("rollout.warn_logprob_gap", message, f"use at most {limit:g}", show(warn_at))
+        yield Problem("rollout.warn_logprob_gap", message, f"use at most {limit:g}")
+
+
+def _environment(role: RoleName, section: RoleSection) -> Iterator[Problem]:
+    for name, value in section.env.items():
+        key = f"{role}.env.{name}"
+        if not re.fullmatch(r"[^=\s\0]+", name):
+            yield Problem(f"{role}.env", f"{show(name)} is not a variable name", 'write NAME = "value"')
+        elif name == "OMP_NUM_THREADS" and not re.fullmatch(r"[1-9]\d*", value):
+            yield Problem(key, "must be a positive whole number", f"remove it, or use {role}.threads")
+        elif name in _RESERVED or name.startswith("RLCTL_"):
+            yield Problem(key, "rlctl sets this one itself", "remove the key")
+        elif name == "CUDA_VISIBLE_DEVICES":
+            yield Problem(key, "rlctl sets this one itself", f"use {role}.devices")
+    if section.threads is not None and "OMP_NUM_THREADS" in section.env:
+        yield no_effect(f"{role}.threads", f"{role}.env.OMP_NUM_THREADS wins")
 
 
 def _devices(role: RoleName, section: RoleSection) -> Iterator[Problem]:
-    devices, value = section.devices, show(section.devices)
-    key = f"{role}.devices"
+    devices, processes, each = section.devices, section.processes, devices_of_a_process(section)
+    key, apart = f"{role}.devices", len(set(section.devices)) == len(section.devices)
     if any(device < 0 for device in devices):
-        yield Problem(key, "GPU numbers start at 0", "nvidia-smi -L lists them; [] is the CPU", value)
-    if len(set(devices)) != len(devices):
-        hint = f"name {section.processes} different ones" if section.processes > 1 else "name it once"
-        yield Problem(key, "GPU listed twice; each process needs its own", hint, value)
-    each = devices_of_a_process(section)
-    if crosses_hosts(section):
+        yield Problem(key, "GPU numbers start at 0", "nvidia-smi -L lists them; [] is the CPU")
+    if not apart:
+        hint = f"name {processes} different ones" if processes > 1 else "name it once"
+        yield Problem(key, "GPU listed twice; each process needs its own", hint)
+    there = len(devices) * section.nodes
+    if crosses_hosts(section) or not devices or not apart or there == processes * each:
         return
-    if devices and len(set(devices)) == len(devices) and len(devices) * section.nodes != section.processes * each:
-        on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
-        has = "one" if each == 1 else f"{each} (tensor_parallel)"
-        message = f"{len(devices)} GPUs{on_each} for {section.processes} processes; each process has {has}"
-        fitting = len(devices) * section.nodes
-        if fitting % each:
-            hint = f"name {section.processes * each} GPUs, or change {role}.engine.tensor_parallel"
-        else:
-            hint = f"set {role}.processes = {fitting // each}, or change the list"
-        yield Problem(key, message, hint, value)
+    on_each = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
+    has = "one" if each == 1 else f"{each} (tensor_parallel)"
+    hint = f"set {role}.processes = {there // each}, or change the list"
+    if there % each:
+        hint = f"name {processes * each} GPUs, or change {role}.engine.tensor_parallel"
+    yield Problem(key, f"{len(devices)} GPUs{on_each} for {processes} processes; each process has {has}", hint)
+
+
+def crosses_hosts(section: RoleSection) -> bool:
+    """Return whether a process of a role on several hosts asks for more GPUs than are named of each."""
+    return section.nodes > 1 and bool(section.devices) and devices_of_a_process(section) > len(section.devices)
+
+
+# ── engines ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _engine(spec: Spec, role: RoleName, section: RoleSection) -> Iterator[Problem]:
+    engine = engine_of(section)
+    assert engine is not None
+    if engine.attention == "engine" and getattr(section, "attn_implementation", None) is not None:
+        message = f"has no effect: {engine.kind} chooses its attention itself, by device, dtype and head size"
+        hint = "remove the key; as_built.json says what it took"
+        yield Problem(f"{role}.attn_implementation", message, hint)
+    if isinstance(engine, RolloutTable):
+        yield from _sharded_replicas(role, section, engine)
+    yield from engine.problems(engine_context(spec, role, section))
+
+
+def engine_context(spec: Spec, role: RoleName, section: RoleSection) -> EngineContext:
+    """Return what the engine of a role may look at."""
+    engines = {name: engine_of(other) for name, other in spec.sections() if ROLES[name].holds_model}
+    return EngineContext(
+        role=role,
+        section=section,
+        dtype=getattr(section, "dtype", None) or spec.actor.dtype,
+        model=spec.model,
+        engines={name: engine for name, engine in engines.items() if engine is not None},
+        max_prompt_tokens=spec.data.max_prompt_tokens,
+        evaluations=spec.evaluations,
+        actor_lora=spec.actor.lora,
+    )
+
+
+def _sharded_replicas(role: RoleName, section: RoleSection, engine: RolloutTable) -> Iterator[Problem]:
+    key, each = f"{role}.engine.tensor_parallel", devices_of_a_process(section)
+    if crosses_hosts(section):
+        most = len(section.devices)
+        message = (
+            f"a replica is on one host, and {role} names {most} GPUs of each: across hosts its engine would send "
+            "pickled objects over connections that anybody can open"
+        )
+        hint = f"use at most {most}, with hosts of its own ({role}.first_node) where the model is tight"
+        yield Problem(key, message, hint)
+    if each > 1 and not section.devices and engine.parallel_on_cpu is False:
+        hint = f"remove the key, or name {each * section.processes} GPUs in {role}.devices"
+        yield Problem(key, f"shards the model across GPUs, and {role} runs on the CPU", hint)

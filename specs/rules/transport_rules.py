@@ -1,5 +1,4 @@
-"""Which transport weights take from the actor to the rollouts, from where both are; and transports that cannot lead
-there."""
+"""Choose the transport of the weights, by where the actor and the rollouts are; find transports that cannot work."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of to
 
 
 def same_host(spec: Spec) -> bool:
-    """Whether every replica is on the host of the actor's rank 0, which is the driver's."""
+    """Return whether every replica is on the host of the actor's rank 0, which is the driver's."""
     return not spec.rollout.leaves_host
 
 
 def same_gpu(spec: Spec) -> bool:
-    """Whether the only replica sits on the GPU of the actor's rank 0, from which all weights come."""
+    """Return whether the only replica is on the GPU of the actor's rank 0, from which all weights come."""
     return bool(spec.actor.devices) and spec.rollout.devices == spec.actor.devices[:1] and same_host(spec)
 
 
 def choose_transport(spec: Spec) -> tuple[TransportKind, str]:
-    """The transport of a run, and why in a few words."""
+    """Return the transport of a run, and why in a few words."""
     if spec.sync.transport != "auto":
         return spec.sync.transport, "as asked"
     if not same_host(spec):
@@ -37,49 +36,39 @@ def choose_transport(spec: Spec) -> tuple[TransportKind, str]:
 
 
 def transport_problems(spec: Spec) -> Iterator[Problem]:
-    """Transports that cannot work for this placement, and keys of another transport."""
+    """Yield transports that cannot work for this placement, and keys of another transport."""
     sync, (transport, _) = spec.sync, choose_transport(spec)
     if transport == "shm" and not same_host(spec):
         message = "shared memory stays on one host, and some replicas are on others"
-        yield Problem("sync.transport", message, 'write "folder" or "auto"', show(sync.transport))
-    if transport == "cuda_ipc" and not same_gpu(spec):
-        yield _not_one_gpu(spec)
+        yield Problem("sync.transport", message, 'write "folder" or "auto"')
     if transport == "cuda_ipc":
-        yield from _expandable_segments(spec)
+        yield from _cuda_ipc(spec)
     if transport == "folder" and not same_host(spec) and re.match(r"/(?:dev/shm|run)(?:/|$)", sync.folder):
         message = "is memory of one host, and some replicas are on others"
-        yield Problem("sync.folder", message, "name a folder that all hosts see", show(sync.folder))
-    if "folder" in sync.model_fields_set and transport != "folder":
-        message = f'has no effect: the transport is "{transport}"'
-        yield Problem("sync.folder", message, 'set sync.transport = "folder", or remove the key', show(sync.folder))
-    if sync.delta and transport != "folder":
-        message = f'has no effect: the transport is "{transport}"'
-        yield Problem("sync.delta", message, 'set sync.transport = "folder", or remove the key', show(sync.delta))
+        yield Problem("sync.folder", message, "name a folder that all hosts see")
+    for key, given in (("folder", "folder" in sync.model_fields_set), ("delta", sync.delta)):
+        if given and transport != "folder":
+            hint = 'set sync.transport = "folder", or remove the key'
+            yield Problem(f"sync.{key}", f'has no effect: the transport is "{transport}"', hint)
     if "bucket_MiB" in sync.model_fields_set and transport == "shm":
         message = 'has no effect: the transport is "shm", on which weights do not travel in buckets'
-        yield Problem(
-            "sync.bucket_MiB", message, "remove the key, or choose another sync.transport", show(sync.bucket_MiB)
-        )
+        yield Problem("sync.bucket_MiB", message, "remove the key, or choose another sync.transport")
 
 
-def _expandable_segments(spec: Spec) -> Iterator[Problem]:
-    """Such memory is shared by a file descriptor taken out of the other process, which containers forbid."""
-    for name in ALLOCATOR_VARIABLES:
-        if "expandable_segments:true" in spec.actor.env.get(name, "").lower():
-            message = "memory in expandable segments cannot be shared with the rollout"
-            hint = 'leave expandable_segments out, or write sync.transport = "shm"'
-            yield Problem(f"actor.env.{name}", message, hint, show(spec.actor.env[name]))
-
-
-def _not_one_gpu(spec: Spec) -> Problem:
+def _cuda_ipc(spec: Spec) -> Iterator[Problem]:
+    """Yield why memory of a GPU cannot be shared: of another GPU, or in expandable segments, which are shared by a file
+    descriptor taken out of the other process, as containers forbid."""
     on_cpu = [role for role in (ACTOR, ROLLOUT) if not spec.role(role).devices]
     if on_cpu:
         message = f"shares memory of a GPU, and the {on_cpu[0]} runs on the CPU"
-        return Problem("sync.transport", message, 'write "shm" or "auto"', show(spec.sync.transport))
-    message = (
-        f"joins one rollout with the actor's rank 0 on one GPU; "
-        f"rank 0 is on {spec.actor.devices[0]}, the rollouts on {show(spec.rollout.devices)}"
-    )
-    return Problem(
-        "sync.transport", message, 'write "group" for GPUs apart, "shm" or "auto"', show(spec.sync.transport)
-    )
+        yield Problem("sync.transport", message, 'write "shm" or "auto"')
+    elif not same_gpu(spec):
+        message = "joins one rollout with the actor's rank 0 on one GPU; rank 0 is on "
+        message += f"{spec.actor.devices[0]}, the rollouts on {show(spec.rollout.devices)}"
+        yield Problem("sync.transport", message, 'write "group" for GPUs apart, "shm" or "auto"')
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in spec.actor.env.get(name, "").lower():
+            message = "memory in expandable segments cannot be shared with the rollout"
+            yield Problem(
+                f"actor.env.{name}", message, 'leave expandable_segments out, or write sync.transport = "shm"'
+            )

@@ -73,7 +73,6 @@ class Table(BaseModel):
     _plain = field_validator("*")(plain)
 
 
-def no_effect(key: str, table: Table, why: str) -> Problem:
-    """The problem of a key of `table` that does nothing under what else is chosen."""
-    name = key.rpartition(".")[2]
-    return Problem(key, f"has no effect: {why}", "remove the key", show(getattr(table, name)))
+def no_effect(key: str, why: str) -> Problem:
+    """Return the problem of a key that does nothing under what else is chosen."""
+    return Problem(key, f"has no effect: {why}", "remove the key")

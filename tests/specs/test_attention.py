@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from small_spec import raw_spec
 
-from rlctl.models import gpu
-from rlctl.preflight.role_attention import role_attention, role_attention_problems
+from rlctl.models import hardware
+from rlctl.preflight.role_choices import choice_problems, role_attention
 from specs.attention import AttentionFacts, Decision, decide, score_changes
 from specs.load.load import spec_from
-from specs.rules.attention_rules import attention_problems
 from specs.schema.spec import Spec
 
 FLASH_2 = {"flash-attn": "2.8.3", "torch": "2.13.0"}
@@ -158,7 +157,7 @@ def decision(checked: Spec, role: Any, folder: Path) -> Decision:
 def test_every_role_has_its_own_decision(tmp_path: Path) -> None:
     """flex_attention for a reference that only scores; the actor learns on the CPU and gets what has a gradient."""
     checked = spec(tmp_path, "ref.attn_implementation=flex_attention")
-    assert not list(role_attention_problems(checked, tmp_path))
+    assert not list(choice_problems(checked, tmp_path))
     assert decision(checked, "actor", tmp_path).implementation == "sdpa"
     assert decision(checked, "ref", tmp_path).implementation == "flex_attention"
     sampler = decision(checked, "rollout", tmp_path)
@@ -171,16 +170,15 @@ def test_the_key_of_a_problem_is_where_the_spec_asks(tmp_path: Path) -> None:
     """A reference without a section of its own is shaped like the actor, and so is its problem."""
     gpus = ("actor.devices=[0]", "actor.dtype=bf16")
     checked = spec(tmp_path, "actor.attn_implementation=flash_attention_2", *gpus)
-    (found,) = role_attention_problems(checked, tmp_path)
-    assert (found.key, found.value) == ("actor.attn_implementation", '"flash_attention_2"')
+    (found,) = choice_problems(checked, tmp_path)
+    assert found.key == "actor.attn_implementation"
     assert "flash-attn, which is not installed in actor's interpreter" in found.message
 
 
 def test_the_models_config_counts(tmp_path: Path) -> None:
     checked = spec(tmp_path, "actor.attn_implementation=sdpa", model_type="gemma2")
-    (found,) = role_attention_problems(checked, tmp_path)
+    (found,) = choice_problems(checked, tmp_path)
     assert "softcap" in found.message
-    assert not list(attention_problems(checked))  # by the spec alone nothing is known
     assert decision(spec(tmp_path, model_type="gemma2"), "actor", tmp_path).implementation == "eager"
 
 
@@ -200,13 +198,13 @@ def test_the_roles_own_interpreter_and_this_machines_gpu_count(tmp_path: Path, m
         file.chmod(0o755)
     gpus = ("actor.devices=[0]", "actor.dtype=bf16", f"actor.python={python}")
     checked = spec(tmp_path, *gpus)
-    monkeypatch.setattr(gpu.shutil, "which", lambda _: None)
-    gpu.gpu_capability.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    hardware._smi.cache_clear()
     assert "if there is an sm_80 GPU" in decision(checked, "actor", tmp_path).why
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
-    gpu.gpu_capability.cache_clear()
-    assert gpu.gpu_capability() == (8, 6)  # the least of them
+    hardware._smi.cache_clear()
+    assert hardware.gpu_capability() == (8, 6)  # the least of them
     found = decision(checked, "actor", tmp_path)
     assert (found.implementation, found.why) == ("flash_attention_2", "the fastest here")
-    gpu.gpu_capability.cache_clear()
+    hardware._smi.cache_clear()

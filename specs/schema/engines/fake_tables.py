@@ -80,7 +80,7 @@ def _model_problems(model: ModelSection) -> Iterator[Problem]:
         yield Problem("model.from_scratch", message, "set model.from_scratch = true", "false")
     for key in ("attn_implementation", "trust_remote_code"):
         if getattr(model, key) not in ("auto", False):
-            yield no_effect(f"model.{key}", model, "the fake engine has no such model")
+            yield no_effect(f"model.{key}", "the fake engine has no such model")
 
 
 def _without_effect(role: RoleName, section: RoleSection) -> Iterator[Problem]:
@@ -95,4 +95,4 @@ def _without_effect(role: RoleName, section: RoleSection) -> Iterator[Problem]:
     for key, value in unused.items():
         if getattr(section, key, None) not in (value, None):
             why = "the fake engine is a numpy model in fp32 on the CPU"
-            yield no_effect(f"{role}.{key}", section, why)
+            yield no_effect(f"{role}.{key}", why)

@@ -63,9 +63,9 @@ class Fsdp2Table(OwnModules):
         if self.mesh(section.processes).ranks != section.processes:
             yield self._mesh_problem(role, section.processes)
         if self.offload == "cpu" and not section.devices:
-            yield no_effect(f"{role}.engine.offload", self, f"{role} runs on the CPU")
+            yield no_effect(f"{role}.engine.offload", f"{role} runs on the CPU")
         if not ROLES[role].learns and "sync_every_micro_batch" in self.model_fields_set:
-            yield no_effect(f"{role}.engine.sync_every_micro_batch", self, f"{ROLES[role].title} has no gradients")
+            yield no_effect(f"{role}.engine.sync_every_micro_batch", f"{ROLES[role].title} has no gradients")
 
     def memory_hint(self, role: RoleName) -> str | None:
         if ROLES[role].learns and not self.sync_every_micro_batch:

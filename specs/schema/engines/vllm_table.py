@@ -105,7 +105,7 @@ class VllmTable(RolloutTable):
             why = "" if section.devices else f"{role} runs on the CPU"
             why = why or (f"{role}.engine.kv_cache_GiB says how large the KV cache is" if self.kv_cache_GiB else "")
             if why:
-                yield no_effect(f"{role}.engine.gpu_memory_utilization", self, why)
+                yield no_effect(f"{role}.engine.gpu_memory_utilization", why)
         yield from self._adapter_problems(context)
 
     def model_problems(self, role: RoleName, section: RoleSection, facts: ModelFacts) -> Iterator[Problem]:

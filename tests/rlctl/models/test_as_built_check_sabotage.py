@@ -19,7 +19,7 @@ import rlctl.run.train
 from rlctl.cli import main
 from rlctl.models import as_built_check
 from rlctl.models.expected import models_expected
-from rlctl.preflight.role_attention import role_attention
+from rlctl.preflight.role_choices import role_attention
 from rlctl.processes.groups import Groups
 from rlctl.processes.placement import make_plan
 from rlctl.processes.role_configs import build_bodies

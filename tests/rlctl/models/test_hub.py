@@ -18,7 +18,7 @@ from rlctl.models import hub
 from rlctl.models.expected import models_expected
 from rlctl.models.paths import config_of
 from rlctl.preflight.file_problems import file_problems
-from rlctl.preflight.role_attention import role_attention
+from rlctl.preflight.role_choices import role_attention
 from specs.errors import Problem
 from specs.load.load import spec_from
 

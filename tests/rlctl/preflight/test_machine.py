@@ -27,9 +27,9 @@ def warnings(folder: Path, *overrides: str) -> list[str]:
     ("overrides", "free_MiB", "said"),
     [
         ((), 0, None),  # the transport `shm` and the engines of rlctl's own need none
-        (CUT_BY_VLLM, 64, 'rollout.engine.kind = "vllm": its libraries want 240 MiB of shared memory'),
+        (CUT_BY_VLLM, 64, "rollout.engine.kind: its libraries want 240 MiB of shared memory"),
         (CUT_BY_VLLM, 300, None),
-        (ON_TWO_GPUS, 64, 'actor.engine.kind = "ddp": its libraries want 1,024 MiB of shared memory'),
+        (ON_TWO_GPUS, 64, "actor.engine.kind: its libraries want 1,024 MiB of shared memory"),
         (ON_TWO_GPUS, 2048, None),
     ],
 )

@@ -12,7 +12,7 @@ from small_spec import raw_spec
 
 from specs.errors import Problem
 from specs.model_facts import model_facts
-from specs.rules.engine_rules import engine_context
+from specs.rules.role_rules import engine_context
 from specs.schema.engines.megatron_table import MegatronTable
 from specs.schema.role_section import DType, Lora
 from specs.schema.spec import ActorSection, Spec

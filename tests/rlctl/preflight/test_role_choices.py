@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from small_spec import raw_spec
 
-from rlctl.preflight import role_kernels as looked_at
-from rlctl.preflight.role_kernels import role_kernel_problems, role_kernels
+from rlctl.preflight import role_choices as looked_at
+from rlctl.preflight.role_choices import choice_problems, role_kernels
 from specs.load.load import spec_from
 from specs.schema.roles import ACTOR, ROLLOUT
 from specs.schema.spec import Spec
@@ -26,10 +26,10 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_package_that_the_interpreter_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looked_at, "packages_of", lambda *_: {"triton": "3.9.0"})
-    (problem,) = role_kernel_problems(asking("liger"), tmp_path)
-    assert (problem.key, problem.value) == ("actor.engine.kernels", '"liger"')
+    (problem,) = choice_problems(asking("liger"), tmp_path)
+    assert problem.key == "actor.engine.kernels"
     assert "needs liger-kernel, which is not installed in actor's interpreter" in problem.message
-    assert [*role_kernel_problems(asking("auto"), tmp_path)] == []
+    assert [*choice_problems(asking("auto"), tmp_path)] == []
     found = role_kernels(asking("auto"), ACTOR, tmp_path)
     assert found is not None
     assert (found.kernels, found.why) == ("torch", f"liger {problem.message}")

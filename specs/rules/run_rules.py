@@ -1,0 +1,48 @@
+"""Rules of a run as a whole: its deadlines, its trackers, and sampling ahead of learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specs.errors import Problem
+from specs.schema.roles import ROLES, ROLLOUT
+from specs.schema.spec import Spec
+from specs.schema.table import no_effect
+
+
+def run_problems(spec: Spec) -> Iterator[Problem]:
+    yield from _deadlines(spec)
+    yield from _run_ahead(spec)
+    kinds = [tracker.kind for tracker in spec.tracking]
+    for number, kind in enumerate(kinds):
+        if kind in kinds[:number]:
+            message = f"tracking.{kinds.index(kind)} is of this kind already"
+            yield Problem(f"tracking.{number}.kind", message, "remove one of the two")
+
+
+def _deadlines(spec: Spec) -> Iterator[Problem]:
+    """`run.stall_timeout_s` comes after the silence of a rank and the time of one grade, and before a verb's deadline.
+    A default that is out of that order does no harm."""
+    run, key = spec.run, "run.stall_timeout_s"
+    if "stall_timeout_s" in run.model_fields_set and run.stall_timeout_s >= run.verb_timeout_s:
+        yield no_effect(key, f"run.verb_timeout_s = {run.verb_timeout_s:g} comes first")
+    elif run.stall_timeout_s < run.heartbeat_timeout_s:
+        message = f"less than run.heartbeat_timeout_s = {run.heartbeat_timeout_s:g}, after which a rank counts as gone"
+        yield Problem(key, message, f"use more than {run.heartbeat_timeout_s:g}")
+    elif run.stall_timeout_s <= spec.reward.timeout_s:
+        message = f"one completion may take reward.timeout_s = {spec.reward.timeout_s:g} s to grade, and nothing moves"
+        yield Problem(key, message, f"use more than {spec.reward.timeout_s:g}")
+
+
+def _run_ahead(spec: Spec) -> Iterator[Problem]:
+    """Roles that take turns, or share a GPU, cannot work at the same time."""
+    key = "rollout.max_staleness"
+    if spec.rollout.max_staleness and spec.run.colocate == "always":
+        message = 'samples while the actor learns, and with run.colocate = "always" the two take turns'
+        yield Problem(key, message, f"set {key} = 0, or leave run.colocate out")
+    elif spec.rollout.max_staleness:
+        for role in [role for role in ROLES if role in spec.roles and ROLES[role].is_trainer]:
+            if shared := sorted({number for _, number in spec.gpus(role) & spec.gpus(ROLLOUT)}):
+                gpus = ", ".join(map(str, shared))
+                message = f"samples while the actor learns, and rollout shares GPU {gpus} with {role}"
+                yield Problem(key, message, f"give rollout.devices GPUs of its own, or set {key} = 0")
