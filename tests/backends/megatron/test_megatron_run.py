@@ -30,29 +30,23 @@ SMALL = {
     "algorithm.kl_coef": 0.01,
     "ref.engine.kind": "megatron",
     "ref.python": PYTHON,
-    "eval.every": 3,
+    "eval.every": 2,
     "eval.prompts": 8,
 }
 SETTINGS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
 LEARNS = 'optimizer={lr=1e-3, warmup_steps=5, schedule="cosine"}'
-CRITIC = f'processes=2, launcher="torchrun", threads=1, python="{PYTHON}", {LEARNS}'  # the actor's, on other axes
-CRITIC_ON_DATA_RANKS = ("--set", f'critic={{{CRITIC}, engine={{kind="megatron"}}}}')
-OTHER_AXES = (
-    *("--set", "actor.engine.tensor_parallel=1", "--set", "actor.engine.pipeline_parallel=2"),
-    *("--set", f'critic={{{CRITIC}, engine={{kind="megatron", tensor_parallel=2}}}}'),
-)
+MEGATRON = 'engine={kind="megatron", pipeline_parallel=2}'  # the actor's, on another axis
+CRITIC = f'processes=2, launcher="torchrun", threads=1, python="{PYTHON}", {LEARNS}, {MEGATRON}'
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Two steps with the actor on two tensor ranks and the critic on two data ranks; one more in two stages, and on two
-    tensor ranks. The reference is whole in one rank."""
+    """Two steps with the actor on two tensor ranks, the critic in two stages, and the reference whole in one rank."""
     folder = tmp_path_factory.mktemp("megatron")
     spec = preset("megatron-cpu", folder)
-    for steps, more in ((2, CRITIC_ON_DATA_RANKS), (3, ("--resume", *OTHER_AXES))):
-        how = ("--run-dir", folder / "run", *SETTINGS, "--set", f"run.steps={steps}", *more)
-        done = running.rlctl("train", spec, *how)
-        assert done.returncode == 0, done.stdout + done.stderr
+    more = ("--set", "run.steps=2", "--set", f"critic={{{CRITIC}}}")
+    done = running.rlctl("train", spec, "--run-dir", folder / "run", *SETTINGS, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
     return spec, folder / "run"
 
 
@@ -60,11 +54,11 @@ def test_it_trains_what_ddp_trains(finished, tmp_path):
     """The preset's own words: another engine by `--set` trains the same, here in the interpreter of the tests."""
     _, run = finished
     lines = [line for line in metrics(run) if line["step"] > 0]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2]
     assert all(line["rollout/logprob_gap_max"] < 1e-4 and line["sync/verified"] is True for line in lines)
     plain = preset("megatron-cpu", tmp_path)
     ddp = [f"{role}.{key}" for role in ("actor", "ref") for key in ("engine.kind=ddp", "python=")]
-    ddp = [part for change in (*ddp, "run.steps=3") for part in ("--set", change)]
+    ddp = [part for change in (*ddp, "run.steps=2") for part in ("--set", change)]
     done = rlctl("train", plain, "--run-dir", tmp_path / "run", *SETTINGS, *ddp)
     assert done.returncode == 0, done.stdout + done.stderr
     for ours, theirs in zip(lines, [line for line in metrics(tmp_path / "run") if line["step"] > 0], strict=True):
@@ -77,8 +71,8 @@ def test_each_rank_says_its_axes(finished):
     _, run = finished
     built = json.loads((run / "as_built.json").read_text())
     of = {role: [rank["model"]["mesh"] for rank in built[role]] for role in ("actor", "critic", "ref")}
-    assert of["actor"] == [{"data": 1, "pipeline": 2, "tensor": 1}] * 2
-    assert of["critic"] == [{"data": 1, "pipeline": 1, "tensor": 2}] * 2
+    assert of["actor"] == [{"data": 1, "pipeline": 1, "tensor": 2}] * 2
+    assert of["critic"] == [{"data": 1, "pipeline": 2, "tensor": 1}] * 2
     assert of["ref"] == [{"data": 1, "pipeline": 1, "tensor": 1}]
     assert {rank["python"] for role in of for rank in built[role]} == {str(PYTHON)}
 
