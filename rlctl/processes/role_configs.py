@@ -20,7 +20,7 @@ from specs.wire.role_config import (
     ScoreText,
     TrainConfig,
 )
-from workers.grading.kept_sources import read_sources
+from workers.grading.reward_sources import read_sources
 
 
 def model_paths(spec: Spec, spec_dir: Path) -> dict[RoleName, str]:

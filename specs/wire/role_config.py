@@ -111,7 +111,7 @@ class RewardConfig(TextConfig):
     score_text: ScoreText | None = None  # None: no reward model
     sources: dict[
         str, str
-    ]  # path → code of the terms as it was when the run started (`workers/grading/kept_sources.py`)
+    ]  # path → code of the terms as it was when the run started (`workers/grading/reward_sources.py`)
 
 
 # Of roles that hold a tokenizer instead of a model.

@@ -21,7 +21,7 @@ def given_up(pool: GraderPool, completion: str, after_s: float = 0.25) -> Iterat
     def look() -> None:
         since: dict[tuple[int, int], float] = {}
         while not done.wait(_LOOK_S):
-            for process in [*pool._processes]:
+            for process in [*pool._processes.values()]:
                 with suppress(IndexError):  # it has just been graded
                     index = process.job[0]
                     if pool._requests[index].completion != completion:

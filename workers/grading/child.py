@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, TextIO, cast
 
+from specs.errors import RewardError
 from specs.terminal import VisibleStream
-from workers.grading.kept_sources import keep_sources
-from workers.grading.terms import GradedSample, Setting, Term, TermError, make_term
+from workers.grading.reward_sources import keep_sources
+from workers.grading.terms import GradedSample, Setting, Term, make_term
 
 PR_SET_PDEATHSIG = 1
 TRACEBACK_CHARACTERS = 2000
@@ -64,10 +65,9 @@ def _make_terms(hello: dict[str, Any], answer: Callable[[dict[str, Any]], None])
             terms.append(make_term(table, setting))
     except Exception as error:  # every error at startup is reported to the user
         traceback.print_exc()
-        known = isinstance(error, TermError)
-        hint = error.hint if isinstance(error, TermError) else "the traceback is in the reward's log"
-        said = str(error) if known else f"{type(error).__name__}: {error}"
-        answer({"term": len(terms), "error": said, "hint": hint})
+        if not isinstance(error, RewardError):
+            error = RewardError(f"{type(error).__name__}: {error}", hint="the traceback is in the reward's log")
+        answer({"term": len(terms), "error": error.message, "hint": error.hint})
         return None
     return terms
 
@@ -81,10 +81,10 @@ def grade(terms: Sequence[Term], sample: GradedSample) -> dict[str, Any]:
         except BaseException as error:  # user code: sys.exit() and a recursion limit are failures of this sample only
             text = "".join(traceback.format_exception(error))
             return {"cause": "exceptions", "term": number, "text": text[-TRACEBACK_CHARACTERS:]}
-        number_or_none = as_number(value)
-        if number_or_none is None:
+        score = as_number(value)
+        if score is None:
             return {"cause": "bad_values", "term": number, "text": f"the reward gave {describe(value)}"}
-        values.append(number_or_none)
+        values.append(score)
     return {"t": values}
 
 

@@ -1,15 +1,16 @@
-"""Handle one grading process in the parent: start, send a job, read results, kill."""
+"""Handle one grading process in the parent: start it, send and receive messages within a limit of time, kill it."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,28 +18,29 @@ from typing import Any
 from workers.watchdog import kill_marked
 
 KILL_WAIT_S = 10.0
+TICK_S = 0.1  # how often a dead process whose pipe is still open is looked for
+READ_BYTES = 1 << 16
 _MARK = "RLCTL_GRADER"
 _KEPT = ("RLCTL_RUN_ID", "RLCTL_CHECK")  # by which what reward code started is found when a run, or a check, ends
-READ_BYTES = 1 << 16
+
+
+class GraderEnded(Exception):
+    """The process was killed: it ended by itself (`cause` "crashes"), or took too long ("timeouts")."""
+
+    def __init__(self, cause: str, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class GraderProcess:
-    """A child process with non-blocking pipes.
+    """A child process that speaks JSON lines. What it has to do is over at its `deadline`.
 
     It dies with the *thread* that started it (that is how PR_SET_PDEATHSIG works), so it belongs to a thread that
     lives as long as the role.
     """
 
-    def __init__(
-        self,
-        hello: bytes,
-        log_path: Path,
-        start_timeout_s: float,
-        *,
-        python: str,
-        env: Mapping[str, str],
-    ) -> None:
-        """`env`: what it has besides this process's environment."""
+    def __init__(self, log_path: Path, *, python: str, env: Mapping[str, str]) -> None:
+        """`env`: variables besides those of this process."""
         self._mark = secrets.token_hex(8)
         here = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("RLCTL_")}
         env = {**here, **env, _MARK: self._mark, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
@@ -54,80 +56,67 @@ class GraderProcess:
             )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.stdin, False)
-        os.set_blocking(self.stdout, False)
-        self.ready = False
+        self._stdin, self._stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stdout, False)
         self.job: deque[int] = deque()  # indices of samples that it has not graded yet, in order
-        self._given_at, self._given = 0.0, 1  # when the last job was, and its samples
-        self.deadline = time.monotonic() + start_timeout_s
-        self._out, self._in, self._eof = bytearray(hello), bytearray(), False
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.job and not self._out
-
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._out)
-
-    @property
-    def closed(self) -> bool:
-        """Tell whether its output has ended, as far as it was read."""
-        return self._eof
+        self.deadline = 0.0  # of `time.monotonic()`
+        self._in = bytearray()
 
     @property
     def dead(self) -> bool:
-        return self._eof or self.process.poll() is not None
+        return self.process.poll() is not None
 
-    @property
-    def seconds_per_sample(self) -> float:
-        """Return what each sample of the last job has taken."""
-        return (time.monotonic() - self._given_at) / self._given
+    def send(self, message: bytes) -> None:
+        """Send a line. Raises GraderEnded at the deadline; where the process has ended, `receive` says so."""
+        left = memoryview(message)
+        with suppress(BrokenPipeError):
+            while left:
+                self._wait(self._stdin, select.POLLOUT)
+                left = left[os.write(self._stdin, left[:READ_BYTES]) :]
 
-    def give(self, indices: Sequence[int], job: dict[str, Any], timeout_s: float) -> None:
-        assert self.idle
-        self.job.extend(indices)
-        self._given_at, self._given = time.monotonic(), len(indices)
-        self._out += encode(job)
-        self.deadline = time.monotonic() + timeout_s
-        self.write()
-
-    def write(self) -> None:
-        """Write as much as the pipe accepts. A closed pipe is ignored here; `dead` detects it."""
+    def receive(self) -> dict[str, Any]:
+        """Return its next message, which may have come before it ended. Raises GraderEnded."""
+        while (end := self._in.find(b"\n")) < 0:
+            self._wait(self._stdout, select.POLLIN)
+            chunk = os.read(self._stdout, READ_BYTES)
+            if not chunk:
+                raise self.ended()
+            self._in += chunk
+        line = bytes(self._in[:end])
+        del self._in[: end + 1]
         try:
-            while self._out:
-                del self._out[: os.write(self.stdin, self._out[:READ_BYTES])]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._out.clear()
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):  # reward code wrote to the pipe
+            raise self.ended()
+        return message
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield messages that have arrived. Output that is not a message kills the process."""
-        self._read()
-        while (end := self._in.find(b"\n")) >= 0:
-            line = bytes(self._in[:end])
-            del self._in[: end + 1]
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
+    def _wait(self, pipe: int, event: int) -> None:
+        """Wait until the pipe can be used. Raises GraderEnded at the deadline, and where it never will."""
+        poll = select.poll()
+        poll.register(pipe, event)
+        while not poll.poll(1000 * max(min(TICK_S, self.deadline - time.monotonic()), 0.0)):
+            if self.dead:
+                raise self.ended()
+            if time.monotonic() > self.deadline:
                 self.kill()
-                return
-            yield message
+                raise GraderEnded("timeouts", "")
 
-    def _read(self) -> None:
-        full = True
-        with suppress(BlockingIOError):
-            while full:  # a short read has emptied the pipe
-                chunk = os.read(self.stdout, READ_BYTES)
-                self._in += chunk
-                self._eof, full = not chunk, len(chunk) == READ_BYTES
+    def ended(self) -> GraderEnded:
+        """Kill the process; return the error of one that ended, or has to: a signal's name or an exit status."""
+        self.kill()
+        code = self.process.poll()
+        if code is None or code >= 0:
+            words = "closed its pipe" if code is None else f"ended with status {code}"
+        else:
+            known = -code in {*signal.Signals}
+            words = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+        return GraderEnded("crashes", f"the process {words}")
 
     def kill(self) -> None:
-        """Kill the process and all that it started, in other sessions too; earlier output can still be read."""
+        """Kill the process and all that it started, in other sessions too."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # stuck in a system call: it dies when that returns
@@ -140,16 +129,6 @@ class GraderProcess:
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-
-    def end_words(self) -> str:
-        """Say how it ended: a signal's name or an exit status."""
-        code = self.process.poll()
-        if code is None or code >= 0:
-            return f"the process ended with status {code}" if code is not None else "the process closed its pipe"
-        try:
-            return f"the process was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"the process was killed by signal {-code}"
 
 
 def encode(message: dict[str, Any]) -> bytes:

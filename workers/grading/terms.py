@@ -16,9 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from specs.errors import RewardError
 from specs.schema.row_values import gold_answer
-from workers.grading.kept_sources import from_memory
-from workers.grading.signatures import BoundFunction, Uncallable
+from workers.grading.reward_sources import from_memory
+from workers.grading.signatures import BoundFunction
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,8 @@ class Setting:
 Term = Callable[[GradedSample], Any]
 
 
-class TermError(Exception):
-    """A term cannot be made; `str()` says which and why, `hint` how to fix it."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
 def make_term(table: Mapping[str, Any], setting: Setting) -> Term:
-    """Return the term of one `[[reward.terms]]` table. Raises TermError."""
+    """Return the term of one `[[reward.terms]]` table. Raises RewardError."""
     return _MAKERS[table["kind"]](table, setting)
 
 
@@ -90,9 +83,8 @@ def _math_verify(table: Mapping[str, Any], setting: Setting) -> Term:
         given = math_verify.parse(sample.completion, parsing_timeout=0)
         return float(math_verify.verify(gold, given, timeout_seconds=0))
 
-    term(
-        GradedSample("", "$1$", {setting.answer_column: "1"}, 1)
-    )  # the first call imports and compiles; that must not count towards a sample's timeout
+    # The first call imports and compiles; that must not count towards a sample's timeout.
+    term(GradedSample("", "$1$", {setting.answer_column: "1"}, 1))
     return term
 
 
@@ -100,7 +92,8 @@ def _regex(table: Mapping[str, Any], setting: Setting) -> Term:
     try:
         pattern = re.compile(table["pattern"], re.DOTALL)
     except re.error as error:
-        raise TermError(f"regex {table['pattern']!r}: {error}", "write a Python regular expression") from None
+        hint = "write a Python regular expression"
+        raise RewardError(f"regex {table['pattern']!r}: {error}", hint=hint) from None
     return lambda sample: float(pattern.search(sample.completion) is not None)
 
 
@@ -117,28 +110,19 @@ def _overlong(table: Mapping[str, Any], setting: Setting) -> Term:
 def _function(table: Mapping[str, Any], setting: Setting) -> Term:
     file, _, name = table["path"].rpartition(":")
     path = Path(setting.base, Path(file).expanduser()).resolve()
-    module = _load_module(path)
-    function = getattr(module, name, None)
+    function: Any = getattr(_load_module(path), name, None)
+    if wrong := _not_a_score(function, name, path):
+        raise RewardError(wrong[0], hint=wrong[1])
+    bound = BoundFunction(function, name)
+    return lambda sample: bound(sample.prompt, sample.completion, deepcopy(dict(sample.row)))  # others have the row too
+
+
+def _not_a_score(function: Any, name: str, path: Path) -> tuple[str, str] | None:
+    """Return why this cannot score, whatever it is given, and what to do; None if it can, or if that is unknown."""
     if function is None:
-        raise TermError(f"{path} defines no {name}", f"define `def {name}(prompt, completion, row)` in it")
+        return f"{path} defines no {name}", f"define `def {name}(prompt, completion, row)` in it"
     if not callable(function):
-        raise TermError(f"{name} in {path} is {type(function).__name__}, not a function", "name a function")
-    if wrong := _not_a_score(function, name):
-        raise TermError(*wrong)
-    try:
-        bound = BoundFunction(function, name)
-    except Uncallable as error:
-        raise TermError(str(error), error.hint) from None
-    return lambda sample: bound(sample.prompt, sample.completion, _own_copy(sample.row))
-
-
-def _own_copy(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a row that a function may change: the other completions of the row are graded with it, too."""
-    return {name: deepcopy(value) if isinstance(value, list | dict) else value for name, value in row.items()}
-
-
-def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | None:
-    """Return why a callable cannot score, whatever it is given; None if it can, or if that is unknown."""
+        return f"{name} in {path} is {type(function).__name__}, not a function", "name a function"
     if inspect.isclass(function):
         return f"{name} is a class, and calling it makes an object, not a score", f"name an object: scorer = {name}()"
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
@@ -149,7 +133,8 @@ def _not_a_score(function: Callable[..., Any], name: str) -> tuple[str, str] | N
 def _load_module(path: Path) -> Any:
     """Run a reward file as a module. Its folder is searched last for imports, so that it shadows no module."""
     if not path.is_file():
-        raise TermError(f"reward file {path} does not exist", "paths are relative to the folder of the spec file")
+        hint = "paths are relative to the folder of the spec file"
+        raise RewardError(f"reward file {path} does not exist", hint=hint)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name = f"reward_file_{path.stem}"
@@ -163,12 +148,12 @@ def _load_module(path: Path) -> Any:
     try:
         found.loader.exec_module(module)
     except BaseException as error:  # user code may raise anything, including SystemExit
-        raise TermError(*_import_words(path, error)) from error
+        raise _import_error(path, error) from error
     return module
 
 
-def _import_words(path: Path, error: BaseException) -> tuple[str, str]:
-    """Return the error message of a failed import of a reward file, with the line in it."""
+def _import_error(path: Path, error: BaseException) -> RewardError:
+    """Return the error of a failed import of a reward file, with the line in it."""
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None
     trace = error.__traceback__
     while trace is not None:
@@ -176,11 +161,11 @@ def _import_words(path: Path, error: BaseException) -> tuple[str, str]:
             line = trace.tb_lineno
         trace = trace.tb_next
     where = f"{path}:{line}" if line else str(path)
-    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    why = error.msg if isinstance(error, SyntaxError) else str(error)
     hint = f"run `python {path.name}` in its folder to see the same error"
     if isinstance(error, ModuleNotFoundError):
         hint = f"install {error.name!r} for the reward role's interpreter, or put it beside {path.name}"
-    return f"{where}: {type(error).__name__}: {said}", hint
+    return RewardError(f"{where}: {type(error).__name__}: {why}", hint=hint)
 
 
 _MAKERS: Mapping[str, Callable[[Mapping[str, Any], Setting], Term]] = {

@@ -138,7 +138,7 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
 
     yield make
     for pool in pools:
-        pids = [process.process.pid for process in pool._processes]
+        pids = [process.process.pid for process in pool._processes.values()]
         pool.close()
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -275,7 +275,7 @@ def test_processes_die_with_their_parent(tmp_path: Path) -> None:
         folder = Path({str(tmp_path)!r})
         pool = GraderPool(terms, Setting("a", 8, str(folder)), workers=2, timeout_s=600, log_path=folder / "log")
         pool.wait_ready()
-        print(*(process.process.pid for process in pool._processes), flush=True)
+        print(*(process.process.pid for process in pool._processes.values()), flush=True)
         pool.grade([GradeRequest(0, "", {{}}, "", 0)] * 2)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)

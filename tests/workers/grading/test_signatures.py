@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from workers.grading.signatures import BoundFunction, Uncallable
+from specs.errors import RewardError
+from workers.grading.signatures import BoundFunction
 
 ROW = {"question": "2+2?", "answer": "4", "prompt": "raw", "level": 3}
 SAMPLE = ("<user>2+2?", "it is 4", ROW)
@@ -32,7 +33,7 @@ def trl(completions: list[str], answer: list[str], **others: Any) -> list[float]
 
 @pytest.mark.parametrize("function", [verl, openrlhf, trl])
 def test_the_hint_is_a_function_that_scores(function: Callable[..., Any]) -> None:
-    with pytest.raises(Uncallable, match=r"as .* calls it") as error:
+    with pytest.raises(RewardError, match=r"as .* calls it") as error:
         BoundFunction(function, function.__name__)
     line = re.search(r"def score\(prompt, completion, row\): return .*(?=, and name score)", error.value.hint)
     assert line is not None, error.value.hint
