@@ -22,9 +22,9 @@ from rlctl.loop.rollouts import Rollouts, without_truncated
 from rlctl.loop.sample_queue import SampleQueue
 from rlctl.loop.sampling import PromptBatch, Sampler, Scored
 from rlctl.loop.scores import eval_metrics
-from rlctl.loop.scores.late_scores import ScoreModel
 from rlctl.loop.scores.reward_failure_watch import RewardFailureWatch
 from rlctl.loop.scores.signal_watch import SignalWatch
+from rlctl.loop.scores.term_scores import ScoreModel
 from rlctl.loop.step_metrics import RankReport, Updates
 from rlctl.loop.sync import SyncReport
 from specs.errors import NotFiniteError

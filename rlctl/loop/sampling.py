@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.loop.rollouts import first_valid
-from rlctl.loop.scores import late_scores
 from rlctl.loop.scores.graders import HOME, Graders, Grading
+from rlctl.loop.scores.term_scores import TermScores, add_up, of_judges
 from rlctl.processes.calls import RanksFailed
 from specs.schema.metric import Metric
+from specs.schema.rewards import MAX_SCORE
 from specs.schema.spec import RewardSection, Spec
 from specs.wire import bodies
 from specs.wire.batch import Batch
@@ -25,7 +27,7 @@ from specs.wire.role_config import Sampling
 if TYPE_CHECKING:
     from rlctl.loop.clock import Clock
     from rlctl.loop.recovery import SteadySync
-    from rlctl.loop.scores.late_scores import LateScores, ScoreModel
+    from rlctl.loop.scores.term_scores import ScoreModel
     from rlctl.processes.calls import Call
     from rlctl.processes.group import Group
     from specs.schema.eval_sets import Evaluation
@@ -142,6 +144,16 @@ class Sampler:
         return generation
 
 
+@dataclass(frozen=True)
+class SampledPart:
+    """Completions that came in together, and who grades them: of terms that are graded apart where there are any."""
+
+    batch: Batch
+    grading: Grading
+    judging: Call | None
+    rendering: Call | None  # for the reward model
+
+
 class Generation:
     """A batch on its way. Completions arrive, and are sent on to the grader, whenever the driver waits for any role.
 
@@ -158,52 +170,75 @@ class Generation:
         show: int,
         on_arrival: OnArrival,
     ) -> None:
-        self.prompts, self.step, self.what, self.show = prompts, step, what, show
-        self._sampling = sampling
-        self._rollout, self._reward, self._sync = sampler.rollout, sampler.reward, sampler.sync
-        self._graders = sampler.graders
-        self._clock, self._weights = sampler.clock, sampler.spec.reward
+        """`show`: how many samples are kept as text; of an evaluation it is all."""
+        self.prompts, self.step = prompts, step
+        self._sampler, self._sampling, self._what, self._show = sampler, sampling, what, show
         self._on_arrival = on_arrival
         self.sent_at = 0.0
         self.written_at = 0.0  # when the last completion came in; 0: some are still to come
-        self._parts: list[Batch] = []
-        self._grading: list[Grading] = []
-        self._sent_to_judges: list[Call] | None = [] if sampler.judged else None
-        self._score_model = sampler.score_model
-        self._rendering: list[Call] = []  # for the reward model
-        self._late: dict[str, LateScores] = {}  # of terms that are graded apart, for the first `_joined` parts
-        self._joined = 0
+        self._parts: list[SampledPart] = []
+        self._scores: dict[str, list[TermScores]] = defaultdict(list)  # by grader, of the first `_scored` parts
+        self._scored = 0
         self._call: Call | None = None
 
     def start(self) -> None:
         """Send the prompts out."""
         self.sent_at = time.perf_counter()
-        self.prompts.batch.require(COLUMNS[Verb.GENERATE].needs, Verb.GENERATE)
         self._call = self._send(self.prompts.batch)
 
+    def extend(self, more: PromptBatch) -> None:
+        """Send out further prompts, whose samples belong to the same batch. Everything before them is here."""
+        self._sampler.sync.resend_if_asleep(self.step)
+        self.prompts = PromptBatch.concat(self.prompts, more)
+        self._call = self._send(more.batch)
+
     def _send(self, prompts: Batch) -> Call:
-        shards = group_shards(prompts["group_B"], self._rollout.size)
-        return self._rollout.post(
+        rollout = self._sampler.rollout
+        return rollout.post(
             Verb.GENERATE,
             bodies.Generate(sampling=self._sampling),
-            tensors=[prompts.select(shard).columns for shard in shards],
+            tensors=[prompts.select(shard).columns for shard in group_shards(prompts["group_B"], rollout.size)],
             step=self.step,
             on_part=self._take,
         )
 
-    def extend(self, more: PromptBatch) -> None:
-        """Send out further prompts, whose samples belong to the same batch. Everything before them is here."""
-        self._sync.resend_if_asleep(self.step)
-        self.prompts = PromptBatch.concat(self.prompts, more)
-        self._call = self._send(more.batch)
+    def _take(self, message: Message) -> None:
+        """Have completions that have just come in graded."""
+        batch, sampler = message.batch, self._sampler
+        rows, columns = self.prompts.rows_of(batch), batch.only(COLUMNS[Verb.SCORE].needs).columns
+
+        def post(verb: Verb, body: bodies.Body) -> Call:
+            return sampler.reward.post(verb, body, tensors=columns, step=self.step, ranks=[HOME])
+
+        shown = len(batch) if self._what == "eval" else 0 if self._parts else self._show
+        judging = post(Verb.JUDGE, bodies.SendToJudges(what=self._what, rows=rows)) if sampler.judged else None
+        request = bodies.Score(what=self._what, samples=shown, rows=rows)
+        grading = sampler.graders.grade(request, columns, self.step)
+        rendering = post(Verb.RENDER, bodies.Render(what=self._what, rows=rows)) if sampler.score_model else None
+        self._parts.append(SampledPart(batch, grading, judging, rendering))
+        arrived, of_all = sum(len(part.batch) for part in self._parts), len(self.prompts.batch)
+        if arrived == of_all:
+            self.written_at = time.perf_counter()
+        self._on_arrival(arrived, of_all)
 
     def wait(self) -> None:
-        """Until every completion is here, though perhaps not graded."""
-        self._write_all()
-        count = sum(len(part) for part in self._parts)
-        assert count == len(self.prompts.batch), (
-            f"{len(self.prompts.batch)} prompts went out, {count} completions came back"
-        )
+        """Wait until every completion is here, though perhaps not graded. What a lost replica had not finished goes out
+        again, to all."""
+        assert self._call is not None, "it was not started"
+        try:
+            self._call.result()
+        except RanksFailed:
+            left = self._unanswered()
+            if len(left):
+                self._sampler.sync.restore(self.step)
+                self._call = self._send(left)
+                self.wait()
+        assert not len(self._unanswered()), "prompts went out, and no completion came back"
+
+    def _unanswered(self) -> Batch:
+        prompts = self.prompts.batch
+        answered = np.concatenate([np.zeros(0), *(part.batch["id_B"] for part in self._parts)])
+        return prompts.select(np.flatnonzero(~np.isin(prompts["id_B"], answered)))
 
     def finish(self) -> Drawn:
         """Wait for samples, in the order of their ids, and their scores."""
@@ -211,72 +246,30 @@ class Generation:
         prompts, greedy_B = self.prompts.batch, None
         if "greedy_B" in prompts:
             greedy_B = prompts["greedy_B"][np.argsort(prompts["id_B"], kind="stable")].astype(bool)
-        with self._clock.grading():
-            answers = [grading.result() for grading in self._grading]
-            self._wait_for_late(answers)
-            scored = Scored.gather(self._parts, answers, list(self._late.values()), self._weights, greedy_B)
-        drawn = Drawn(in_id_order(Batch.concat(self._parts)), scored)
+        batches = [part.batch for part in self._parts]
+        with self._sampler.clock.grading():
+            self._wait_for_scores()
+            found = [TermScores.concat(parts) for parts in self._scores.values()]
+            scored = Scored.gather(batches, found, self._sampler.spec.reward, greedy_B)
+        drawn = Drawn(in_id_order(Batch.concat(batches)), scored)
         return drawn if greedy_B is None else drawn.with_baseline(greedy_B)
 
-    def _wait_for_late(self, answers: Sequence[Message]) -> None:
-        """For what is graded apart, of the parts that are new since the last time."""
-        first, self._joined = self._joined, len(answers)
-        new = answers[first:]
-        found: dict[str, LateScores] = {}
+    def _wait_for_scores(self) -> None:
+        """Wait for those of the parts that are new since the last time."""
+        new, self._scored = self._parts[self._scored :], len(self._parts)
         if not new:
             return
-        id_B = np.concatenate([part["id_B"] for part in self._parts[first:]])
-        if (model := self._score_model) is not None:
-            rendered = [call.result()[0] for call in self._rendering[first:]]
+        at_once = [TermScores.of(part.grading.result()) for part in new]
+        self._scores["processes"] += at_once
+        id_B = np.concatenate([part.batch["id_B"] for part in new])
+        if (model := self._sampler.score_model) is not None:
+            rendered = [part.rendering.result()[0] for part in new if part.rendering]
             model.begin(self.step)
-            found["model"] = late_scores.of_model(model, rendered, id_B, self.step)
-        if self._sent_to_judges is not None:
-            sent = [call.result()[0] for call in self._sent_to_judges[first:]]
-            scored_B = np.concatenate([answer.tensors["scored_B"] for answer in new]).astype(bool)
-            lost = id_B[~scored_B].tolist()
-            found["judges"] = late_scores.of_judges(self._reward, self.what, sent, lost, self.step)
-        self._late |= {name: late_scores.concat(self._late.get(name), part) for name, part in found.items()}
-
-    def _write_all(self) -> None:
-        """Wait for every completion. What a lost replica had not finished goes out again, to all."""
-        while True:
-            assert self._call is not None, "it was not started"
-            try:
-                self._call.result()
-                return
-            except RanksFailed:
-                left = self._unanswered()
-                if not len(left):
-                    return
-                self._sync.restore(self.step)
-                self._call = self._send(left)
-
-    def _unanswered(self) -> Batch:
-        answered = np.concatenate([part["id_B"] for part in self._parts]) if self._parts else np.zeros(0)
-        prompts = self.prompts.batch
-        return prompts.select(np.flatnonzero(~np.isin(prompts["id_B"], answered)))
-
-    def _take(self, message: Message) -> None:
-        part = message.batch
-        kept = len(part) if self.what == "eval" else self.show  # of an evaluation every completion is kept
-        shown = kept if self.what == "eval" or not self._parts else 0
-        request = bodies.Score(what=self.what, samples=shown, rows=self.prompts.rows_of(part))
-        columns = part.only(COLUMNS[Verb.SCORE].needs).columns
-        self._parts.append(part)
-        arrived = sum(len(part) for part in self._parts)
-        self._on_arrival(arrived, len(self.prompts.batch))
-        if arrived == len(self.prompts.batch):
-            self.written_at = time.perf_counter()
-        home = [HOME]
-        if self._sent_to_judges is not None:
-            judge = bodies.SendToJudges(what=self.what, rows=request.rows)
-            self._sent_to_judges.append(
-                self._reward.post(Verb.JUDGE, judge, tensors=columns, step=self.step, ranks=home)
-            )
-        self._grading.append(self._graders.grade(request, columns, self.step))
-        if self._score_model is not None:
-            asked = bodies.Render(what=self.what, rows=request.rows)
-            self._rendering.append(self._reward.post(Verb.RENDER, asked, tensors=columns, step=self.step, ranks=home))
+            self._scores["model"].append(model.score(rendered, id_B, self.step))
+        if self._sampler.judged:
+            sent = [part.judging.result()[0] for part in new if part.judging]
+            lost = id_B[~np.concatenate([part.scored_B for part in at_once])].tolist()
+            self._scores["judges"].append(of_judges(self._sampler.reward, self._what, sent, lost, self.step))
 
 
 _REFILLED = "with dynamic sampling"
@@ -358,36 +351,52 @@ class Scored:
     @staticmethod
     def gather(
         parts: Sequence[Batch],
-        answers: Sequence[Message],
-        late: Sequence[LateScores],
+        found: Sequence[TermScores],
         reward: RewardSection,
         greedy_B: NDArray[np.bool_] | None = None,
     ) -> Scored:
-        """Joins what the reward role answered for each part, and of the terms that came `late`. `greedy_B`, in the
-        order of ids: samples that the means of terms leave out."""
+        """Weigh what each grader says of all samples, in the order in which they came in. `greedy_B`, in the order of
+        ids: samples that the means of terms leave out.
+
+        A sample that any term could not grade has `reward.fallback` as its whole score; so has one whose score, or
+        value of a term, is beyond MAX_SCORE, with which a step cannot compute.
+        """
         order = np.argsort(np.concatenate([part["id_B"] for part in parts]), kind="stable")
         id_B, rollout_B = (np.concatenate([part[name] for part in parts])[order] for name in ("id_B", "rollout_B"))
-        columns = {
-            name: np.concatenate([answer.tensors[name] for answer in answers])[order] for name in answers[0].tensors
-        }
-        joined = late_scores.join(columns, [part.select(order) for part in late], reward, id_B)
-        graded = [bodies.Scores.of(answer) for answer in answers]
-        place = {int(sample): index for index, sample in enumerate(id_B)}
-        counted_B = joined.scored_B if greedy_B is None else joined.scored_B & ~greedy_B
-        terms = term_means(joined.term_B, first_valid(rollout_B, counted_B))
+        found = [part.select(order) for part in found]
+        value_B = {n: column.astype(np.float64) for part in found for n, column in part.value_B.items()}
+        total_B = np.zeros(len(id_B))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for number, column in value_B.items():
+                total_B += reward.terms[number].weight * column
+        graded_B = np.logical_and.reduce([part.scored_B for part in found])
+        usable_B = np.all([np.abs(column) <= MAX_SCORE for column in (total_B, *value_B.values())], axis=0)
+        unusable, scored_B = np.flatnonzero(graded_B & ~usable_B), graded_B & usable_B
+        first_failure = next((part.first_failure for part in found if part.first_failure), "")
+        if len(unusable) and not first_failure:
+            values = ", ".join(f"term {number} is {column[unusable[0]]:g}" for number, column in value_B.items())
+            first_failure = f"{values}: beyond ±{MAX_SCORE:g} (sample {id_B[unusable[0]]})"
+        term_B = {n: np.where(scored_B, column, 0.0).astype(np.float32) for n, column in sorted(value_B.items())}
+        counted_B = scored_B if greedy_B is None else scored_B & ~greedy_B
+        chosen = first_valid(rollout_B, counted_B)
+        reward_B = np.where(scored_B, total_B, reward.fallback).astype(np.float32)
+
+        def whole(sample: Mapping[str, Any]) -> dict[str, Any]:
+            at = int(np.searchsorted(id_B, sample["id"]))
+            terms = [float(column[at]) for column in term_B.values()]
+            return {**sample, "reward": float(reward_B[at]), "scored": bool(scored_B[at]), "terms": terms}
+
         return Scored(
-            joined.reward_B,
-            joined.scored_B,
-            late_scores.add_up(
-                [*(part.failures for part in graded), *(part.failures for part in late), joined.failures]
-            ),
-            terms,
-            [joined.complete(sample, place[sample["id"]]) for part in graded for sample in part.samples],
-            late_scores.add_up([part.counts for part in late]),
+            reward_B,
+            scored_B,
+            add_up([*(part.failures for part in found), {"bad_values": len(unusable)}]),
+            {f"term_{n}": _mean(column[chosen]) for n, column in term_B.items()},
+            [whole(sample) for part in found for sample in part.samples],
+            add_up([part.counts for part in found]),
             completions=len(id_B),
-            first_failure=next((part.first_failure for part in graded if part.first_failure), joined.first_failure),
-            zero_terms=zero_terms(joined.term_B, counted_B),
-            term_B=joined.term_B,
+            first_failure=first_failure,
+            zero_terms=tuple(number for number, column in term_B.items() if not column[counted_B].any()),
+            term_B={f"term_{number}_B": column for number, column in term_B.items()},
         )
 
     def by_rollout(self, rollout_B: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -417,10 +426,9 @@ class Drawn:
         assert len(greedy) == len(groups), "a greedy completion in each group"
         baseline_G, valid_G = np.zeros(len(groups), np.float32), np.zeros(len(groups), dtype=bool)
         baseline_G[of_B[greedy]], valid_G[of_B[greedy]] = scored.reward_B[greedy], scored.scored_B[greedy]
-        reward_G = baseline_G[valid_G]
         tokens = int(batch.sum_by_sequence("loss_mask_T")[greedy].sum())
-        said = Greedy(len(greedy), tokens, float(reward_G.mean(dtype=np.float64)) if len(reward_G) else 0.0)
-        left = replace(scored.select(kept), scored_B=(scored.scored_B & valid_G[of_B])[kept], greedy=said)
+        summary = Greedy(len(greedy), tokens, _mean(baseline_G[valid_G]))
+        left = replace(scored.select(kept), scored_B=(scored.scored_B & valid_G[of_B])[kept], greedy=summary)
         return Drawn(batch.select(kept).with_columns(baseline_B=baseline_G[of_B][kept]), left)
 
     def fresh(self, version: int, max_staleness: int) -> Drawn:
@@ -434,24 +442,8 @@ class Drawn:
         return Drawn(self.batch.select(kept), self.scored.select(kept))
 
 
-def term_means(columns: Mapping[str, NDArray[Any]], chosen: NDArray[np.int64]) -> dict[str, float]:
-    """Mean of each term over the chosen samples; 0 when there is none."""
-    names = sorted(name for name in columns if name.startswith("term_"))
-    return {
-        name.removesuffix("_B"): float(columns[name][chosen].mean(dtype=np.float64)) if len(chosen) else 0.0
-        for name in names
-    }
-
-
-def zero_terms(columns: Mapping[str, NDArray[Any]], counted_B: NDArray[np.bool_]) -> tuple[int, ...]:
-    """Numbers of the terms that gave 0 to all of the samples that count."""
-    return tuple(
-        sorted(
-            int(name.split("_")[1])
-            for name, column_B in columns.items()
-            if name.startswith("term_") and not column_B[counted_B].any()
-        )
-    )
+def _mean(values: NDArray[np.float32]) -> float:
+    return float(values.mean(dtype=np.float64)) if len(values) else 0.0
 
 
 def in_id_order(batch: Batch) -> Batch:

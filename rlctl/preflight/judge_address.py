@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import aclosing
 
 from specs.errors import Problem
 from specs.schema.rewards import Judge
@@ -44,7 +45,7 @@ async def _ask(base_url: str, key_env: str, term: str) -> Problem | None:
     are busy: any other status is an answer too."""
     from workers.grading.judge_client import JudgeClient, JudgeError
 
-    async with JudgeClient(base_url, key_env, 1) as client:
+    async with aclosing(JudgeClient(base_url, key_env, 1)) as client:
         try:
             await client.request("GET", "models", b"", TIMEOUT_S)
         except JudgeError as error:

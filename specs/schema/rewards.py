@@ -144,7 +144,7 @@ class Judge(RewardTerm):
     cache_file: PathText = Field(
         "",
         description="Where they are kept, relative to the spec file, for several runs too; empty: "
-        "`judge_cache.jsonl` in the run directory.",
+        "`judge_cache.sqlite` in the run directory.",
     )
     prompt_price: float = Field(0.0, ge=0, description="Price of a million prompt tokens, for `reward/judge_cost`.")
     completion_price: float = Field(0.0, ge=0, description="Price of a million completion tokens.")

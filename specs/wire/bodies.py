@@ -84,9 +84,12 @@ class Score(Body):
 
 
 class Scores(Answer):
-    failures: dict[str, int]  # cause → how many completions were lost to it
+    """What graded some samples, beside the value of each term: `term_<i>_B`, 0 where `scored_B` is."""
+
+    failures: dict[str, int]  # cause → how many completions were lost to it that were not lost already
     first_failure: str = ""  # what the first of them died of, its row and its id; empty: there is none
-    samples: list[dict[str, Any]]
+    samples: list[dict[str, Any]] = []
+    counts: dict[str, float] = {}  # of the judges' work since the last time
 
 
 class Render(Body):
@@ -120,12 +123,6 @@ class AwaitJudges(Body):
     what: What
     tickets: list[int]
     lost: list[int]  # ids of samples that could not be graded otherwise
-
-
-class Judged(Answer):
-    failures: dict[str, int]  # of completions that were not lost already
-    first_failure: str = ""  # as in `Scores`
-    counts: dict[str, float]  # of the judges' work since the last time
 
 
 class DataOpened(Answer):

@@ -84,9 +84,7 @@ SAMPLE_COLUMNS = (
 COLUMNS: Mapping[Verb, Columns] = {
     Verb.PROMPTS: Columns(gives=PROMPT_COLUMNS),
     Verb.GENERATE: Columns(needs=PROMPT_COLUMNS, gives=(*SAMPLE_COLUMNS, "version_B")),  # and `greedy_B`
-    Verb.SCORE: Columns(
-        needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("reward_B", "scored_B")
-    ),
+    Verb.SCORE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B", "finished_B"), gives=("scored_B",)),
     Verb.RENDER: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B"), gives=("tokens_T", "id_B")),
     Verb.JUDGE: Columns(needs=("tokens_T", "loss_mask_T", "id_B", "row_B")),
     Verb.AWAIT_JUDGES: Columns(gives=("scored_B",)),

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backends import activity
 from specs.schema.metric import Metric
 from specs.schema.rewards import Judge
+from specs.wire.heartbeat import amount
 from workers.grading.judge_cache import JudgeCache, Reply, request_key
 from workers.grading.judge_client import JudgeClient, JudgeError
 from workers.grading.judge_score import read_reply, read_score, request_body
@@ -62,14 +63,6 @@ PATH = "chat/completions"
 _CLOSE_S = 5.0
 
 
-@dataclass(frozen=True)
-class Pending:
-    """Samples that judges are at: `grades[i][j]` will be of judge i, sample j."""
-
-    requests: Sequence[GradeRequest]
-    grades: Sequence[Sequence[Future[Grade]]]
-
-
 class JudgePanel:
     """All judges of a run. `start` and `collect` belong to one thread."""
 
@@ -79,50 +72,42 @@ class JudgePanel:
         self._judges: dict[int, JudgeGrader] = {}
         for number, term in terms.items():
             own = Path(setting.base, term.cache_file).expanduser()
-            path = (own if term.cache_file else run_dir / "judge_cache.jsonl").resolve()
-            cache = caches.setdefault(path, JudgeCache(path)) if term.cache else JudgeCache(None)
+            path = (own if term.cache_file else run_dir / "judge_cache.sqlite").resolve()
+            cache = (caches.get(path) or caches.setdefault(path, JudgeCache(path))) if term.cache else JudgeCache(None)
             self._judges[number] = JudgeGrader(term, number, setting.answer_column, cache)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
-        self._pending: dict[int, Pending] = {}
-        self._tickets = 0
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Numbers of the judges' terms, in the order in which `collect` gives grades."""
-        return tuple(self._judges)
+        self._tickets = count(1)
+        self._pending: dict[int, tuple[Sequence[GradeRequest], list[list[Future[Grade]]]]] = {}  # futures by judge
 
     def start(self, requests: Sequence[GradeRequest]) -> int:
-        """Send the samples out; returns the ticket to collect their grades with."""
-        self._tickets += 1
+        """Send the samples out; return the ticket to collect their grades with."""
+        ticket = next(self._tickets)
         grades = [[judge.start(request, self._loop) for request in requests] for judge in self._judges.values()]
-        self._pending[self._tickets] = Pending(requests, grades)
-        return self._tickets
+        self._pending[ticket] = requests, grades
+        return ticket
 
-    def waiting(self, tickets: Sequence[int]) -> int:
-        """Return how many samples these tickets are for."""
-        return sum(len(self._pending[ticket].requests) for ticket in tickets)
-
-    def collect(self, tickets: Sequence[int]) -> tuple[list[GradeRequest], list[list[Grade]]]:
-        """Wait for the samples of these tickets: they, and for each judge their grades. A request that ended counts as
-        progress, also one that failed; so does a wait that a judge asked for."""
+    def collect(self, tickets: Sequence[int]) -> tuple[list[GradeRequest], dict[int, list[Grade]]]:
+        """Wait for the samples of these tickets; return them, and by each judge's number their grades. A request that
+        ended counts as progress, also one that failed; so does a wait that a judge asked for."""
         taken = [self._pending.pop(ticket) for ticket in tickets]
-        left = {future for pending in taken for row in pending.grades for future in row}
-        requests = self._requests()
+        requests = [request for part, _ in taken for request in part]
+        activity.describe(f"judges' grades of {amount(len(requests), 'completion')}", "grade", counted=True)
+        left = {future for _, rows in taken for row in rows for future in row}
+        sent = self._sent()
         while left:
             pauses = ", ".join(judge.pause for judge in self._judges.values() if judge.pause)
             with activity.waiting_for(pauses):
                 done, left = wait(left, TICK_S)
             if pauses:
                 activity.count("wait for a judge")
-            before, requests = requests, self._requests()
-            activity.count("grade", max(len(done), requests - before))
-        rows = [
-            [future.result() for pending in taken for future in pending.grades[index]]
-            for index in range(len(self._judges))
-        ]
-        return [request for pending in taken for request in pending.requests], rows
+            before, sent = sent, self._sent()
+            activity.count("grade", max(len(done), sent - before))
+        return requests, {
+            number: [future.result() for _, rows in taken for future in rows[place]]
+            for place, number in enumerate(self._judges)
+        }
 
     def take_counts(self) -> dict[str, float]:
         """Return what the judges have cost since the last call, as metrics."""
@@ -130,7 +115,7 @@ class JudgePanel:
         return {f"judge_{name}": sum(counts[name] for counts in taken) for name in (*_COUNTS, "cost")}
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Break off what is under way."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
@@ -144,9 +129,9 @@ class JudgePanel:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for judge in self._judges.values():
-            await judge.client.__aexit__(None, None, None)
+            await judge.client.aclose()
 
-    def _requests(self) -> int:
+    def _sent(self) -> int:
         return int(sum(judge.counts["requests"] for judge in self._judges.values()))
 
 
@@ -261,12 +246,9 @@ class JudgeGrader:
 
 
 def _wait_s(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
-    return wait_s(state.attempt_number, error.wait_s if isinstance(error, JudgeError) else 0.0)
-
-
-def wait_s(tries: int, asked_s: float) -> float:
     """Return the seconds before the next try: doubling, at random within the upper half so that many do not come back
     at once; at least what the server asks for."""
-    backoff = min(MAX_WAIT_S, FIRST_WAIT_S * 2.0 ** (tries - 1)) * random.uniform(0.5, 1.0)
+    error = state.outcome.exception() if state.outcome else None
+    asked_s = error.wait_s if isinstance(error, JudgeError) else 0.0
+    backoff = min(MAX_WAIT_S, FIRST_WAIT_S * 2.0 ** (state.attempt_number - 1)) * random.uniform(0.5, 1.0)
     return max(backoff, min(asked_s, MAX_ASKED_S))

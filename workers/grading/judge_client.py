@@ -10,7 +10,6 @@ import email.utils
 import os
 import ssl
 import time
-from types import TracebackType
 from urllib.parse import urlsplit
 
 MAX_REPLY_BYTES = 4 << 20  # of a body; httpx itself refuses headers of more than 100 KiB
@@ -37,7 +36,7 @@ def key_problem(key_env: str) -> str:
 
 
 class JudgeClient:
-    """Connections to one endpoint, for one event loop. Use as an async context manager."""
+    """Connections to one endpoint, for one event loop."""
 
     def __init__(self, base_url: str, key_env: str, concurrency: int) -> None:
         import httpx  # only where a judge is asked
@@ -55,12 +54,7 @@ class JudgeClient:
             trust_env=urlsplit(base_url).hostname not in LOOPBACK,  # proxies
         )
 
-    async def __aenter__(self) -> JudgeClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         await self._http.aclose()
 
     def url(self, path: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from backends import activity
 from specs.errors import RewardError
 from specs.schema.metric import Metric
+from specs.schema.rewards import MAX_SCORE
 from workers.grading.grader_process import GraderEnded, GraderProcess, encode
 from workers.grading.reward_sources import read_sources
 from workers.grading.terms import Setting
@@ -43,13 +44,16 @@ LOG_BYTES = 64 << 20  # size limit of the log of what reward code prints
 
 @dataclass(frozen=True)
 class GradeRequest:
-    """A sample to grade. Requests of one row share `row_key`, `prompt` and `row`."""
+    """A sample to grade. Requests of one row share `row_key`, `prompt` and `row`. `sample` is its id, and `where` the
+    file and line of its row: for messages."""
 
     row_key: int
     prompt: str
     row: Mapping[str, Any]
     completion: str
     completion_tokens: int
+    sample: int = 0
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,10 @@ class GraderPool:
 
 
 def _grade_of(message: Mapping[str, Any], labels: Sequence[str]) -> Grade:
+    for label, value in zip(labels, message.get("t", ()), strict=False):
+        if abs(value) > MAX_SCORE:
+            text = f"{label}{value:g}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
+            return Grade(cause="bad_values", text=text)
     if "t" in message:
         return Grade(tuple(float(value) for value in message["t"]))
     return Grade(cause=str(message["cause"]), text=f"{labels[int(message['term'])]}{message['text']}")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from backends import activity
 from backends.hf.tokenizer import TextCodec, load_codec
 from backends.protocol import Rank
-from specs.schema.rewards import MAX_SCORE, Judge
+from specs.schema.rewards import Judge
 from specs.schema.row_values import gold_answer
 from specs.wire import bodies
 from specs.wire.batch import Batch, Column
@@ -23,7 +21,7 @@ from specs.wire.role_config import RewardConfig
 from workers.grading.completions_text import completion_texts, longest_stretches, prompt_texts
 from workers.grading.judge import JUDGE_CAUSES, JudgePanel
 from workers.grading.pool import CAUSES, Grade, GradeRequest, GraderPool
-from workers.grading.reward_failures import FailureLog
+from workers.grading.reward_failures import FailureLog, last_line
 from workers.grading.score_text import MODEL_CAUSES, ScoreTexts, Told
 from workers.grading.terms import Setting
 from workers.rank_report import as_built
@@ -42,8 +40,7 @@ class Reward:
         self._pool: GraderPool | None = None
         self._judges: JudgePanel | None = None
         self._score_texts: ScoreTexts | None = None
-        self._awaited: dict[int, Awaited] = {}  # by the ticket of their judges' grades
-        self._failures: FailureLog | None = None
+        self._log: FailureLog | None = None
 
     def build(self, call: Request[RewardConfig], emit: Emit) -> Reply:
         """Start the grading processes and load the tokenizer. Raises RewardError or ModelError."""
@@ -51,7 +48,7 @@ class Reward:
         logs = Path(config.run_dir, "logs")
         logs.mkdir(parents=True, exist_ok=True)
         whose = f"_rank{self.rank.rank}" if self.rank.rank else ""  # no file has writers on two hosts
-        self._failures = FailureLog(Path(config.run_dir, f"reward_failures{whose}.jsonl"))
+        self._log = FailureLog(Path(config.run_dir, f"reward_failures{whose}.jsonl"))
         setting = Setting(config.answer_column, config.max_response_tokens, config.spec_dir)
         terms = dict(enumerate(config.reward.terms))
         self._own = [number for number, term in terms.items() if term.graded_by == "processes"]
@@ -76,81 +73,59 @@ class Reward:
         return as_built(config.role, self.rank, engine="grader", device="cpu", model=None).model_dump(), {}
 
     def score(self, call: Request[bodies.Score], emit: Emit) -> Reply:
-        """Have every sample graded. The body brings, under `rows`, the rows of these samples by number
-        (`workers/roles/data.py`), and says in `what` whether they are of training or evaluation.
-
-        `term_<i>_B` is 0 where grading failed, and `scored_B` is 0 there. Terms of judges are not among them (`judge`).
-        """
+        """Have every sample graded by the terms of the grading processes; return `samples` of them as text, too. The
+        body brings the rows of these samples by number (`workers/roles/data.py`)."""
         assert self._config is not None, "build comes first"
         batch = call.batch
-        batch.require(COLUMNS[Verb.SCORE].needs, Verb.SCORE)
-        requests, ids = self._requests(batch, call.body.rows), batch["id_B"].tolist()
+        requests = self._requests(batch, call.body.rows, Verb.SCORE)
         graders = amount(self._config.reward.workers, "process", "es")
         activity.describe(f"score of {amount(len(requests), 'completion')} by {graders}", "grade", counted=True)
         grades = self._pool.grade(requests) if self._pool is not None else [Grade()] * len(requests)
-        weights = np.array([self._config.reward.terms[number].weight for number in self._own])
-        columns, grades = weigh(grades, weights, self._config.reward.fallback, self._own)
-        wheres = [call.body.rows[str(request.row_key)].where for request in requests]
-        self._record_failures(call.body.what, wheres, requests, grades, ids)
-        body = {
-            "failures": {cause: sum(grade.cause == cause for grade in grades) for cause in CAUSES},
-            "first_failure": _first_failure(grades, wheres, ids, _last_line),
-            "samples": self._examples(batch, requests, columns, call.body.samples),
+        rows = {
+            number: [grade.values[place] if grade.values else 0.0 for grade in grades]
+            for place, number in enumerate(self._own)
         }
-        return body, columns
+        body = self._failures_of(call.body.what, requests, grades, CAUSES)
+        return {**body, "samples": self._examples(batch, requests, call.body.samples)}, _columns(grades, rows)
 
     def render(self, call: Request[bodies.Render], emit: Emit) -> Reply:
         """Return samples in the tokens of the reward model: those that it can read, by their ids."""
         assert self._score_texts is not None, "the run has no reward model"
-        batch, rows = call.batch, call.body.rows
-        batch.require(COLUMNS[Verb.RENDER].needs, Verb.RENDER)
-        requests, ids = self._requests(batch, rows), batch["id_B"].tolist()
-        told = [Told(one.prompt, rows[str(one.row_key)].messages, one.completion) for one in requests]
-        found = self._score_texts.tokens(told)
+        rows = call.body.rows
+        requests = self._requests(call.batch, rows, Verb.RENDER)
+        found = self._score_texts.tokens(
+            [Told(one.prompt, rows[str(one.row_key)].messages, one.completion) for one in requests]
+        )
         grades = [one if isinstance(one, Grade) else Grade() for one in found]
-        wheres = [rows[str(request.row_key)].where for request in requests]
-        self._record_failures(call.body.what, wheres, requests, grades, ids)
-        fitting = [(sample, one) for sample, one in zip(ids, found, strict=True) if not isinstance(one, Grade)]
-        tokens = [np.array(one, dtype=np.int32) for _, one in fitting]
+        fitting = [
+            (request.sample, np.array(tokens, dtype=np.int32))
+            for request, tokens in zip(requests, found, strict=True)
+            if not isinstance(tokens, Grade)
+        ]
         columns: dict[str, Column] = {
-            "tokens_T": np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32),
-            "length_B": np.array([len(one) for one in tokens], dtype=np.int64),
+            "tokens_T": np.concatenate([np.zeros(0, dtype=np.int32), *(tokens for _, tokens in fitting)]),
+            "length_B": np.array([len(tokens) for _, tokens in fitting], dtype=np.int64),
             "id_B": np.array([sample for sample, _ in fitting], dtype=np.int64),
         }
-        failures = {cause: sum(one.cause == cause for one in grades) for cause in MODEL_CAUSES}
-        return {"failures": failures, "first_failure": _first_failure(grades, wheres, ids, _one_line)}, columns
+        return self._failures_of(call.body.what, requests, grades, MODEL_CAUSES), columns
 
     def judge(self, call: Request[bodies.SendToJudges], emit: Emit) -> Reply:
         """Send samples to the judges, and do not wait."""
         assert self._judges is not None, "no term is a judge's"
-        batch, rows = call.batch, call.body.rows
-        batch.require(COLUMNS[Verb.JUDGE].needs, Verb.JUDGE)
-        requests = self._requests(batch, rows)
-        ticket = self._judges.start(requests)
-        wheres = [rows[str(request.row_key)].where for request in requests]
-        self._awaited[ticket] = Awaited(batch["id_B"].tolist(), wheres)
-        return {"ticket": ticket}, {}
+        return {"ticket": self._judges.start(self._requests(call.batch, call.body.rows, Verb.JUDGE))}, {}
 
     def await_judges(self, call: Request[bodies.AwaitJudges], emit: Emit) -> Reply:
-        """Wait for the judges' grades of earlier calls. `term_<i>_B` is 0 where one of them failed, and `scored_B`."""
+        """Wait for the judges' grades of earlier calls."""
         assert self._judges is not None, "no term is a judge's"
-        tickets, lost = call.body.tickets, frozenset(call.body.lost)
-        waiting = amount(self._judges.waiting(tickets), "completion")
-        activity.describe(f"judges' grades of {waiting}", "grade", counted=True)
-        requests, rows = self._judges.collect(tickets)
-        awaited = Awaited.joined([self._awaited.pop(ticket) for ticket in tickets])
-        grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*rows, strict=True)]
+        requests, judged = self._judges.collect(call.body.tickets)
+        grades = [next((one for one in of_all if one.cause), Grade()) for of_all in zip(*judged.values(), strict=True)]
+        lost = frozenset(call.body.lost)  # a completion is lost once
         counted = [
-            Grade() if sample in lost else grade for grade, sample in zip(grades, awaited.ids, strict=True)
-        ]  # a completion is lost once
-        self._record_failures(call.body.what, awaited.wheres, requests, counted, awaited.ids)
-        scored = np.array([not grade.cause for grade in grades], dtype=bool)
-        columns: dict[str, Column] = {"scored_B": scored.astype(np.uint8)}
-        for number, row in zip(self._judges.numbers, rows, strict=True):
-            columns[f"term_{number}_B"] = np.array([(one.values or (0.0,))[0] for one in row], dtype=np.float32)
-        failures = {cause: sum(grade.cause == cause for grade in counted) for cause in (*CAUSES, *JUDGE_CAUSES)}
-        first = _first_failure(counted, awaited.wheres, awaited.ids, _one_line)
-        return {"failures": failures, "first_failure": first, "counts": self._judges.take_counts()}, columns
+            Grade() if request.sample in lost else grade for request, grade in zip(requests, grades, strict=True)
+        ]
+        body = self._failures_of(call.body.what, requests, counted, (*CAUSES, *JUDGE_CAUSES))
+        rows = {number: [(one.values or (0.0,))[0] for one in row] for number, row in judged.items()}
+        return {**body, "counts": self._judges.take_counts()}, _columns(grades, rows)
 
     def close(self, call: Request[bodies.Nothing], emit: Emit) -> Reply:
         if self._pool is not None:
@@ -159,65 +134,69 @@ class Reward:
             self._judges.close()
         return {}, {}
 
-    def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row]) -> list[GradeRequest]:
+    def _requests(self, batch: Batch, rows: Mapping[str, bodies.Row], verb: Verb) -> list[GradeRequest]:
         """Return one request per sample, with the text that the policy wrote."""
         assert self._codec is not None
+        batch.require(COLUMNS[verb].needs, verb)
         texts, longest = completion_texts(batch, self._codec), longest_stretches(batch)
-        return [
-            GradeRequest(row, rows[str(row)].prompt, rows[str(row)].values, completion, tokens)
-            for row, completion, tokens in zip(batch["row_B"].tolist(), texts, longest, strict=True)
-        ]
+        requests = []
+        for number, completion, tokens, sample in zip(
+            batch["row_B"].tolist(), texts, longest, batch["id_B"].tolist(), strict=True
+        ):
+            row = rows[str(number)]
+            requests.append(GradeRequest(number, row.prompt, row.values, completion, tokens, sample, row.where))
+        return requests
 
-    def _record_failures(
-        self,
-        what: bodies.What,
-        wheres: Sequence[str],
-        requests: Sequence[GradeRequest],
-        grades: Sequence[Grade],
-        ids: Sequence[int],
-    ) -> None:
-        assert self._failures is not None
-        self._failures.append(
+    def _failures_of(
+        self, what: bodies.What, requests: Sequence[GradeRequest], grades: Sequence[Grade], causes: Sequence[str]
+    ) -> dict[str, Any]:
+        """Write down the samples without a score; return their number by cause, and why the first of them has none, its
+        row and its id."""
+        assert self._log is not None
+        failed = [(request, grade) for request, grade in zip(requests, grades, strict=True) if grade.cause]
+        self._log.append(
             [
                 {
                     "what": what,
-                    "id": sample,
-                    "row": where,
+                    "id": request.sample,
+                    "row": request.where,
                     "cause": grade.cause,
                     "text": grade.text,
                     "prompt": request.prompt,
                     "completion": request.completion,
                 }
-                for sample, where, request, grade in zip(ids, wheres, requests, grades, strict=True)
-                if grade.cause
+                for request, grade in failed
             ]
         )
+        first = ""
+        for request, grade in failed[:1]:
+            # Of a traceback the last line counts; a server's reply may be part of another text.
+            text = last_line(grade.text) if grade.cause in CAUSES else " ".join(grade.text.split())
+            first = f"{text or grade.cause} ({request.where}, sample {request.sample})"
+        return {
+            "failures": {cause: sum(grade.cause == cause for _, grade in failed) for cause in causes},
+            "first_failure": first,
+        }
 
-    def _examples(
-        self, batch: Batch, requests: Sequence[GradeRequest], columns: Mapping[str, Column], count: int
-    ) -> list[dict[str, Any]]:
+    def _examples(self, batch: Batch, requests: Sequence[GradeRequest], count: int) -> list[dict[str, Any]]:
         """Return `count` samples spread over the batch, as readable text."""
         if not count:
             return []
         assert self._config is not None
         assert self._codec is not None
         answer = self._config.answer_column
-        terms = [f"term_{number}_B" for number in self._own]
         chosen = np.unique(np.linspace(0, len(requests) - 1, min(count, len(requests))).astype(int)).tolist()
         shown = batch.select(np.array(chosen, dtype=np.int64))
         raw = completion_texts(shown, self._codec, special_tokens=True)
         prompts = prompt_texts(shown, self._codec)
         return [
             {
-                "id": int(batch["id_B"][index]),
+                "id": requests[index].sample,
                 "prompt": prompt,
                 "completion": requests[index].completion,
                 "completion_raw": text,
                 "finished": bool(batch["finished_B"][index]),
                 "answer": gold_answer(requests[index].row[answer]) if answer in requests[index].row else None,
-                "reward": float(columns["reward_B"][index]),
-                "scored": bool(columns["scored_B"][index]),
-                "terms": [float(columns[name][index]) for name in terms],
             }
             for index, prompt, text in zip(chosen, prompts, raw, strict=True)
         ]
@@ -234,69 +213,10 @@ class Reward:
         return typed(verbs, {Verb.BUILD: RewardConfig})
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """Samples that judges are at: their ids, and where their rows stand."""
-
-    ids: list[int]
-    wheres: list[str]
-
-    @staticmethod
-    def joined(parts: Sequence[Awaited]) -> Awaited:
-        return Awaited(*([item for part in parts for item in getattr(part, name)] for name in ("ids", "wheres")))
-
-
-def weigh(
-    grades: Sequence[Grade], weights: NDArray[np.float64], fallback: float, numbers: Sequence[int] = ()
-) -> tuple[dict[str, Column], list[Grade]]:
-    """Return weighted sums as columns. A value or a sum beyond MAX_SCORE, with which a step cannot compute, is a bad
-    value. `numbers`: those of the terms in `reward.terms`, where they are not all."""
-    numbers = numbers or range(len(weights))
-    values = np.array([grade.values or (0.0,) * len(weights) for grade in grades]).reshape(len(grades), len(weights))
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = values @ weights
-    failed = np.array([bool(grade.cause) for grade in grades], dtype=bool)
-    usable = (np.abs(total) <= MAX_SCORE) & (np.abs(values) <= MAX_SCORE).all(axis=1)
-    checked = [
-        grade if grade.cause or fits else Grade(cause="bad_values", text=_too_large(grade.values, float(one), numbers))
-        for grade, fits, one in zip(grades, usable, total, strict=True)
-    ]
-    scored = usable & ~failed
-    columns: dict[str, Column] = {
-        "reward_B": np.where(scored, total, fallback).astype(np.float32),
-        "scored_B": scored.astype(np.uint8),
-    }
-    for index, number in enumerate(numbers):
-        columns[f"term_{number}_B"] = np.where(scored, values[:, index], 0.0).astype(np.float32)
-    return columns, checked
-
-
-def _first_failure(
-    grades: Sequence[Grade], wheres: Sequence[str], ids: Sequence[int], short: Callable[[str], str]
-) -> str:
-    """Return why the first sample without a score failed, made `short`, its row and its id; empty where all have
-    one."""
-    for grade, where, sample in zip(grades, wheres, ids, strict=True):
-        if grade.cause:
-            return f"{short(grade.text) or grade.cause} ({where}, sample {sample})"
-    return ""
-
-
-def _last_line(text: str) -> str:
-    """Return the last line of a traceback."""
-    return (text.strip().splitlines() or [""])[-1]
-
-
-def _one_line(text: str) -> str:
-    """Return all of the text in one line: a server's reply may be part of it."""
-    return " ".join(text.split())
-
-
-def _too_large(values: Sequence[float], total: float, numbers: Sequence[int]) -> str:
-    """Say what of one sample is beyond the limit."""
-    found = next(((n, value) for n, value in zip(numbers, values, strict=True) if not abs(value) <= MAX_SCORE), None)
-    what = f"the weighted sum of the terms is {total:g}" if found is None else f"reward.terms[{found[0]}]: {found[1]:g}"
-    return f"{what}, beyond ±{MAX_SCORE:g}: nothing can be learned from so large a number"
+def _columns(grades: Sequence[Grade], rows: Mapping[int, Sequence[float]]) -> dict[str, Column]:
+    """Return which samples have a score, and the values of terms by number."""
+    scored = np.array([not grade.cause for grade in grades], dtype=np.uint8)
+    return {"scored_B": scored, **{f"term_{number}_B": np.array(row, float) for number, row in rows.items()}}
 
 
 def handlers(rank: Rank) -> Mapping[Verb, Handler]:

@@ -3,10 +3,6 @@ kept on disk is whole."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +14,7 @@ import pytest
 from judge_server import JudgeServer, closes, drips, hangs_up, huge, judge_server, says, status
 
 from backends import activity
+from specs.errors import RewardError
 from specs.schema.rewards import Judge
 from workers.grading import judge as judge_module
 from workers.grading.judge import DOWN_AFTER, JudgePanel
@@ -52,8 +49,7 @@ def graded(folder: Path, url: str, completions: tuple[str, ...] = ("5",), **keys
     panel = JudgePanel({3: judge_table(url, **keys)}, Setting("answer", 8, str(folder)), folder)
     try:
         ticket = panel.start([GradeRequest(0, "2 + 2 =", ROW, text, 1) for text in completions])
-        _, (grades,) = panel.collect([ticket])
-        return grades, panel.take_counts()
+        return panel.collect([ticket])[1][3], panel.take_counts()
     finally:
         panel.close()
 
@@ -242,7 +238,7 @@ def test_the_key_is_in_no_file_and_no_message(tmp_path: Path, server: JudgeServe
     grades, _ = graded(tmp_path, server.base_url, ("a", "b", "c", "d"), concurrency=1, score_pattern=r"(\d+)")
     assert [bool(grade.cause) for grade in grades] == [False, True, True, False]
     assert all(KEY not in grade.text for grade in grades)
-    assert all(KEY not in file.read_text() for file in tmp_path.iterdir())
+    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.iterdir())
 
 
 # ── many at once ──────────────────────────────────────────────────────────────────────────────────
@@ -283,7 +279,7 @@ def test_each_request_is_made_once(tmp_path: Path, server: JudgeServer) -> None:
     graded(tmp_path, server.base_url, texts, cache=False)
     assert len(server.asked) == 8
     elsewhere = tmp_path / "another run"
-    graded(elsewhere, server.base_url, texts, cache_file="../judge_cache.jsonl")
+    graded(elsewhere, server.base_url, texts, cache_file="../judge_cache.sqlite")
     assert len(server.asked) == 8, "what another run asked"
     assert not elsewhere.exists()
 
@@ -294,38 +290,25 @@ def test_what_failed_is_not_kept(tmp_path: Path, server: JudgeServer) -> None:
     assert [grade.values for grade in graded(tmp_path, server.base_url, ("a", "b"))[0]] == [(1.0,)] * 2
 
 
-def test_torn_lines_are_skipped(tmp_path: Path, server: JudgeServer) -> None:
-    graded(tmp_path, server.base_url, ("a", "b"))
-    file = tmp_path / "judge_cache.jsonl"
-    first, second = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"\xff\n[]\n{}\n" + first + second[:-9])
-    graded(tmp_path, server.base_url, ("a", "b"))
-    assert len(server.asked) == 3, "the one whose line is whole was kept"
-    graded(tmp_path, server.base_url, ("a", "b"))
-    assert len(server.asked) == 3, "what was written behind the torn line is whole"
+def test_several_runs_share_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "shared.sqlite"
+    caches = [JudgeCache(file), JudgeCache(file)]
+    for number, cache in enumerate(caches):
+        cache.put(request_key("u", b"%d" % number), Reply(f"half \ud800 {number}", number, 1))
+    for cache in caches:
+        assert [cache.get(request_key("u", b"%d" % number)) for number in range(3)] == [
+            Reply("half \ud800 0", 0, 1),
+            Reply("half \ud800 1", 1, 1),
+            None,
+        ]
+        cache.close()
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from workers.grading.judge_cache import JudgeCache, Reply, request_key
-cache, name = JudgeCache(Path(sys.argv[1])), sys.argv[2]
-for number in range(200):
-    cache.put(request_key("u", f"{name}{number}".encode()), Reply(name * (number * 37 % 5000), number, 1))
-"""
-
-
-def test_several_processes_write_to_one_file(tmp_path: Path) -> None:
-    file = tmp_path / "shared.jsonl"
-    command = [sys.executable, "-c", WRITER, str(file)]
-    writers = [subprocess.Popen([*command, name], env=os.environ) for name in "xy"]
-    assert [writer.wait() for writer in writers] == [0, 0]
-    cache = JudgeCache(file)
-    for name in "xy":
-        for number in range(200):
-            reply = Reply(name * (number * 37 % 5000), number, 1)
-            assert cache.get(request_key("u", f"{name}{number}".encode())) == reply
-    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 400
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("these are no replies\n" * 20)
+    with pytest.raises(RewardError, match=r"notes\.txt: the judge's replies cannot be kept") as error:
+        JudgeCache(tmp_path / "notes.txt")
+    assert "cache_file" in error.value.hint
 
 
 def test_a_column_that_a_row_lacks(tmp_path: Path, server: JudgeServer) -> None:

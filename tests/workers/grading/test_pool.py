@@ -87,6 +87,8 @@ NAUGHTY = """
             return [1.0]
         if do == "huge-int":
             return 10**400
+        if do == "too-large":
+            return -1e38
         if do == "true":
             return True
         if do == "numpy":
@@ -111,6 +113,7 @@ FAILING = {
     "text": "bad_values",
     "list": "bad_values",
     "huge-int": "bad_values",
+    "too-large": "bad_values",
     "raise-no-text": "exceptions",
     "half": "bad_values",
 }

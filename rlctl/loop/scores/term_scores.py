@@ -1,0 +1,125 @@
+"""Values of the reward's terms, as each grader gives them: the grading processes, the judges, the reward model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.loop.scores.graders import HOME
+from specs.schema.metric import Metric
+from specs.wire import bodies
+from specs.wire.batch import Batch
+from specs.wire.messages import COLUMNS, Verb
+
+if TYPE_CHECKING:
+    from rlctl.processes.group import Group
+    from specs.wire.messages import Message
+
+_WITH_MODEL = "a reward term is a model"
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="reward/model_tokens",
+        unit="tokens",
+        meaning="That the reward model read.",
+        when=_WITH_MODEL,
+        in_eval=True,
+    ),
+    Metric(
+        name="reward/model_s",
+        unit="s",
+        meaning="Scoring by the reward model.",
+        when=_WITH_MODEL,
+        in_eval=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class TermScores:
+    """Values of some terms, by their number in `reward.terms`, for samples in the order in which they came in.
+    `scored_B`: whether a sample has them; `failures`: how many do not, by cause; `first_failure`: why the first does
+    not. `counts`: what it took, as metrics below `reward/`. `samples`: some of them as text."""
+
+    value_B: Mapping[int, NDArray[Any]]
+    scored_B: NDArray[np.bool_]
+    failures: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    first_failure: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
+
+    @staticmethod
+    def of(answer: Message) -> TermScores:
+        """Read an answer of the reward role."""
+        body, columns = bodies.Scores.of(answer), answer.tensors
+        value_B = {int(name.split("_")[1]): column for name, column in columns.items() if name.startswith("term_")}
+        scored_B = columns["scored_B"].astype(bool)
+        return TermScores(value_B, scored_B, body.failures, body.counts, body.first_failure, body.samples)
+
+    @staticmethod
+    def concat(parts: Sequence[TermScores]) -> TermScores:
+        """Join the same terms' scores of samples that came in one after another."""
+        return TermScores(
+            {number: np.concatenate([part.value_B[number] for part in parts]) for number in parts[0].value_B},
+            np.concatenate([part.scored_B for part in parts]),
+            add_up([part.failures for part in parts]),
+            add_up([part.counts for part in parts]),
+            next((part.first_failure for part in parts if part.first_failure), ""),
+            [sample for part in parts for sample in part.samples],
+        )
+
+    def select(self, indices: NDArray[np.int64]) -> TermScores:
+        value_B = {number: column[indices] for number, column in self.value_B.items()}
+        return replace(self, value_B=value_B, scored_B=self.scored_B[indices])
+
+
+@dataclass(frozen=True)
+class ScoreModel:
+    """The model that a term of the reward asks. `begin`, with the step: give it the device; nothing is sampled after it
+    before the next sync."""
+
+    group: Group
+    number: int  # of its term in `reward.terms`
+    begin: Callable[[int], None]
+    shares: Callable[[Batch], list[NDArray[np.int64]]]  # the sequences of each of its ranks
+
+    def score(self, rendered: Sequence[Message], id_B: NDArray[np.int64], step: int) -> TermScores:
+        """Score samples that were `rendered` in its tokens. `id_B`: of all samples; those that it cannot read have no
+        score."""
+        begin = time.perf_counter()
+        parts = [part.batch for part in rendered if len(part.batch)]
+        score_of: dict[int, float] = {}
+        if parts:
+            batch = Batch.concat(parts)
+            shards, needed = self.shares(batch), batch.only(COLUMNS[Verb.SCORES].needs)
+            tensors = [needed.select(shard).columns for shard in shards]
+            for answer, shard in zip(self.group.call(Verb.SCORES, tensors=tensors, step=step), shards, strict=True):
+                score_of |= dict(zip(batch["id_B"][shard].tolist(), answer.tensors["score_B"].tolist(), strict=True))
+        ids = id_B.tolist()
+        bare = [bodies.Rendered.of(answer) for answer in rendered]
+        return TermScores(
+            {self.number: np.array([score_of.get(sample, 0.0) for sample in ids], dtype=np.float32)},
+            np.array([sample in score_of for sample in ids], dtype=bool),
+            add_up([part.failures for part in bare]),
+            {"model_tokens": sum(part.num_tokens for part in parts), "model_s": time.perf_counter() - begin},
+            next((part.first_failure for part in bare if part.first_failure), ""),
+        )
+
+
+def of_judges(
+    reward: Group, what: bodies.What, sent: Sequence[Message], lost_ids: Sequence[int], step: int
+) -> TermScores:
+    """Wait for the judges' grades of samples that were sent to them. `lost_ids`: of those without a score already."""
+    tickets = [bodies.SentToJudges.of(answer).ticket for answer in sent]
+    body = bodies.AwaitJudges(what=what, tickets=tickets, lost=[*lost_ids])
+    return TermScores.of(reward.call(Verb.AWAIT_JUDGES, body, step=step, ranks=[HOME])[0])
+
+
+def add_up(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return sums by name, in the order in which names are first met."""
+    names = dict.fromkeys(name for one in counts for name in one)
+    return {name: sum(one.get(name, 0) for one in counts) for name in names}
