@@ -84,7 +84,7 @@ class Score(Body):
 
 
 class Scores(Answer):
-    """What graded some samples, beside the value of each term: `term_<i>_B`, 0 where `scored_B` is."""
+    """Stand beside the values of the terms: `term_<i>_B`, 0 where `scored_B` is."""
 
     failures: dict[str, int]  # cause → how many completions were lost to it that were not lost already
     first_failure: str = ""  # what the first of them died of, its row and its id; empty: there is none

@@ -12,7 +12,7 @@ from specs.errors import RewardError
 
 @dataclass(frozen=True)
 class Reply:
-    """What a judge wrote, and how many tokens that took."""
+    """Hold what a judge wrote, and how many tokens that took."""
 
     text: str
     prompt_tokens: int
