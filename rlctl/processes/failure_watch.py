@@ -23,7 +23,6 @@ from rlctl.processes.failures import (
     HeldErrors,
     from_end,
     from_error,
-    from_rank_end,
 )
 from rlctl.processes.group import Group
 from rlctl.processes.launch import Place, tail
@@ -131,15 +130,12 @@ class FailureWatch:
             raise self.failure(cause)
 
     def _check_processes(self) -> None:
-        for end in self._membership.launched.first_ended():
-            blame_s = LAUNCHER_GRACE_S if end.code is None else _EXIT_GRACE_S
-            self.assess(from_rank_end(end), _EXIT_GRACE_S, blame_s)
         for started in [*self._membership.launcher.started]:
             code = started.process.poll()
             if code is not None and started.mark not in self._ended:
                 self._ended.add(started.mark)
                 evidence = from_end(started, code)
-                if not self._membership.give_up_joining(evidence):
+                if not self._membership.seek_again(started, evidence):
                     self.assess(evidence, _EXIT_GRACE_S)
 
     def _settle_failures(self) -> None:
@@ -229,13 +225,8 @@ class FailureWatch:
 
     def _grace_s(self, roles: Sequence[str]) -> float:
         """Return how long a rank's error waits for the end of another rank of these roles."""
-        plans = [self._membership.plan.role(role) for role in roles]
-        launched = self._membership.launched
-        seen_at_once = all(
-            plan.launcher == "python" or all((plan.role, rank) in launched for rank in range(plan.processes))
-            for plan in plans
-        )
-        return ROOT_CAUSE_GRACE_S if seen_at_once else LAUNCHER_GRACE_S
+        launchers = {self._membership.plan.role(role).launcher for role in roles}
+        return ROOT_CAUSE_GRACE_S if launchers == {"python"} else LAUNCHER_GRACE_S
 
     # ── stacks, and what the person reads ─────────────────────────────────────────────────────────
 

@@ -4,14 +4,15 @@ errors are secondary failures, and wait for the root cause. Typed causes and exi
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
-from rlctl.processes.launch import Started, describe_exit
-from rlctl.processes.launched_ranks import FOLLOW_UPS, FirstEnd, root_cause
-from rlctl.processes.remote_ranks import RemoteRank
+from rlctl.processes.launch import Started, describe_exit, tail
+from rlctl.processes.node_connection import RemoteProcess
 from specs.errors import Cause
 from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Verb
@@ -19,6 +20,10 @@ from specs.wire.messages import Verb
 ROOT_CAUSE_GRACE_S = 2.0  # how long a failure that may be secondary waits for its root cause
 # The same where a launcher stands between: it ends the other ranks before it says which one failed.
 LAUNCHER_GRACE_S = 20.0
+
+# Ends that follow from others: a process aborts itself when its peer is gone, a launcher ends the rest.
+_FOLLOW_UPS = (-signal.SIGABRT, -signal.SIGTERM)
+_ROOT_CAUSE = re.compile(r"Root Cause.*?^\s*rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL | re.MULTILINE)
 
 # Verbs in which ranks of several roles wait for each other: the end of one breaks the connections of the others.
 JOINED_VERBS = frozenset({Verb.EXPORT_BUCKET, Verb.EXPORT_END, Verb.IMPORT_BEGIN, Verb.IMPORT_BUCKET, Verb.IMPORT_END})
@@ -131,27 +136,29 @@ def from_error(role: str, rank: int, error: ErrorBody, *, alone: bool) -> Eviden
 
 
 def from_end(started: Started, code: int) -> Evidence:
-    """Return evidence of a process that ended: a rank, or a launcher, which may report the rank that failed."""
+    """Return evidence of a process that ended: a rank, or a launcher, which may report the rank that failed first. A
+    signal is a root cause, unless it is one that follows from others; an exit code perhaps not."""
     role, rank = started.role, started.ranks[0]
-    if isinstance(started.process, RemoteRank) and not started.process.has_reported:
-        message = f"the connection to {started.host} ended ({describe_exit(code)}): every {role} there has failed"
+    if isinstance(started.process, RemoteProcess) and not started.process.has_reported:
+        host = started.host or "the supervisor here"
+        message = f"the connection to {host} ended ({describe_exit(code)}): every {role} there has failed"
         return Evidence(role, rank, Cause.ENDED, message, log_name=started.process.node.log_path.name)
-    if not started.is_launcher:
-        return from_rank_end(FirstEnd(role, rank, code))
-    if reported := root_cause(started.log_path):
-        return from_rank_end(FirstEnd(role, *reported), reported=True)
-    message = f"{started.launcher}: {describe_exit(code)}"
-    weight = Severity.ROOT if code < 0 else Severity.EXIT
-    return Evidence(role, rank, Cause.ENDED, message, weight, log_name=started.log_path.name)
+    if started.launcher and (reported := root_cause(started.log_path)):
+        return _ended(role, *reported, Severity.ROOT)
+    is_root = code < 0 and (bool(started.launcher) or code not in _FOLLOW_UPS)
+    weight = Severity.ROOT if is_root else Severity.EXIT
+    if started.launcher:
+        message = f"{started.launcher}: {describe_exit(code)}"
+        return Evidence(role, rank, Cause.ENDED, message, weight, log_name=started.log_path.name)
+    return _ended(role, rank, code, weight)
 
 
-def from_rank_end(end: FirstEnd, *, reported: bool = False) -> Evidence:
-    """Return evidence of a rank's process that ended. A signal is a root cause, unless it is one that follows from
-    others; an exit code perhaps not, unless its launcher reports it as the first."""
-    if end.code is None:
-        also = f"; so did that of rank {', '.join(map(str, end.others))} at the same time" if end.others else ""
-        return Evidence(end.role, end.rank, Cause.ENDED, f"its process ended{also}", Severity.EXIT)
-    root = reported or (end.code < 0 and end.code not in FOLLOW_UPS)
-    hint = "SIGKILL from outside often means that memory ran out" if end.code == -signal.SIGKILL else ""
-    weight = Severity.ROOT if root else Severity.EXIT
-    return Evidence(end.role, end.rank, Cause.ENDED, describe_exit(end.code), weight, hint=hint)
+def _ended(role: str, rank: int, code: int, weight: Severity) -> Evidence:
+    hint = "SIGKILL from outside often means that memory ran out" if code == -signal.SIGKILL else ""
+    return Evidence(role, rank, Cause.ENDED, describe_exit(code), weight, hint=hint)
+
+
+def root_cause(log_path: Path) -> tuple[int, int] | None:
+    """Return the rank that torchrun names as the root cause at its end, and its exit code (text of torch 2.13.0)."""
+    found = _ROOT_CAUSE.search(tail(log_path, lines=200))
+    return (int(found[1]), int(found[2])) if found else None

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rlctl import __version__
 from rlctl.preflight.hostfile import hosts_of
-from rlctl.processes.host_check import (
-    HERE,
-    HostChecks,
-    ReachabilityGroup,
-    RemoteHost,
-    check_hosts,
-    interface_of,
-    marked,
-)
-from rlctl.processes.placement import Plan, make_plan
-from rlctl.processes.remote_check import Questions, checksum_of, sizes_in
+from rlctl.processes.host_check import RemoteHost, check_hosts
+from rlctl.processes.placement import Plan, RolePlan, make_plan
+from rlctl.processes.remote_check import Questions, checksum_of, sizes_in, this_machine
 from rlctl.processes.role_configs import model_paths
 from specs.errors import Problem, SpecError
 from specs.rules.transport_rules import choose_transport
@@ -35,68 +29,26 @@ from workers.network import address_towards
 
 
 def plan_for_hosts(spec: Spec, spec_dir: Path, run_dir: Path) -> Plan:
-    """The plan of a run that is about to start. With roles on several hosts it names this host's address, and every
-    host has been asked whether it can do its part. Raises SpecError."""
+    """Return the plan of a run that is about to start. With roles on several hosts it names this host's address, and
+    every host has been checked. A host that may come late is checked again before its ranks start. Raise SpecError."""
     check_slurm(spec, os.environ)
     if not any(spec.role(name).leaves_host for name in spec.roles):
         return make_plan(spec, spec_dir)
     plan = make_plan(spec, spec_dir, address=_own_address(spec, spec_dir))
-    inquiry = HostInquiry(
-        spec, spec_dir, run_dir, plan, remote_hosts(spec, plan, spec_dir), reachability_groups(spec, plan)
-    )
-    return replace(plan, unreached={name: JoiningHost(name, why, inquiry) for name, why in inquiry.all().items()})
+    hosts = remote_hosts(spec, plan, spec_dir)
+    questions = _questions(spec, spec_dir, plan)
+    with _marked(_written_to(spec, spec_dir, run_dir)) as files:
+        ports = [0, *(role.meeting.port for role in plan.roles if role.meeting.port is not None)]
+        now = Questions(**{**questions, "shared": files, "ports": ports})
+        unreached = check_hosts(hosts, now, partial(may_begin_without, spec))
+    later = Questions(**{**questions, "folders": [*questions["folders"], str(run_dir.absolute())]})
+    checks = {(host.name, host.python): host.check(later) for host in hosts if host.name in unreached}
+    return replace(plan, roles=tuple(_checked(role, checks) for role in plan.roles), unreached=unreached)
 
 
-@dataclass(frozen=True)
-class HostInquiry:
-    """Asks the hosts of a run whether they can do their part, before the start or when they join late."""
-
-    spec: Spec
-    spec_dir: Path
-    run_dir: Path
-    plan: Plan
-    hosts: Sequence[RemoteHost]
-    groups: Sequence[ReachabilityGroup]
-
-    def all(self) -> dict[str, str]:
-        """Ask all hosts; return those that cannot be reached and may be missing, and why. Raise SpecError."""
-        ports = [role.meeting.port for role in self.plan.roles if role.meeting.port is not None]
-        with self._questions([0, *ports]) as questions:
-            return check_hosts(self.hosts, self.groups, questions, partial(may_begin_without, self.spec))
-
-    def one(self, name: str, checks: HostChecks) -> str:
-        """Return why one host cannot be reached now, if so; its ranks' peers try that too. Raise SpecError."""
-        own = [host for host in self.hosts if host.name == name]
-        number = own[0].number
-        pairs = [
-            ReachabilityGroup(frozenset({number, other}), group.what)
-            for group in self.groups
-            if number in group.hosts
-            for other in group.hosts - {number}
-        ]
-        there = {one for pair in pairs for one in pair.hosts} - {number}
-        peers = {host.number: host for host in self.hosts if host.number in there}
-        with self._questions([0]) as questions:
-            unreached = check_hosts([*own, *peers.values()], pairs, questions, lambda hosts: True, checks)
-        return unreached.get(name, "")
-
-    @contextmanager
-    def _questions(self, ports: list[int]) -> Iterator[Questions]:
-        with marked(_written_to(self.spec, self.spec_dir, self.run_dir)) as files:
-            yield _questions(self.spec, self.spec_dir, self.plan, files, ports)
-
-
-class JoiningHost:
-    """A host that could not be reached before the start."""
-
-    def __init__(self, name: str, why: str, inquiry: HostInquiry) -> None:
-        self.name, self.why, self._inquiry, self._checks = name, why, inquiry, HostChecks()
-
-    def check(self) -> str:
-        return self._inquiry.one(self.name, self._checks)
-
-    def stop(self) -> None:
-        self._checks.stop()
+def _checked(role: RolePlan, checks: Mapping[tuple[str, str], tuple[str, ...]]) -> RolePlan:
+    nodes = (replace(node, check=checks.get((node.host, role.python), ())) for node in role.remote)
+    return replace(role, remote=tuple(nodes))
 
 
 def may_begin_without(spec: Spec, hosts: frozenset[int]) -> bool:
@@ -158,17 +110,20 @@ def check_slurm(spec: Spec, env: Mapping[str, str]) -> None:
         raise SpecError([Problem(f"{short[0]}.nodes", f"the SLURM job has {has}{named}", hint, asked)])
 
 
-def _questions(spec: Spec, spec_dir: Path, plan: Plan, shared: Sequence[str], ports: list[int]) -> Questions:
+def _questions(spec: Spec, spec_dir: Path, plan: Plan) -> Questions:
     """Return what every host is asked."""
     models = {path for role, path in model_paths(spec, spec_dir).items() if spec.role(role).leaves_host}
     return Questions(
+        version=__version__,
+        machine=this_machine(),
         address=plan.address,
-        ports=ports,
-        interface=interface_of({**os.environ, **spec.actor.env}),
+        ports=[],
         folders=[os.getcwd(), str(spec_dir)],
-        shared=[*shared],
+        shared=[],
         models={path: sizes_in(path) for path in sorted(models) if os.path.isdir(path)},
         files={},
+        host="",
+        gpus=0,
     )
 
 
@@ -217,20 +172,18 @@ def remote_hosts(spec: Spec, plan: Plan, spec_dir: Path) -> list[RemoteHost]:
     return [*found.values()]
 
 
-def reachability_groups(spec: Spec, plan: Plan) -> list[ReachabilityGroup]:
-    """Hosts whose ranks connect to each other: those of a role's group, and of the group that carries the weights."""
-    groups = [
-        ReachabilityGroup(frozenset(spec.role(role.role).hosts), f"the {role.role}")
-        for role in plan.roles
-        if role.nodes > 1 and ROLES[role.role].together
-    ]
-    if choose_transport(spec)[0] == "group":
-        groups.append(
-            ReachabilityGroup(frozenset({HERE, *spec.rollout.hosts}), 'the group of sync.transport = "group"')
-        )
-    return groups
-
-
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists: a run directory is made when the run starts."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+@contextmanager
+def _marked(folders: Sequence[str]) -> Iterator[list[str]]:
+    """Make an empty file in each folder, by which other hosts see that theirs is the same one; none where none can be
+    made, which others report."""
+    with ExitStack() as stack:
+        files = []
+        for folder in dict.fromkeys(folders):
+            with suppress(OSError):
+                files.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix=".rlctl-", dir=folder)).name)
+        yield files

@@ -14,13 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
+from rlctl.processes.node_connection import NodeConnection, RemoteProcess
 from rlctl.processes.placement import FREE_PORT, LAUNCHER_VARIABLES, LOOPBACK, RemoteNode, RolePlan, package_root
-from rlctl.processes.remote_ranks import NodeConnection, RemoteRank
 from specs.errors import Problem, SpecError
 from workers.watchdog import kill_marked, pids_marked, signal_group
 
@@ -38,30 +36,21 @@ _OWN_MARK = "RLCTL_PROCESS"
 _PACKAGES = ("rlctl", "specs", "workers", "backends")
 _KILL_TIMEOUT_S = 10.0
 _REMOTE_GRACE_S = 10.0
-_REMOTE_KILL_S = 8.0  # for a host to report that a rank of it was killed
+_REMOTE_KILL_S = 8.0  # for a host to report that a process of it was killed
 CONNECTION_SILENCE_S = 120.0  # a connection that is silent for long is closed on its way: by a kubelet, a firewall
 
 
 @dataclass(frozen=True)
 class Started:
-    """A process the driver started: one rank, or a launcher of several, perhaps on another `host`. A rank that has a
-    process of its own there is a `RemoteRank`.
-
-    `ends_with_stdin`: closing its standard input ends it, and all that it started.
-    """
+    """A process that the driver started, here or on another `host`: one rank, or a `launcher` of several."""
 
     role: str
     ranks: tuple[int, ...]
-    process: subprocess.Popen[bytes] | RemoteRank
+    process: subprocess.Popen[bytes] | RemoteProcess
     log_path: Path
     launcher: str = ""  # torchrun, deepspeed, srun
     host: str = ""
-    ends_with_stdin: bool = False
-    mark: str = ""  # in its environment and that of its children on this host
-
-    @property
-    def is_launcher(self) -> bool:
-        return bool(self.launcher)
+    mark: str = ""  # in its environment and that of its children on its host
 
 
 class Launcher:
@@ -79,7 +68,6 @@ class Launcher:
         self._stores: list[Path] = []
         self._ports: list[socket.socket] = []
         self._nodes: dict[tuple[str, str], NodeConnection] = {}  # by role and host
-        self._unsure: dict[Place, list[str]] = {}  # keys of remote ranks that may live, though they were killed
         self._refreshed_at = time.monotonic()
 
     def start(self, plan: RolePlan, *, module: str = "", without: Collection[int] = ()) -> None:
@@ -101,21 +89,23 @@ class Launcher:
             for node in plan.remote:
                 for rank in plan.ranks_of(node.node_rank):
                     if rank not in without:
-                        self._start_remote_rank(plan, node, rank, more)
+                        self.start_remote_rank(plan, node, rank, module=module)
             return
-        env["RLCTL_LOG_DIR"] = str(folder)
+        to_log = {"RLCTL_LOG_DIR": str(folder)}
         meeting_port = port or str(self._reserve_port())
         command = (*(word.replace(FREE_PORT, meeting_port) for word in plan.command), *more)
         log_path = folder / "launcher.log"
-        if plan.launcher == "srun":
-            env |= {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
-            supervisor = (sys.executable, "-m", "workers.node")  # srun does not end by itself when the driver dies
-            ranks = tuple(range(plan.processes))
-            self._spawn(plan.role, ranks, (*supervisor, *command), env, log_path, launcher="srun", ends_with_stdin=True)
+        if (
+            plan.launcher == "srun"
+        ):  # which does not end by itself when the driver dies: a supervisor on this host ends it
+            place = {"MASTER_ADDR": plan.meeting.address, "MASTER_PORT": port}
+            node = RemoteNode("", 0, ("sh",), command, plan.env | place)
+            self._start_remote(plan, node, tuple(range(plan.processes)), command, to_log, log_path)
             return
-        self._spawn(plan.role, plan.ranks_of(0), command, env, log_path, launcher=plan.launcher)
+        self._spawn(plan.role, plan.ranks_of(0), command, env | to_log, log_path, launcher=plan.launcher)
         for node in plan.remote:
-            self._start_remote(plan, node, more, env["RLCTL_LOG_DIR"])
+            log_path = folder / f"launcher_{node.host}.log"
+            self._start_remote(plan, node, plan.ranks_of(node.node_rank), (*node.command, *more), to_log, log_path)
 
     def _make_store_folder(self) -> Path:
         """Make a folder that only this user can enter, for the file in which ranks on this host meet (torch's
@@ -138,19 +128,21 @@ class Launcher:
         assert plan.world_size_of_group == 1, f"ranks of {plan.role} need one another"
         with self.log_path(plan.role, rank).open("a", encoding="utf-8") as log_file:
             log_file.write(f"\n── {remark} ──\n")
-        more = ("--module", module) if module else ()
         if (node := plan.remote_of(rank)) is not None:
-            self._start_remote_rank(plan, node, rank, more)
+            self.start_remote_rank(plan, node, rank, module=module)
         else:
+            more = ("--module", module) if module else ()
             self._spawn_rank(plan, rank, more, self._environment(plan) | _place(plan, rank, ""))
 
     def kill(self, role: str, rank: int, *, wait: bool = True) -> None:
         """SIGKILL what is left of a rank that has a process of its own, with all that it started, and forget it.
         `wait`: for its host, where that is another one, to report that it has ended."""
         for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
-            if isinstance(started.process, RemoteRank):
-                self._kill_remote_rank(started.process, (role, rank), _REMOTE_KILL_S if wait else 0.0)
-                self.started.remove(started)
+            self.started.remove(started)
+            if isinstance(started.process, RemoteProcess):
+                # A host that does not answer has lost its connection, and all its ranks of the role with it.
+                if not started.process.kill(_REMOTE_KILL_S if wait else 0.0):
+                    started.process.node.give_up()
                 continue
             left = _kill_all_of([started])
             try:
@@ -159,111 +151,66 @@ class Launcher:
                 left.append(started.process.pid)
             if left:
                 log.error("processes of %s rank %d that could not be ended: %s", role, rank, left)
-            self.started.remove(started)
-
-    def seek(self, plan: RolePlan, rank: int, *, module: str = "") -> None:
-        """Start a rank on a host that may not be there yet. It may end at once; `give_up` forgets it then."""
-        if any(one.role == plan.role and one.ranks == (rank,) for one in self.started):
-            return
-        node = plan.remote_of(rank)
-        assert node is not None, f"{plan.role} rank {rank} is on this host"
-        self._start_remote_rank(plan, node, rank, ("--module", module) if module else ())
-
-    def give_up(self, role: str, rank: int) -> None:
-        """Forget a rank that was sought, with the connection to its host where nobody has answered there."""
-        for started in [one for one in self.started if one.role == role and one.ranks == (rank,)]:
-            process = started.process
-            if isinstance(process, RemoteRank) and not process.node.ready:
-                process.node.give_up()
-                self.started.remove(started)
-            else:
-                self.kill(role, rank)
 
     def _spawn_rank(self, plan: RolePlan, rank: int, more: tuple[str, ...], env: Mapping[str, str]) -> None:
         log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
         self._spawn(plan.role, (rank,), (*plan.command, *more), dict(env), log_path)
 
-    def _start_remote_rank(self, plan: RolePlan, node: RemoteNode, rank: int, more: tuple[str, ...]) -> None:
-        """Start a rank that has a process of its own on another host, through the supervisor there."""
+    def start_remote_rank(self, plan: RolePlan, node: RemoteNode, rank: int, *, module: str = "") -> None:
+        """Start a rank that has a process of its own on another host, which need not be there: then it ends."""
+        log_path = self.log_dir.absolute() / plan.role / f"rank{rank}.log"
+        command = (*node.command, *(("--module", module) if module else ()))
+        self._start_remote(plan, node, (rank,), command, _place(plan, rank, ""), log_path)
+
+    def _start_remote(
+        self,
+        plan: RolePlan,
+        node: RemoteNode,
+        ranks: tuple[int, ...],
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+    ) -> None:
+        """Start a process through the supervisor of its role and host."""
         connection = self._nodes.get((plan.role, node.host))
         if connection is None or connection.ended:
             if connection is not None:
                 connection.close()
             connection = self._nodes[plan.role, node.host] = self._connect(plan, node)
-        for key in self._unsure.pop((plan.role, rank), []):
-            connection.send({"kill": key})
-        log_path, mark = self.log_dir.absolute() / plan.role / f"rank{rank}.log", self._new_mark()
-        process = RemoteRank(connection, mark)
-        process.start((*node.command, *more), _place(plan, rank, ""), log_path)
-        self.started.append(Started(plan.role, (rank,), process, log_path, host=node.host, mark=mark))
+        mark = self._new_mark()
+        process = RemoteProcess(connection, mark)
+        process.start(command, env, log_path)
+        launcher = "" if plan.launcher == "python" else plan.launcher
+        self.started.append(Started(plan.role, ranks, process, log_path, launcher, node.host, mark))
 
     def _connect(self, plan: RolePlan, node: RemoteNode) -> NodeConnection:
-        log_path = self.log_dir.absolute() / plan.role / f"launcher_{node.host}.log"
-        env = dict(os.environ) | {_OWN_MARK: self._new_mark()}
+        """Open a shell on a host, which reads what to run, secrets too, from its input."""
+        log_path = self.log_dir.absolute() / plan.role / f"supervisor_{node.host or 'here'}.log"
+        env = base_environment() | {_OWN_MARK: self._new_mark()}
         shell = _popen(node.shell, env, log_path, key="cluster.remote_shell", pipes=True)
-        script = self._remote_script(plan, node, (plan.python, "-m", "workers.node"))
-        connection = NodeConnection(node.host, shell, script, log_path)
-        connection.open()
-        return connection
-
-    def _kill_remote_rank(self, process: RemoteRank, place: Place, wait_s: float) -> None:
-        """End a rank on another host. A host that does not answer has lost its connection, and all its ranks of the
-        role with it."""
-        if not process.kill(wait_s):
-            self._unsure.setdefault(place, []).append(process.key)
-            process.node.give_up()
-
-    def _start_remote(self, plan: RolePlan, node: RemoteNode, more: tuple[str, ...], log_dir: str) -> None:
-        """Start a node of a role through the remote shell, which reads what to run, secrets too, from its input."""
-        command = (plan.python, "-m", "workers.node", *node.command, *more)
-        script = self._remote_script(plan, node, command, {"RLCTL_LOG_DIR": log_dir})
-        self._spawn(
-            plan.role,
-            plan.ranks_of(node.node_rank),
-            node.shell,
-            dict(os.environ),
-            Path(log_dir) / f"launcher_{node.host}.log",
-            launcher=plan.launcher,
-            host=node.host,
-            ends_with_stdin=True,
-        )
-        process = self.started[-1].process
-        assert isinstance(process, subprocess.Popen)
-        _feed(process, script.encode())
-
-    def _remote_script(
-        self, plan: RolePlan, node: RemoteNode, command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})
-    ) -> str:
         shared = {name: value for name, value in os.environ.items() if name.startswith(SHARED_PREFIXES)}
-        return remote_script({**shared, **node.env, **self._ours(plan), **more}, command)
+        supervisor = (plan.python, "-m", "workers.node")
+        script = remote_script({**shared, **node.env, **self._ours(plan)}, supervisor, first=node.check)
+        return NodeConnection(node.host, shell, script, log_path)
 
     def keep_connections_open(self) -> None:
-        """Send an empty line now and then: supervisors do not read it."""
-        if time.monotonic() - self._refreshed_at < CONNECTION_SILENCE_S:
-            return
-        self._refreshed_at = time.monotonic()
-        for shell in self._shells():
-            _feed(shell, b"\n")
-
-    def _shells(self) -> list[subprocess.Popen[bytes]]:
-        """Return the processes that end with their standard input."""
-        own = [started.process for started in self.started if started.ends_with_stdin]
-        return [
-            *(process for process in own if isinstance(process, subprocess.Popen)),
-            *(connection.shell for connection in self._nodes.values()),
-        ]
+        """Send something to every supervisor now and then."""
+        if time.monotonic() - self._refreshed_at >= CONNECTION_SILENCE_S:
+            self._refreshed_at = time.monotonic()
+            for node in self._nodes.values():
+                node.keep_open()
 
     def log_path(self, role: str, rank: int) -> Path:
         return self.log_dir / role / f"rank{rank}.log"
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End everything: SIGTERM to each process group, `grace_s` to obey, SIGKILL, then a search for stragglers."""
-        here = [one for one in self.started if not (one.ends_with_stdin or isinstance(one.process, RemoteRank))]
-        shells = self._shells()
-        for shell in shells:
-            _hang_up(shell)
+        here = [one for one in self.started if not isinstance(one.process, RemoteProcess)]
+        shells = [node.shell for node in self._nodes.values()]
+        for node in self._nodes.values():
+            node.hang_up()
         _signal_groups(here, signal.SIGTERM)
-        _signal_groups(self.started, signal.SIGCONT)  # a stopped process obeys only once it goes on
+        _signal_groups(here, signal.SIGCONT)  # a stopped process obeys only once it goes on
         _wait_for_all([*self._processes, *shells], grace_s)
         _kill_all_of(here)
         # A remote shell that is killed early leaves nobody to say that its host is clean.
@@ -286,7 +233,7 @@ class Launcher:
         return _wait_for_all(self._processes, timeout_s)
 
     @property
-    def _processes(self) -> list[subprocess.Popen[bytes] | RemoteRank]:
+    def _processes(self) -> list[subprocess.Popen[bytes] | RemoteProcess]:
         return [started.process for started in self.started]
 
     def leftover(self) -> list[int]:
@@ -314,14 +261,11 @@ class Launcher:
         command: tuple[str, ...],
         env: dict[str, str],
         log_path: Path,
-        *,
         launcher: str = "",
-        host: str = "",
-        ends_with_stdin: bool = False,
     ) -> None:
         mark = self._new_mark()
-        process = _popen(command, env | {_OWN_MARK: mark}, log_path, key=f"{role}.python", stdin=ends_with_stdin)
-        self.started.append(Started(role, ranks, process, log_path, launcher, host, ends_with_stdin, mark))
+        process = _popen(command, env | {_OWN_MARK: mark}, log_path, key=f"{role}.python")
+        self.started.append(Started(role, ranks, process, log_path, launcher, mark=mark))
 
     def _new_mark(self) -> str:
         self._spawned += 1
@@ -329,22 +273,15 @@ class Launcher:
 
 
 def _popen(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    log_path: Path,
-    *,
-    key: str,
-    stdin: bool = False,
-    pipes: bool = False,
+    command: Sequence[str], env: Mapping[str, str], log_path: Path, *, key: str, pipes: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a process with its output in a log. `stdin`: it has an input; `pipes`: its input and output are pipes.
-    Raise SpecError that names `key`."""
+    """Start a process with its output in a log, or with `pipes` to and from it. Raise SpecError that names `key`."""
     with log_path.open("ab") as output:
         try:
             return subprocess.Popen(
                 command,
                 env=dict(env),
-                stdin=subprocess.PIPE if stdin or pipes else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches the driver only, and the whole group can be signalled
@@ -373,33 +310,22 @@ def python_path(plan: RolePlan, folder: Path) -> str:
     return path.replace(str(root), str(links), 1)
 
 
-def remote_script(env: Mapping[str, str], command: Sequence[str]) -> str:
-    """Return what a POSIX shell on another host reads to become `command`, in the driver's folder."""
+def remote_script(env: Mapping[str, str], command: Sequence[str], *, first: Sequence[str] = ()) -> str:
+    """Return what a POSIX shell on another host reads to become `command`, in the driver's folder, unless `first` has
+    another exit code than 0."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())]
-    return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit 1", *exports, f"exec {shlex.join(command)}", ""])
+    check = [f"{shlex.join(first)} </dev/null || exit 1"] if first else []
+    become = f"exec {shlex.join(command)}"
+    return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit 1", *exports, *check, become, ""])
 
 
-def _wait_for_all(processes: Sequence[subprocess.Popen[bytes] | RemoteRank], timeout_s: float) -> bool:
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes] | RemoteProcess], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes):
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.01)
     return True
-
-
-def _feed(process: subprocess.Popen[bytes], text: bytes) -> None:
-    """Write to a process's input; one that has ended is noticed as any process."""
-    assert process.stdin is not None
-    with suppress(BrokenPipeError, ValueError):
-        process.stdin.write(text)
-        process.stdin.flush()
-
-
-def _hang_up(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
 
 
 def _signal_groups(those: Iterable[Started], number: signal.Signals) -> None:

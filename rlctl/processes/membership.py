@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
+import math
+import time
 from collections.abc import Mapping
 
 from rlctl.processes.channel import Hub
 from rlctl.processes.failures import Evidence
 from rlctl.processes.handshake import Member
-from rlctl.processes.joining_hosts import JoiningHosts
-from rlctl.processes.launch import Launcher, Place
-from rlctl.processes.launched_ranks import LaunchedRanks
+from rlctl.processes.launch import Launcher, Place, Started
+from rlctl.processes.node_connection import RemoteProcess
 from rlctl.processes.placement import Plan, RolePlan
 from rlctl.processes.rank_states import RankState, RankStates
 from specs.errors import Cause
 from specs.wire.messages import Kind, Message, Verb
+
+LOOK_S = 10.0  # between two looks for a host
 
 
 class Membership:
@@ -24,9 +26,9 @@ class Membership:
         self.plan, self.hub, self.launcher = plan, hub, launcher
         self.members: dict[Place, Member] = {}
         self.states = RankStates()  # no restarts unless allowed (rlctl/loop/recovery.py)
-        self.launched = LaunchedRanks()
         self._modules = modules
-        self._joining = JoiningHosts(plan.unreached, self._start_joining, self._report_joining)
+        self._sought: dict[Place, float] = {}  # ranks on hosts that the run has begun without → when to look for them
+        self._reported: dict[Place, str] = {}  # why one of them does not come
 
     def launch(self, plan: RolePlan) -> list[Evidence]:
         """Start a role's processes. Return why ranks on hosts that cannot be reached do not start."""
@@ -35,10 +37,9 @@ class Membership:
         absent = {rank: host for rank in range(plan.processes) if (host := plan.host_of(rank)) in unreached}
         self.launcher.start(plan, module=self._modules.get(plan.role, ""), without=absent)
         self.states.started(plan.role, plan.processes)
-        for rank, host in absent.items():
-            self._joining.await_rank(host, (plan.role, rank))
+        self._sought |= {(plan.role, rank): time.monotonic() + LOOK_S for rank in absent}
         return [
-            Evidence(plan.role, rank, Cause.OVERDUE, f"is not there: {unreached[host].why}", needs_log=False)
+            Evidence(plan.role, rank, Cause.OVERDUE, f"is not there: {unreached[host]}", needs_log=False)
             for rank, host in absent.items()
         ]
 
@@ -55,11 +56,7 @@ class Membership:
         place = member.role, member.rank
         self.members[place] = member
         self.states.joined(place)
-        self._joining.joined(place)
-        for started in self.launcher.started:
-            below = started.is_launcher and member.role == started.role and member.rank in started.ranks
-            if below and isinstance(started.process, subprocess.Popen):
-                self.launched.watch(place, member.pid, started.process.pid)
+        self._sought.pop(place, None)
 
     def is_awaited(self, place: Place) -> bool:
         """Return whether a rank that was started is still to join."""
@@ -81,17 +78,30 @@ class Membership:
         if rank in self.states.dropped(role):
             self.hub.expect_no_more(role, rank)
 
-    def give_up_joining(self, evidence: Evidence) -> bool:
-        """Take the end of a rank on a host that may still join for another failed attempt; return whether it is one."""
-        place = evidence.role, evidence.rank
-        joining = self._joining.ended(place, f"did not come: {evidence.message}")
-        if joining:
-            self.launcher.give_up(*place)
-        return joining
+    def seek_again(self, started: Started, evidence: Evidence) -> bool:
+        """Return whether a process that ended was a rank on a host that the run has begun without: it is sought again
+        later. Report why it did not come, once for each reason, where there is a way to its host."""
+        place, process = (evidence.role, evidence.rank), started.process
+        if place not in self._sought or not isinstance(process, RemoteProcess):
+            return False
+        self._sought[place] = time.monotonic() + LOOK_S
+        self.launcher.kill(*place)
+        refused = process.node.refused
+        why = f"is there, but cannot take part: {refused}" if refused else f"did not come: {evidence.message}"
+        if (process.node.ready or refused) and self._reported.get(place) != why:
+            self._reported[place] = why
+            has_log = self.launcher.log_path(*place).exists()
+            self.states.policy_of(place[0]).on_failure(Evidence(*place, Cause.OVERDUE, why, needs_log=has_log))
+        return True
 
     def look_for_hosts(self) -> None:
-        """Go on with the hosts that may still join."""
-        self._joining.look()
+        """Start ranks on hosts that may be there by now: each host is checked first, as the others were."""
+        for place in [place for place, due in self._sought.items() if time.monotonic() > due]:
+            self._sought[place] = math.inf  # until it ends
+            plan = self.plan.role(place[0])
+            node = plan.remote_of(place[1])
+            assert node is not None, f"{place} is on this host"
+            self.launcher.start_remote_rank(plan, node, place[1], module=self._modules.get(plan.role, ""))
 
     def silent_with(self, role: str, rank: int) -> str:
         """Return the other host whose ranks are all silent, this one among them; empty where there is none."""
@@ -107,20 +117,11 @@ class Membership:
 
     def close(self, *, polite: bool, grace_s: float) -> None:
         """End every process. `polite`: ask with the verb `close` first."""
-        self._joining.close()
         if polite:
             for late in [(plan.role, rank) for plan in self.plan.roles for rank in self.states.late(plan.role)]:
-                self.launcher.give_up(*late)  # it may hear nothing yet
+                self.launcher.kill(*late, wait=False)  # it may hear nothing yet
             for role, rank in self.members:
                 self.hub.send(role, rank, Message(Kind.CALL, verb=Verb.CLOSE).frames())
             self.launcher.wait(grace_s)
         self.launcher.stop()
         self.hub.close()
-
-    def _start_joining(self, place: Place) -> None:
-        role, rank = place
-        self.launcher.seek(self.plan.role(role), rank, module=self._modules.get(role, ""))
-
-    def _report_joining(self, place: Place, why: str) -> None:
-        started = self.launcher.log_path(*place).exists()
-        self.states.policy_of(place[0]).on_failure(Evidence(*place, Cause.OVERDUE, why, needs_log=started))

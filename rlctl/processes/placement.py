@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rlctl.preflight.hostfile import Host, hosts_of
 from specs.errors import Problem, SpecError
@@ -33,13 +32,14 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 @dataclass(frozen=True)
 class RemoteNode:
     """A role's processes on another host, in a shell that `shell` runs there. `command` starts them all, or, as
-    `RolePlan.command`, one of them. `node_rank` counts the role's nodes, from 0."""
+    `RolePlan.command`, one of them, after `check`, if there is one. `node_rank` counts the role's nodes, from 0."""
 
     host: str
     node_rank: int
     shell: tuple[str, ...]
     command: tuple[str, ...]
     env: dict[str, str]
+    check: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,30 +98,16 @@ class RolePlan:
         return remote.host if remote else ""
 
 
-class Unreached(Protocol):
-    """A host that could not be reached, and without which a run begins."""
-
-    @property
-    def why(self) -> str: ...
-
-    def check(self) -> str:
-        """Return why there is still no way to the host, or nothing where it can do its part now. Raise SpecError for
-        one that is there and cannot. A thread may wait for this."""
-
-    def stop(self) -> None:
-        """Have `check` return soon, now and ever after."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """All roles in the order in which they start. `colocated`: trainers and rollouts take turns on their devices.
-    `address`: this host's, where ranks on other hosts find it; empty: there are none. `unreached`: other hosts, by
-    name, without which the run begins."""
+    `address`: this host's, where ranks on other hosts find it; empty: there are none. `unreached`: names of other
+    hosts, without which the run begins, and why there is no way to them."""
 
     roles: tuple[RolePlan, ...]
     colocated: bool
     address: str = ""
-    unreached: Mapping[str, Unreached] = field(default_factory=dict)
+    unreached: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -1,29 +1,24 @@
-"""Report what another host can do before a run, and which peers it reaches: `python -m rlctl.processes.remote_check
-QUESTIONS`, where QUESTIONS is the JSON of an `Asked`.
-
-It writes a line of JSON (a `HostReply`), reads one ({"peers": [[name, address, port], …]}), writes which of them it
-cannot reach ({"unreached": [[name, "address:port: why"], …]}), and ends with its input.
+"""Check whether a host can do its part of a run. There `python -m rlctl.processes.remote_check QUESTIONS`, the JSON of
+a `Questions`, writes a `HostReply` as a line of JSON. The exit code is 1 where there is a problem.
 
 Standard library only: a role's interpreter there need not have what the command line needs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import socket
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from rlctl import __version__
 from rlctl.models.hardware import gpu_count
-from workers.network import address_of_interface, address_towards
+from specs.errors import Problem
 
 MARK = "rlctl-probe: "
 _DIAL_TIMEOUT_S = 5.0
@@ -31,113 +26,95 @@ _READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 
 
 class Questions(TypedDict):
-    """`address`, `ports`: where the driver's host listens. `interface`: the one that ranks use; empty, or none by that
-    name: the one that leads there. `folders` must exist; `shared` are files that the driver has just made, each in a
-    folder to which this host writes too; `models` are folders, with the size of each of their files; `files`: path →
-    checksum (`checksum_of`)."""
+    """`version`, `machine`: rlctl's and that of the driver. `address`, `ports`: where it listens. `folders` have
+    to exist; `shared` are files that the driver has just made, each in a folder to which this host writes too; `models`
+    are folders, with the size of each of their files; `files`: path → checksum. `host`, `gpus`: this one's name, and
+    how many GPUs it must have."""
 
+    version: str
+    machine: str
     address: str
     ports: list[int]
-    interface: str
     folders: list[str]
     shared: list[str]
     models: dict[str, dict[str, int]]
     files: dict[str, str]
+    host: str
+    gpus: int
 
 
 class HostReply(TypedDict):
-    """`machine`: equal where two hosts are one. `missing` folders; `unshared`, `read_only`: folders of shared files;
-    `different`: models' files; `changed`: other files. `dial`: why the driver cannot be reached, or empty. `gpus`: None
-    where it is not known. `door`: where this host listens for its peers. `time`: seconds since 1970."""
+    """`dial`: why the driver cannot be reached, or empty. `problem`: the fields of a `Problem`, or None."""
 
-    version: str
-    machine: str
-    missing: list[str]
-    unshared: list[str]
-    read_only: list[str]
-    different: list[str]
-    changed: list[str]
     dial: str
-    gpus: int | None
-    door: tuple[str, int]
-    time: float
+    problem: dict[str, Any] | None
 
 
-def main(questions: Questions) -> None:
-    address, dial = _own_address(questions["interface"], questions["address"])
-    with socket.create_server((address, 0), backlog=1024) as door:
-        shared = [os.path.dirname(path) for path in questions["shared"]]
-        missing = [
-            folder for folder in (*questions["folders"], *questions["models"], *shared) if not os.path.isdir(folder)
-        ]
-        there = [path for path in questions["shared"] if os.path.dirname(path) not in missing]
-        models = {folder: files for folder, files in questions["models"].items() if folder not in missing}
-        _send(
-            HostReply(
-                version=__version__,
-                machine=this_machine(),
-                missing=missing,
-                unshared=[os.path.dirname(path) for path in there if not os.path.exists(path)],
-                read_only=[os.path.dirname(path) for path in there if not os.access(os.path.dirname(path), os.W_OK)],
-                different=[name for folder, files in models.items() for name in differing(folder, files)],
-                changed=[path for path, checksum in questions["files"].items() if checksum_of(path) != checksum],
-                dial=dial or next(filter(None, (_dial(questions["address"], port) for port in questions["ports"])), ""),
-                gpus=gpu_count(),
-                door=(address, door.getsockname()[1]),
-                time=time.time(),
-            )
-        )
-        if line := sys.stdin.readline():
-            _send({"unreached": unreached(json.loads(line)["peers"])})
-            sys.stdin.read()
+def main(questions: Questions) -> int:
+    dial = next(filter(None, (_dial(questions["address"], port) for port in questions["ports"])), "")
+    problem = problem_here(questions) or _dial_problem(questions, dial)
+    reply = HostReply(dial=dial, problem=asdict(problem) if problem else None)
+    print(MARK + json.dumps(reply), flush=True)
+    return int(problem is not None)
 
 
-def _send(message: object) -> None:
-    print(MARK + json.dumps(message), flush=True)
+def problem_here(questions: Questions) -> Problem | None:
+    """Return what keeps this host from its part, beside the way to the driver."""
+    host, key = questions["host"], "cluster.hostfile"
 
+    def problem(message: str, hint: str) -> Problem:
+        return Problem(key, message, hint, host)
 
-def _own_address(interface: str, driver: str) -> tuple[str, str]:
-    """Return where the ranks of this host listen, and why that is not known, or empty."""
-    try:
-        return (interface and address_of_interface(interface)) or address_towards(driver), ""
-    except OSError as error:
-        return "127.0.0.1", str(error)
+    if questions["version"] != __version__:
+        return problem(f"host {host} has rlctl {__version__}, and {questions['version']} is here", "install the same")
+    writable = [os.path.dirname(path) for path in questions["shared"]]
+    for folder in (*questions["folders"], *questions["models"], *writable):
+        if not os.path.isdir(folder):
+            hint = "all hosts need the same folders under the same names: a shared file system"
+            return problem(f"host {host} has no folder {folder}", hint)
+    for path, folder in zip(questions["shared"], writable, strict=True):
+        if not os.path.exists(path):
+            message = f"{folder} of host {host} is another folder than this host's: a file made here is not there"
+            return problem(message, "name a folder on a file system that all hosts share, such as with run.dir")
+        if not os.access(folder, os.W_OK):
+            message = f"host {host} cannot write to {folder}"
+            return problem(message, "its ranks write there: mount it for writing, and as the same user")
+    for folder, files in questions["models"].items():
+        here = sizes_in(folder)
+        for name in (name for name, size in files.items() if here.get(name) != size):
+            message = f"{os.path.join(folder, name)} is not on host {host}, or of another size"
+            return problem(message, "all hosts must read the same model: copy it anew, or share its folder")
+    for path in (path for path, checksum in questions["files"].items() if checksum_of(path) != checksum):
+        message = f"{path} is not on host {host}, or another file than here"
+        return problem(message, "all hosts must run the same functions: copy it anew, or share its folder")
+    if (count := gpu_count()) is not None and questions["gpus"] > count:
+        message = f"host {host} has {count} GPUs, and number {questions['gpus'] - 1} is asked for"
+        return problem(message, "name GPUs that every node of the role has, or use other hosts")
+    if questions["machine"] and questions["machine"] == this_machine():
+        hint = "give each machine one line, and start rlctl on the first of them"
+        return problem(f"host {host} is the host where rlctl runs, the first line of the file", hint)
+    return None
 
 
 def this_machine() -> str:
-    """Equal in two processes of one machine, and of one container on it; empty where that is not known."""
-    with contextlib.suppress(OSError):
+    """Return what is equal in two processes of one machine, and of one container on it; empty where it is unknown."""
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
     return ""
 
 
 def sizes_in(folder: str) -> dict[str, int]:
-    """Name and size in bytes of each file of a model's folder that is read of it."""
+    """Return name and size in bytes of each file of a model's folder that is read of it."""
     files = [file for file in os.scandir(folder) if file.name.endswith(_READ) and file.is_file()]
     return {file.name: file.stat().st_size for file in files}
 
 
 def checksum_of(path: str) -> str:
-    """SHA-256 of a file's bytes; empty where it cannot be read."""
-    with contextlib.suppress(OSError):
+    """Return the SHA-256 of a file's bytes; empty where it cannot be read."""
+    with suppress(OSError):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return ""
-
-
-def differing(folder: str, files: Mapping[str, int]) -> list[str]:
-    """Files that `folder` lacks, or has in another size."""
-    here = sizes_in(folder)
-    return [os.path.join(folder, name) for name, size in files.items() if here.get(name) != size]
-
-
-def unreached(peers: Sequence[tuple[str, str, int]]) -> list[tuple[str, str]]:
-    """Return the peers that do not answer from here, each with its address and the reason."""
-    if not peers:
-        return []
-    with ThreadPoolExecutor(len(peers)) as pool:
-        reasons = pool.map(lambda peer: _dial(peer[1], peer[2]), peers)
-        return [(peer[0], reason) for peer, reason in zip(peers, reasons, strict=True) if reason]
 
 
 def _dial(address: str, port: int) -> str:
@@ -148,5 +125,11 @@ def _dial(address: str, port: int) -> str:
     return ""
 
 
+def _dial_problem(questions: Questions, dial: str) -> Problem | None:
+    hint = "write the address at which it finds this host as cluster.address, and open its ports to it"
+    message = f"{questions['host']} cannot reach it: {dial}"
+    return Problem("cluster.address", message, hint, f'"{questions["address"]}"') if dial else None
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    sys.exit(main(json.loads(sys.argv[1])))

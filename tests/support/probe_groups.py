@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.processes.groups import Groups
-from rlctl.processes.placement import Plan, RolePlan, Unreached, package_root
+from rlctl.processes.placement import Plan, RolePlan, package_root
 from specs.wire.heartbeat import Activity
 
 SUPPORT = Path(__file__).resolve().parent
@@ -35,7 +35,7 @@ def probe_groups(
     module: str = "probe_role",
     factory: str = "handlers",
     start: bool = True,
-    unreached: Mapping[str, Unreached] | None = None,
+    unreached: Mapping[str, str] | None = None,
     **limits: Any,
 ) -> Iterator[Groups]:
     """Groups, started unless that is left to the test; on leaving, nothing of them may be left running."""

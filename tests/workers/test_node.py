@@ -1,4 +1,4 @@
-"""A keeper of ranks on another host: what it forks, what it starts, and how either ends."""
+"""A supervisor of processes on another host: what it reports, and that nothing outlives its connection."""
 
 from __future__ import annotations
 
@@ -6,103 +6,53 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
-import pytest
 from probe_groups import wait_until
 
 from rlctl.processes.placement import package_root
 from workers.node import PREFIX
+from workers.watchdog import kill_marked, pids_marked
 
-RANK = [sys.executable, "-m", "workers.main", "--role", "probe", "--module", "sitting:down"]
-# A rank that gets no further than to what it waits for here.
-SITTING = """
-import os, sys, time
-from workers import main
-def sit(self, *_):
-    print("sits", os.environ["RLCTL_PROCESS"], os.environ.get("MORE"), "torch" in sys.modules, flush=True)
-    time.sleep(600)
-main.Link.connect = sit
+# It ignores SIGTERM, and its child leaves its session.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("ready", os.environ["MORE"], os.getsid(0) == os.getpid(), flush=True)
+time.sleep(600)
 """
 
 
-class Line:
-    """The driver's end."""
+def test_processes_are_started_killed_and_end_with_the_connection(tmp_path: Path) -> None:
+    mark = f"SECRET=of {tmp_path}"
+    env = {**os.environ, "PYTHONPATH": str(package_root()), "SECRET": f"of {tmp_path}"}
+    command = [sys.executable, "-m", "workers.node"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as node:
+        assert node.stdin is not None
+        assert node.stdout is not None
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self.process, self.folder = process, folder
+        def send(**message: object) -> None:
+            print(json.dumps(message), file=node.stdin, flush=True)
 
-    def say(self, **message: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
+        def hear() -> object:
+            return json.loads(node.stdout.readline().removeprefix(PREFIX))
 
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        return dict(json.loads(self.process.stdout.readline().removeprefix(PREFIX)))
-
-    def start(self, key: str, command: list[str], **env: str) -> Path:
-        log = self.folder / f"{key}.log"
-        self.say(start=key, command=command, env={"RLCTL_RANK": "0", "RLCTL_SIZE": "1", **env}, log=str(log))
-        return log
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
-
-
-@contextmanager
-def keeper(folder: Path) -> Iterator[Line]:
-    (folder / "sitecustomize.py").write_text(SITTING)
-    home = {"RLCTL_ADDRESS": "tcp://127.0.0.1:9", "RLCTL_SECRET": "s", "RLCTL_CURVE_KEY": "k"}
-    env = {**os.environ, **home, "PYTHONPATH": f"{folder}{os.pathsep}{package_root()}"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "workers.node"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
-    ) as process:
-        line = Line(process, folder)
+        assert hear() == {"ready": True}
+        logs = [tmp_path / f"{key}.log" for key in ("a", "b")]
+        for key, log in zip("ab", logs, strict=True):
+            send(start=key, command=[sys.executable, "-c", STUBBORN], env={"MORE": key}, log=str(log))
         try:
-            assert line.hear() == {"ready": True}
-            yield line
+            assert wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+            assert [log.read_text() for log in logs] == ["ready a True\n", "ready b True\n"]
+            assert wait_until(lambda: len(pids_marked(mark)) == 5)
+            send(kill="a")
+            assert hear() == {"ended": "a", "code": -9}
+            assert len(pids_marked(mark)) == 3
+            send(start="c", command=[sys.executable, "-c", "exit(3)"], env={}, log=str(logs[0]))
+            assert hear() == {"ended": "c", "code": 3}
+            node.stdin.close()
+            assert node.wait(60) == 0
+            assert pids_marked(mark) == []
         finally:
-            children = line.children()
-            assert process.stdin is not None
-            process.stdin.close()
-            assert process.wait(60) == 0
-            assert not psutil.wait_procs(children, 60)[1]
-
-
-def test_ranks_are_forks_with_a_session_a_log_and_variables_of_their_own(tmp_path: Path) -> None:
-    with keeper(tmp_path) as line:
-        logs = [line.start(key, RANK) for key in ("a", "b")]
-        assert wait_until(lambda: all(log.exists() and "sits" in log.read_text() for log in logs))
-        assert [log.read_text() for log in logs] == ["sits a None False\n", "sits b None False\n"]
-        ranks = line.children()
-        assert all("workers.node" in rank.cmdline() for rank in ranks)
-        assert [os.getsid(rank.pid) for rank in ranks] == [rank.pid for rank in ranks]
-        assert {rank.name() for rank in ranks} == {"rlctl-probe0"}
-        line.say(kill="a")
-        assert line.hear() == {"ended": "a", "code": -9}
-        assert len(line.children()) == 1
-
-
-def test_a_fork_that_fails_says_why_in_its_log_and_how_it_ended(tmp_path: Path) -> None:
-    with keeper(tmp_path) as line:
-        log = line.start("a", [*RANK[:3], "--wrong"])
-        assert line.hear() == {"ended": "a", "code": 2}
-        assert "unrecognized arguments: --wrong" in log.read_text() or "required: --role" in log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("command", "env"),
-    [(RANK, {"OMP_NUM_THREADS": "1"}), ([f"{sys.prefix}/bin/../bin/python", *RANK[1:]], {})],
-    ids=["variables", "interpreter"],
-)
-def test_what_a_fork_would_not_be_is_started(tmp_path: Path, command: list[str], env: dict[str, str]) -> None:
-    with keeper(tmp_path) as line:
-        log = line.start("a", command, **env)
-        assert wait_until(lambda: log.exists() and "sits" in log.read_text())
-        (rank,) = line.children()
-        assert "workers.main" in rank.cmdline()
+            kill_marked(mark, 10)

@@ -9,14 +9,29 @@ import pytest
 from probe_groups import probe_groups, role_plan, wait_until
 
 from rlctl.processes import failures
-from rlctl.processes.failures import Blame, Evidence, Severity, from_error, from_rank_end
-from rlctl.processes.launched_ranks import FirstEnd
+from rlctl.processes.failures import Blame, Evidence, Severity, from_end, from_error
+from rlctl.processes.launch import Started
 from specs.errors import Cause, RoleFailure
 from specs.wire.error_body import ErrorBody
 from specs.wire.messages import Verb
 
 MESSAGES = ("Connection closed by peer", "its process was ended by SIGKILL", "")
 ENDED = Evidence("actor", 1, Cause.ENDED, "SIGKILL")
+REPORT = """\
+workers.main FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 4712)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  host      : node
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 4713)
+  traceback : Signal 9 (SIGKILL) received by PID 4713
+"""
 EXITED = Evidence("actor", 1, Cause.ENDED, "exit code 1", Severity.EXIT)
 
 
@@ -69,12 +84,23 @@ def test_each_weight_has_its_own_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blame.root_cause() is EXITED
 
 
-def test_an_abort_and_an_unknown_end_wait_for_a_better_cause() -> None:
-    aborted, unknown = (from_rank_end(FirstEnd("actor", *end)) for end in ((0, -6), (1, None)))
-    killed = from_rank_end(FirstEnd("actor", 1, -9))
-    assert blamed(aborted) is blamed(unknown) is None
+def test_an_abort_waits_for_a_better_cause_and_torchrun_reports_the_first_rank(tmp_path: Path) -> None:
+    log = tmp_path / "launcher.log"
+    (aborted, killed), launcher = [
+        [Started("actor", (rank,), None, log) for rank in (0, 1)],
+        Started("actor", (0, 1), None, log, "torchrun"),
+    ]
+    aborted, killed = from_end(aborted, -6), from_end(killed, -9)
+    assert blamed(aborted) is None
     assert blamed(aborted, killed) is killed
-    assert blamed(error_of(0, Cause.PEER_GONE, "left"), unknown, killed) is killed
+    assert blamed(error_of(0, Cause.PEER_GONE, "left"), aborted, killed) is killed
+    assert (from_end(launcher, 1).message, blamed(from_end(launcher, 1))) == (
+        "torchrun: its process ended with exit code 1",
+        None,
+    )
+    log.write_text("rank 7 says: exitcode  : 3\n" + REPORT)
+    reported = from_end(launcher, 1)
+    assert (reported.rank, "SIGKILL" in reported.message, blamed(reported)) == (1, True, reported)
 
 
 @pytest.mark.slow

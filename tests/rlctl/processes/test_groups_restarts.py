@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +12,19 @@ import pytest
 from probe_groups import probe_groups, role_plan, wait_until
 
 import rlctl.processes.failure_watch
-import rlctl.processes.joining_hosts
+import rlctl.processes.membership
+from rlctl import __version__
 from rlctl.loop.recovery import FailureWarnings, RankRecovery, SteadySync, begin_with_fewer
 from rlctl.loop.residency import Residency
 from rlctl.processes.calls import RanksFailed
 from rlctl.processes.failures import Evidence
 from rlctl.processes.groups import Groups
+from rlctl.processes.host_check import RemoteHost
 from rlctl.processes.launch import tail
 from rlctl.processes.placement import RemoteNode
 from rlctl.processes.rank_states import RankState, RestartPolicy
-from specs.errors import Interrupted, Problem, RoleFailure, SpecError
+from rlctl.processes.remote_check import Questions
+from specs.errors import Interrupted, RoleFailure
 from specs.wire.messages import Verb
 
 # In the path of a role's processes: the third replica dials when the gate is open.
@@ -214,66 +218,45 @@ def test_a_run_begins_with_fewer_replicas_and_takes_in_who_comes_late(tmp_path: 
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 2, 3]
 
 
-class AskedHost:
-    """A host that a run begins without. `says`: why there is no way to it, what is wrong with it, or nothing."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-        self.says: str | Problem = why
-        self.times, self.stopped = 0, False
-
-    def check(self) -> str:
-        self.times += 1
-        if isinstance(self.says, Problem):
-            raise SpecError([self.says])
-        return self.says
-
-    def stop(self) -> None:
-        self.stopped = True
-
-
 def test_a_host_that_could_not_be_reached_is_looked_for_until_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There, it is asked the preflight's questions, of which a wrong answer keeps it out. A shell that ends before its
-    rank has come is no way in either."""
-    monkeypatch.setattr(rlctl.processes.joining_hosts, "LOOK_S", 0.1)
+    """There, it is checked first. While there is no way to it nothing more is reported."""
+    monkeypatch.setattr(rlctl.processes.membership, "LOOK_S", 0.1)
     warnings: list[str] = []
-    gate, plan = tmp_path / "gate", role_plan("rollout", 2)
-    shell = ("sh", "-c", f"echo knocked >>{tmp_path}/knocks; [ -e {gate} ] || exit 255; exec sh")
-    plan = replace(plan, nodes=2, remote=(RemoteNode("node-2", 1, shell, plan.command, plan.env),))
-    host = AskedHost("no answer within 20 s")
-    with probe_groups(tmp_path, plan, unreached={"node-2": host}, start=False) as groups:
+    gate, model, knocks, plan = tmp_path / "gate", tmp_path / "model", tmp_path / "knocks", role_plan("rollout", 2)
+    shell = ("sh", "-c", f"echo knocked >>{knocks}; [ -e {gate} ] || exit 255; exec sh")
+    questions = Questions(
+        version=__version__, machine="", address="", ports=[], folders=[str(model)], shared=[], models={}, files={},
+        host="", gpus=0,
+    )  # fmt: skip
+    check = RemoteHost(1, "node-2", shell, sys.executable, "").check(questions)
+    plan = replace(plan, nodes=2, remote=(RemoteNode("node-2", 1, shell, plan.command, plan.env, check),))
+    with probe_groups(tmp_path, plan, unreached={"node-2": "no answer within 20 s"}, start=False) as groups:
         rollout, ranks = groups["rollout"], groups.ranks
+
+        def knocked(times: int) -> bool:
+            groups.tick()
+            return knocks.exists() and len(knocks.read_text().split()) > times
+
         told = FailureWarnings(groups, {1: "node-2"}, warnings.append)
         begin_with_fewer(groups, RestartPolicy("rollout", 0, told, least=1, far=frozenset({1})))
         groups.start()
         assert (ranks.late("rollout"), rollout.here) == ([1], [0])
-        assert (
-            "rollout rank 1 on node-2 is not there: no answer within 20 s. The run goes on with 1 of 2" in warnings[0]
-        )
-        knocks = tmp_path / "knocks"
-        assert wait_until(lambda: (groups.tick(), host.times > 2)[1])
-        assert not knocks.exists(), "nothing is started where there is no way"
-        host.says = Problem("cluster.hostfile", "its clock is 3,600 s ahead", "set it", "node-2")
-        asked = host.times
-        assert wait_until(lambda: (groups.tick(), host.times > asked + 3)[1])
-        assert not knocks.exists()
-        assert "node-2 is there, but cannot take part: its clock is 3,600 s ahead (set it)" in warnings[1]
-        assert len(warnings) == 2, "said once"
-        host.says = ""
-        assert wait_until(lambda: (groups.tick(), knocks.exists() and len(knocks.read_text().split()) > 2)[1])
-        assert "rollout rank 1 on node-2 did not come: " in warnings[2]
-        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0]
+        assert wait_until(lambda: knocked(2))
+        (warning,) = warnings
+        assert "rollout rank 1 on node-2 is not there: no answer within 20 s. The run goes on with 1 of 2" in warning
         gate.touch()
+        asked = len(knocks.read_text().split())
+        assert wait_until(lambda: knocked(asked + 2))
+        assert f"is there, but cannot take part: host node-2 has no folder {model} (all hosts need" in warnings[1]
+        assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0]
+        model.mkdir()
         assert wait_until(lambda: (groups.tick(), groups.arrived("rollout") == [1])[1])
         with groups.join("rollout") as came:
             assert came == [1]
         assert [answer.body["rank"] for answer in rollout.call(Verb.PING)] == [0, 1]
-        assert len(warnings) == 3
-        asked = host.times
-        assert not groups.membership._joining._hosts["node-2"].places
-        groups.tick()
-        assert host.times == asked, "nobody looks for it any more"
+        assert len(warnings) == 2
+        asked = len(knocks.read_text().split())
+        assert not knocked(asked), "nobody looks for it any more"
         assert len([one for one in groups.launcher.started if one.ranks == (1,)]) == 1
-    assert host.stopped

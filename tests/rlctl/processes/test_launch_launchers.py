@@ -20,7 +20,7 @@ import psutil
 import pytest
 from listeners import listeners
 from probe_groups import SUPPORT, probe_groups, wait_until
-from running import preset, rlctl, wait_for
+from running import preset, rlctl
 from strangers import disturb_all
 from test_placement import plan as make
 
@@ -28,17 +28,13 @@ from rlctl.presets import write_batch_script
 from rlctl.processes import launch
 from rlctl.processes.calls import RanksFailed
 from rlctl.processes.failures import Evidence
-from rlctl.processes.launch import remote_script
 from rlctl.processes.placement import RolePlan, make_plan, package_root
 from rlctl.processes.rank_states import RestartPolicy
 from specs.errors import RoleFailure
 from specs.load.load import load_spec
 from specs.wire.messages import Verb
-from workers.watchdog import kill_marked, pids_marked
 
 BOUND_S = 80.0
-SECOND_ENDED = r"rank (1, .*(SIGKILL|process ended)|0, .*so did that of rank 1)"
-"""A launcher ends the others: which ended first is seen, or said to be not known."""
 WANTED = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 # What srun does that matters here: a process per task, told its place in SLURM's words; all end when one fails.
 SRUN = """#!{python}
@@ -118,7 +114,9 @@ def test_deepspeed_starts_ranks_and_a_death_ends_them_all(tmp_path: Path) -> Non
     with probe_groups(tmp_path, probe_plan("deepspeed"), start_timeout_s=160) as groups:
         check_places(places(groups), ["0", "1"], "2")
         started = time.monotonic()
-        with pytest.raises(RoleFailure, match=SECOND_ENDED):
+        with pytest.raises(
+            RoleFailure, match="deepspeed: its process ended"
+        ):  # it does not report which rank was first
             groups["actor"].call(Verb.PING, {"do": "kill", "rank": 1, "sleep_s": 600})
         assert time.monotonic() - started < BOUND_S
     assert (tmp_path / "actor" / "rank1.log").exists()
@@ -198,31 +196,6 @@ def test_a_host_that_is_cut_off_is_named_and_no_healthy_thread_is_shown(tmp_path
         with pytest.raises(RoleFailure, match="no sign of life from host second for ") as caught:
             groups["rollout"].call(Verb.PING, {"sleep_s": 60})
         assert (caught.value.host, caught.value.log_tail) == ("second", "")
-
-
-def test_a_node_ends_with_its_connection_to_the_driver(tmp_path: Path) -> None:
-    """Whatever its command has started, and however deaf it is."""
-    stubborn = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    stubborn += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-    stubborn += "print('ready', flush=True); time.sleep(600)"
-    secret = f"a secret's 'quotes' {os.getpid()}"
-    env = {"PYTHONPATH": str(package_root()), "SECRET": secret}
-    script = remote_script(env, (sys.executable, "-m", "workers.node", sys.executable, "-c", stubborn))
-    with subprocess.Popen(["sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as node:
-        assert node.stdin is not None
-        assert node.stdout is not None
-        node.stdin.write(script)
-        node.stdin.flush()
-        assert node.stdout.readline() == "ready\n"
-        wait_for(
-            lambda: len(pids_marked(f"SECRET={secret}")) == 3, 150, "all three processes"
-        )  # one may not be its own yet
-        node.stdin.close()
-        try:
-            assert node.wait(60) == 128 + signal.SIGKILL
-            assert pids_marked(f"SECRET={secret}") == []
-        finally:
-            kill_marked(f"SECRET={secret}", 10)
 
 
 def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path) -> None:

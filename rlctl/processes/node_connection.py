@@ -1,5 +1,5 @@
-"""Ranks on another host that each have a process of their own: a connection to their supervisor there
-(`workers/node.py`), and a handle for each that the launcher uses as it uses a process."""
+"""Processes on another host: the connection to their supervisor there (`workers/node.py`), and a handle for each that
+the launcher uses as it uses a process of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlctl.processes.remote_check import MARK
 from workers.node import PREFIX
 from workers.watchdog import signal_group
 
@@ -20,83 +21,75 @@ _LOOK_S = 0.02
 
 
 class NodeConnection:
-    """A remote shell whose standard input and output lead to a supervisor. It never waits: messages that are sent
-    before the supervisor is ready are kept."""
+    """A shell whose standard input and output lead to a supervisor. It never waits: messages that are sent before the
+    supervisor is ready are kept, for a shell may read more than its script at once."""
 
     def __init__(self, host: str, shell: subprocess.Popen[bytes], script: str, log_path: Path) -> None:
-        """`script` is what the shell reads to become the supervisor; its other output goes to the log."""
+        """Have the shell become the supervisor by reading `script`. Its other output goes to the log."""
         assert shell.stdout is not None
         self.host, self.shell, self.log_path = host, shell, log_path
         self.ready = False  # the supervisor has answered
-        self._kept = [script]
-        self._codes: dict[str, int] = {}  # key → how it ended
+        self.refused = ""  # what a check of the host has found
+        self.codes: dict[str, int] = {}  # key → how it ended, as the supervisor reported it
+        self._kept: list[str] = []
         self._unread = b""
         os.set_blocking(shell.stdout.fileno(), False)
+        self._write(script)
 
     @property
     def ended(self) -> bool:
         return self.shell.poll() is not None
 
-    def open(self) -> None:
-        """Have the shell become the supervisor."""
-        script, *self._kept = self._kept
-        self._write(script)
-
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send once the supervisor is ready: a shell may read more than the script at once."""
         self._kept.append(json.dumps(message) + "\n")
         self.receive()
+
+    def keep_open(self) -> None:
+        """Send an empty line, which the supervisor does not read."""
+        self._write("\n")
 
     def receive(self) -> None:
         """Take in what the supervisor has sent."""
         assert self.shell.stdout is not None
-        while True:
-            try:
-                more = os.read(self.shell.stdout.fileno(), 65536)
-            except (BlockingIOError, ValueError):  # nothing yet; closed
-                break
-            if not more:
-                break
-            *lines, self._unread = (self._unread + more).split(b"\n")
-            for line in lines:
-                self._handle(line.decode(errors="replace"))
+        with suppress(BlockingIOError, ValueError):  # no more yet; closed
+            while more := os.read(self.shell.stdout.fileno(), 65536):
+                *lines, self._unread = (self._unread + more).split(b"\n")
+                for line in lines:
+                    self._handle(line.decode(errors="replace"))
         if self.ready and self._kept:
             kept, self._kept = self._kept, []
             self._write("".join(kept))
 
-    def code_of(self, key: str) -> int | None:
-        """Return how a rank ended: its exit code, or that of the connection, which takes all with it. None: it runs."""
-        ended = self.shell.poll()  # before the look: the supervisor's last message is then there to be read
-        self.receive()
-        return self._codes.get(key, ended)
-
-    def has_reported(self, key: str) -> bool:
-        """Return whether the supervisor itself reported the end of this rank."""
-        return key in self._codes
+    def hang_up(self) -> None:
+        """End the supervisor's input, with which it ends all that it started."""
+        assert self.shell.stdin is not None
+        with suppress(BrokenPipeError):  # what it did not live to read
+            self.shell.stdin.close()
 
     def give_up(self) -> None:
-        """End the shell of a host that does not answer. A supervisor that still lives there ends its ranks then."""
+        """End the shell of a host that does not answer. A supervisor that still lives there ends its processes then."""
         signal_group(self.shell.pid, signal.SIGKILL)
         self.shell.wait()
 
     def close(self) -> None:
         """Take in what an ended shell has left."""
         assert self.shell.stdout is not None
-        assert self.shell.stdin is not None
         self.receive()
         self.shell.stdout.close()
-        with suppress(BrokenPipeError):  # what it did not live to read
-            self.shell.stdin.close()
+        self.hang_up()
 
     def _handle(self, line: str) -> None:
-        if not line.startswith(PREFIX):
+        if line.startswith(MARK):
+            problem = json.loads(line.removeprefix(MARK))["problem"]
+            self.refused = f"{problem['message']} ({problem['hint']})" if problem else ""
+        elif line.startswith(PREFIX):
+            message = json.loads(line.removeprefix(PREFIX))
+            self.ready = self.ready or "ready" in message
+            if "ended" in message:
+                self.codes[message["ended"]] = int(message["code"])
+        else:
             with self.log_path.open("a", encoding="utf-8") as log_file:
                 log_file.write(line + "\n")
-            return
-        message = json.loads(line.removeprefix(PREFIX))
-        if "ended" in message:
-            self._codes[message["ended"]] = int(message["code"])
-        self.ready = self.ready or "ready" in message
 
     def _write(self, text: str) -> None:
         assert self.shell.stdin is not None
@@ -105,8 +98,8 @@ class NodeConnection:
             self.shell.stdin.flush()
 
 
-class RemoteRank:
-    """A rank behind a connection: as much of `Popen` as a launcher needs."""
+class RemoteProcess:
+    """A process behind a connection: as much of `Popen` as a launcher needs."""
 
     def __init__(self, node: NodeConnection, key: str) -> None:
         self.node, self.key = node, key
@@ -119,12 +112,15 @@ class RemoteRank:
         return self.poll()
 
     def poll(self) -> int | None:
-        return self.node.code_of(self.key)
+        """Return its exit code, or that of the connection, which takes all with it. None: it runs."""
+        ended = self.node.shell.poll()  # before the look: the supervisor's last message is then there to be read
+        self.node.receive()
+        return self.node.codes.get(self.key, ended)
 
     def kill(self, timeout_s: float) -> bool:
         """SIGKILL it and all that it started; return whether its host reports in time that it has ended."""
         self.node.send({"kill": self.key})
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (timeout_s if self.node.ready else 0.0)
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return self.has_reported
@@ -132,4 +128,4 @@ class RemoteRank:
     @property
     def has_reported(self) -> bool:
         """Return whether its host reported its end; else the connection ended, and took it along."""
-        return self.node.has_reported(self.key)
+        return self.key in self.node.codes
