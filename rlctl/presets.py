@@ -8,11 +8,14 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import specs
-from specs.errors import UsageError
+from specs.errors import SpecError, UsageError
 from specs.packages import environments, page
+
+if TYPE_CHECKING:
+    from specs.schema.spec import Spec
 
 PRESET_FOLDER = Path(specs.__file__).parent / "presets"
 BATCH_TEMPLATE = PRESET_FOLDER / "slurm.sbatch"
@@ -104,7 +107,8 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
         "{hosts}": _APART if apart else _TOGETHER,
         "{name}": shlex.quote(spec.stem),
         "{stem}": shlex.quote(spec.stem),
-        "{more}": "raise --nodes of a part, the actor's or that of the replicas" if apart else _MORE,
+        "{more}": ("raise --nodes of a part, the actor's or that of the replicas" if apart else _MORE)
+        + _engine_on_more_nodes(spec, run),
         "{nodes}": str(actor.nodes),
         "{far_nodes}": str(rollout.nodes),
         "{each}": str(each),
@@ -124,6 +128,19 @@ def write_batch_script(spec: Path, *, force: bool, elsewhere: bool = False) -> P
     target = LAUNCHERS["slurm"].file_of(spec)
     _write(target, text, force=force)
     return target
+
+
+def _engine_on_more_nodes(spec: Path, run: Spec) -> str:
+    """Return what the actor's engine needs on twice the nodes, by the rules of the spec itself."""
+    from specs.load.load import load_spec
+
+    twice = {"actor.nodes": 2 * run.actor.nodes, "actor.processes": 2 * run.actor.processes}
+    try:
+        load_spec(spec, ["actor.launcher=srun", *(f"{key}={value}" for key, value in twice.items())])
+    except SpecError as error:
+        found = [problem for problem in error.problems if problem.key.startswith("actor.engine")]
+        return "".join(f".\n# Twice as many need another {one.subject}: {one.message}" for one in found[:1])
+    return ""
 
 
 def _gpus_up_to(numbers: set[int]) -> int:

@@ -170,7 +170,8 @@ class ClusterSection(Table):
         "", description="File with a line `host slots=N` per node (DeepSpeed's format), relative to the spec file."
     )
     remote_shell: tuple[NonEmpty, ...] = Field(
-        ("ssh", "-o", "BatchMode=yes", "{host}"),
+        # A host that is cut off ends its ssh within 45 s, whatever it was about to do.
+        ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10", "{host}"),
         description="Command that opens a shell on another host, for every launcher but srun; `{host}` is the host's "
         "name.",
     )

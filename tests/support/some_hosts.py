@@ -40,12 +40,6 @@ class Hosts:
         """`state` is "up" or "down", of the host's cable."""
         subprocess.run(["ip", "-n", host, "link", "set", "cable", state], check=True)
 
-    def part(self, state: str) -> None:
-        """ "on": nothing passes between the second and the third host, as behind a firewall. "off": all does."""
-        for port in ("port2", "port3"):
-            place = ("-n", f"{self.here[:-1]}s", "link", "set", "dev", port)
-            subprocess.run(["ip", *place, "type", "bridge_slave", "isolated", state], check=True)
-
 
 def left_in(host: str) -> list[str]:
     """Processes in a namespace."""

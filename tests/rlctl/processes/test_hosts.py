@@ -22,7 +22,7 @@ from rlctl.presets import write_manifest
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    *("--set", "run.steps=30", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
+    *("--set", "run.steps=10", "--set", "data.prompts_per_step=4", "--set", "algorithm.group_size=4"),
     *("--set", "algorithm.mini_batches_per_step=1", "--set", "actor.optimizer.warmup_steps=0"),
     *("--set", "eval.every=1000000", "--set", "eval.prompts=2", "--set", "actor.micro_batch_tokens=256"),
 )
@@ -31,10 +31,10 @@ COLOCATED = (
     *("--set", "rollout.processes=2", "--set", "rollout.nodes=2", "--set", "run.colocate=always"),
     *("--set", "run.heartbeat_timeout_s=10"),
 )
-# In the pass of the eighth sync the second replica dies. When the group is formed anew the first one is slow, and its
+# In the pass of the third sync the second replica dies. When the group is formed anew the first one is slow, and its
 # cable is cut.
 IN_A_SYNC = [
-    {"role": "rollout", "rank": 1, "method": "receive", "call": 8},
+    {"role": "rollout", "rank": 1, "method": "receive", "call": 3},
     {"role": "rollout", "rank": 0, "method": "begin", "call": 1, "after": 0, "how": "sleep"},
 ]
 GROUP_READER = {"rollout": [["workers.transports.process_group", "GroupReader", ["begin", "receive"]]]}
@@ -62,11 +62,15 @@ def hosts():
 
 @pytest.fixture
 def spec(hosts: Hosts, tmp_path: Path) -> Path:
-    path = preset("quickstart", tmp_path)
-    (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in hosts.names))
-    with path.open("a") as file:
+    return on_hosts(hosts, preset("quickstart", tmp_path))
+
+
+def on_hosts(hosts: Hosts, spec: Path) -> Path:
+    """Give a spec the hosts."""
+    (spec.parent / "hosts").write_text("".join(f"{name} slots=2\n" for name in hosts.names))
+    with spec.open("a") as file:
         file.write(f'\n[cluster]\nhostfile = "hosts"\naddress = "{hosts.address}"\nremote_shell = {REMOTE_SHELL}\n')
-    return path
+    return spec
 
 
 def train(hosts: Hosts, spec: Path, run: Path, *options: str) -> subprocess.Popen[str]:
@@ -163,15 +167,17 @@ def test_replicas_on_hosts_of_their_own_sample_what_one_beside_the_trainer_does_
     wait_for(lambda: hosts.idle, 150, "the end of all hosts' processes")
 
 
-def test_the_death_of_the_driver_ends_the_run_on_both_hosts(hosts: Hosts, spec: Path, tmp_path: Path) -> None:
+def test_the_death_of_the_driver_ends_the_run_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = train(hosts, spec, run, *SMALL, *FAR, "--set", "run.steps=100000")
+    spec = on_hosts(hosts, preset("fake", tmp_path))
+    far = ("--set", "rollout.processes=2", "--set", "rollout.nodes=2")
+    process = train(hosts, spec, run, *far, "--set", "run.steps=100000")
     try:
         wait_for(lambda: steps_done(run) > 0 or process.poll() is not None, 150, "the first step")
         assert process.poll() is None, process.communicate()[0]
-        ranks = {rank.name(): rank for rank in workers_of(run)["actor"]}
-        assert str(ranks["rlctl-actor1"].pid) in left_in(hosts.there)
-        secret = psutil.Process(ranks["rlctl-actor1"].pid).environ()["RLCTL_CURVE_KEY"]
+        replica = replicas_of(run)["rlctl-rollout1"]
+        assert replica in left_in(hosts.there)
+        secret = psutil.Process(int(replica)).environ()["RLCTL_CURVE_KEY"]
         lines = [" ".join(other.cmdline()) for other in map(psutil.Process, map(int, left_in(hosts.there)))]
         assert not any(secret in line for line in lines)  # keys travel through pipes only
         process.kill()
@@ -185,25 +191,18 @@ def test_the_death_of_the_driver_ends_the_run_on_both_hosts(hosts: Hosts, spec: 
     ("change", "words"),
     [
         ("link", "cannot reach it"),
-        ("address", "is not an address of this host"),
         ("folder", "{there}: {folder} of host {there} is another folder"),
-        ("firewall", "{there} cannot reach {third} at 10.77.0.3:"),
     ],
 )
 def test_a_host_that_cannot_take_part_is_found_before_the_start(
     hosts: Hosts, spec: Path, tmp_path: Path, change: str, words: str
 ) -> None:
     options: tuple[str, ...] = ()
-    words = words.format(there=hosts.there, third=hosts.third, folder=tmp_path / "local")
-    if change == "address":
-        options = ("--set", "cluster.address=10.77.0.9")
-    elif change == "folder":
+    words = words.format(there=hosts.there, folder=tmp_path / "local")
+    if change == "folder":
         (tmp_path / "local").mkdir()
         hidden = f'"mount -t tmpfs none {tmp_path}/local && exec sh"'
         options = ("--set", f'cluster.remote_shell=["ip", "netns", "exec", "{{host}}", "sh", "-c", {hidden}]')
-    elif change == "firewall":
-        options = ("--set", "actor.nodes=3", "--set", "actor.processes=3")
-        hosts.part("on")
     else:
         hosts.plug(hosts.there, "down")
     try:
@@ -211,7 +210,6 @@ def test_a_host_that_cannot_take_part_is_found_before_the_start(
         output = process.communicate(timeout=200)[0]
     finally:
         hosts.plug(hosts.there, "up")
-        hosts.part("off")
     assert process.returncode == 2, output
     assert words in output
     assert "hint:" in output

@@ -210,6 +210,14 @@ def test_the_batch_script_trains_the_spec_on_the_hosts_of_the_job(tmp_path: Path
     assert '--launcher "mpi"' in again.stderr
 
 
+def test_the_batch_script_says_what_the_engine_needs_on_more_hosts(tmp_path: Path) -> None:
+    script = write_batch_script(preset("fsdp2-8gpu", tmp_path), force=False).read_text()
+    assert (
+        "# Twice as many need another actor.engine.shard = 8: shard × replicate = 8 × 1 = 8, but actor has 16" in script
+    )
+    assert "Twice" not in write_batch_script(preset("quickstart", tmp_path), force=False).read_text()
+
+
 def told_by(
     script: Path, folder: Path, nodes: list[str], *options: str, far: tuple[str, ...] = (), **more: str
 ) -> list[str]:
@@ -302,7 +310,7 @@ def test_the_dry_run_names_every_host(tmp_path: Path) -> None:
     done = rlctl("train", spec, *far, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "node 0   this host, ranks 0 to 1" in done.stdout
-    assert "node 1   two, ranks 2 to 3, through: ssh -o BatchMode=yes two" in done.stdout
+    assert "node 1   two, ranks 2 to 3, through: ssh -o BatchMode=yes " in done.stdout
     assert "--rdzv-endpoint '{address}:29400' --nnodes 2 --rdzv-conf node=1" in done.stdout
     checked = rlctl("check-config", spec, *far, "--json")
     assert checked.returncode == 0, checked.stderr
