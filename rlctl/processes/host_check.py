@@ -44,7 +44,7 @@ class RemoteHost:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a check found. `unreached`: why there is no way to the host, or from it to this one."""
+    """The outcome of a check. `unreached`: why there is no way to the host, or from it to this one."""
 
     host: RemoteHost
     problem: Problem | None
