@@ -1,18 +1,17 @@
 """`rlctl check-config`: what is wrong with a spec, and, of one that can be read, what it means. Creates and changes
-nothing. The printing is in `rlctl/check/tables.py`."""
+nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlctl.check.findings import Findings, examine, not_here
-from rlctl.check.meaning import batch, hosts, links, placement, reference, roles
+from rlctl.check.meaning import as_dict
 from rlctl.processes.placement import Plan
 from specs.errors import NotHere, SpecError
-from specs.rules.transport_rules import choose_transport
 from specs.schema.spec import Spec
 from specs.terminal import json_text
 
@@ -36,12 +35,13 @@ def check(
         findings = _probed(findings, findings.spec, findings.plan, spec_path.absolute().parent, level)
     if strict:
         findings = replace(findings, problems=[*findings.problems, *findings.warnings], warnings=[])
+    meaning = as_dict(findings, spec_path)
     if as_json:
-        print(json_text(as_dict(findings, spec_path), indent=2))
+        print(json_text(meaning, indent=2))
     else:
         from rlctl.check.tables import print_findings
 
-        print_findings(findings, spec_path)
+        print_findings(findings, meaning, spec_path)
     return 0 if findings.ok else SpecError.exit_code
 
 
@@ -57,7 +57,7 @@ def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: L
     what = "building every role's model without memory" if level == "meta" else "one trial update of every role"
     with Screen(stderr=True).status(f"probe: {what} …"):
         found = probe(spec, spec_dir, plan, level)
-    problems, warnings = probe_problems(spec, spec_dir, found)
+    problems, warnings = probe_problems(spec, found)
     notes = findings.notes
     if findings.elsewhere:
         notes = [*notes, *(not_here(one) for one in (*problems, *warnings) if isinstance(one, NotHere))]
@@ -65,29 +65,3 @@ def _probed(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path, level: L
     known = {(problem.key, problem.message) for problem in findings.warnings}
     new = [problem for problem in warnings if (problem.key, problem.message) not in known]
     return replace(findings, problems=problems, warnings=[*findings.warnings, *new], notes=notes, probe=found)
-
-
-def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
-    """Return the findings as JSON. `roles`, `placement` and `batch` are empty where the spec could not be read."""
-    spec, plan, spec_dir = findings.spec, findings.plan, spec_path.absolute().parent
-    listed = roles(spec, plan, spec_dir, elsewhere=findings.elsewhere) if spec and plan else {}
-    if spec and findings.probe:
-        from rlctl.check.meta_report import probe_json
-
-        for role, found in probe_json(spec, spec_dir, findings.probe).items():
-            listed[role].update(found)
-    transport, why = choose_transport(spec) if spec else ("", "")
-    return {
-        "ok": findings.ok,
-        "problems": [asdict(problem) for problem in findings.problems],
-        "warnings": [asdict(problem) for problem in findings.warnings],
-        "notes": findings.notes,
-        "roles": listed,
-        "probe": findings.probe.level if findings.probe else None,
-        "placement": placement(spec) if spec and plan else {},
-        "hosts": hosts(spec, plan) if spec and plan else [],
-        "batch": batch(spec) if spec else {},
-        "reference": reference(spec) if spec else {},
-        "reward_functions": [asdict(call) for call in findings.calls],
-        "sync": {"transport": transport, "why": why, "to": links(spec, plan) if plan else []} if spec else {},
-    }

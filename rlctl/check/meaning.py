@@ -1,81 +1,117 @@
-"""Say what a spec means, in plain values: roles, the placement of their ranks, the reference, the arithmetic of a
-step."""
+"""Say what a spec means, in plain values: roles, the placement of their ranks, the reference, the arithmetic of a step.
+
+It is what `rlctl check-config --json` prints, and what `rlctl/check/tables.py` shows."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.models.paths import resolve_model
 from rlctl.models.vocabulary import reference_of
 from rlctl.preflight.interpreters import SHOWN, look_at
 from rlctl.preflight.role_choices import role_attention, role_kernels
 from rlctl.processes.placement import Plan
+from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of, not_known
 from specs.schema.rank_groups import mesh_is_known, mesh_of, shard_groups
-from specs.schema.role_section import RoleSection
 from specs.schema.roles import ACTOR, REF, ROLES, ROLLOUT, RoleName
-from specs.schema.spec import RefSection, Spec
+from specs.schema.spec import Spec
+
+if TYPE_CHECKING:
+    from rlctl.check.findings import Findings
+
+
+def as_dict(findings: Findings, spec_path: Path) -> dict[str, Any]:
+    """Return the findings as JSON. `roles`, `placement` and `batch` are empty where the spec could not be read."""
+    spec, plan, probe = findings.spec, findings.plan, findings.probe
+    found: dict[str, Any] = {
+        "ok": findings.ok,
+        "problems": [asdict(problem) for problem in findings.problems],
+        "warnings": [asdict(problem) for problem in findings.warnings],
+        "notes": findings.notes,
+        "roles": {},
+        "probe": probe.level if probe else None,
+        **{"placement": {}, "hosts": [], "batch": {}, "reference": {}},
+        "reward_functions": [asdict(call) for call in findings.calls],
+        "sync": {},
+    }
+    if spec is None:
+        return found
+    transport, why = choose_transport(spec)
+    found |= {"batch": _batch(spec), "reference": _reference(spec)}
+    found["sync"] = {"transport": transport, "why": why, "to": _links(spec, plan) if plan else []}
+    if plan is not None:
+        found |= {"placement": _placement(spec), "hosts": _hosts(spec, plan)}
+        found["roles"] = roles(spec, plan, spec_path.absolute().parent, elsewhere=findings.elsewhere)
+    if probe:
+        from rlctl.check.meta_report import role_json
+
+        for role, probed in probe.found.items():
+            found["roles"][role] |= role_json(probe.asked.get(role, {}), probed)
+    return found
 
 
 def roles(spec: Spec, plan: Plan, spec_dir: Path, *, elsewhere: bool = False) -> dict[str, dict[str, Any]]:
     """Return by role where it runs and what it holds. A role that holds only the tokenizer has a model but
     no engine."""
-    return {role.role: _role(spec, plan, role.role, spec_dir, elsewhere) for role in plan.roles}
+    return {placed.role: _role(spec, plan, placed.role, spec_dir, elsewhere) for placed in plan.roles}
 
 
-def _role(spec: Spec, plan: Plan, name: Any, spec_dir: Path, elsewhere: bool) -> dict[str, Any]:
-    placed = plan.role(name)
-    holds_model = ROLES[name].holds_model
-    section: Any = spec.role(name)
+def _role(spec: Spec, plan: Plan, name: RoleName, spec_dir: Path, elsewhere: bool) -> dict[str, Any]:
+    placed, section = plan.role(name), spec.role(name)
+    engine = engine_of(section) if ROLES[name].holds_model else None
+    attention = role_attention(spec, name, spec_dir, elsewhere=elsewhere)
+    kernels = role_kernels(spec, name, spec_dir, elsewhere=elsewhere)
     return {
         "model": str(resolve_model(spec.model_path(name), spec_dir)),
-        "engine": section.engine.kind if holds_model else None,
-        "dtype": spec.dtype(name) if holds_model else None,
-        **_attention(spec, name, spec_dir, elsewhere),
-        **_kernels(spec, name, spec_dir, elsewhere),
+        "engine": engine.kind if engine else None,
+        "dtype": spec.dtype(name) if engine else None,
+        # What will be in effect, null where only the engine knows or there is none, and what will be called then.
+        "attn_implementation": (attention.implementation or None) if attention else None,
+        "attn_asked": attention.asked if attention else None,
+        "attn_function": (attention.function or None) if attention else None,
+        "attn_why": attention.problem or attention.why if attention else None,
+        # What norms, gated MLPs and rotations will compute with; null where the engine brings its own.
+        "kernels": kernels.kernels if kernels else None,
+        "kernels_asked": kernels.asked if kernels else None,
+        "kernels_why": kernels.problem or kernels.why if kernels else None,
         "launcher": placed.launcher,
         "processes": placed.processes,
         "nodes": placed.nodes,
         "devices": list(placed.devices),
         "threads": placed.threads,
         "python": placed.python,
-        "versions": _versions(section, placed.python),
-        "not_known": _not_known(section),
+        "versions": _versions(placed.python) if section.python else {},
+        "not_known": [] if engine is None else not_known(engine),  # what its table leaves open, in words
     }
 
 
-def _not_known(section: RoleSection) -> list[str]:
-    """Return what the table of the role's engine leaves open, in words; empty for engines of rlctl's own."""
-    engine = engine_of(section)
-    return [] if engine is None else not_known(engine)
-
-
-def _versions(section: RoleSection, python: str) -> dict[str, str]:
-    """Return what the role's own interpreter has installed, Python first; empty where the role runs in ours, or it did
-    not answer."""
-    if not section.python or (found := look_at(python)).failure:
+def _versions(python: str) -> dict[str, str]:
+    """Return what an interpreter has installed, Python first; empty where it did not answer."""
+    if (found := look_at(python)).failure:
         return {}
     return {"python": found.python, **{name: found.versions[name] for name in SHOWN if name in found.versions}}
 
 
-def reference(spec: Spec) -> dict[str, Any]:
+def _reference(spec: Spec) -> dict[str, Any]:
     """Say whether the run needs a reference model, whether one is loaded, which, and why."""
     model, why = reference_of(spec)
     placed = spec.role(REF) if model else None
+    engine = engine_of(placed) if placed else None
     return {
         "needed": spec.needs_ref,
         "loaded": bool(model),
         "model": model,
         "why": why,
-        "engine": placed.engine.kind if isinstance(placed, RefSection) else "",
+        "engine": engine.kind if engine else "",
         "devices": list(placed.devices) if placed else [],
     }
 
 
-def hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
-    """Return each host of the run and who sits there: role → ranks and the numbers of their GPUs."""
+def _hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
+    """Return each host of the run and who is there: role → ranks and the numbers of their GPUs."""
     found: dict[int, dict[str, Any]] = {}
     for role in plan.roles:
         remote = {node.node_rank: node.host for node in role.remote}
@@ -86,23 +122,19 @@ def hosts(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
     return [found[number] for number in sorted(found)]
 
 
-def links(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
-    """Return the ways that weights take, from the actor's rank 0 on this host: to which host, and how many replicas
-    there."""
-    replicas = [
-        (place["host"], len(place["roles"].get(ROLLOUT, {"ranks": []})["ranks"])) for place in hosts(spec, plan)
-    ]
-    return [{"host": host, "replicas": count} for host, count in replicas if count]
+def _links(spec: Spec, plan: Plan) -> list[dict[str, Any]]:
+    """Return the hosts that weights go to, from the actor's rank 0 on this host, and how many replicas are there."""
+    hosts = [host for host in _hosts(spec, plan) if ROLLOUT in host["roles"]]
+    return [{"host": host["host"], "replicas": len(host["roles"][ROLLOUT]["ranks"])} for host in hosts]
 
 
-def placement(spec: Spec) -> dict[str, dict[str, Any]]:
-    """Return by role its mesh and the place of every rank, for roles whose model or samples are cut across ranks; null
-    where the engine does not say."""
+def _placement(spec: Spec) -> dict[str, dict[str, Any]]:
+    """Return by role its mesh and the place of every rank, for roles whose model or samples are sharded; null where the
+    engine does not say."""
     found: dict[str, dict[str, Any]] = {}
     for name in spec.roles:
         section = spec.role(name)
-        mesh = mesh_of(section)
-        if mesh is not None:
+        if (mesh := mesh_of(section)) is not None:
             listed = [asdict(rank) for group in shard_groups(section) for rank in group.ranks]
             axes = {"replicate": mesh.replicate, "shard": mesh.shard, "sequence": mesh.sequence}
             found[name] = {**axes, "ranks": listed}
@@ -111,11 +143,11 @@ def placement(spec: Spec) -> dict[str, dict[str, Any]]:
     return found
 
 
-def batch(spec: Spec) -> dict[str, int]:
+def _batch(spec: Spec) -> dict[str, int]:
     """Return the arithmetic of a step and of the run."""
-    algorithm, data = spec.algorithm, spec.data
+    algorithm = spec.algorithm
     return {
-        "prompts_per_step": data.prompts_per_step,
+        "prompts_per_step": spec.data.prompts_per_step,
         "group_size": algorithm.group_size,
         "samples_per_step": spec.samples_per_step,
         "mini_batches_per_step": algorithm.mini_batches_per_step,
@@ -129,25 +161,3 @@ def batch(spec: Spec) -> dict[str, int]:
         "micro_batch_tokens": spec.actor.micro_batch_tokens,
         "sequence_parallel": spec.actor.sequence_parallel,
     }
-
-
-def _attention(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> dict[str, str | None]:
-    """Return the attention: `attn_implementation` is what will be in effect, null where only the engine knows or there
-    is none; `attn_function` is what will be called then."""
-    found = role_attention(spec, role, spec_dir, elsewhere=elsewhere)
-    if found is None:
-        return dict.fromkeys(("attn_implementation", "attn_asked", "attn_function", "attn_why"))
-    return {
-        "attn_implementation": found.implementation or None,
-        "attn_asked": found.asked,
-        "attn_function": found.function or None,
-        "attn_why": found.problem or found.why,
-    }
-
-
-def _kernels(spec: Spec, role: RoleName, spec_dir: Path, elsewhere: bool) -> dict[str, str | None]:
-    """Return what norms, gated MLPs and rotations will compute with; null where the engine brings its own."""
-    found = role_kernels(spec, role, spec_dir, elsewhere=elsewhere)
-    if found is None:
-        return dict.fromkeys(("kernels", "kernels_asked", "kernels_why"))
-    return {"kernels": found.kernels, "kernels_asked": found.asked, "kernels_why": found.problem or found.why}

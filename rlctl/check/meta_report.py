@@ -1,16 +1,17 @@
-"""Compare what `--probe` found with the spec: as JSON, and as tables."""
+"""Compare what `--probe` found with the spec: as problems, as JSON, and as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.check.meta_build import ProbeFindings, can_be_probed
+from rlctl.check.meta_build import ProbeFindings
 from rlctl.models.as_built_check import NAMES, compare, mesh_text
-from rlctl.models.expected import Expected, models_expected
-from rlctl.preflight.role_choices import role_attention
+from rlctl.models.expected import Expected
+from rlctl.models.hardware import has_nvidia_driver
 from specs.errors import NotHere, Problem
+from specs.rules.all_rules import with_values
 from specs.schema.roles import DATA, REF, ROLLOUT, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
@@ -25,68 +26,52 @@ FIELDS = (
     *("recomputed_layers", "activation_offload", "kernels"),
 )
 RUN_NOTE = (
-    "Weights were random, none was read. Each role ran alone in one process: an engine that cuts the model across\n"
+    "Weights were random, none was read. Each role ran alone in one process: an engine that shards the model across\n"
     "ranks held all of it, and a role that shares its device will find less memory free."
 )
 _UNKNOWN, _LATER = "–", "seen when a run starts"
 _ANOTHER = "look at the model's config.json, the packages of the role's interpreter and its env; nothing else decides"
 
 
-def probe_problems(spec: Spec, spec_dir: Path, probe: ProbeFindings) -> tuple[list[Problem], list[Problem]]:
+def probe_problems(spec: Spec, probe: ProbeFindings) -> tuple[list[Problem], list[Problem]]:
     """Return errors, and warnings about roles for GPUs on a machine that has none. What this machine lacks is
     NotHere."""
     errors: list[Problem] = []
     warnings: list[Problem] = []
-    asked = models_expected(spec, spec_dir, role_attention)
     for role, found in probe.found.items():
         if found.error:
-            here = can_be_probed(spec, role)
+            here = not spec.role(role).devices or has_nvidia_driver()
             kind = Problem if here and not found.not_here else NotHere
             (errors if here else warnings).append(kind(role, found.error, found.hint))
         if found.model is not None:
-            for what, wanted, actual in compare(asked[role], found.model, found.not_seen):
+            for what, wanted, actual in compare(probe.asked[role], found.model, found.not_seen):
                 errors.append(Problem(role, f"{what}: expected {wanted}, built {actual}", _ANOTHER))
         for finding in found.findings:
-            said = Problem(finding.key, finding.message, finding.hint, finding.value)
-            (errors if finding.refuses else warnings).append(said)
-    path = show(spec.model.path)
-    errors += _beyond(probe.found, path)
-    return errors, [*warnings, *_no_end(probe.found, path)]
-
-
-def _beyond(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
-    """Find a tokenizer with a token that the model has no row for. Files do not always say: transformers adds special
-    tokens that a tokenizer lacks."""
-    highest = probed[DATA].highest if DATA in probed else None
-    models = [found.model for role, found in probed.items() if found.model is not None and role != REF]
-    if highest is None or not models or highest.id < models[0].vocab_size:
-        return
-    message = f"{show(highest.text)} is token {highest.id}, and the model's vocabulary has {models[0].vocab_size:,}"
-    yield Problem("model.path", message, "name in tokenizer_config.json only tokens that the tokenizer has", path)
-
-
-def _no_end(probed: Mapping[RoleName, Probed], path: str) -> Iterator[Problem]:
-    """Find completions that never end."""
-    if ROLLOUT in probed and probed[ROLLOUT].ends == ():
+            problem = Problem(finding.key, finding.message, finding.hint, finding.value)
+            (errors if finding.refuses else warnings).append(problem)
+    errors += _beyond(probe)
+    if ROLLOUT in probe.found and probe.found[ROLLOUT].ends == ():
         message = "no token ends a completion: each has data.max_response_tokens tokens"
-        yield Problem("model.path", message, "put eos_token_id into its generation_config.json", path)
+        warnings.append(Problem("model.path", message, "put eos_token_id into its generation_config.json"))
+    return with_values(spec, errors), with_values(spec, warnings)
 
 
-# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
+def _beyond(probe: ProbeFindings) -> Iterator[Problem]:
+    """Yield a tokenizer with a token that the model has no row for. Files do not always say: transformers adds special
+    tokens that a tokenizer lacks."""
+    highest = probe.found[DATA].highest if DATA in probe.found else None
+    models = [found.model for role, found in probe.found.items() if found.model is not None and role != REF]
+    if highest is not None and models and highest.id >= models[0].vocab_size:
+        message = f"{show(highest.text)} is token {highest.id}, and the model's vocabulary has {models[0].vocab_size:,}"
+        yield Problem("model.path", message, "name in tokenizer_config.json only tokens that the tokenizer has")
 
 
-def probe_json(spec: Spec, spec_dir: Path, probe: ProbeFindings) -> dict[RoleName, dict[str, Any]]:
-    """Return by role `asked` and `got` by field, what was `not_seen`, and what was read back beside the role's other
-    keys."""
-    asked = models_expected(spec, spec_dir, role_attention)
-    return {role: _role_json(asked.get(role, {}), found) for role, found in probe.found.items()}
-
-
-def _role_json(asked: Expected, found: Probed) -> dict[str, Any]:
+def role_json(asked: Expected, found: Probed) -> dict[str, Any]:
+    """Return `asked` and `got` by field, what was `not_seen`, and what was read back beside the role's other keys."""
     actual = {} if found.model is None else {field: getattr(found.model, field) for field in FIELDS}
-    seen = {field: value for field, value in actual.items() if field not in found.not_seen}
-    flat = {field: value for field, value in seen.items() if field not in ("path", "mesh")}
-    about: dict[str, Any] = {**flat, "asked": dict(asked), "got": seen, "not_seen": list(found.not_seen)}
+    got = {field: value for field, value in actual.items() if field not in found.not_seen}
+    about: dict[str, Any] = {field: value for field, value in got.items() if field not in ("path", "mesh")}
+    about |= {"asked": dict(asked), "got": got, "not_seen": list(found.not_seen)}
     if found.tokens is not None:
         about["tokenizer_tokens"] = found.tokens
     if found.one_update is not None:
@@ -97,52 +82,44 @@ def _role_json(asked: Expected, found: Probed) -> dict[str, Any]:
 # ── for the person ────────────────────────────────────────────────────────────────────────────────
 
 
-def probe_table(spec: Spec, spec_dir: Path, probe: ProbeFindings) -> Table:
+def probe_table(spec: Spec, probe: ProbeFindings) -> Table:
     """Show expected against actual, side by side; what differs is red."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    how = "built without memory" if probe.level == "meta" else "built"
-    for column in ("role", how, "asked", "got"):
+    for column in ("role", "built without memory" if probe.level == "meta" else "built", "asked", "got"):
         table.add_column(column, overflow="fold")
-    asked = models_expected(spec, spec_dir, role_attention)
     for role, found in probe.found.items():
-        rows = _rows(spec, role, asked.get(role, {}), found)
-        for number, (what, wanted, actual, differs) in enumerate(rows):
-            style = "bold red" if differs else ""
-            table.add_row(
-                "" if number else role, what, wanted, actual, style=style, end_section=number == len(rows) - 1
-            )
+        for number, (what, wanted, actual, differs) in enumerate(_rows(spec, role, probe.asked.get(role, {}), found)):
+            table.add_row("" if number else role, what, wanted, actual, style="bold red" if differs else "")
+        table.add_section()
     return table
 
 
-def _rows(spec: Spec, role: RoleName, asked: Expected, found: Probed) -> list[tuple[str, str, str, bool]]:
+def _rows(spec: Spec, role: RoleName, asked: Expected, found: Probed) -> Iterator[tuple[str, str, str, bool]]:
     if found.error:
-        return [("", "", "could not be built, see below", True)]
-    if found.tokens is not None:
-        return [("tokenizer", _UNKNOWN, f"{found.tokens:,} tokens", False)]
-    if found.model is None:
-        return [("", _UNKNOWN, "this engine cannot say before it is built", False)]
-    differing = {what.partition(" axis ")[0] for what, _, _ in compare(asked, found.model, found.not_seen)}
-    rows = []
-    for field in FIELDS:
-        actual = _LATER if field in found.not_seen else _text(field, getattr(found.model, field))
-        wanted = _text(field, asked[field]) if field in asked else _UNKNOWN
-        if field == "attn_implementation" and spec.attention(role) == "auto" and field in asked:
-            wanted = f"auto: {wanted}"
-        differs = NAMES.get(field, field) in differing or (field == "mesh" and "ranks along the mesh" in differing)
-        if (wanted, actual) != (_UNKNOWN, _UNKNOWN):
-            rows.append((NAMES.get(field, field), wanted, actual, differs))
-    return rows
+        yield "", "", "could not be built, see below", True
+    elif found.tokens is not None:
+        yield "tokenizer", _UNKNOWN, f"{found.tokens:,} tokens", False
+    elif found.model is None:
+        yield "", _UNKNOWN, "this engine cannot say before it is built", False
+    else:
+        for field in FIELDS:
+            value, seen = getattr(found.model, field), field not in found.not_seen
+            wanted, actual = _text(field, asked.get(field)), _text(field, value) if seen else _LATER
+            if field == "attn_implementation" and spec.attention(role) == "auto" and field in asked:
+                wanted = f"auto: {wanted}"
+            if (wanted, actual) != (_UNKNOWN, _UNKNOWN):
+                yield NAMES.get(field, field), wanted, actual, seen and field in asked and asked[field] != value
 
 
 def _text(field: str, value: object) -> str:
-    if field == "mesh" and isinstance(value, dict):
+    if isinstance(value, dict):
         return mesh_text(value) or _UNKNOWN
+    if value is None or isinstance(value, bool):
+        return _UNKNOWN if value is None else "yes" if value else "no"
     if field == "path":
         return Path(str(value)).name
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -150,9 +127,9 @@ def run_table(probe: ProbeFindings) -> Table:
     """Show what each role's trial update took."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("role", "one trial update of", "build", "step", "tokens/s", "memory before", "peak"):
-        table.add_column(column, justify="left" if column in ("role", "one trial update of") else "right")
+    table = Table("role", "one trial update of", box=None, pad_edge=False)
+    for column in ("build", "step", "tokens/s", "memory before", "peak"):
+        table.add_column(column, justify="right")
     for role, found in probe.found.items():
         took, shape = found.one_update, probe.requests[role].shape
         if took is None or shape is None:

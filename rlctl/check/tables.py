@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.check.meaning import batch, hosts, links, reference, roles
-from rlctl.preflight.role_choices import role_attention, role_kernels
-from rlctl.processes.placement import Plan
 from rlctl.show.problems import print_problems
 from rlctl.show.screen import Screen
 from rlctl.show.text_format import counted, number
 from specs.packages import page
-from specs.rules.transport_rules import choose_transport
 from specs.schema.engines.engine_table import engine_of
 from specs.schema.engines.kernel_choice import OWN_MODULES
 from specs.schema.rank_groups import RankGroup, mesh_is_known, mesh_of, sequence_groups, shard_groups
 from specs.schema.role_section import RoleSection
-from specs.schema.roles import ACTOR
+from specs.schema.roles import ACTOR, RoleName
 from specs.schema.spec import Spec
 from specs.text import show
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlctl.check.findings import Findings
-    from rlctl.check.meta_build import ProbeFindings
     from rlctl.check.reward_calls import RewardCall
 
-PLACEMENT_ROWS = 8  # groups of a role that the table of placement shows; JSON has them all
+MOST_ROWS = 8  # groups of a role, and hosts, that are shown; JSON has them all
 
 
-def print_findings(findings: Findings, spec_path: Path) -> None:
-    """Print tables and warnings to stdout, problems to stderr."""
+def print_findings(findings: Findings, meaning: dict[str, Any], spec_path: Path) -> None:
+    """Print tables and warnings to stdout, problems to stderr. `meaning`: what `as_dict` returns."""
     out, problems = Screen(), Screen(stderr=True)
     if findings.spec and findings.plan:
-        for table in _tables(findings, findings.spec, findings.plan, spec_path.absolute().parent):
+        for table in _tables(findings, findings.spec, meaning):
             if isinstance(table, str) or table.row_count:
                 out.print(table, highlight=True, soft_wrap=isinstance(table, str))
                 out.print()
@@ -52,25 +48,36 @@ def print_findings(findings: Findings, spec_path: Path) -> None:
         problems.print(f"{counted(len(findings.problems), 'problem')} in {spec_path}", soft_wrap=True)
 
 
-def _tables(findings: Findings, spec: Spec, plan: Plan, spec_dir: Path) -> Iterator[Table | str]:
+def _tables(findings: Findings, spec: Spec, meaning: dict[str, Any]) -> Iterator[Table | str]:
     """Yield what the spec means; tables without rows are not shown."""
-    elsewhere = findings.elsewhere
-    listed = roles(spec, plan, spec_dir, elsewhere=elsewhere)
-    yield _roles_table(spec, listed)
-    yield _attention(spec, spec_dir, elsewhere)
-    yield _kernels(spec, spec_dir, elsewhere)
-    yield _interpreters_table(spec, listed)
-    yield _groups_table(spec)
+    roles: dict[RoleName, dict[str, Any]] = meaning["roles"]
+    yield _roles_table(spec, roles)
+    attention = _table("role", "attention asked", "in effect", "why")
+    kernels = _table("role", "kernels asked", "in effect", "why")
+    interpreters = _table("role", "interpreter", "has")
+    for name, role in roles.items():
+        if role["attn_asked"]:
+            attention.add_row(name, role["attn_asked"], role["attn_implementation"] or "–", role["attn_why"])
+        if role["kernels_asked"] not in (None, OWN_MODULES):
+            kernels.add_row(name, role["kernels_asked"], role["kernels"], role["kernels_why"])
+        if role["versions"]:
+            versions = ", ".join(f"{package} {version}" for package, version in role["versions"].items())
+            interpreters.add_row(name, role["python"], versions)
+    yield from (attention, kernels, interpreters, _groups_table(spec))
     if any(spec.role(name).leaves_host for name in spec.roles):
-        yield _hosts_table(spec, plan)
-    for name, role in listed.items():
+        yield _hosts_table(meaning["hosts"])
+    for name, role in roles.items():
         if role["not_known"]:
             head = f"not known of the engine {role['engine']} ({name}), so neither checked nor planned"
             yield f"{head}: {', '.join(role['not_known'])}; its table may say it ({page('engines.md')})"
-    yield _arithmetic(spec, plan)
+    yield _arithmetic(spec, meaning)
     yield from map(_call_table, findings.calls)
     if findings.probe:
-        yield from _probe_tables(spec, spec_dir, findings.probe)
+        from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
+
+        yield probe_table(spec, findings.probe)
+        if findings.probe.level == "run":
+            yield from (run_table(findings.probe), RUN_NOTE)
 
 
 def _table(*columns: str) -> Table:
@@ -81,50 +88,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
-# ── roles ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _roles_table(spec: Spec, listed: dict[str, dict[str, Any]]) -> Table:
+def _roles_table(spec: Spec, roles: dict[RoleName, dict[str, Any]]) -> Table:
     table = Table("role", "engine", "model", "dtype", "processes", "devices", "threads", box=None, pad_edge=False)
-    for name, role in listed.items():
-        path = spec.model_path(name)
-        cells = (role["engine"], path if role["engine"] else "", role["dtype"])
+    for name, role in roles.items():
         nodes = f" on {role['nodes']} nodes" if role["nodes"] > 1 else ""
         places = (f"{role['processes']} × {role['launcher']}{nodes}", _devices(role["devices"], ""), role["threads"])
-        table.add_row(name, *(str(cell or "–") for cell in cells), *map(str, places))
-    return table
-
-
-def _attention(spec: Spec, spec_dir: Path, elsewhere: bool) -> Table:
-    """Show for each role that has attention what was asked for and what will be in effect."""
-    table = _table("role", "attention asked", "in effect", "why")
-    for role in spec.roles:
-        found = role_attention(spec, role, spec_dir, elsewhere=elsewhere)
-        if found is not None:
-            engine = engine_of(spec.role(role))
-            its_own = "not known" if engine is not None and engine.attention is None else "its own"
-            effect = "none" if found.problem else found.implementation or its_own
-            table.add_row(role, found.asked, effect, found.problem or found.why)
-    return table
-
-
-def _kernels(spec: Spec, spec_dir: Path, elsewhere: bool) -> Table:
-    """Show each role that asks for other kernels than its model's own modules."""
-    table = _table("role", "kernels asked", "in effect", "why")
-    for role in spec.roles:
-        found = role_kernels(spec, role, spec_dir, elsewhere=elsewhere)
-        if found is not None and found.asked != OWN_MODULES:
-            table.add_row(role, found.asked, "none" if found.problem else found.kernels, found.problem or found.why)
-    return table
-
-
-def _interpreters_table(spec: Spec, listed: dict[str, dict[str, Any]]) -> Table:
-    """Show roles that run in another interpreter than ours, and what it has installed."""
-    table = _table("role", "interpreter", "has")
-    for name, role in listed.items():
-        if spec.role(name).python:
-            packages = ", ".join(f"{package} {version}" for package, version in role["versions"].items())
-            table.add_row(name, role["python"], packages or "–")
+        path = spec.model_path(name) if role["engine"] else None
+        table.add_row(name, *(str(cell or "–") for cell in (role["engine"], path, role["dtype"])), *map(str, places))
     return table
 
 
@@ -136,26 +106,25 @@ def _groups_table(spec: Spec) -> Table:
     table = Table("role", "mesh", "group", "ranks", "node", "devices", box=None, pad_edge=False)
     for name in spec.roles:
         section = spec.role(name)
-        if mesh_of(section) is None and section.processes > 1 and not mesh_is_known(section):
+        if section.processes > 1 and not mesh_is_known(section):
             table.add_row(name, "not known", "", _span(range(section.processes)), "", "")
         for mesh, groups in _meshes(section):
-            shown = groups if len(groups) <= PLACEMENT_ROWS else [*groups[: PLACEMENT_ROWS - 2], groups[-1]]
-            for group in shown:
-                if group is shown[-1] and len(shown) < len(groups):
-                    table.add_row("", "", f"… {len(groups) - len(shown)} more")
+            for group in groups[:MOST_ROWS]:
                 table.add_row(name, mesh, *_group_row(group))
                 name = mesh = ""
+            if len(groups) > MOST_ROWS:
+                table.add_row("", "", f"… {len(groups) - MOST_ROWS} more")
     return table
 
 
 def _meshes(section: RoleSection) -> Iterator[tuple[str, Sequence[RankGroup]]]:
-    """Yield what the role's ranks are cut along, and the groups: copies of the model, then sharers of samples."""
+    """Yield what the role's ranks are sharded along, and the groups: copies of the model, then sharers of samples."""
     mesh, engine = mesh_of(section), engine_of(section)
-    if mesh is None:
+    if mesh is None or engine is None:
         return
     if mesh_of(section.model_copy(update={"sequence_parallel": 1})) is not None:
         axes = {"replicate": mesh.replicate, "shard": mesh.shard}
-        own = (engine.reported_mesh(section.processes) if engine is not None else None) or {}
+        own = engine.reported_mesh(section.processes) or {}
         axes = own if own.keys() - axes else axes  # where the engine has names of its own
         yield " × ".join(f"{axis} {ranks}" for axis, ranks in axes.items()), shard_groups(section)
     if shared := sequence_groups(section):
@@ -180,10 +149,10 @@ def _span(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _hosts_table(spec: Spec, plan: Plan) -> Table:
-    """Show who sits where, host by host."""
+def _hosts_table(hosts: list[dict[str, Any]]) -> Table:
+    """Show the roles of each host."""
     table = Table("host", "role", "ranks", "devices", box=None, pad_edge=False)
-    for place in hosts(spec, plan):
+    for place in hosts:
         host = place["host"]
         for role, held in place["roles"].items():
             table.add_row(host, role, _span(held["ranks"]), _devices(held["devices"]))
@@ -194,61 +163,41 @@ def _hosts_table(spec: Spec, plan: Plan) -> Table:
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _arithmetic(spec: Spec, plan: Plan) -> str:
+def _arithmetic(spec: Spec, meaning: dict[str, Any]) -> str:
     """Say what a step and a run amount to, where the reference is and how weights travel."""
-    of, ahead = batch(spec), spec.rollout.max_staleness
-    transport, why = choose_transport(spec)
-    learners = [f"{spec.optimizer_steps_of(role)} of the {role}" for role in spec.losses if role != ACTOR]
-    drawn = f"{of['prompts_per_step']} prompts × {of['group_size']} completions = {of['samples_per_step']} samples"
+    of, ref, sync = meaning["batch"], meaning["reference"], meaning["sync"]
+    step = f"{of['prompts_per_step']} prompts × {of['group_size']} completions = {of['samples_per_step']} samples"
     if of["mini_batches_per_step"] > 1:
-        drawn += f" → {of['mini_batches_per_step']} mini-batches of {of['samples_per_mini_batch']}"
+        step += f" → {of['mini_batches_per_step']} mini-batches of {of['samples_per_mini_batch']}"
     if of["epochs_per_step"] > 1:
-        drawn += f" × {of['epochs_per_step']} epochs"
+        step += f" × {of['epochs_per_step']} epochs"
     if spec.algorithm.advantage.greedy_baseline:
-        drawn += f"\n       and {of['prompts_per_step']} greedy completions to compare with"
+        step += f"\n       and {of['prompts_per_step']} greedy completions to compare with"
     elif spec.algorithm.dynamic_sampling:
         refills = counted(spec.algorithm.max_refills, "refill")
-        drawn += f"\n       groups of equal scores are thrown away, with {refills} at most in a step"
+        step += f"\n       groups of equal scores are thrown away, with {refills} at most in a step"
     run = f"{counted(of['steps'], 'step')} = {counted(of['optimizer_steps'], 'optimizer step')}"
+    if others := [f"{of[f'{role}_optimizer_steps']} of the {role}" for role in spec.losses if role != ACTOR]:
+        run += f" of the actor, {', '.join(others)}"
     tokens = f"{spec.data.max_prompt_tokens} + {spec.data.max_response_tokens} = {of['max_sequence_tokens']}"
     tokens = f"at most {tokens} in a sequence, {of['micro_batch_tokens']} in a forward pass"
     if of["sequence_parallel"] > 1:
         tokens += f",\n       {spec.actor.row_tokens} in a row that {of['sequence_parallel']} ranks share"
-    sync = f"weights travel by {transport} ({why})"
-    if transport != "shm":
-        sync += f", in buckets of {spec.sync.bucket_MiB:g} MiB"
-    lines = {
-        "step": drawn,
-        "run": run + "".join([" of the actor, ", ", ".join(learners)] if learners else []),
-        "tokens": tokens,
-        "ref": _reference(spec),
-        "sync": f"{sync}{', only what changed' if spec.sync.delta else ''}{_links(spec, plan)}",
-    }
-    if ahead:
+    held = f"{ref['model']} ({ref['why']}), held by {ref['engine']} on {_devices(ref['devices'])}"
+    way = f"weights travel by {sync['transport']} ({sync['why']})"
+    if sync["transport"] != "shm":
+        way += f", in buckets of {spec.sync.bucket_MiB:g} MiB"
+    way += ", only what changed" if spec.sync.delta else ""
+    if spec.rollout.leaves_host:
+        links = [f"{counted(link['replicas'], 'replica')} on {link['host']}" for link in sync["to"]]
+        more = [f"{len(links) - MOST_ROWS} more hosts"] if len(links) > MOST_ROWS else []
+        way += f"\n       from this host to {', '.join([*links[:MOST_ROWS], *more])}"
+    lines = {"step": step, "run": run, "tokens": tokens, "ref": held if ref["loaded"] else ref["why"], "sync": way}
+    if ahead := spec.rollout.max_staleness:
         when, old = (f"the next {ahead} steps", f"1 to {ahead} steps") if ahead > 1 else ("the next step", "1 step")
         every = f"every {ahead} steps" if ahead > 1 else "every step"
         lines["ahead"] = f"the samples of {when} are drawn while the actor learns: {old} old; weights travel {every}"
     return "\n".join(f"{name:6} {line}" for name, line in lines.items())
-
-
-def _reference(spec: Spec) -> str:
-    found = reference(spec)
-    if not found["loaded"]:
-        return str(found["why"])
-    return f"{found['model']} ({found['why']}), held by {found['engine']} on {_devices(found['devices'])}"
-
-
-def _links(spec: Spec, plan: Plan) -> str:
-    """Say where the weights go, of replicas that are not all on this host."""
-    if not spec.rollout.leaves_host:
-        return ""
-    ways = [f"{counted(link['replicas'], 'replica')} on {link['host']}" for link in links(spec, plan)]
-    if len(ways) > PLACEMENT_ROWS:
-        ways = [*ways[: PLACEMENT_ROWS - 1], f"{len(ways) - PLACEMENT_ROWS + 1} more hosts"]
-    return f"\n       from this host to {', '.join(ways)}"
-
-
-# ── what was tried ────────────────────────────────────────────────────────────────────────────────
 
 
 def _call_table(call: RewardCall) -> Table:
@@ -259,12 +208,3 @@ def _call_table(call: RewardCall) -> Table:
     table.add_row("completion", show(call.completion))
     table.add_row("score", call.traceback.strip() if call.score is None else number(call.score))
     return table
-
-
-def _probe_tables(spec: Spec, spec_dir: Path, found: ProbeFindings) -> Iterator[Table | str]:
-    from rlctl.check.meta_report import RUN_NOTE, probe_table, run_table
-
-    yield probe_table(spec, spec_dir, found)
-    if found.level == "run":
-        yield run_table(found)
-        yield RUN_NOTE

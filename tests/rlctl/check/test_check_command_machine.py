@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from corpus import base, edited, write_case, write_model
 
-from rlctl.check.check_command import as_dict, check
+from rlctl.check.check_command import check
 from rlctl.check.findings import examine
+from rlctl.check.meaning import as_dict
 from rlctl.models.paths import BUILTIN_FOLDER
 from rlctl.preflight.file_problems import file_problems
 from rlctl.preflight.machine import checkpoint_bytes

@@ -9,8 +9,9 @@ import pytest
 from corpus import base, edited, write_case
 from process_ends import ended
 
-from rlctl.check.check_command import as_dict, check
+from rlctl.check.check_command import check
 from rlctl.check.findings import Findings, examine
+from rlctl.check.meaning import as_dict
 from rlctl.check.reward_calls import call_rewards
 from specs.load.load import spec_from
 
